@@ -1,0 +1,23 @@
+"""whence: where in its training data does a model's behaviour come from?"""
+
+from whence.methods import Influence, Source, TracIn
+from whence.run import Recorder, Run
+from whence.scores import Scores
+from whence.study import Study
+from whence.task import Classification, LanguageModeling, Regression, Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Classification",
+    "Influence",
+    "LanguageModeling",
+    "Recorder",
+    "Regression",
+    "Run",
+    "Scores",
+    "Source",
+    "Study",
+    "Task",
+    "TracIn",
+]

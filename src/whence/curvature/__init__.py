@@ -1,0 +1,23 @@
+"""Curvature of the training objective: covariances, eigenbases, eigenvalues, and functions of them."""
+
+from whence.curvature import cost
+from whence.curvature.fit import FISHERS, KINDS, BlockCurvature, Curvature, Fitter
+from whence.curvature.functions import inverse, response, survival
+from whence.curvature.products import Basis, Readout
+from whence.curvature.store import Store, key_of
+
+__all__ = [
+    "FISHERS",
+    "KINDS",
+    "Basis",
+    "BlockCurvature",
+    "Curvature",
+    "Fitter",
+    "Readout",
+    "Store",
+    "cost",
+    "inverse",
+    "key_of",
+    "response",
+    "survival",
+]

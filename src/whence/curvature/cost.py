@@ -1,0 +1,103 @@
+"""What the work costs, counted: operations and numbers held, per block and example.
+
+The same counts choose between equivalent orders of multiplication and make the estimate shown before long work.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from whence.layers.capture import Block
+from whence.layers.tracked import Tracked
+
+
+def covariance(block: Block, t: int) -> float:
+    """Multiply-adds ×2 of both covariances of one example, by halves (symmetric)."""
+    return t * (block.width**2 + block.o**2)
+
+
+def squares(block: Block, t: int) -> float:
+    """Operations of one example's squared gradient in the eigenbasis."""
+    o, i = block.o, block.width
+    if t == 1:
+        return 2.0 * (i * i + o * o + o * i)
+    return 2.0 * (min(t, o) * i * i + min(t, i) * o * o + t * o * i)
+
+
+def forward_backward(block: Block, t: int) -> float:
+    """Operations of the layer's own forward and backward pass, one example."""
+    return 4.0 * t * block.o * block.i
+
+
+def inner(block: Block, t: int, queries: int) -> float:
+    """Operations of one example's inner products with the queries."""
+    return 2.0 * block.o * block.width * (queries + (t if t > 1 else 0))
+
+
+def rotate_examples(block: Block, t: int, examples: int) -> float:
+    """Operations of turning the (a, s) of examples into a basis."""
+    return 2.0 * examples * t * (block.width**2 + block.o**2)
+
+
+def rotate_queries(block: Block, queries: int) -> float:
+    """Operations of turning whole (o, width) matrices into another basis."""
+    return 2.0 * queries * block.size * (block.o + block.width)
+
+
+def eigenbasis(block: Block) -> float:
+    """Operations of the two eigendecompositions (about 9 d³, in float64, at half the rate)."""
+    return 18.0 * (block.o**3 + block.width**3)
+
+
+def per_example_numbers(tracked: Tracked) -> int:
+    """Numbers held for one example during a pass: all captures, and one layer's patches and gradient."""
+    held = sum(3 * tracked.positions[b.name] * (b.i + b.o) for b in tracked.blocks)
+    return held + max(b.size for b in tracked.blocks)
+
+
+def factor_numbers(tracked: Tracked) -> int:
+    """Numbers in one segment's factors."""
+    return sum(b.o**2 + b.width**2 + b.size for b in tracked.blocks)
+
+
+def vector_numbers(tracked: Tracked) -> int:
+    """Numbers in one vector over the tracked parameters."""
+    return sum(b.size for b in tracked.blocks)
+
+
+def pass_operations(tracked: Tracked, queries: int = 0) -> dict[str, float]:
+    """Operations per example of each kind of pass."""
+    work = {"covariances": 0.0, "eigenvalues": 0.0, "scores": 0.0}
+    for b in tracked.blocks:
+        t = tracked.positions[b.name]
+        work["covariances"] += forward_backward(b, t) + covariance(b, t)
+        work["eigenvalues"] += forward_backward(b, t) + squares(b, t)
+        work["scores"] += forward_backward(b, t) + inner(b, t, queries)
+    return work
+
+
+def rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measured operations per second of a matrix product, in a few hundredths of a second."""
+    d = 1024 if device.type == "cpu" else 8192
+    x = torch.full((d, d), 0.5, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        float((x @ x)[0, 0])
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * d**3 / best
+
+
+def table(tracked: Tracked, examples: int) -> str:
+    """The tracked layers and the operations one pass over the data takes, as text."""
+    head = f"{'layer':<32} {'o × i':>15} {'t':>6} {'parameters':>12} {'cov':>9} {'eig':>9} {'fwd+bwd':>9}"
+    rows = [head + "   (GFLOP per pass)", "-" * len(head)]
+    for b in tracked.blocks:
+        t = tracked.positions[b.name]
+        cells = (covariance(b, t), squares(b, t), forward_backward(b, t))
+        costs = " ".join(f"{examples * c / 1e9:>9,.1f}" for c in cells)
+        shape = f"{b.o} × {b.i}{'+1' if b.bias else ''}"
+        rows.append(f"{b.name:<32} {shape:>15} {t:>6} {b.size:>12,} {costs}")
+    return "\n".join(rows)

@@ -1,0 +1,269 @@
+"""The heavy arithmetic on (a, s): pure functions of tensors, no model in sight.
+
+Letters: `n` examples, `q` queries, `t` positions, `i` inputs, `o` outputs; a is (n, t, i), s is (n, t, o), and the
+per-example gradient Σ_t s_t a_tᵀ is (o, i), with a last column Σ_t s_t when there is a bias. The bias coordinate
+is never concatenated to `a`: it enters as the algebra says. `width` is i, plus one with a bias.
+
+What each product costs is counted in `curvature/cost.py`; where two orders of multiplication give the same result, the
+one with fewer operations is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: numbers in a scratch buffer: small enough for a CPU's cache, large enough to fill a GPU
+SCRATCH = {"cpu": 1 << 19, "cuda": 1 << 27}
+
+
+def scratch(x: Tensor) -> int:
+    return SCRATCH.get(x.device.type, 1 << 24)
+
+
+_buffers = threading.local()
+
+
+def buffer(like: Tensor, *shape: int) -> Tensor:
+    """Uninitialised memory that the next call in this thread will overwrite.
+
+    On a CPU a fresh large allocation costs more than the product written to it (page by page, from the system); a GPU's
+    allocator keeps its own.
+    """
+    if like.device.type != "cpu":
+        return like.new_empty(shape)
+    kept: dict[torch.dtype, Tensor] = _buffers.__dict__
+    size = math.prod(shape)
+    found = kept.get(like.dtype)
+    if found is None or found.numel() < size:
+        found = kept[like.dtype] = torch.empty(size, dtype=like.dtype)
+    return found[:size].view(shape)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Orthogonal bases of a block's outputs, (o, o), and inputs, (width, width); eigenvectors in columns."""
+
+    outputs: Tensor
+    inputs: Tensor
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
+        return Basis(self.outputs.to(device, dtype), self.inputs.to(device, dtype))
+
+    def rotate_inputs(self, a: Tensor) -> Tensor:
+        """[a, 1] Q_A: (n, t, i) -> (n, t, width)."""
+        n, t, i = a.shape
+        flat, q = a.reshape(n * t, i), self.inputs
+        turned = flat @ q if len(q) == i else torch.addmm(q[-1], flat, q[:-1])
+        return turned.view(n, t, -1)
+
+    def rotate_outputs(self, s: Tensor) -> Tensor:
+        """s Q_S: (n, t, o) -> (n, t, o)."""
+        n, t, o = s.shape
+        return (s.reshape(n * t, o) @ self.outputs).view(n, t, o)
+
+
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """total += xᵀx for x (m, d), upper triangle only, by row blocks: about half of the full product."""
+    d = x.shape[1]
+    step = d if d < 256 else max(128, -(-d // 8))
+    for start in range(0, d, step):
+        stop = min(start + step, d)
+        _add_product(total[start:stop, start:], x[:, start:stop].T, x[:, start:])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:  # low-precision products are summed up in the accumulator's precision
+        total.add_(left @ right)
+
+
+def mirror(total: Tensor) -> Tensor:
+    """The whole symmetric matrix from its upper triangle."""
+    return torch.triu(total) + torch.triu(total, 1).mT
+
+
+def add_input_covariance(total: Tensor, a: Tensor, mask: Tensor | None, bias: bool) -> None:
+    """total (width, width) += Σ_{n,t} [a, 1][a, 1]ᵀ over existing positions; upper triangle."""
+    n, t, i = a.shape
+    x = a.reshape(n * t, i)
+    count = float(n * t)
+    if mask is not None:
+        x = x * mask.reshape(-1, 1)
+        count = float(mask.sum())
+    add_gram(total[:i, :i], x)
+    if bias:
+        total[:i, i] += x.sum(0)
+        total[i, i] += count
+
+
+def add_output_covariance(total: Tensor, s: Tensor, mask: Tensor | None) -> float:
+    """total (o, o) += Σ_{n,t} s sᵀ over existing positions, upper triangle; how many positions there were."""
+    n, t, o = s.shape
+    x = s.reshape(n * t, o)
+    if mask is not None:
+        x = x * mask.reshape(-1, 1)
+    add_gram(total, x)
+    return float(n * t) if mask is None else float(mask.sum())
+
+
+def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> None:
+    """total (o, width) += Σ_n (Q_Sᵀ G_n Q_A)², G_n the whole gradient of example n (Eq. 36)."""
+    t, (o, width) = a.shape[1], total.shape
+    if t == 1:  # rank one: the square of a product is the product of squares
+        left = (s if basis is None else basis.rotate_outputs(s)).squeeze(1).square()
+        right = (a if basis is None else basis.rotate_inputs(a)).squeeze(1).square()
+        _add_product(total[:, : right.shape[1]], left.T, right)
+        if basis is None and bias:
+            total[:, -1] += left.sum(0)
+        return
+    n, _, i = a.shape
+    inputs_first = t < o  # rotate before or after summing over positions, whichever has fewer rows
+    outputs_first = t < i
+    column = s.sum(1) if bias else None  # the bias's gradients, (n, o)
+    if basis is not None and inputs_first:
+        a, column = basis.rotate_inputs(a), None
+    if basis is not None and outputs_first:
+        s = basis.rotate_outputs(s)
+    if basis is not None and column is not None:
+        column = column @ basis.outputs
+    step = max(1, scratch(a) // (o * width))
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        gradient = torch.bmm(
+            s[rows].mT, a[rows], out=buffer(a, rows.stop - start, o, a.shape[2])
+        )
+        if basis is not None and not outputs_first:
+            gradient = basis.outputs.mT @ gradient
+        if basis is not None and not inputs_first:
+            gradient = (gradient.view(-1, i) @ basis.inputs[:i]).view(-1, o, width)
+            if column is not None:
+                gradient += column[rows].unsqueeze(2) * basis.inputs[i]
+        _add_squared(total[:, : gradient.shape[2]], gradient)
+    if basis is None and column is not None:
+        total[:, -1] += column.square().sum(0).to(total.dtype)
+
+
+def _add_squared(total: Tensor, gradient: Tensor) -> None:
+    if len(gradient) == 1 and total.dtype == gradient.dtype:
+        total.addcmul_(gradient[0], gradient[0])
+    else:
+        total += gradient.square_().sum(0, dtype=total.dtype)
+
+
+def build(a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> Tensor:
+    """Whole per-example gradients (n, o, width), in the basis."""
+    if basis is not None:
+        return basis.rotate_outputs(s).mT @ basis.rotate_inputs(a)
+    gradient = s.mT @ a
+    return torch.cat([gradient, s.sum(1).unsqueeze(2)], 2) if bias else gradient
+
+
+def turn(values: Tensor, source: Basis | None, target: Basis | None) -> Tensor:
+    """Matrices (q, o, width) from one basis to another; None is the parameters' own."""
+    if source is target:
+        return values
+    if source is None:
+        assert target is not None
+        left, right = target.outputs.mT, target.inputs
+    elif target is None:
+        left, right = source.outputs, source.inputs.mT
+    else:
+        left, right = target.outputs.mT @ source.outputs, source.inputs.mT @ target.inputs
+    q, o, width = values.shape
+    return torch.matmul(left, (values.reshape(q * o, width) @ right).view(q, o, width))
+
+
+@dataclass(frozen=True)
+class Readout:
+    """q linear functionals of a block's gradient, ready to be applied to many examples.
+
+    `weight` (q, o, columns) are in `basis` (columns = width) or in the parameters' own coordinates (columns = i, and
+    `column` (q, o) for the bias).
+    """
+
+    weight: Tensor
+    column: Tensor | None
+    basis: Basis | None
+
+    @classmethod
+    def of(cls, values: Tensor, basis: Basis | None, bias: bool, dtype: torch.dtype) -> Readout:
+        values = values.to(dtype)
+        if basis is None and bias:
+            return cls(values[..., :-1].contiguous(), values[..., -1].contiguous(), None)
+        return cls(values.contiguous(), None, basis and basis.to(values.device, dtype))
+
+    def scaled(self, factor: float) -> Readout:
+        column = None if self.column is None else self.column * factor
+        return Readout(self.weight * factor, column, self.basis)
+
+    def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+        """total (q, n) += ⟨W_q, G_n⟩."""
+        if self.basis is not None:
+            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        if self.column is not None:
+            total += (self.column @ s.sum(1).mT).to(total.dtype)
+        if a.shape[1] == 1:
+            self._add_rank_one(total, a.squeeze(1), s.squeeze(1))
+        else:
+            self._add_summed(total, a, s)
+
+    def _add_rank_one(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+        """sᵀ W_q a, the longer side first, without ever building an (n, o, i)."""
+        q, o, i = self.weight.shape
+        long, short = (a.T, s.T) if i >= o else (s.T, a.T)
+        step = max(1, scratch(a) // short.numel())
+        for start in range(0, q, step):
+            part = self.weight[start : start + step]
+            partial = buffer(a, len(part), *short.shape)  # (q, min(o, i), n)
+            if i >= o:
+                torch.mm(part.reshape(-1, i), long, out=partial.view(-1, len(a)))
+            else:
+                torch.matmul(part.mT, long, out=partial)
+            total[start : start + step] += partial.mul_(short).sum(1, dtype=total.dtype)
+
+    def _add_summed(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+        """Σ_t s_t a_tᵀ once per example, then one product with all queries."""
+        q, o, i = self.weight.shape
+        flat = self.weight.view(q, o * i)
+        step = max(1, 16 * scratch(a) // (o * i))
+        for start in range(0, len(a), step):
+            rows = slice(start, min(start + step, len(a)))
+            gradient = buffer(a, rows.stop - start, o, i)
+            torch.bmm(s[rows].mT, a[rows], out=gradient)
+            total[:, rows] += (flat @ gradient.view(-1, o * i).mT).to(total.dtype)
+
+    def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
+        """⟨W_n, G_n⟩, these rows of W each with one example: (n,)."""
+        if self.basis is not None:
+            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        value = (s * (a @ self.weight[rows].mT)).sum((1, 2))
+        if self.column is not None:
+            value = value + (self.column[rows] * s.sum(1)).sum(1)
+        return value
+
+
+@dataclass(frozen=True)
+class FactoredReadout:
+    """q functionals that are single positions' gradients s_q a_qᵀ: inner products without any (o, i)."""
+
+    a: Tensor  # (q, i)
+    s: Tensor  # (q, o)
+    bias: bool
+
+    def scaled(self, factor: float) -> FactoredReadout:
+        return FactoredReadout(self.a, self.s * factor, self.bias)
+
+    def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+        """total (q, n) += (s_q · s_n)(a_q · a_n + bias)."""
+        total += ((self.a @ a.squeeze(1).T + self.bias) * (self.s @ s.squeeze(1).T)).to(total.dtype)
+
+    def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
+        """The same, these rows each with one example: (n,)."""
+        left = (self.a[rows] * a.squeeze(1)).sum(1) + self.bias
+        return left * (self.s[rows] * s.squeeze(1)).sum(1)

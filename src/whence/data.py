@@ -1,0 +1,142 @@
+"""Batches of a map-style dataset, always the same examples in the same order."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+Collate = Callable[[list[Any]], Any]
+HASHED_AT_ONCE = 256
+
+
+class Batches:
+    """A dataset cut into batches of consecutive (or chosen) examples, on a device and in a dtype.
+
+    Args:
+        name: what the dataset is, for error messages ("train", "query").
+        dataset: map-style: `len(dataset)` and `dataset[index]`.
+        collate: turns a list of examples into a batch (default: torch's).
+    """
+
+    def __init__(self, name: str, dataset: Any, collate: Collate | None = None) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__}: it must be a map-style dataset, "
+                "with len(dataset) and dataset[index] (a TensorDataset, a list of examples, ...)"
+            )
+        if len(dataset) == 0:
+            raise ValueError(f"{name} is empty: it must hold at least one example")
+        self.name, self.dataset, self.collate = name, dataset, collate
+        self._fingerprint: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Any:
+        """The batch of these examples, as the dataset gives it."""
+        if self._sliceable:
+            order = np.asarray(indices, dtype=np.int64)
+            where: Any = torch.from_numpy(order)
+            if len(order) and (np.diff(order) == 1).all():  # consecutive: a view, no copy
+                where = slice(int(order[0]), int(order[-1]) + 1)
+            return tuple(tensor[where] for tensor in self.dataset.tensors)
+        return (self.collate or default_collate)([self.dataset[int(k)] for k in indices])
+
+    @property
+    def _sliceable(self) -> bool:
+        return type(self.dataset) is TensorDataset and self.collate is None
+
+    def stream(
+        self,
+        blocks: Sequence[np.ndarray],
+        device: torch.device,
+        dtype: torch.dtype,
+        workers: int = 0,
+    ) -> Iterator[tuple[np.ndarray, Any]]:
+        """(indices, batch) for each block of indices, in order."""
+        if workers == 0 or self._sliceable:
+            for block in blocks:
+                yield block, place(self.take(block), device, dtype)
+            return
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=[block.tolist() for block in blocks],
+            collate_fn=self.collate,
+            num_workers=workers,
+        )
+        for block, batch in zip(blocks, loader, strict=True):
+            yield block, place(batch, device, dtype)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of every example, in order. A Hugging Face dataset's own fingerprint is trusted."""
+        own = getattr(self.dataset, "_fingerprint", None)
+        if isinstance(own, str) and self.collate is None:
+            return own
+        if self._fingerprint is None:
+            starts = range(0, len(self), HASHED_AT_ONCE)
+            blocks = [np.arange(s, min(s + HASHED_AT_ONCE, len(self))) for s in starts]
+            first = _digest(self.take(blocks[0][:1]))
+            if first != _digest(self.take(blocks[0][:1])):
+                warnings.warn(
+                    f"{self.name}[0] differs between two reads: the data is random (augmentation?). "
+                    "Scores then hang on the draw; give the dataset without augmentation",
+                    stacklevel=2,
+                )
+            digest = hashlib.sha256(str(len(self)).encode())
+            for block in blocks:
+                digest.update(_digest(self.take(block)).encode())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+
+def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The batch with its tensors on the device and its floating tensors in the dtype."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, dtype if batch.is_floating_point() else None)
+    if isinstance(batch, Mapping):
+        return {key: place(value, device, dtype) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(place(value, device, dtype) for value in batch)
+    return batch
+
+
+def structure(batch: Any) -> Any:
+    """What a batch is made of, whatever its size: for comparing training and query batches."""
+    if isinstance(batch, Tensor):
+        return "float" if batch.is_floating_point() else "integer"
+    if isinstance(batch, Mapping):
+        return {str(key): structure(value) for key, value in sorted(batch.items())}
+    if isinstance(batch, (tuple, list)):
+        return [structure(value) for value in batch]
+    return type(batch).__name__
+
+
+def cut(count: int, size: int) -> list[np.ndarray]:
+    """0 .. count-1 in consecutive blocks of `size` (the last may be shorter)."""
+    return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.sha256()
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous()
+        digest.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
+        digest.update(flat.reshape(-1).view(torch.uint8).numpy().data if flat.numel() else b"")
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            digest.update(f"{key}={_digest(value[key])}".encode())
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            digest.update(_digest(item).encode())
+    elif isinstance(value, np.ndarray):
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    else:
+        digest.update(repr(value).encode())
+    return digest.hexdigest()

@@ -1,0 +1,229 @@
+"""One forward pass, any number of backward passes, and every tracked layer's (a, s).
+
+Hooks note each call's input and the *gradient edge* of its output, before an in-place activation can touch it; the
+backward pass asks autograd for the gradients at those edges only, so no parameter gradient is ever computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from whence.layers.kind import Kind
+
+
+@dataclass(frozen=True)
+class Block:
+    """One (o, i) matrix of parameters, its bias as a last column."""
+
+    name: str
+    o: int
+    i: int  # without the bias coordinate
+    bias: bool
+    parameter: str  # the weight's name in the model
+
+    @property
+    def width(self) -> int:
+        """Columns, the bias included."""
+        return self.i + self.bias
+
+    @property
+    def size(self) -> int:
+        return self.o * self.width
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Inputs `a` (n, t, i) and output gradients `s` (n, t, o) of one block; mask (n, t) or None."""
+
+    block: Block
+    a: Tensor
+    s: Tensor
+    mask: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Site:
+    """A tracked layer: the module (or the modules that share its parameters) and its blocks."""
+
+    name: str
+    kind: Kind
+    weight: str
+    bias: str | None
+    modules: list[nn.Module] = field(default_factory=list)
+    copy_input: bool = False
+
+    @property
+    def blocks(self) -> list[Block]:
+        groups, o, i = self.kind.shape(self.modules[0])
+        names = [self.name] if groups == 1 else [f"{self.name}[{g}]" for g in range(groups)]
+        return [Block(name, o, i, self.bias is not None, self.weight) for name in names]
+
+    def parameter_names(self) -> list[str]:
+        return [self.weight] + ([self.bias] if self.bias else [])
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    x: Tensor
+    version: int
+    edge: GradientEdge
+    order: int
+
+
+class Tape:
+    """Records a forward pass made inside the `with`; then `backward` as often as needed.
+
+    For the duration only the tracked weights require gradients (the model is the library's own copy): that makes
+    autograd build the graph, and nothing else.
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], strict: bool = True) -> None:
+        self.model, self.sites, self.strict = model, sites, strict
+        self.calls: dict[str, list[_Call]] = {site.name: [] for site in sites}
+        self._failures: dict[str, str] = {}
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self._handles: list[RemovableHandle] = []
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+        for site in self.sites:
+            for module in site.modules:
+                module._parameters["weight"].requires_grad_(True)  # type: ignore[union-attr]
+                self._handles.append(module.register_forward_hook(self._hook(site)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, site: Site) -> Any:
+        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+                self._failures[site.name] = "it is not called with one tensor, or returns none"
+                return
+            if not output.requires_grad:
+                self._failures[site.name] = (
+                    "it is called without gradients (torch.no_grad in the model?)"
+                )
+                return
+            x = inputs[0].detach()
+            x = x.clone() if site.copy_input else x
+            call = _Call(module, x, x._version, get_gradient_edge(output), self._count)
+            self._count += 1
+            self.calls[site.name].append(call)
+
+        return note
+
+    def problem(self, site: Site, n: int) -> str | None:
+        """Why this site's calls cannot be used for n examples; None when they can."""
+        if site.name in self._failures:
+            return self._failures[site.name]
+        calls = self.calls[site.name]
+        if not calls:
+            return "its forward is never called (unused, or its weight is used directly)"
+        shapes = [tuple(call.x.shape) for call in calls if len(call.x) != n or call.x.dim() < 2]
+        if shapes:
+            return f"its input {shapes[0]} does not have the {n} examples of the batch in front"
+        return None
+
+    def first_call(self, site: Site) -> int:
+        return self.calls[site.name][0].order
+
+    def overwritten(self, site: Site) -> bool:
+        """Whether an input was changed in place after the layer read it."""
+        return any(call.x._version != call.version for call in self.calls[site.name])
+
+    def backward(
+        self, output: Tensor, gradient: Tensor | None = None, mask: Tensor | None = None
+    ) -> Iterator[tuple[Site, list[Pair]]]:
+        """Each site's pairs for d(output)/d(...), in forward order; the graph is kept.
+
+        Args:
+            output: a scalar (summed losses), or the outputs when `gradient` is given.
+            mask: positions that exist, (n, t).
+        """
+        calls = [call for site in self.sites for call in self.calls[site.name]]
+        found = torch.autograd.grad(
+            output, [call.edge for call in calls], gradient, retain_graph=True, allow_unused=True
+        )
+        gradients = dict(zip(map(id, calls), found, strict=True))
+        mask = None if mask is None or bool(mask.all()) else mask
+        for site in self.sites:
+            mine = [(call, gradients.pop(id(call))) for call in self.calls[site.name]]
+            if not mine:
+                raise RuntimeError(
+                    f"layer {site.name} was called while the layers were being checked but not now: "
+                    "the model's forward must not change from batch to batch"
+                )
+            yield site, self._pairs(site, mine, mask)
+
+    def _pairs(
+        self, site: Site, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
+    ) -> list[Pair]:
+        inputs: list[list[Tensor]] = []
+        slopes: list[list[Tensor]] = []
+        for call, gradient in calls:
+            if call.x._version != call.version:
+                raise RuntimeError(
+                    f"the input of layer {site.name} was changed in place after it was read"
+                )
+            a = site.kind.inputs(call.module, call.x)
+            if gradient is None:  # the loss does not depend on this call
+                o = site.blocks[0].o
+                s = [block.new_zeros(*block.shape[:2], o) for block in a]
+            else:
+                s = site.kind.gradients(call.module, gradient)
+            inputs.append(a)
+            slopes.append(s)
+        pairs = []
+        for k, block in enumerate(site.blocks):
+            a_k = [a[k] for a in inputs]
+            s_k = [s[k] for s in slopes]
+            pairs.append(Pair(block, _joined(a_k), _joined(s_k), _mask_for(calls, a_k, mask)))
+        return pairs
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """A layer that is called several times simply has the positions of all its calls."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _mask_for(
+    calls: Sequence[tuple[_Call, Tensor | None]], parts: list[Tensor], mask: Tensor | None
+) -> Tensor | None:
+    """The mask of the pair, when the task's positions are this layer's positions."""
+    if mask is None:
+        return None
+    columns = [
+        mask.to(a.dtype)
+        if call.x.dim() == 3 and call.x.shape[:2] == mask.shape
+        else a.new_ones(a.shape[:2])
+        for (call, _), a in zip(calls, parts, strict=True)
+    ]
+    return _joined(columns)
+
+
+def gradients_of(pairs: list[Pair]) -> list[Tensor]:
+    """Whole per-example gradients (n, o, width) of each block of a site, built plainly."""
+    built = []
+    for pair in pairs:
+        gradient = pair.s.mT @ pair.a
+        if pair.block.bias:
+            gradient = torch.cat([gradient, pair.s.sum(1).unsqueeze(2)], 2)
+        built.append(gradient)
+    return built

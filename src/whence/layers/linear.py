@@ -1,0 +1,34 @@
+"""`nn.Linear`, over any number of middle dimensions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from whence.layers.kind import Kind, register, same_forward
+
+
+class Linear(Kind):
+    label = "Linear"
+
+    def claims(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
+
+    def refusal(self, module: nn.Module) -> str | None:
+        if same_forward(module, nn.Linear):
+            return None
+        return f"{type(module).__name__} is a subclass of Linear with a forward of its own"
+
+    def shape(self, module: nn.Linear) -> tuple[int, int, int]:
+        return 1, module.out_features, module.in_features
+
+    def inputs(self, module: nn.Linear, x: Tensor) -> list[Tensor]:
+        return [x.reshape(len(x), -1, module.in_features)]
+
+    def gradients(self, module: nn.Linear, gradient: Tensor) -> list[Tensor]:
+        return [gradient.reshape(len(gradient), -1, module.out_features)]
+
+    def matrices(self, module: nn.Linear, weight: Tensor) -> list[Tensor]:
+        return [weight]
+
+
+register(Linear())

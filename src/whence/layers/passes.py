@@ -1,0 +1,198 @@
+"""Passes over data at given weights: for every batch, every tracked layer's (a, s)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from whence.data import Batches
+from whence.layers.capture import Pair, Site, Tape
+from whence.layers.tracked import Tracked
+from whence.task import Task, Uniform
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What is differentiated: "loss", "measurement", "sampled" (pseudo-losses) or "exact" (Gauss-Newton columns)."""
+
+    name: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One backward pass of one batch. Only the "exact" signal has several a batch; `first` marks the first."""
+
+    indices: np.ndarray
+    first: bool
+    last: bool
+    pairs: Iterator[tuple[Site, list[Pair]]]
+
+
+class Clock:
+    """Wall and processor seconds by kind of work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, work: str) -> Iterator[None]:
+        self._settle()
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self._settle()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            self.seconds[work] = self.seconds.get(work, 0.0) + wall
+            self.cpu_seconds[work] = self.cpu_seconds.get(work, 0.0) + cpu
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Passes:
+    """The library's own copy of a model on a device, ready to run batches at any checkpoint's weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        tracked: Tracked,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        workers: int = 0,
+        progress: bool = True,
+    ) -> None:
+        self.model, self.task, self.tracked = model, task, tracked
+        self.device, self.dtype, self.workers, self.progress = device, dtype, workers, progress
+        self.clock = Clock(device)
+        self.step = -1  # of the weights that are loaded
+
+    def load(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Put a checkpoint's weights into the model; refuse those of another architecture."""
+        load_weights(self.model, weights, step)
+        self.step = step
+
+    def sweeps(
+        self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
+    ) -> Iterator[Sweep]:
+        """Every backward pass over these blocks of examples, with a progress bar if it has a label."""
+        silent = label is None or not self.progress
+        bar = tqdm(total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False)
+        with bar:
+            for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
+                yield from self._batch(data, indices, batch, signal)
+                bar.update(len(indices))
+
+    def _batch(
+        self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
+    ) -> Iterator[Sweep]:
+        with torch.enable_grad(), Tape(self.model, self.tracked.sites) as tape:
+            outputs = self.task.outputs(self.model, batch)
+            directions: list[tuple[Tensor, Tensor | None]]
+            if signal.name == "exact":
+                factor = self.task.output_factor(outputs, batch)  # (n, c, k)
+                columns = factor.unbind(2)
+                directions = [(outputs, column.reshape(outputs.shape)) for column in columns]
+            else:
+                directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
+        mask = self.task.mask(batch)
+        for k, (output, gradient) in enumerate(directions):
+            pairs = self._checked(
+                data, indices, tape, tape.backward(output, gradient, mask), output
+            )
+            yield Sweep(indices, k == 0, k == len(directions) - 1, pairs)
+
+    def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
+        if signal.name == "loss":
+            values = self.task.losses(outputs, batch)
+        elif signal.name == "measurement":
+            values = self.task.measurements(outputs, batch)
+        else:
+            uniform = Uniform(signal.seed, self.step, indices)
+            values = self.task.pseudo_losses(outputs, batch, uniform)
+        if values.shape != (len(indices),):
+            raise ValueError(
+                f"{type(self.task).__name__} returned shape {tuple(values.shape)} as the {signal.name} of "
+                f"{len(indices)} examples: it must be one number per example, shape ({len(indices)},)"
+            )
+        return values
+
+    def _checked(
+        self,
+        data: Batches,
+        indices: np.ndarray,
+        tape: Tape,
+        found: Iterator[tuple[Site, list[Pair]]],
+        output: Tensor,
+    ) -> Iterator[tuple[Site, list[Pair]]]:
+        """The pairs as they come; afterwards an error that names the culprit if a number was not finite."""
+        sums = [output.detach().sum()]
+        for site, pairs in found:
+            sums += [pair.s.sum() for pair in pairs]
+            yield site, pairs
+        if not bool(torch.stack([x.float() for x in sums]).isfinite().all()):
+            raise FloatingPointError(self._culprit(data, indices, tape, output))
+
+    def _culprit(self, data: Batches, indices: np.ndarray, tape: Tape, output: Tensor) -> str:
+        where = f"checkpoint at step {self.step}"
+        for site in self.tracked.sites:
+            for call in tape.calls[site.name]:
+                bad = ~call.x.flatten(1).isfinite().all(1)
+                if bad.any():
+                    return self._said(data, indices, bad, f"the input of layer {site.name}", where)
+        slopes = {site.name: pairs for site, pairs in tape.backward(output.sum())}
+        for site in reversed(self.tracked.sites):  # the backward pass met the last layer first
+            for pair in slopes[site.name]:
+                bad = ~pair.s.flatten(1).isfinite().all(1)
+                if bad.any():
+                    return self._said(
+                        data, indices, bad, f"the gradient at layer {site.name}", where
+                    )
+        return f"{where}: the loss of a batch of {data.name} (examples {indices[0]}..{indices[-1]}) is not finite"
+
+    @staticmethod
+    def _said(data: Batches, indices: np.ndarray, bad: Tensor, what: str, where: str) -> str:
+        examples = indices[bad.cpu().numpy()]
+        named = ", ".join(map(str, examples[:5])) + (", ..." if len(examples) > 5 else "")
+        return (
+            f"{where}: {what} is NaN or infinite for {data.name} example {named}. "
+            "Mend or leave out the example; if all are affected, the checkpoint itself has diverged"
+        )
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> None:
+    """Load a checkpoint strictly, saying in plain words what does not fit."""
+    own = model.state_dict()
+    missing = sorted(own.keys() - weights.keys())
+    unknown = sorted(weights.keys() - own.keys())
+    shapes = [
+        f"{k} is {tuple(weights[k].shape)} in the checkpoint and {tuple(own[k].shape)} in the model"
+        for k in own.keys() & weights.keys()
+        if weights[k].shape != own[k].shape
+    ]
+    problems = [f"missing {', '.join(missing[:3])}"] if missing else []
+    problems += [f"not in the model: {', '.join(unknown[:3])}"] if unknown else []
+    problems += sorted(shapes)[:3]
+    if problems:
+        raise ValueError(
+            f"the checkpoint at step {step} is of another architecture than the model: "
+            + "; ".join(problems)
+            + ". Give Study the model that was trained, or the run that trained it"
+        )
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(weights[name])

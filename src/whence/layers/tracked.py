@@ -1,0 +1,260 @@
+"""Which layers are tracked: found by kind, then checked against autograd on real examples.
+
+A layer is tracked only if its captured gradient Σ_t s_t a_tᵀ equals what autograd says. So weight sharing, odd
+subclasses, weights that are also used outside their module and in-place surprises are either handled exactly or left
+out by name; nothing is captured wrongly in silence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.layers.capture import Block, Site, Tape, gradients_of
+from whence.layers.kind import kind_of
+from whence.task import Task
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Parameters that no score sees, and why."""
+
+    name: str
+    parameters: int
+    share: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """The tracked layers of one model, in the order in which the forward pass met them."""
+
+    sites: tuple[Site, ...]
+    excluded: tuple[Excluded, ...]
+    parameters: int
+    positions: dict[str, int]  # t of each block, on the examples the layers were checked on
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for site in self.sites for block in site.blocks]
+
+    @property
+    def share(self) -> float:
+        """Share of the model's parameters that is tracked."""
+        return 1.0 - sum(e.share for e in self.excluded)
+
+    def summary(self) -> str:
+        """One line on what is left out: names, and share of the total."""
+        if not self.excluded:
+            return f"all {self.parameters:,} parameters are tracked"
+        names = ", ".join(f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.excluded)
+        return f"{self.share:.1%} of {self.parameters:,} parameters are tracked; left out: {names}"
+
+
+def find(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    single: Any,
+    patterns: Sequence[str] | None = None,
+) -> Tracked:
+    """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
+
+    Args:
+        batch: a few examples, on the model's device, to check captured gradients on.
+        single: the first of them alone, to check that examples do not mix.
+        patterns: names of layers to track (shell patterns such as "blocks.*.mlp.*"); None is all.
+    """
+    reasons: dict[str, str] = {}
+    sites = _candidates(model, patterns, reasons)
+    with torch.enable_grad(), Tape(model, sites, strict=False) as tape:
+        losses = task.losses(task.outputs(model, batch), batch)
+    n = len(losses)
+    kept = []
+    for site in sites:
+        problem = tape.problem(site, n)
+        if problem:
+            reasons.update(dict.fromkeys(site.parameter_names(), problem))
+        else:
+            kept.append(site)
+    kept.sort(key=tape.first_call)
+    _check_separate(model, task, losses, single)
+    kept, positions = _verified(model, task, batch, kept, reasons)
+    if not kept:
+        raise ValueError(
+            "no layer of the model can be tracked: "
+            + "; ".join(f"{k}: {v}" for k, v in reasons.items())
+        )
+    return Tracked(tuple(kept), *_left_out(model, kept, reasons), positions)
+
+
+def _candidates(
+    model: nn.Module, patterns: Sequence[str] | None, reasons: dict[str, str]
+) -> list[Site]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}  # every module that holds a parameter
+    for path, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None and all(
+                m is not module for _, m in owners.get(id(parameter), [])
+            ):
+                owners.setdefault(id(parameter), []).append((path, module))
+    unmatched = set(patterns or ())
+    sites: dict[tuple[int, int | None], Site] = {}
+    for path, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is None:
+            continue
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        own = [names[id(p)] for p in (weight, bias) if p is not None and id(p) in names]
+        if patterns is not None:
+            matches = {p for p in patterns if fnmatchcase(path, p)}
+            unmatched -= matches
+            if not matches:
+                reasons.update(dict.fromkeys(own, "not chosen"))
+                continue
+        reason = kind.refusal(module)
+        if weight is None:
+            reason = "its weight is computed from other parameters (a parametrization)"
+        elif reason is None:
+            sharers = [m for p in (weight, bias) if p is not None for m in owners[id(p)]]
+            if any(kind_of(m) is not kind for _, m in sharers):
+                reason = "tied to " + ", ".join(
+                    sorted({q for q, m in sharers if kind_of(m) is not kind})
+                )
+            elif any(
+                m._parameters.get("weight") is not weight or m._parameters.get("bias") is not bias
+                for _, m in sharers
+            ):
+                reason = "shares its weight or its bias, but not both, with another layer"
+        if reason:
+            reasons.update(dict.fromkeys(own, reason))
+            continue
+        assert weight is not None
+        key = (id(weight), None if bias is None else id(bias))
+        site = sites.setdefault(
+            key,
+            Site(
+                path or "(model)",
+                kind,
+                names[id(weight)],
+                names[id(bias)] if bias is not None else None,
+            ),
+        )
+        site.modules.append(module)
+    if unmatched:
+        tracked = ", ".join(site.name for site in sites.values()) or "none"
+        raise ValueError(
+            f"layers={sorted(unmatched)} match no layer (trackable and chosen: {tracked})"
+        )
+    return list(sites.values())
+
+
+def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -> None:
+    with torch.no_grad():
+        alone = task.losses(task.outputs(model, single), single)
+    if losses.shape != (len(losses),) or alone.shape != (1,):
+        raise ValueError(
+            f"{type(task).__name__}.losses must return one number per example, shape (n,); "
+            f"for one example it returned shape {tuple(alone.shape)}"
+        )
+    together = losses[0].detach()
+    if bool((alone[0] - together).abs() > 1e-3 * (1 + together.abs())):
+        raise ValueError(
+            f"the loss of an example depends on the rest of its batch ({float(alone[0]):.6g} alone, "
+            f"{float(together):.6g} with others): attribution needs examples that do not mix "
+            "(batch norm without running statistics? a collate function that changes examples?)"
+        )
+
+
+def _verified(
+    model: nn.Module, task: Task, batch: Any, sites: list[Site], reasons: dict[str, str]
+) -> tuple[list[Site], dict[str, int]]:
+    """Sites whose captured gradient equals autograd's, and each block's positions.
+
+    Sites whose input is overwritten after they read it are told to keep a copy.
+    """
+    while sites:
+        with torch.enable_grad(), Tape(model, sites) as tape:
+            for parameter in (p for site in sites for p in _parameters(site)):
+                parameter.requires_grad_(True)
+            losses = task.losses(task.outputs(model, batch), batch)
+        overwritten = [site for site in sites if tape.overwritten(site)]
+        if not overwritten:
+            break
+        for site in overwritten:
+            site.copy_input = True
+    if not sites:
+        return [], {}
+    weights = [p for site in sites for p in _parameters(site)]
+    total = losses.sum()
+    truth = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
+    expected = dict(zip(map(id, weights), truth, strict=True))
+    tolerance = 1e-2 if total.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    kept, positions = [], {}
+    for site, pairs in tape.backward(total):
+        want = _expected_matrices(site, lambda p: expected[id(p)])
+        got = [g.sum(0) for g in gradients_of(pairs)]
+        error = max(
+            float((g - w).norm() - tolerance * w.norm()) for g, w in zip(got, want, strict=True)
+        )
+        if error > 1e-6:
+            reason = (
+                "its gradient is not the sum of its calls' (is its weight used outside the module?)"
+            )
+            reasons.update(dict.fromkeys(site.parameter_names(), reason))
+        else:
+            kept.append(site)
+            positions.update({pair.block.name: pair.a.shape[1] for pair in pairs})
+    return kept, positions
+
+
+def _parameters(site: Site) -> list[nn.Parameter]:
+    module: Any = site.modules[0]
+    return [module.weight] + ([module.bias] if site.bias else [])
+
+
+def _expected_matrices(
+    site: Site, gradient: Callable[[nn.Parameter], Tensor | None]
+) -> list[Tensor]:
+    module: Any = site.modules[0]
+
+    def of(parameter: nn.Parameter) -> Tensor:
+        found = gradient(parameter)
+        return torch.zeros_like(parameter) if found is None else found
+
+    matrices = site.kind.matrices(module, of(module.weight))
+    if not site.bias:
+        return matrices
+    columns = site.kind.vectors(module, of(module.bias))
+    return [torch.cat([m, c.unsqueeze(1)], 1) for m, c in zip(matrices, columns, strict=True)]
+
+
+def _left_out(
+    model: nn.Module, sites: list[Site], reasons: dict[str, str]
+) -> tuple[tuple[Excluded, ...], int]:
+    tracked = {name for site in sites for name in site.parameter_names()}
+    parameters = dict(model.named_parameters())
+    total = sum(p.numel() for p in parameters.values())
+    excluded = []
+    for path, module in model.named_modules():
+        prefix = path + "." if path else ""
+        own = [prefix + k for k in module._parameters if prefix + k in parameters]
+        own = [name for name in own if name not in tracked]
+        if own:
+            count = sum(parameters[name].numel() for name in own)
+            reason = next((reasons[k] for k in own if k in reasons), type(module).__name__)
+            excluded.append(Excluded(path or "(model)", count, count / total, reason))
+    return tuple(excluded), total
+
+
+def report(tracked: Tracked) -> None:
+    """Say once, as a warning, what is left out."""
+    if tracked.excluded:
+        warnings.warn(tracked.summary(), stacklevel=3)

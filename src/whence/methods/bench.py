@@ -1,0 +1,191 @@
+"""The bench a gradient method works at: one run on one device, query vectors, and their readouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whence.curvature import Basis, Curvature, Fitter, Readout, cost
+from whence.curvature.fit import accumulator
+from whence.curvature.products import FactoredReadout, build, turn
+from whence.data import Batches, cut
+from whence.layers.capture import Block
+from whence.layers.passes import Passes, Signal
+from whence.run import Checkpoint, Run
+from whence.study import Study
+
+Readouts = dict[str, Readout | FactoredReadout]
+LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
+
+
+@dataclass(frozen=True)
+class Term:
+    """Checkpoints whose training gradients are multiplied by the same vectors."""
+
+    stage: str
+    checkpoints: Sequence[Checkpoint]
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """q vectors over the tracked parameters: block → matrices (q, o, width), each in some basis."""
+
+    values: dict[str, Tensor]
+    bases: dict[str, Basis | None]
+
+    def apply(self, curvature: Curvature, function: Callable[[str, Tensor], Tensor]) -> Vectors:
+        """f(H) v: turned into the eigenbasis, where f acts on eigenvalues; left there."""
+        values, bases = {}, {}
+        for name, value in self.values.items():
+            block = curvature[name]
+            turned = turn(value, self.bases[name], block.basis)
+            values[name] = turned * function(name, block.eigenvalues)
+            bases[name] = block.basis
+        return Vectors(values, bases)
+
+    def squared_norm(self) -> Tensor:
+        """‖v‖² of each query, (q,)."""
+        return torch.stack([v.flatten(1).square().sum(1) for v in self.values.values()]).sum(0)
+
+
+@dataclass
+class Bench:
+    """One run of a study laid out for work on one device: data, passes, batch size, memory."""
+
+    study: Study
+    run: Run
+    query: Batches | None
+    stages: list[str]  # whose examples are scored
+    passes: dict[str, Passes]
+    batch_size: int
+    memory: int
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def any(self) -> Passes:
+        return self.passes[self.study.stages[-1]]
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        return {block.name: block for block in self.any.tracked.blocks}
+
+    def fitter(self, stage: str, **settings: Any) -> Fitter:
+        """Fits curvature on the data of a stage."""
+        return Fitter(
+            self.passes[stage],
+            self.study.data[stage],
+            self.study.used(self.run, stage),
+            self.study.store(self.run),
+            self.study.identity(self.run, stage, self.any.tracked),
+            self.batch_size,
+            **settings,
+        )
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        self.any.load(checkpoint.weights(), checkpoint.step)
+        for passes in self.passes.values():
+            passes.step = checkpoint.step
+
+    def gradients(
+        self,
+        data: Batches,
+        stage: str,
+        indices: np.ndarray,
+        checkpoint: Checkpoint,
+        bases: dict[str, Basis | None],
+    ) -> Vectors:
+        """∇f(q, θ_c) of these queries, each block built in its basis."""
+        self.load(checkpoint)
+        passes, dtype = self.passes[stage], accumulator(self.any.dtype)
+        values = {
+            name: torch.empty(len(indices), b.o, b.width, dtype=dtype, device=passes.device)
+            for name, b in self.blocks.items()
+        }
+        start = 0
+        blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
+        for sweep in passes.sweeps(data, blocks, MEASUREMENT):
+            rows = slice(start, start + len(sweep.indices))
+            for _, pairs in sweep.pairs:
+                for pair in pairs:
+                    name = pair.block.name
+                    a, s = pair.a.to(dtype), pair.s.to(dtype)
+                    values[name][rows] = build(a, s, bases[name], pair.block.bias)
+            start = rows.stop
+        return Vectors(values, bases)
+
+    def own_gradients(
+        self, data: Batches, stage: str, indices: np.ndarray, checkpoint: Checkpoint
+    ) -> Readouts:
+        """∇f(q, θ_c) as functionals of their own, factored where an example is one position."""
+        self.load(checkpoint)
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.blocks}
+        blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
+        for sweep in self.passes[stage].sweeps(data, blocks, MEASUREMENT):
+            for _, pairs in sweep.pairs:
+                for pair in pairs:
+                    one = pair.a.shape[1] == 1
+                    kept = (
+                        (pair.a[:, 0], pair.s[:, 0])
+                        if one
+                        else (build(pair.a, pair.s, None, pair.block.bias), pair.s)
+                    )
+                    found[pair.block.name].append(kept)
+        ready: Readouts = {}
+        for name, parts in found.items():
+            first, second = (torch.cat(list(part)) for part in zip(*parts, strict=True))
+            bias = self.blocks[name].bias
+            ready[name] = (
+                FactoredReadout(first, second, bias)
+                if second.dim() == 2
+                else Readout.of(first, None, bias, self.any.dtype)
+            )
+        return ready
+
+    def readouts(self, vectors: Vectors, scale: float, examples: int) -> Readouts:
+        """The vectors in whichever basis makes the many inner products cheapest."""
+        ready: Readouts = {}
+        for name, value in vectors.values.items():
+            block, basis = self.blocks[name], vectors.bases[name]
+            t = self.any.tracked.positions[name]
+            if basis is not None and (
+                cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
+            ):
+                value, basis = turn(value, basis, None), None
+            ready[name] = Readout.of(value * scale, basis, block.bias, self.any.dtype)
+        return ready
+
+
+def allowance(memory: int | str | None, device: torch.device) -> int:
+    if memory is None:
+        return int(0.4 * _free(device))
+    if isinstance(memory, str):
+        units = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+        text = memory.upper().replace("IB", "B").replace(" ", "")
+        try:
+            memory = int(float(text[:-2]) * units[text[-2:]])
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"memory={memory!r} is not understood: use bytes, or a text like '8GB'"
+            ) from None
+    if memory < 2**20:
+        raise ValueError(
+            f"memory={memory} bytes is less than a mebibyte: use bytes, or a text like '8GB'"
+        )
+    return memory
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as file:
+            return next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
+            )
+    except (OSError, StopIteration):
+        return 4 * 2**30

@@ -1,0 +1,52 @@
+"""TracIn (Pruthi et al., 2020), the checkpoint estimator TracInCP.
+
+    values[q, m] = -Σ_c η_c ∇f(q, θ_c) · ∇L(m, θ_c)                                               (Eq. 30)
+
+η_c is the rate of the last update before checkpoint c. The sign is that of f(with m) - f(without m).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from whence.data import Batches
+from whence.methods.bench import Bench, Readouts, Term
+from whence.methods.gradient import GradientMethod
+
+
+class TracIn(GradientMethod):
+    """What descending on an example did to the measurement, summed over the checkpoints.
+
+    Args:
+        stage: attribute to this stage's examples only (default: all stages').
+    """
+
+    def __init__(self, stage: str | None = None) -> None:
+        self.stage = stage
+
+    def terms(self, bench: Bench) -> list[Term]:
+        return [Term(c.stage, [c]) for c in bench.run.checkpoints]
+
+    def prepare(self, bench: Bench, terms: list[Term]) -> list[Term]:
+        return terms
+
+    def vectors(
+        self,
+        bench: Bench,
+        prepared: Any,
+        data: Batches,
+        stage: str,
+        indices: np.ndarray,
+        examples: int,
+    ) -> list[Readouts]:
+        readouts = []
+        for term in prepared:
+            (checkpoint,) = term.checkpoints
+            v = bench.own_gradients(data, stage, indices, checkpoint)
+            η = {
+                name: bench.run.rate_at(checkpoint, b.parameter) for name, b in bench.blocks.items()
+            }
+            readouts.append({name: readout.scaled(-η[name]) for name, readout in v.items()})
+        return readouts

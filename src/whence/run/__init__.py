@@ -1,0 +1,8 @@
+"""What a training produced, and how it is recorded."""
+
+from whence.run.checkpoint import Checkpoint, RunError, plain_names
+from whence.run.recorder import Recorder
+from whence.run.run import Run
+from whence.run.segments import Segment, Stage
+
+__all__ = ["Checkpoint", "Recorder", "Run", "RunError", "Segment", "Stage", "plain_names"]

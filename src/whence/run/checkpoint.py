@@ -1,0 +1,183 @@
+"""Weights on disk (safetensors, checked by SHA-256) or in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+
+class RunError(RuntimeError):
+    """A run on disk that is missing, damaged, or not the one that was meant."""
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: a killed process leaves the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name without what DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`)
+    put before it. `module.` goes only where every name has it: a layer may be called so."""
+    plain = {name: name.replace("_orig_mod.", "") for name in names}
+    while plain and all(name.startswith("module.") for name in plain.values()):
+        plain = {name: short.removeprefix("module.") for name, short in plain.items()}
+    return plain
+
+
+def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split named tensors into those to keep and other names of the same memory ({alias: name})."""
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and seen.setdefault(place, name) != name:
+            aliases[name] = seen[place]
+        else:
+            kept[name] = tensor
+    return kept, aliases
+
+
+def model_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A model's parameters and buffers under their plain names, tied ones once, and the aliases."""
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    plain = plain_names(state)
+    return untie({plain[name]: tensor for name, tensor in state.items()})
+
+
+def serialize(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file: the same tensors give the same bytes, whatever their order or device."""
+    own: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
+            tensor = tensor.clone()  # a view into something larger, which safetensors refuses
+        storages.add(storage.data_ptr())
+        own[name] = tensor
+    return safetensors.torch.save(own)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Named tensors, on disk or in memory, with the SHA-256 of their file."""
+
+    sha256: str
+    path: Path | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    memory: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def write(
+        cls, path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+    ) -> TensorFile:
+        data = serialize(tensors)
+        replace_file(path, data)
+        return cls(hashlib.sha256(data).hexdigest(), path, aliases)
+
+    @classmethod
+    def adopt(cls, source: Mapping[str, Tensor] | str | os.PathLike[str]) -> TensorFile:
+        """Somebody's state dict (copied, so that training on does not change it) or file."""
+        if not isinstance(source, Mapping):
+            path = Path(source)
+            return cls(file_sha256(path), path)
+        strangers = {k: type(v).__name__ for k, v in source.items() if not isinstance(v, Tensor)}
+        if strangers:
+            raise ValueError(
+                f"a state dict holds {strangers}, which are not tensors: "
+                "pass the model's own state dict"
+            )
+        plain = plain_names(source)
+        kept, aliases = untie({plain[name]: tensor for name, tensor in source.items()})
+        memory = {
+            name: t.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, t in kept.items()
+        }
+        return cls(hashlib.sha256(serialize(memory)).hexdigest(), None, aliases, memory)
+
+    def load(self) -> dict[str, Tensor]:
+        """The tensors, on the CPU, under all their names."""
+        if self.memory is not None:
+            tensors = dict(self.memory)
+        else:
+            assert self.path is not None
+            found = file_sha256(self.path)
+            if found != self.sha256:
+                raise RunError(
+                    f"{self.path} was truncated or altered: its SHA-256 is {found[:12]}…, "
+                    f"recorded was {self.sha256[:12]}…. Restore it from a copy, or record again"
+                )
+            tensors = read_tensors(self.path)
+        for alias, name in self.aliases.items():
+            if name in tensors:
+                tensors[alias] = tensors[name]
+        return tensors
+
+
+def file_sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise RunError(
+            f"{path} is missing: restore it from a copy, or record the run again"
+        ) from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a .safetensors file, or of a state dict written by torch.save; never unpickled."""
+    try:
+        if path.suffix == ".safetensors":
+            loaded = safetensors.torch.load_file(path)
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RunError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
+        held = sorted(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
+        raise RunError(f"{path} holds {held}, not a state dict: save model.state_dict() by itself")
+    plain = plain_names(loaded)
+    return {plain[name]: tensor.detach() for name, tensor in loaded.items()}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The model after `step` updates."""
+
+    step: int
+    stage: str
+    files: TensorFile = field(repr=False)
+    moments: TensorFile | None = field(default=None, repr=False)
+    state: TensorFile | None = field(default=None, repr=False)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the weights' file (of the file they would make, for weights in memory)."""
+        return self.files.sha256
+
+    @property
+    def path(self) -> Path | None:
+        return self.files.path
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole state dict, buffers and tied names included, on the CPU. Verified first."""
+        return self.files.load()
+
+    def second_moments(self) -> dict[str, Tensor] | None:
+        """{parameter: v̂}, bias-corrected for Adam; None for an optimizer that keeps none."""
+        return self.moments.load() if self.moments else None
+
+    def optimizer_state(self) -> dict[str, Tensor] | None:
+        """The optimizer's own tensors, as {"parameter/key": tensor}; None when none were kept."""
+        return self.state.load() if self.state else None

@@ -1,0 +1,138 @@
+"""What a run needs to know of a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from whence.run.checkpoint import plain_names
+
+NAMES: dict[type[Optimizer], str] = {SGD: "sgd", Adam: "adam", AdamW: "adamw", RMSprop: "rmsprop"}
+# Marks a Python number among an optimizer's tensors, so that it comes back as a number.
+NUMBER = "#"
+
+
+def unwrap(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside accelerate's or Lightning's: the one whose step really updates."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrap(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def kind(optimizer: Optimizer) -> str:
+    """ "sgd", "adam", "adamw", "rmsprop", or the class name of one that is not known here."""
+    if type(optimizer) is Adam and optimizer.defaults.get("decoupled_weight_decay"):
+        return "adamw"
+    return NAMES.get(type(optimizer), type(optimizer).__name__)
+
+
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """{id of a parameter: its plain names}, more than one where it is tied."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    plain = plain_names(name for name, _ in named)
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(plain[name])
+    return names
+
+
+def rate(group: Mapping[str, Any]) -> tuple[float, float]:
+    """A parameter group's learning rate and momentum (β₁ for Adam and its kin)."""
+    betas = group.get("betas") or (0.0,)
+    return float(group.get("lr") or 0.0), float(group.get("momentum", betas[0]))
+
+
+def hyperparameters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings but the learning rate, as plain JSON values."""
+    settings = {}
+    for key in optimizer.defaults:
+        value = group.get(key)
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        if isinstance(value, tuple):
+            value = [float(v) for v in value]
+        if key != "lr" and isinstance(value, (bool, int, float, str, list, type(None))):
+            settings[key] = value
+    return settings
+
+
+def skipped(optimizer: Optimizer) -> bool:
+    """Whether a step that was called changed nothing: fused optimizers are called by an AMP scaler
+    even when a gradient overflowed, and leave the weights alone themselves."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found.item())
+
+
+def second_moments(
+    optimizer: Optimizer, names: Mapping[int, list[str]]
+) -> dict[str, Tensor] | None:
+    """{parameter: v̂}: Adam's bias-corrected, AMSGrad's maximum corrected, RMSprop's as it is."""
+    if kind(optimizer) not in ("adam", "adamw", "rmsprop"):
+        return None
+    moments = {}
+    for name, parameter, group in _named(optimizer, names):
+        state = optimizer.state.get(parameter) or {}
+        if "square_avg" in state:
+            moments[name] = state["square_avg"].detach()
+        elif "exp_avg_sq" in state:
+            second = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
+            moments[name] = second / (1 - float(group["betas"][1]) ** float(state["step"]))
+    return moments or None
+
+
+def flat_state(optimizer: Optimizer, names: Mapping[int, list[str]]) -> dict[str, Tensor] | None:
+    """{"parameter/key": tensor}; None when there is nothing, or something that is not a tensor."""
+    flat: dict[str, Tensor] = {}
+    for name, parameter, _ in _named(optimizer, names):
+        for key, value in (optimizer.state.get(parameter) or {}).items():
+            if isinstance(value, Tensor):
+                flat[f"{name}/{key}"] = value.detach()
+            elif isinstance(value, (bool, int, float)):
+                precise = torch.float64 if isinstance(value, float) else None
+                flat[f"{name}/{key}{NUMBER}"] = torch.tensor(value, dtype=precise)
+            elif value is not None:
+                return None
+    return flat or None
+
+
+def fits(optimizer: Optimizer, names: Mapping[int, list[str]], flat: Mapping[str, Tensor]) -> bool:
+    """Whether a flat state may be this optimizer's: it trains all the parameters named there."""
+    own = {name for name, _, _ in _named(optimizer, names)}
+    return own >= {key.rsplit("/", 1)[0] for key in flat}
+
+
+def load_state(
+    optimizer: Optimizer, names: Mapping[int, list[str]], flat: Mapping[str, Tensor]
+) -> None:
+    """Put a flat state back. Rates and other settings of the groups stay as they are."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, tensor in flat.items():
+        name, what = key.rsplit("/", 1)
+        number = what.endswith(NUMBER)
+        states.setdefault(name, {})[what.removesuffix(NUMBER)] = (
+            tensor.item() if number else tensor.clone()
+        )
+    packed = optimizer.state_dict()["param_groups"]
+    numbered = {
+        id(p): number
+        for group, own in zip(optimizer.param_groups, packed, strict=True)
+        for p, number in zip(group["params"], own["params"], strict=True)
+    }
+    state = {
+        numbered[id(parameter)]: states[name]
+        for name, parameter, _ in _named(optimizer, names)
+        if name in states
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _named(
+    optimizer: Optimizer, names: Mapping[int, list[str]]
+) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                yield names[id(parameter)][0], parameter, group

@@ -1,0 +1,272 @@
+"""The folder of a run: run.json, the rates, the checkpoints. `run.json` is always written last."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from whence.run.checkpoint import Checkpoint, RunError, TensorFile, replace_file
+from whence.run.segments import Stage
+
+SCHEMA = 1
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Record:
+    """What a training left behind; T updates, G parameter groups.
+
+    Attributes:
+        checkpoints: in order; `initial`, the weights before the first update, is not among them.
+        learning_rates: (T, G) float64, what was applied; 0 where a group was not stepping.
+        momentums: (T, G) float64, SGD's momentum or Adam's β₁.
+        groups: the parameter names of each group. A parameter is in several when the optimizer, or
+            what it trains, changed on the way; only one of them steps at a time.
+        hyperparameters: of each group, as torch calls them (`dampening`, `eps`, `weight_decay`, …).
+        stages: in order.
+        optimizers: {stage: "sgd", "adam", "adamw", "rmsprop" or a class name}.
+        columns: {stage: the groups of its optimizer}.
+        between: weights after the other updates, when every one was kept.
+        batches: example indices of every update, or None.
+        subset: training indices used, or None for all.
+        notes: what was declared about the training and is not modelled.
+        resumable: whether the optimizer's state is kept.
+        finished: whether training ran to its end.
+        path: the folder, or None for a run in memory.
+    """
+
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    learning_rates: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+    momentums: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+    groups: list[list[str]] = field(default_factory=list)
+    hyperparameters: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    optimizers: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, list[int]] = field(default_factory=dict)
+    initial: Checkpoint | None = None
+    between: list[Checkpoint] = field(default_factory=list)
+    batches: list[NDArray[np.int64]] | None = None
+    subset: NDArray[np.int64] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    resumable: bool = False
+    finished: bool = False
+    path: Path | None = None
+
+    @property
+    def steps(self) -> int:
+        """T, the number of updates."""
+        return len(self.learning_rates)
+
+    def until(self, step: int) -> Self:
+        """The same record as it stood after `step` updates."""
+        stages = [replace(s, end=min(s.end, step)) for s in self.stages if s.start < step]
+        columns = {s.name: self.columns[s.name] for s in stages}
+        groups = 1 + max((c for cs in columns.values() for c in cs), default=-1)
+        return replace(
+            self,
+            checkpoints=[c for c in self.checkpoints if c.step <= step],
+            learning_rates=self.learning_rates[:step, :groups],
+            momentums=self.momentums[:step, :groups],
+            groups=self.groups[:groups],
+            hyperparameters=self.hyperparameters[:groups],
+            stages=stages,
+            optimizers={s.name: self.optimizers[s.name] for s in stages},
+            columns=columns,
+            between=[c for c in self.between if c.step <= step],
+            batches=self.batches[:step] if self.batches is not None else None,
+            finished=False,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write everything but the tensors, which `write_checkpoint` has written before."""
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {"learning_rates": self.learning_rates, "momentums": self.momentums}
+        if self.batches is not None:
+            lengths = [0, *map(len, self.batches)]
+            arrays["batches"] = np.concatenate([np.empty(0, np.int64), *self.batches])
+            arrays["batch_offsets"] = np.cumsum(lengths, dtype=np.int64)
+        for name, array in arrays.items():
+            buffer = io.BytesIO()
+            np.save(buffer, array, allow_pickle=False)
+            replace_file(folder / f"{name}.npy", buffer.getvalue())
+        content = {
+            "schema": SCHEMA,
+            "finished": self.finished,
+            "steps": self.steps,
+            "resumable": self.resumable,
+            "batches": self.batches is not None,
+            "stages": [
+                {
+                    "name": s.name,
+                    "start": s.start,
+                    "end": s.end,
+                    "size": s.size,
+                    "optimizer": self.optimizers[s.name],
+                    "groups": self.columns[s.name],
+                }
+                for s in self.stages
+            ],
+            "groups": [
+                {"parameters": names, "hyperparameters": settings}
+                for names, settings in zip(self.groups, self.hyperparameters, strict=True)
+            ],
+            "notes": self.notes,
+            "initial": _entry(self.initial) if self.initial else None,
+            "checkpoints": [_entry(c) for c in self.checkpoints],
+            "between": [_entry(c) for c in self.between],
+            "subset": self.subset.tolist() if self.subset is not None else None,
+        }
+        replace_file(folder / "run.json", json.dumps(content, indent=1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read and check a folder; the tensors themselves are read and checked when asked for."""
+        if not folder.is_dir():
+            raise RunError(f"there is no run at {folder}: no such folder")
+        try:
+            content = json.loads((folder / "run.json").read_bytes())
+        except FileNotFoundError as error:
+            raise RunError(f"there is no run at {folder}: it has no run.json") from error
+        except ValueError as error:
+            raise RunError(f"{folder / 'run.json'} is damaged: {error}") from error
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            found = content.get("schema") if isinstance(content, dict) else None
+            raise RunError(
+                f"{folder / 'run.json'} has schema version {found!r}, this whence reads {SCHEMA}: "
+                "open it with the version that wrote it"
+            )
+        try:
+            return cls._parse(folder, content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(f"{folder / 'run.json'} is damaged: {error!r}") from error
+
+    @classmethod
+    def _parse(cls, folder: Path, content: dict[str, Any]) -> Self:
+        steps, groups, finished = content["steps"], content["groups"], content["finished"]
+        stages, subset = content["stages"], content["subset"]
+
+        def array(name: str, *shape: int) -> NDArray[Any]:
+            # A process killed between the arrays and run.json leaves arrays that are ahead of it.
+            read = _load(folder / f"{name}.npy")
+            ahead = read.ndim == len(shape) and all(
+                r >= s for r, s in zip(read.shape, shape, strict=True)
+            )
+            if read.shape != shape and (finished or not ahead):
+                raise RunError(
+                    f"{folder / name}.npy has shape {read.shape}, run.json says {shape}: "
+                    "restore it from a copy, or record the run again"
+                )
+            return read[tuple(slice(s) for s in shape)]
+
+        batches = None
+        if content["batches"]:
+            offsets = array("batch_offsets", steps + 1)
+            flat = array("batches", int(offsets[-1]))
+            batches = np.split(flat, offsets[1:-1]) if steps else []
+        return cls(
+            checkpoints=[_checkpoint(folder, entry) for entry in content["checkpoints"]],
+            learning_rates=array("learning_rates", steps, len(groups)),
+            momentums=array("momentums", steps, len(groups)),
+            groups=[group["parameters"] for group in groups],
+            hyperparameters=[group["hyperparameters"] for group in groups],
+            stages=[Stage(s["name"], s["start"], s["end"], s["size"]) for s in stages],
+            optimizers={s["name"]: s["optimizer"] for s in stages},
+            columns={s["name"]: s["groups"] for s in stages},
+            initial=_checkpoint(folder, content["initial"]) if content["initial"] else None,
+            between=[_checkpoint(folder, entry) for entry in content["between"]],
+            batches=batches,
+            subset=np.array(subset, np.int64) if subset is not None else None,
+            notes=content["notes"],
+            resumable=content["resumable"],
+            finished=finished,
+            path=folder,
+        )
+
+    def sweep(self, folder: Path) -> None:
+        """Delete checkpoint files that the record no longer mentions, and half-written ones."""
+        known = {
+            file.path.name
+            for c in [*self.checkpoints, *self.between, *filter(None, [self.initial])]
+            for file in (c.files, c.moments, c.state)
+            if file and file.path
+        }
+        for file in (folder / "checkpoints").glob("step-*"):
+            if file.name not in known:
+                file.unlink()
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    stage: str,
+    weights: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    moments: Mapping[str, Tensor] | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> Checkpoint:
+    """Write step-00000188.safetensors and, beside it, .moments.safetensors and .optimizer.…"""
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    place = folder / "checkpoints" / f"step-{step:08d}"
+
+    def write(suffix: str, tensors: Mapping[str, Tensor] | None) -> TensorFile | None:
+        path = place.with_name(place.name + suffix)
+        return TensorFile.write(path, tensors, aliases) if tensors is not None else None
+
+    files = write(".safetensors", weights)
+    assert files is not None
+    return Checkpoint(
+        step,
+        stage,
+        files,
+        write(".moments.safetensors", moments),
+        write(".optimizer.safetensors", state),
+    )
+
+
+def _entry(checkpoint: Checkpoint) -> dict[str, Any]:
+    entry = {"step": checkpoint.step, "stage": checkpoint.stage, **_file(checkpoint.files)}
+    if checkpoint.files.aliases:
+        entry["aliases"] = dict(checkpoint.files.aliases)
+    for name in ("moments", "state"):
+        file: TensorFile | None = getattr(checkpoint, name)
+        if file:
+            entry[name] = _file(file)
+    return entry
+
+
+def _file(file: TensorFile) -> dict[str, str]:
+    assert file.path is not None
+    return {"file": file.path.name, "sha256": file.sha256}
+
+
+def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
+    aliases = entry.get("aliases", {})
+
+    def file(held: Mapping[str, str] | None) -> TensorFile | None:
+        # Only ever a name inside the folder, whatever run.json says.
+        path = folder / "checkpoints" / Path(held["file"]).name if held else None
+        return TensorFile(held["sha256"], path, aliases) if held else None
+
+    files = file(entry)
+    assert files is not None
+    moments, state = file(entry.get("moments")), file(entry.get("state"))
+    return Checkpoint(entry["step"], entry["stage"], files, moments, state)
+
+
+def _load(path: Path) -> NDArray[Any]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise RunError(f"{path} is missing: restore it from a copy, or record again") from error
+    except (ValueError, OSError, EOFError) as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise RunError(f"{path} is damaged: it holds no array")
+    return array

@@ -1,0 +1,330 @@
+"""Recorder: the few lines that turn a training loop into a Run."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from whence.run import optimizers
+from whence.run.checkpoint import Checkpoint, RunError, plain_names
+from whence.run.plan import Plan
+from whence.run.record import Record
+from whence.run.recording import Recording, continued
+
+
+class Recorder:
+    """Records a training into a folder. The loop inside the `with` stays as it is:
+
+        with whence.Recorder("runs/mnist", model, optimizer, checkpoints=6, total_steps=600):
+            train(model, optimizer, loader)
+
+    Updates are counted by the optimizer's own hook, so that gradient accumulation, schedulers and
+    updates skipped by an AMP scaler need nothing. The weights before the first update and the final
+    model are always kept. In distributed training (replicated models) rank 0 writes.
+
+    A training that was interrupted is recorded anew when the same program is run again. To go on
+    from its last checkpoint instead, with the same bits as if nothing had happened:
+
+        recorder = whence.Recorder("runs/mnist", model, optimizer, checkpoints=6, total_steps=600)
+        start = recorder.restore()           # 0 when there is nothing yet
+        with recorder:
+            for step, batch in enumerate(batches):
+                if step >= start:
+                    update(model, optimizer, batch)
+                scheduler.step()
+
+    The same lines after the end of a run, with another `stage`, add a stage to it.
+
+    Args:
+        path: the run's folder.
+        model: what is trained; names lose `module.` (DDP) and `_orig_mod.` (torch.compile).
+        optimizer: what trains it. Parameters it has not, or that need no gradient, are frozen.
+        checkpoints: how many, evenly spaced over `total_steps`; or the update counts themselves,
+            counted from the start of the run.
+        total_steps: number of updates planned, counted from the start of `stage`.
+        stage: name of the (first) stage.
+        size: number of training examples of that stage.
+        every_step: keep the weights after every update too, as Hydra and Unrolled need: T + 1
+            copies of the model on disk, 4 bytes × parameters × (T + 1) in float32.
+        subset: the training indices used, when not all.
+        overwrite: start anew, whatever the folder holds.
+        resumable: keep the optimizer's state for `restore` (for Adam, twice the weights' size).
+        notes: what SOURCE does not model and a reader should know of:
+            {"clip_norm": 1.0, "ema": 0.999}.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        checkpoints: int | Sequence[int] = 6,
+        total_steps: int | None = None,
+        stage: str = "train",
+        size: int | None = None,
+        every_step: bool = False,
+        subset: ArrayLike | None = None,
+        overwrite: bool = False,
+        resumable: bool = True,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path, self.model, self.optimizer = Path(path), model, optimizers.unwrap(optimizer)
+        self._checkpoints = checkpoints
+        self._first = (stage, size, Plan.of(checkpoints, total_steps))
+        self._every_step, self._overwrite, self._resumable = every_step, overwrite, resumable
+        self._subset = np.asarray(subset, np.int64).reshape(-1) if subset is not None else None
+        self._notes: dict[str, Any] = json.loads(json.dumps(dict(notes or {})))
+        self._name_parameters()
+        self._recording: Recording | None = None
+        self._resumed: Checkpoint | None = None  # what restore() loaded, until the next update
+        self._begun = False
+
+    @property
+    def updates(self) -> int:
+        """How many updates the run has; 0 outside the `with`."""
+        return self._recording.updates if self._recording else 0
+
+    @property
+    def _silent(self) -> bool:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return distributed and torch.distributed.get_rank() != 0
+
+    def __enter__(self) -> Self:
+        if not self._silent:
+            if self._notes:
+                told = ", ".join(f"{key}={value!r}" for key, value in self._notes.items())
+                warnings.warn(
+                    f"kept with the run, but not modelled by SOURCE: {told}", stacklevel=2
+                )
+            self._begun = False
+            self._attach()
+            self._hook()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._recording is None:
+            return
+        recording, self._recording = self._recording, None
+        self._unhook()
+        if kind is not None:
+            if self._begun:
+                try:
+                    recording.write()
+                except OSError as failure:  # the error that ended training matters more
+                    warnings.warn(f"could not write {self.path}: {failure}", stacklevel=2)
+            return
+        if not recording.updates:
+            warnings.warn("no update was made: nothing was recorded", stacklevel=2)
+            return
+        if not self._begun:
+            if Record.read(self.path).finished:
+                return
+            recording.begin(self._first[0])
+        recording.keep(self.optimizer, self._names)
+        self._check_plan(recording.updates)
+        recording.record.finished = True
+        recording.write()
+
+    def stage(
+        self,
+        name: str,
+        *,
+        size: int | None = None,
+        total_steps: int | None = None,
+        checkpoints: int | Sequence[int] | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        """Open a stage; before the first update, name the first one.
+
+        Args:
+            name: the new stage. The one before it ends here, with a checkpoint: call this before
+                changing the model.
+            size: number of its training examples.
+            total_steps, checkpoints: its own checkpoints, as for the Recorder, `total_steps` being
+                counted from here. By default the recorder's plan goes on.
+            optimizer: the one that steps from now on, when it is another.
+        """
+        plan = None
+        if checkpoints is not None or total_steps is not None:
+            chosen = checkpoints if checkpoints is not None else self._checkpoints
+            plan = Plan.of(chosen, total_steps)
+        if self._recording is None and not self._silent:
+            raise RunError(f"stage({name!r}) was called outside the recorder's `with`")
+        if self._recording and self._begun:
+            self._recording.keep(self.optimizer, self._names)
+        if optimizer is not None:
+            self._unhook()
+            self.optimizer = optimizers.unwrap(optimizer)
+            self._hook()
+        self._name_parameters()
+        if self._recording:
+            self._declare(self._recording, name, size, plan)
+        if optimizer is not None and self._resumed and self._resumed.stage == name:
+            self._load_optimizer(self._resumed)
+
+    def step(self, indices: ArrayLike) -> None:
+        """Note the training examples of the coming update. Call it before every optimizer.step();
+        with gradient accumulation once, with all of them."""
+        if self._recording:
+            if self._recording.record.batches is None and self.updates:
+                raise RunError(
+                    f"recorder.step(indices) came only after update {self.updates}: call it before "
+                    "every optimizer.step(), from the first one on"
+                )
+            self._batch = np.asarray(indices, np.int64).reshape(-1).copy()
+
+    def restore(self) -> int:
+        """Load the last checkpoint into model and optimizer, and return its step: 0 where there is
+        none, or with `overwrite=True`. Call it before the `with`, or first thing inside.
+
+        Learning rates, schedulers and random generators are the loop's own: let the scheduler make
+        its steps up to there, as in the example above, and draw the same batches.
+        """
+        if self._begun and self._recording:
+            raise RunError("restore() was called after an update: call it before the training loop")
+        if self._overwrite or not (self.path / "run.json").exists():
+            return 0
+        record = Record.read(self.path)
+        if not record.checkpoints:
+            return 0
+        last = record.checkpoints[-1]
+        weights, plain = last.weights(), plain_names(self.model.state_dict())
+        try:
+            own = {name: weights[short] for name, short in plain.items() if short in weights}
+            self.model.load_state_dict(own)
+        except RuntimeError as error:
+            raise RunError(f"{last.path} is of another model: {error}") from error
+        if not record.resumable:
+            warnings.warn(
+                f"{self.path} was recorded with resumable=False: the optimizer starts afresh",
+                stacklevel=2,
+            )
+        self._resumed = last
+        self._load_optimizer(last)
+        if self._recording:
+            self._attach()
+        return last.step
+
+    def _attach(self) -> None:
+        """Find out where the model stands in what the folder holds. Nothing is written before the
+        first update, so that until then restore() is free to choose otherwise."""
+        record = None
+        if not self._overwrite and (self.path / "run.json").exists():
+            record = continued(self.path, self.model)
+        if record is None:
+            record = Record(subset=self._subset, notes=self._notes, resumable=self._resumable)
+        elif self._subset is not None and not np.array_equal(record.subset, self._subset):  # type: ignore[arg-type]
+            raise RunError(f"{self.path} was recorded with another subset of the training data")
+        record.notes |= self._notes
+        record.resumable &= self._resumable
+        self._recording = Recording(self.path, self.model, record)
+        self._batch: NDArray[np.int64] | None = None
+        self._due: set[int] = set()
+        self._end: int | None = None
+        self._declare(self._recording, *self._first)
+
+    def _declare(
+        self, recording: Recording, name: str, size: int | None, plan: Plan | None
+    ) -> None:
+        """Say what stage the next update belongs to. A new one is opened by that update, so that a
+        program run again may name the stages it passes on its way to where it stopped."""
+        stages = [s.name for s in recording.record.stages]
+        self._named = name
+        self._size, self._plan = size, plan or (None if stages else self._first[2])
+        if name in stages:
+            if self._begun and name != stages[-1]:
+                raise RunError(f"stage {name!r} is over: choose another name")
+            self._follow(plan, recording.resume_stage(name, size, self.optimizer).start)
+
+    def _follow(self, plan: Plan | None, start: int) -> None:
+        if plan is not None:
+            if self._begun and self.updates:
+                self._check_plan(self.updates)
+            self._due, self._end = plan.due(start), plan.end(start)
+
+    def _hook(self) -> None:
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(self._before_update),
+            self.optimizer.register_step_post_hook(self._after_update),
+        ]
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_update(self, *_: Any) -> None:
+        recording = self._recording
+        if recording is None or self._begun:
+            return
+        passed = [s.name for s in recording.record.stages[:-1]]
+        if self._named in passed:
+            raise RunError(
+                f"the run is past stage {self._named!r}: it goes on in "
+                f"{recording.record.stages[-1].name!r}, which recorder.stage(...) must name"
+            )
+        recording.begin(self._named)
+        self._begun, self._resumed = True, None
+
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        recording = self._recording
+        if recording is None or optimizers.skipped(optimizer):
+            return
+        stages = recording.record.stages
+        if not stages or stages[-1].name != self._named:
+            recording.open_stage(self._named, self._size, optimizer)
+            self._follow(self._plan, recording.updates)
+        recording.update(optimizer, self._names, self._batch)
+        self._batch = None
+        if recording.updates in self._due:
+            recording.keep(optimizer, self._names)
+        elif self._every_step:
+            recording.keep_weights()
+
+    def _name_parameters(self) -> None:
+        self._names = optimizers.names_of(self.model)
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        strangers = sum(id(p) not in self._names for p in held)
+        if strangers == len(held):
+            raise ValueError(
+                "the optimizer trains no parameter of the model: pass the model it was made for"
+            )
+        if strangers:
+            warnings.warn(
+                f"{strangers} of the optimizer's {len(held)} parameters are not the model's, and "
+                "are not recorded",
+                stacklevel=3,
+            )
+
+    def _load_optimizer(self, checkpoint: Checkpoint) -> None:
+        """Where stages have optimizers of their own, the state may be that of one still to come."""
+        state = checkpoint.optimizer_state()
+        if state is not None and optimizers.fits(self.optimizer, self._names, state):
+            optimizers.load_state(self.optimizer, self._names, state)
+
+    def _check_plan(self, updates: int) -> None:
+        missed = sorted(step for step in self._due if step > updates)
+        if self._end not in (None, updates):
+            warnings.warn(
+                f"training was planned to reach update {self._end} (total_steps) and reached "
+                f"{updates}: the checkpoints are not spread as they were meant to be",
+                stacklevel=3,
+            )
+        elif missed:
+            warnings.warn(f"training ended after {updates} updates: no {missed}", stacklevel=3)

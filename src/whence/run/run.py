@@ -1,0 +1,281 @@
+"""Run: what one training produced."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from whence.run.checkpoint import Checkpoint, RunError, TensorFile, untie
+from whence.run.record import Record, write_checkpoint
+from whence.run.segments import Segment, Stage, deal, effective_rates
+
+Weights = Mapping[str, Tensor] | str | os.PathLike[str]
+
+
+class Run(Record):
+    """Checkpoints, per-update rates, second moments and stages of one training.
+
+    Recorded by a `Recorder` and opened with `Run.open(path)`, or made of checkpoints that somebody
+    already has with `Run.from_checkpoints(...)`. Its attributes are those of `Record`.
+    """
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open a recorded run. Checkpoints are verified when their weights are asked for."""
+        return cls.read(Path(path))
+
+    @classmethod
+    def from_checkpoints(
+        cls,
+        checkpoints: Sequence[Weights],
+        steps: Sequence[int],
+        learning_rates: ArrayLike,
+        *,
+        optimizer: str = "sgd",
+        momentum: ArrayLike = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        second_moments: Sequence[Weights | None] | None = None,
+        epsilon: float = 1e-8,
+        batches: Sequence[ArrayLike] | None = None,
+        stages: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        initial: Weights | None = None,
+        subset: ArrayLike | None = None,
+        groups: Sequence[Sequence[str]] | None = None,
+    ) -> Self:
+        """A run of checkpoints that exist already.
+
+        Args:
+            checkpoints: state dicts, or paths of them (.safetensors, or what `torch.save` wrote),
+                in order; the last is the final model. One at step 0 is taken as `initial`.
+            steps: the update count at each.
+            learning_rates: one float; or one per update (T,); or per update and group (T, G).
+            optimizer: "sgd", "adam", "adamw", "rmsprop", or another's name.
+            momentum: like `learning_rates`.
+            dampening, weight_decay, epsilon: of the optimizer.
+            second_moments: per checkpoint {parameter: v̂}, already bias-corrected.
+            batches: the example indices of every update.
+            stages: {name: its last update}, in order; each ends at a checkpoint. Default: one,
+                "train".
+            sizes: {stage: number of examples}.
+            initial: the weights before the first update.
+            subset: the training indices used, when not all.
+            groups: the parameter names of each group. Default: one group of everything.
+        """
+        counts, files = _steps(steps, checkpoints), [TensorFile.adopt(c) for c in checkpoints]
+        moments = list(second_moments) if second_moments is not None else [None] * len(files)
+        if len(moments) != len(files):
+            raise ValueError(f"{len(moments)} second_moments for {len(files)} checkpoints")
+        first = TensorFile.adopt(initial) if initial is not None else None
+        if counts[0] == 0:
+            first, files, counts, moments = first or files[0], files[1:], counts[1:], moments[1:]
+            if not counts:
+                raise ValueError("the only checkpoint is at step 0: no update has a result")
+        total = counts[-1]
+        rates = _per_update("learning_rates", learning_rates, total, groups)
+        betas = np.broadcast_to(_per_update("momentum", momentum, total, groups), rates.shape)
+        parts = _stages(stages, sizes, counts)
+        settings = {"dampening": dampening, "weight_decay": weight_decay, "eps": epsilon}
+        return cls(
+            checkpoints=[
+                Checkpoint(
+                    step,
+                    next(s.name for s in parts if step <= s.end),
+                    file,
+                    TensorFile.adopt(moment) if moment is not None else None,
+                )
+                for step, file, moment in zip(counts, files, moments, strict=True)
+            ],
+            learning_rates=rates,
+            momentums=betas.copy(),
+            groups=_groups(groups, files[0].load()),
+            hyperparameters=[dict(settings) for _ in range(rates.shape[1])],
+            stages=parts,
+            optimizers={s.name: optimizer for s in parts},
+            columns={s.name: list(range(rates.shape[1])) for s in parts},
+            initial=Checkpoint(0, parts[0].name, first) if first else None,
+            batches=_batches(batches, total) if batches is not None else None,
+            subset=np.asarray(subset, np.int64) if subset is not None else None,
+            finished=True,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Self:
+        """Write the run into a new folder, and return the run that lies there."""
+        folder = Path(path)
+        if (folder / "run.json").exists():
+            raise RunError(f"{folder} holds a run already: save to another folder, or remove it")
+
+        def copied(c: Checkpoint) -> Checkpoint:
+            weights = untie(c.weights())
+            parts = [
+                untie(file.load())[0] if file is not None else None for file in (c.moments, c.state)
+            ]
+            return write_checkpoint(folder, c.step, c.stage, *weights, *parts)
+
+        fields = dict(vars(self))
+        for name in ("checkpoints", "between"):
+            fields[name] = [copied(c) for c in fields[name]]
+        fields["initial"] = copied(self.initial) if self.initial else None
+        type(self)(**fields).write(folder)
+        return self.open(folder)
+
+    @property
+    def final(self) -> Checkpoint:
+        """The last checkpoint: the final model, when the run is finished."""
+        if not self.checkpoints:
+            raise RunError(f"{self!r} has no checkpoint: let it train up to its first one")
+        return self.checkpoints[-1]
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer of the last stage; `optimizers` has that of every stage."""
+        return self.optimizers[self.stages[-1].name] if self.stages else ""
+
+    @property
+    def trajectory(self) -> list[Checkpoint]:
+        """The weights before the first and after every update (T + 1); [] where some are missing."""
+        held = {c.step: c for c in [*self.between, *self.checkpoints]}
+        if self.initial is None or any(step not in held for step in range(1, self.steps + 1)):
+            return []
+        return [self.initial, *(held[step] for step in range(1, self.steps + 1))]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that scores can depend on: weights, moments, rates, groups, stages."""
+        checkpoints = [
+            (c.step, c.stage, c.sha256, c.moments.sha256 if c.moments else None)
+            for c in self.checkpoints
+        ]
+        stages = [(s.name, s.start, s.end, s.size, self.optimizers[s.name]) for s in self.stages]
+        subset = self.subset.tolist() if self.subset is not None else None
+        text = json.dumps([checkpoints, stages, subset, self.groups, self.hyperparameters])
+        digest = hashlib.sha256(text.encode())
+        for array in (self.learning_rates, self.momentums):
+            digest.update(repr(array.shape).encode())
+            digest.update(np.ascontiguousarray(array, np.float64).tobytes())
+        return digest.hexdigest()
+
+    def rate_at(self, checkpoint: Checkpoint, parameter: str) -> float:
+        """The learning rate of the last update before a checkpoint; 0 for a frozen parameter."""
+        if not 0 < checkpoint.step <= self.steps:
+            raise ValueError(
+                f"no update of this run led to step {checkpoint.step}: it has 1 … {self.steps}"
+            )
+        row = self.learning_rates[checkpoint.step - 1]
+        return float(sum(row[g] for g, names in enumerate(self.groups) if parameter in names))
+
+    def segments(self, spec: int | Sequence[int] | str) -> list[Segment]:
+        """Cut the run into segments.
+
+        Args:
+            spec: how many; or the update counts at which they end; or "stages". See `deal` for how
+                a number is shared among stages: a segment never crosses a stage boundary.
+
+        A segment ends at the step of its last checkpoint and starts where the one before it ended.
+        """
+        found: list[Segment] = []
+        for stage, held in deal(self.checkpoints, self.stages, spec):
+            start, end = found[-1].end if found else 0, held[-1].step
+            rates = effective_rates(
+                self.optimizers[stage.name],
+                self.learning_rates[start:end],
+                self.momentums[start:end],
+                self.groups,
+                self.hyperparameters,
+            )
+            found.append(Segment(start, end, stage, held, rates))
+        return found
+
+    def __repr__(self) -> str:
+        place = str(self.path) if self.path else "in memory"
+        stages = ", ".join(s.name + (f" (n={s.size})" if s.size else "") for s in self.stages)
+        held = [c.step for c in self.checkpoints]
+        return (
+            f"Run({place}: {self.steps} updates, checkpoints at {held}, {self.optimizer or 'no optimizer'}, {stages or 'no stage'}"
+            f"{'' if self.finished else ', unfinished'})"
+        )
+
+
+def _steps(steps: Sequence[int], checkpoints: Sequence[Weights]) -> list[int]:
+    counts = [int(step) for step in steps]
+    if not counts or len(counts) != len(checkpoints):
+        raise ValueError(
+            f"{len(checkpoints)} checkpoints and {len(counts)} steps: give one step per checkpoint"
+        )
+    if counts[0] < 0 or any(b <= a for a, b in itertools.pairwise(counts)):
+        raise ValueError(f"steps={counts} must increase: the update count at each checkpoint")
+    return counts
+
+
+def _per_update(
+    name: str, value: ArrayLike, total: int, groups: Sequence[Sequence[str]] | None
+) -> NDArray[np.float64]:
+    """(T, G); G is 1 where the value has no axis for groups and none are named."""
+    array = np.asarray(value, np.float64)
+    if array.ndim > 2 or (array.ndim and len(array) != total):
+        raise ValueError(
+            f"{name} has shape {array.shape}, but the last checkpoint is after {total} updates: "
+            f"give one number, ({total},) or ({total}, groups)"
+        )
+    if not np.isfinite(array).all() or (array < 0).any():
+        raise ValueError(f"{name} must be finite and not negative")
+    if array.ndim == 2 and array.shape[1] != (len(groups) if groups is not None else 1):
+        raise ValueError(
+            f"{name} has {array.shape[1]} groups: name the parameters of each in "
+            f"groups=[[...], ...]{f', not of {len(groups)}' if groups is not None else ''}"
+        )
+    columns = array if array.ndim == 2 else array.reshape(-1, 1)
+    return np.broadcast_to(columns, (total, len(groups) if groups is not None else 1)).copy()
+
+
+def _groups(
+    groups: Sequence[Sequence[str]] | None, weights: Mapping[str, Tensor]
+) -> list[list[str]]:
+    if groups is None:
+        return [[name for name, tensor in weights.items() if tensor.is_floating_point()]]
+    named = [name for group in groups for name in group]
+    unknown = sorted(set(named) - set(weights))
+    if unknown:
+        raise ValueError(f"groups name {unknown}, which the first checkpoint does not have")
+    if len(set(named)) != len(named):
+        raise ValueError("groups name a parameter twice: each belongs to one group")
+    return [list(group) for group in groups]
+
+
+def _stages(
+    stages: Mapping[str, int] | None, sizes: Mapping[str, int] | None, counts: list[int]
+) -> list[Stage]:
+    ends = dict(stages) if stages is not None else {"train": counts[-1]}
+    sizes = dict(sizes or {})
+    if set(sizes) - set(ends):
+        raise ValueError(
+            f"sizes of {sorted(set(sizes) - set(ends))}, but the stages are {list(ends)}"
+        )
+    starts = [0, *ends.values()][:-1]
+    if not ends or any(e <= s for s, e in zip(starts, ends.values(), strict=True)):
+        raise ValueError(f"stages={ends} must be in order, each with its last update")
+    if list(ends.values())[-1] != counts[-1] or set(ends.values()) - set(counts):
+        raise ValueError(
+            f"stages={ends}: each must end at a checkpoint, the last at the last one; "
+            f"they are at {counts}"
+        )
+    return [
+        Stage(name, start, end, sizes.get(name))
+        for start, (name, end) in zip(starts, ends.items(), strict=True)
+    ]
+
+
+def _batches(batches: Sequence[ArrayLike], total: int) -> list[NDArray[np.int64]]:
+    if len(batches) != total:
+        raise ValueError(f"{len(batches)} batches for {total} updates: give one per update")
+    return [np.asarray(batch, np.int64).reshape(-1) for batch in batches]

@@ -1,0 +1,208 @@
+"""Study: model, task, training data and runs; all that a method needs to know about what happened."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from whence.curvature.cost import table
+from whence.curvature.store import Store
+from whence.data import Batches, Collate, place, structure
+from whence.layers.passes import Passes, load_weights
+from whence.layers.tracked import Tracked, find, report
+from whence.run import Run
+from whence.task import Task
+
+Runs = Run | str | os.PathLike[str]
+PROBED = 2  # examples on which captured gradients are checked against autograd
+
+
+class Study:
+    """What an attribution method is given.
+
+    Args:
+        model: the trained architecture. It is copied, never changed; its current weights do not matter,
+            the run's checkpoints do.
+        task: what training minimised and what is measured; one for all stages, or `{stage: Task}`.
+        train: the training data, map-style; `{stage: dataset}` for a run of several stages. Without augmentation.
+        runs: a Run, the path of one, or a list of them (an ensemble).
+        collate: turns a list of examples into a batch (default: torch's).
+        cache: folder for fitted factors (default: beside the run; in memory for a run that is not on disk).
+        layers: names of the layers to track, as shell patterns; None tracks all that can be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task | Mapping[str, Task],
+        train: Any,
+        runs: Runs | Sequence[Runs],
+        *,
+        collate: Collate | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        layers: Sequence[str] | str | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        self.model = unwrapped(model)
+        several = isinstance(runs, Sequence) and not isinstance(runs, (str, os.PathLike))
+        listed: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
+        self.runs = [run if isinstance(run, Run) else Run.open(run) for run in listed]
+        if not self.runs:
+            raise ValueError("runs is empty: give at least one Run")
+        self.collate = collate
+        self.layers = [layers] if isinstance(layers, str) else layers
+        self.stages = [stage.name for stage in self.runs[0].stages]
+        self.train = self._by_stage("train", train)
+        self.data = {
+            name: Batches(f"{name} data" if len(self.stages) > 1 else "train", d, collate)
+            for name, d in self.train.items()
+        }
+        self.tasks: dict[str, Task] = self._by_stage("task", task)
+        for run in self.runs:
+            self._check(run)
+        self.cache = None if cache is None else Path(cache)
+        self._stores: dict[str, Store] = {}
+
+    def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
+        if isinstance(given, Mapping) and (
+            what == "train" or len(self.stages) > 1 or set(given) == set(self.stages)
+        ):
+            if set(given) != set(self.stages):
+                raise ValueError(
+                    f"{what} has the stages {sorted(given)}, but the run has {self.stages}"
+                )
+            return {name: given[name] for name in self.stages}
+        if what == "train" and len(self.stages) > 1:
+            raise ValueError(
+                f"the run has the stages {self.stages}: give train={{{self.stages[0]!r}: dataset, ...}}"
+            )
+        if what == "task" and not isinstance(given, Task):
+            raise TypeError(f"task must be a whence.Task (such as Classification()), not {given!r}")
+        return dict.fromkeys(self.stages, given)
+
+    def _check(self, run: Run) -> None:
+        names = [stage.name for stage in run.stages]
+        if names != self.stages:
+            raise ValueError(f"runs differ in their stages: {self.stages} and {names}")
+        for stage in run.stages:
+            count = len(self.data[stage.name])
+            if run.subset is not None and len(run.subset) and int(np.max(run.subset)) >= count:
+                raise ValueError(
+                    f"the run used example {int(np.max(run.subset))}, but the training data has {count}: "
+                    "give the whole dataset the run's subset was taken from"
+                )
+            if stage.size is not None and stage.size not in (
+                count,
+                len(self.used(run, stage.name)),
+            ):
+                raise ValueError(
+                    f"the run's stage {stage.name!r} was trained on {stage.size} examples, but its dataset has "
+                    f"{count}: are the datasets of two stages swapped?"
+                )
+
+    def used(self, run: Run, stage: str) -> np.ndarray:
+        """The examples of a stage's dataset that the run trained on."""
+        if run.subset is not None and len(self.stages) == 1:
+            return np.sort(np.asarray(run.subset, dtype=np.int64))
+        return np.arange(len(self.data[stage]))
+
+    def passes(
+        self,
+        run: Run,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        workers: int = 0,
+        progress: bool = False,
+        quiet: bool = False,
+    ) -> dict[str, Passes]:
+        """A copy of the model on a device, its layers found and checked; one `Passes` per stage."""
+        model = copy.deepcopy(self.model).to(device=device, dtype=dtype).eval()
+        for parameter in model.parameters():
+            parameter.grad = None
+        load_weights(model, run.final.weights(), run.final.step)
+        last = self.stages[-1]
+        count = min(PROBED, len(self.data[last]))
+        examples = [place(self.data[last].take(range(k)), device, dtype) for k in (count, 1)]
+        tracked = find(model, self.tasks[last], examples[0], examples[1], self.layers)
+        if not quiet:
+            report(tracked)
+        made = {}
+        for stage in self.stages:
+            made[stage] = Passes(
+                model,
+                self.tasks[stage],
+                tracked,
+                device=device,
+                dtype=dtype,
+                workers=workers,
+                progress=progress,
+            )
+            made[stage].clock = made[self.stages[0]].clock
+        return made
+
+    def query(self, query: Any) -> Batches:
+        """The query set as batches, after a look at whether it is built like the training data."""
+        data = Batches("query", query, self.collate)
+        own, theirs = structure(data.take([0])), structure(self.data[self.stages[-1]].take([0]))
+        if own != theirs:
+            raise ValueError(
+                f"query batches are built like {own}, training batches like {theirs}: "
+                "both must have the same fields in the same order"
+            )
+        return data
+
+    def store(self, run: Run) -> Store:
+        """Where the run's factors are kept."""
+        folder = self.cache
+        if folder is None and run.path is not None:
+            folder = Path(run.path) / "factors"
+        return self._stores.setdefault(str(folder), Store(folder))
+
+    def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
+        """What, besides weights and settings, makes two fits the same."""
+        task = self.tasks[stage]
+        return {
+            "data": self.data[stage].fingerprint(),
+            "used": hashlib.sha256(self.used(run, stage).tobytes()).hexdigest(),
+            "task": f"{type(task).__module__}.{type(task).__qualname__} {task!r}",
+            "model": hashlib.sha256(repr(self.model).encode()).hexdigest(),
+            "layers": [block.name for block in tracked.blocks],
+        }
+
+    def describe(self) -> str:
+        """Tracked layers, their sizes, what is left out, and what a pass over the data costs."""
+        passes = self.passes(
+            self.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
+        )[self.stages[-1]]
+        examples = sum(len(data) for data in self.data.values())
+        return "\n".join(
+            [*map(repr, self.runs), table(passes.tracked, examples), passes.tracked.summary()]
+        )
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())
+        tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
+        return f"Study({type(self.model).__name__}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DataParallel, DistributedDataParallel and torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(
+            model, (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        ):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner

@@ -1,0 +1,343 @@
+"""What training minimised and what we measure.
+
+A `Task` says, for a batch, what the model puts out, each example's training loss, each example's
+measurement, and how to draw the pseudo-losses whose gradients have the Gauss-Newton matrix as their
+covariance. Subclass one, or one of the ready ones, and override what differs.
+
+Shapes: `n` examples, `t` positions, `c` classes or outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LABEL_KEYS = ("labels", "label", "targets", "target", "y")
+IGNORED = -100  # label of positions without a loss, as in torch.nn.functional.cross_entropy
+EXACT_LIMIT = 4096  # outputs per example above which an output Hessian is refused
+
+
+class Uniform:
+    """Counter-based uniform draws keyed by (seed, checkpoint step, example id, position).
+
+    `Uniform(seed, step, ids)(positions)` has shape (n, positions), float64 in (0, 1), and each number
+    depends on its own key alone: batches, order and workers change nothing.
+    """
+
+    def __init__(self, seed: int, step: int, ids: Sequence[int] | np.ndarray) -> None:
+        self.seed, self.step, self.ids = seed, step, np.asarray(ids, dtype=np.uint64)
+
+    def __call__(self, positions: int) -> Tensor:
+        key = _mix(np.array([self.seed % 2**64], dtype=np.uint64))
+        key = _mix(key + np.uint64(self.step))
+        rows = _mix(key + self.ids)
+        counters = rows[:, None] + np.arange(1, positions + 1, dtype=np.uint64) * _GOLDEN
+        bits = _mix(counters) >> np.uint64(11)
+        return torch.from_numpy((bits.astype(np.float64) + 0.5) * 2.0**-53)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """One SplitMix64 step on an array of counters (arithmetic modulo 2^64)."""
+    x = np.asarray(x + _GOLDEN, dtype=np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+Draws = Callable[[int], Tensor] | Tensor
+
+
+def draw(uniform: Draws, like: Tensor) -> Tensor:
+    """Uniforms in the shape of `like` (n, ...), from a `Uniform` or from a tensor given by hand."""
+    if isinstance(uniform, Tensor):
+        return uniform.to(like.device).reshape(like.shape)
+    count = like[0].numel() if len(like) else 1
+    return uniform(count).to(like.device).reshape(like.shape)
+
+
+class Task:
+    """Base class. A subclass defines `losses` and `measurements`; the rest has sensible defaults.
+
+    Attributes:
+        measurement: name of what `measurements` returns.
+        unit: the unit scores are in.
+        higher_is_better: direction of the measurement (a margin: True; a loss: False).
+    """
+
+    measurement: str = "measurement"
+    unit: str = "units of the measurement"
+    higher_is_better: bool = True
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        """The model's outputs for a batch, (n, ...).
+
+        Tuples: every element but the last goes to the model (a lone element too). Mappings:
+        everything but the labels goes to the model by name. `.logits` of the result is taken if there is one.
+        """
+        if isinstance(batch, Mapping):
+            result = model(**{k: v for k, v in batch.items() if k not in LABEL_KEYS})
+        elif isinstance(batch, (tuple, list)):
+            result = model(*(batch[:-1] if len(batch) > 1 else batch))
+        else:
+            result = model(batch)
+        result = getattr(result, "logits", result)
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"the model returned {type(result).__name__}, not a tensor: "
+                "override outputs(model, batch) in your Task to pick the tensor"
+            )
+        return result
+
+    def targets(self, batch: Any) -> Tensor:
+        """The labels in a batch: the last element of a tuple, or the entry named like a label."""
+        if isinstance(batch, Mapping):
+            found = [k for k in LABEL_KEYS if k in batch]
+            if not found:
+                raise KeyError(
+                    f"no labels in the batch (it has {sorted(batch)}): name them one of {LABEL_KEYS}, "
+                    "or override targets(batch) in your Task"
+                )
+            return torch.as_tensor(batch[found[0]])
+        if isinstance(batch, (tuple, list)) and len(batch) > 1:
+            return torch.as_tensor(batch[-1])
+        raise TypeError(
+            f"cannot find labels in a batch of type {type(batch).__name__}: use (inputs, labels) "
+            "tuples or mappings, or override targets(batch) in your Task"
+        )
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Each example's training loss, (n,). Training minimised their mean."""
+        raise TypeError(f"{type(self).__name__} must define losses(outputs, batch)")
+
+    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Each example's measurement, (n,)."""
+        raise TypeError(f"{type(self).__name__} must define measurements(outputs, batch)")
+
+    def mask(self, batch: Any) -> Tensor | None:
+        """Positions that exist, (n, t); None when all do. Default: the batch's `attention_mask`."""
+        if isinstance(batch, Mapping) and isinstance(batch.get("attention_mask"), Tensor):
+            mask: Tensor = batch["attention_mask"]
+            return mask if mask.dim() == 2 else None
+        return None
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
+        """Losses (n,) at drawn pseudo-targets, for the sampled Fisher.
+
+        Their gradient in the outputs must have mean zero and covariance equal to the Hessian of
+        `losses` in the outputs. This default draws Gaussian directions with exactly that covariance and works
+        for any loss that is convex in a moderate number of outputs.
+        """
+        factor = self.output_factor(outputs, batch)
+        normal = torch.special.ndtri(draw(uniform, factor[:, 0])).to(factor.dtype)
+        directions = torch.einsum("nck,nk->nc", factor, normal)
+        losses: Tensor = (outputs.flatten(1) * directions).sum(1)
+        return losses
+
+    def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
+        """B (n, c, k) with B Bᵀ the Hessian of each example's loss in its own outputs."""
+        point = outputs.detach().requires_grad_()
+        count = point[0].numel()
+        if count > EXACT_LIMIT:
+            raise ValueError(
+                f"the Hessian of the loss in {count} outputs per example is too large to form: "
+                "use fisher='sampled' or 'empirical' (with a custom Task, define pseudo_losses)"
+            )
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(
+                self.losses(point, batch).sum(), point, create_graph=True
+            )
+            if not slope.requires_grad:  # a loss that is linear in the outputs has no curvature
+                return point.new_zeros(len(point), count, 1)
+            rows = [
+                torch.autograd.grad(slope.flatten(1)[:, j].sum(), point, retain_graph=True)[0]
+                for j in range(count)
+            ]
+        hessian = torch.stack([row.flatten(1) for row in rows], 1).double()
+        values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
+        return (vectors * values.clamp_min(0).sqrt().unsqueeze(1)).to(outputs.dtype)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()) if k[0] != "_")
+        return f"{type(self).__name__}({settings})"
+
+
+def _sample(log_probabilities: Tensor, uniform: Draws) -> Tensor:
+    """One class per row by inverting the distribution function: (..., c) and (...) -> (...)."""
+    log_probabilities = log_probabilities.detach()
+    cumulative = log_probabilities.to(torch.promote_types(log_probabilities.dtype, torch.float32))
+    cumulative = cumulative.exp().cumsum_(-1)
+    levels = draw(uniform, cumulative[..., 0]).unsqueeze(-1).to(cumulative.dtype)
+    levels = levels * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, levels).squeeze(-1).clamp_(max=cumulative.shape[-1] - 1)
+
+
+class Classification(Task):
+    """Softmax cross-entropy over two or more logits; with one logit, binary cross-entropy.
+
+    Args:
+        measurement: "margin" (correct logit minus the log-sum-exp of the others), "loss" or "log_prob".
+    """
+
+    def __init__(self, measurement: str = "margin") -> None:
+        self.measurement = _one_of("measurement", measurement, ("margin", "loss", "log_prob"))
+        self.higher_is_better = measurement != "loss"
+        self.unit = {"margin": "logits", "loss": "nats", "log_prob": "nats"}[measurement]
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Outputs as (n, c); a single logit z is binary, with the logits (0, z)."""
+        outputs = outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs
+        if outputs.dim() != 2:
+            raise ValueError(
+                f"Classification needs outputs of shape (n, classes), got {tuple(outputs.shape)}: "
+                "override outputs(model, batch), or use LanguageModeling for one label per position"
+            )
+        return F.pad(outputs, (1, 0)) if outputs.shape[1] == 1 else outputs
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(self.logits(outputs), self.labels(batch), reduction="none")
+
+    def labels(self, batch: Any) -> Tensor:
+        """Targets as class numbers, (n,)."""
+        return self.targets(batch).long().flatten()
+
+    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
+        logits, labels = self.logits(outputs), self.labels(batch)
+        if self.measurement == "margin":
+            correct = labels.unsqueeze(1)
+            others = logits.scatter(1, correct, float("-inf"))
+            return logits.gather(1, correct).squeeze(1) - others.logsumexp(1)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return losses if self.measurement == "loss" else -losses
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
+        log_probabilities = F.log_softmax(self.logits(outputs), 1)
+        drawn = _sample(log_probabilities, uniform)
+        return -log_probabilities.gather(1, drawn.unsqueeze(1)).squeeze(1)
+
+    def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
+        if outputs.dim() == 1 or outputs.shape[1] == 1:
+            p = outputs.detach().reshape(-1, 1, 1).sigmoid()
+            return (p * (1 - p)).sqrt()
+        p = self.logits(outputs).detach().softmax(1)  # diag(p) - ppᵀ = BBᵀ, B = diag(√p) - p√pᵀ
+        return p.sqrt().diag_embed() - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
+
+
+class Regression(Task):
+    """Squared error, averaged over the outputs of an example as `nn.MSELoss` does.
+
+    Args:
+        loss: "mse" is (f - y)², "half_mse" is (f - y)² / 2.
+        measurement: "absolute_error", "loss" or "output" (the mean output itself).
+    """
+
+    def __init__(self, loss: str = "mse", measurement: str = "absolute_error") -> None:
+        self.loss = _one_of("loss", loss, ("mse", "half_mse"))
+        options = ("absolute_error", "loss", "output")
+        self.measurement = _one_of("measurement", measurement, options)
+        self.higher_is_better = measurement == "output"
+        self.unit = "squared target units" if measurement == "loss" else "target units"
+
+    def residuals(self, outputs: Tensor, batch: Any) -> Tensor:
+        """f - y, (n, outputs)."""
+        targets = self.targets(batch)
+        if targets.numel() != outputs.numel():
+            raise ValueError(
+                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+                f"{tuple(outputs.shape)}: override targets(batch) or outputs(model, batch)"
+            )
+        return (outputs - targets.reshape(outputs.shape).to(outputs.dtype)).reshape(
+            len(outputs), -1
+        )
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        return self._squared(self.residuals(outputs, batch)).mean(1)
+
+    def _squared(self, residuals: Tensor) -> Tensor:
+        return residuals.square() if self.loss == "mse" else residuals.square() / 2
+
+    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
+        if self.measurement == "output":
+            return outputs.reshape(len(outputs), -1).mean(1)
+        if self.measurement == "loss":
+            return self.losses(outputs, batch)
+        return self.residuals(outputs, batch).abs().mean(1)
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
+        outputs = outputs.reshape(len(outputs), -1)
+        deviation = 0.5**0.5 if self.loss == "mse" else 1.0
+        noise = torch.special.ndtri(draw(uniform, outputs)).to(outputs.dtype) * deviation
+        return self._squared(outputs - (outputs.detach() + noise)).sum(1) / outputs.shape[1] ** 0.5
+
+
+class LanguageModeling(Task):
+    """Next-token cross-entropy of a causal language model; one example is one document.
+
+    Batches: a tensor of token ids (n, t), a tuple (ids,) or (ids, labels), or a mapping with
+    `input_ids` and optionally `attention_mask` and `labels`. Labels default to the ids; -100 and padding have
+    no loss. The logits at position t predict the label at t + 1.
+
+    Args:
+        reduction: "mean" or "sum" over a document's tokens; say how *training* weighed documents.
+        measurement: "loss" or "log_prob" (its negative).
+    """
+
+    def __init__(self, reduction: str = "mean", measurement: str = "loss") -> None:
+        self.reduction = _one_of("reduction", reduction, ("mean", "sum"))
+        self.measurement = _one_of("measurement", measurement, ("loss", "log_prob"))
+        self.higher_is_better = measurement == "log_prob"
+        self.unit = "nats per token" if reduction == "mean" else "nats per document"
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(batch, (tuple, list)):
+            batch = batch[0]
+        return super().outputs(model, batch)
+
+    def targets(self, batch: Any) -> Tensor:
+        """Labels moved one position back, so that they stand under the logits that predict them, (n, t)."""
+        if isinstance(batch, Mapping):
+            named = [k for k in LABEL_KEYS if k in batch]
+            labels = batch[named[0]] if named else batch["input_ids"]
+        else:
+            labels = batch[-1] if isinstance(batch, (tuple, list)) else batch
+        mask = self.mask(batch)
+        if mask is not None:
+            labels = labels.masked_fill(mask == 0, IGNORED)
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        return self._over_tokens(outputs, self.targets(batch), lambda count: count)
+
+    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
+        losses = self.losses(outputs, batch)
+        return losses if self.measurement == "loss" else -losses
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
+        drawn = _sample(F.log_softmax(outputs.detach(), -1), uniform)
+        drawn = drawn.masked_fill(self.targets(batch) == IGNORED, IGNORED)
+        # independent draws add their variances: Σ_t ℓ_t/√T has the Hessian of Σ_t ℓ_t/T
+        return self._over_tokens(outputs, drawn, torch.sqrt)
+
+    def _over_tokens(
+        self, outputs: Tensor, targets: Tensor, normaliser: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        flat = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+        sums = flat.reshape(targets.shape).sum(1)
+        if self.reduction == "sum":
+            return sums
+        return sums / normaliser((targets != IGNORED).sum(1).clamp_min(1).to(sums.dtype))
+
+
+def _one_of(name: str, value: str, options: tuple[str, ...]) -> str:
+    if value not in options:
+        raise ValueError(
+            f"{name}={value!r} is not known: use one of {', '.join(map(repr, options))}"
+        )
+    return value
