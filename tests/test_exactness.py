@@ -250,6 +250,82 @@ def test_source_weight_decay_as_curvature() -> None:
     close(scores.values, it.dense.source(2, weight_decay="curvature").sum(0))
 
 
+def test_source_sampled_draws_follow_the_step() -> None:
+    """Checkpoints with the same weights at other steps have draws of their own."""
+    torch.manual_seed(0)
+    model, task, train, query = CASES["mlp"]()
+    history = models.stationary(model.double(), [2, 3, 7, 8], 0.1)
+    oracle = dense.Dense(model, task, train, history, query, uniform)
+    study = whence.Study(model, task, train=train, runs=history.run)
+    scores = whence.Source(2, fisher="sampled", seed=SEED).attribute(study, query, **EXACT)
+    close(scores.values, oracle.source(2, fisher="sampled").sum(0))
+    method = whence.Influence(1e-3, fisher="sampled", seed=SEED)  # with what Source left in store
+    scores = method.attribute(study, query, **EXACT)
+    close(scores.values, oracle.influence(1e-3, fisher="sampled"))
+
+
+def test_source_stages() -> None:
+    """Each segment with its own stage's data: -(1/N_1) ∇fᵀ S̄_2 r̄_1 and -(1/N_2) ∇fᵀ r̄_2."""
+    torch.manual_seed(0)
+    model, task, query = models.mlp(), whence.Classification(), models.vectors(3, seed=1)
+    data = {"before": models.vectors(10, seed=2), "after": models.vectors(7, seed=3)}
+    history = models.train_run(model, task, data["before"], [4, 8, 12], 0.2)
+    after = models.train_run(model, task, data["after"], [3, 6], 0.1)
+    history.checkpoints += after.checkpoints
+    history.steps += [12 + step for step in after.steps]
+    history.rates += after.rates
+    run = whence.Run.from_checkpoints(
+        history.checkpoints,
+        history.steps,
+        history.rates,
+        stages={"before": 12, "after": 18},
+        sizes={"before": 10, "after": 7},
+    )
+    study = whence.Study(model, task, train=data, runs=run)
+    method = whence.Source("stages", fisher="exact")
+    scores = method.attribute(study, query, by_segment=True, **EXACT)
+
+    parts = []
+    for name, members, columns in (
+        ("before", [0, 1, 2], slice(0, 10)),
+        ("after", [3, 4], slice(10, 17)),
+    ):
+        oracle = dense.Dense(model, task, data[name], history, query)
+        H = dense.dense_curvature("ekfac", [oracle.moments(c, "exact") for c in members])
+        each = [oracle.gradients(c, "losses", False) for c in members]
+        gradients = {}
+        for key in each[0]:
+            mean = sum(g[key] for g in each) / len(each) / len(data[name])
+            gradients[key] = mean.new_zeros(17, mean.shape[1])
+            gradients[key][columns] = mean
+        parts.append(dense.Segment(H, gradients, {"before": 12 * 0.2, "after": 6 * 0.1}[name]))
+    expected = dense.source(oracle.gradients(4, "measurements", True), parts, 1)
+    close(scores.by_segment, expected)
+    close(scores.values, expected.sum(0))
+    assert list(scores.stage) == ["before"] * 10 + ["after"] * 7
+    one = whence.Source("stages", fisher="exact", stage="before")
+    close(one.attribute(study, query, **EXACT).values, expected.sum(0)[:, :10])
+
+
+def test_a_run_on_a_subset() -> None:
+    """N, curvature and gradients are those of the examples really used."""
+    torch.manual_seed(0)
+    model, task, whole = models.mlp(), whence.Classification(), models.vectors(15)
+    query, used = models.vectors(3, seed=1), [1, 2, 5, 7, 8, 11, 13, 14]
+    part = torch.utils.data.Subset(whole, used)
+    history = models.train_run(model, task, part, [4, 8], 0.2)
+    run = whence.Run.from_checkpoints(
+        history.checkpoints, history.steps, history.rates, subset=used
+    )
+    study = whence.Study(model, task, train=whole, runs=run)
+    oracle = dense.Dense(model, task, part, history, query)
+    scores = whence.Source(2, fisher="exact").attribute(study, query, **EXACT)
+    columns = [list(scores.train_ids).index(example) for example in used]
+    close(scores.values[:, columns], oracle.source(2).sum(0))
+    scores = whence.Influence(1e-3, fisher="exact").attribute(study, query, **EXACT)
+    close(scores.values[:, columns], oracle.influence(1e-3))
+
+
 # --- influence functions, TracIn ----------------------------------------------------------------
 
 

@@ -288,6 +288,13 @@ def test_float32_agrees_with_float64(name: str) -> None:
         assert spearmanr(row, other).statistic > 0.95
 
 
+def test_precision_is_honoured() -> None:
+    model, history = trained()
+    for dtype in (torch.float64, torch.float32):
+        found = values(METHODS["source"](), model, history, TRAIN, QUERY, dtype=dtype)
+        assert found.dtype == {torch.float64: np.float64, torch.float32: np.float32}[dtype]
+
+
 def test_same_seed_same_bits() -> None:
     model, history = trained()
 

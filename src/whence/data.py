@@ -75,7 +75,7 @@ class Batches:
             yield block, place(batch, device, dtype)
 
     def fingerprint(self) -> str:
-        """SHA-256 of every example, in order. A Hugging Face dataset's own fingerprint is trusted."""
+        """SHA-256 of every example. A Hugging Face dataset's own fingerprint is trusted."""
         own = getattr(self.dataset, "_fingerprint", None)
         if isinstance(own, str) and self.collate is None:
             return own
@@ -85,7 +85,7 @@ class Batches:
             first = _digest(self.take(blocks[0][:1]))
             if first != _digest(self.take(blocks[0][:1])):
                 warnings.warn(
-                    f"{self.name}[0] differs between two reads: the data is random (augmentation?). "
+                    f"{self.name}[0] differs between two reads: the data is random (augmented?). "
                     "Scores then hang on the draw; give the dataset without augmentation",
                     stacklevel=2,
                 )

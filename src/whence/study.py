@@ -1,4 +1,4 @@
-"""Study: model, task, training data and runs; all that a method needs to know about what happened."""
+"""Study: model, task, training data and runs; all a method needs to know."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ class Study:
     """What an attribution method is given.
 
     Args:
-        model: the trained architecture. It is copied, never changed; its current weights do not matter,
-            the run's checkpoints do.
+        model: the trained architecture. It is copied, never changed; its current weights do not
+            matter, the run's checkpoints do.
         task: what training minimised and what is measured; one for all stages, or `{stage: Task}`.
-        train: the training data, map-style; `{stage: dataset}` for a run of several stages. Without augmentation.
+        train: the training data, map-style; `{stage: dataset}` for a run of several stages. Without
+            augmentation.
         runs: a Run, the path of one, or a list of them (an ensemble).
         collate: turns a list of examples into a batch (default: torch's).
-        cache: folder for fitted factors (default: beside the run; in memory for a run that is not on disk).
+        cache: folder for fitted factors (default: beside the run; in memory for a run that is not
+            on disk).
         layers: names of the layers to track, as shell patterns; None tracks all that can be.
     """
 
@@ -83,7 +85,8 @@ class Study:
             return {name: given[name] for name in self.stages}
         if what == "train" and len(self.stages) > 1:
             raise ValueError(
-                f"the run has the stages {self.stages}: give train={{{self.stages[0]!r}: dataset, ...}}"
+                f"the run has the stages {self.stages}: "
+                f"give train={{{self.stages[0]!r}: dataset, ...}}"
             )
         if what == "task" and not isinstance(given, Task):
             raise TypeError(f"task must be a whence.Task (such as Classification()), not {given!r}")
@@ -97,7 +100,7 @@ class Study:
             count = len(self.data[stage.name])
             if run.subset is not None and len(run.subset) and int(np.max(run.subset)) >= count:
                 raise ValueError(
-                    f"the run used example {int(np.max(run.subset))}, but the training data has {count}: "
+                    f"the run used example {int(np.max(run.subset))}, but the data has {count}: "
                     "give the whole dataset the run's subset was taken from"
                 )
             if stage.size is not None and stage.size not in (
@@ -105,8 +108,8 @@ class Study:
                 len(self.used(run, stage.name)),
             ):
                 raise ValueError(
-                    f"the run's stage {stage.name!r} was trained on {stage.size} examples, but its dataset has "
-                    f"{count}: are the datasets of two stages swapped?"
+                    f"the run's stage {stage.name!r} was trained on {stage.size} examples, but its "
+                    f"dataset has {count}: are the datasets of two stages swapped?"
                 )
 
     def used(self, run: Run, stage: str) -> np.ndarray:
@@ -192,7 +195,8 @@ class Study:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
-        return f"Study({type(self.model).__name__}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
+        name = type(self.model).__name__
+        return f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

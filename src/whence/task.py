@@ -9,6 +9,7 @@ Shapes: `n` examples, `t` positions, `c` classes or outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ EXACT_LIMIT = 4096  # outputs per example above which an output Hessian is refus
 class Uniform:
     """Counter-based uniform draws keyed by (seed, checkpoint step, example id, position).
 
-    `Uniform(seed, step, ids)(positions)` has shape (n, positions), float64 in (0, 1), and each number
+    `Uniform(seed, step, ids)(positions)` has shape (n, positions), float64 in (0, 1), and each
+    number
     depends on its own key alone: batches, order and workers change nothing.
     """
 
@@ -80,7 +82,8 @@ class Task:
         """The model's outputs for a batch, (n, ...).
 
         Tuples: every element but the last goes to the model (a lone element too). Mappings:
-        everything but the labels goes to the model by name. `.logits` of the result is taken if there is one.
+        everything but the labels goes to the model by name. `.logits` of the result is taken if
+        there is one.
         """
         if isinstance(batch, Mapping):
             result = model(**{k: v for k, v in batch.items() if k not in LABEL_KEYS})
@@ -102,8 +105,8 @@ class Task:
             found = [k for k in LABEL_KEYS if k in batch]
             if not found:
                 raise KeyError(
-                    f"no labels in the batch (it has {sorted(batch)}): name them one of {LABEL_KEYS}, "
-                    "or override targets(batch) in your Task"
+                    f"no labels in the batch (it has {sorted(batch)}): name them one of "
+                    f"{LABEL_KEYS}, or override targets(batch) in your Task"
                 )
             return torch.as_tensor(batch[found[0]])
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
@@ -132,8 +135,8 @@ class Task:
         """Losses (n,) at drawn pseudo-targets, for the sampled Fisher.
 
         Their gradient in the outputs must have mean zero and covariance equal to the Hessian of
-        `losses` in the outputs. This default draws Gaussian directions with exactly that covariance and works
-        for any loss that is convex in a moderate number of outputs.
+        `losses` in the outputs. This default draws Gaussian directions with exactly that covariance
+        and works for any loss that is convex in a moderate number of outputs.
         """
         factor = self.output_factor(outputs, batch)
         normal = torch.special.ndtri(draw(uniform, factor[:, 0])).to(factor.dtype)
@@ -162,7 +165,8 @@ class Task:
             ]
         hessian = torch.stack([row.flatten(1) for row in rows], 1).double()
         values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
-        return (vectors * values.clamp_min(0).sqrt().unsqueeze(1)).to(outputs.dtype)
+        factor: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+        return factor.to(outputs.dtype)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()) if k[0] != "_")
@@ -183,7 +187,8 @@ class Classification(Task):
     """Softmax cross-entropy over two or more logits; with one logit, binary cross-entropy.
 
     Args:
-        measurement: "margin" (correct logit minus the log-sum-exp of the others), "loss" or "log_prob".
+        measurement: "margin" (correct logit minus the log-sum-exp of the others), "loss" or
+            "log_prob".
     """
 
     def __init__(self, measurement: str = "margin") -> None:
@@ -274,15 +279,16 @@ class Regression(Task):
         outputs = outputs.reshape(len(outputs), -1)
         deviation = 0.5**0.5 if self.loss == "mse" else 1.0
         noise = torch.special.ndtri(draw(uniform, outputs)).to(outputs.dtype) * deviation
-        return self._squared(outputs - (outputs.detach() + noise)).sum(1) / outputs.shape[1] ** 0.5
+        squared = self._squared(outputs - (outputs.detach() + noise)).sum(1)
+        return squared / math.sqrt(outputs.shape[1])
 
 
 class LanguageModeling(Task):
     """Next-token cross-entropy of a causal language model; one example is one document.
 
     Batches: a tensor of token ids (n, t), a tuple (ids,) or (ids, labels), or a mapping with
-    `input_ids` and optionally `attention_mask` and `labels`. Labels default to the ids; -100 and padding have
-    no loss. The logits at position t predict the label at t + 1.
+    `input_ids` and optionally `attention_mask` and `labels`. Labels default to the ids; -100 and
+    padding have no loss. The logits at position t predict the label at t + 1.
 
     Args:
         reduction: "mean" or "sum" over a document's tokens; say how *training* weighed documents.
@@ -301,7 +307,7 @@ class LanguageModeling(Task):
         return super().outputs(model, batch)
 
     def targets(self, batch: Any) -> Tensor:
-        """Labels moved one position back, so that they stand under the logits that predict them, (n, t)."""
+        """Labels moved one position back, under the logits that predict them, (n, t)."""
         if isinstance(batch, Mapping):
             named = [k for k in LABEL_KEYS if k in batch]
             labels = batch[named[0]] if named else batch["input_ids"]

@@ -1,4 +1,4 @@
-"""Curvature of the training objective: covariances, eigenbases, eigenvalues, and functions of them."""
+"""Curvature of the training objective: covariances, eigenbases, eigenvalues, their functions."""
 
 from whence.curvature import cost
 from whence.curvature.fit import FISHERS, KINDS, BlockCurvature, Curvature, Fitter

@@ -1,6 +1,7 @@
 """What the work costs, counted: operations and numbers held, per block and example.
 
-The same counts choose between equivalent orders of multiplication and make the estimate shown before long work.
+The same counts choose between equivalent orders of multiplication and make the estimate shown
+before long work.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def eigenbasis(block: Block) -> float:
 
 
 def per_example_numbers(tracked: Tracked) -> int:
-    """Numbers held for one example during a pass: all captures, and one layer's patches and gradient."""
+    """Numbers held for one example: all captures, and one layer's patches and gradient."""
     held = sum(3 * tracked.positions[b.name] * (b.i + b.o) for b in tracked.blocks)
     return held + max(b.size for b in tracked.blocks)
 
@@ -92,7 +93,8 @@ def rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def table(tracked: Tracked, examples: int) -> str:
     """The tracked layers and the operations one pass over the data takes, as text."""
-    head = f"{'layer':<32} {'o × i':>15} {'t':>6} {'parameters':>12} {'cov':>9} {'eig':>9} {'fwd+bwd':>9}"
+    head = f"{'layer':<32} {'o × i':>15} {'t':>6} {'parameters':>12}"
+    head += f" {'cov':>9} {'eig':>9} {'fwd+bwd':>9}"
     rows = [head + "   (GFLOP per pass)", "-" * len(head)]
     for b in tracked.blocks:
         t = tracked.positions[b.name]

@@ -4,7 +4,8 @@
     Ā, S̄ = means over the segment's checkpoints = Q_A Λ_A Q_Aᵀ, Q_S Λ_S Q_Sᵀ
     Λ̄ = mean over checkpoints of (1/N) Σ_n (Q_Sᵀ G_n Q_A)²
 
-`s` and `G` are of pseudo-losses (sampled Fisher), of the Gauss-Newton matrix's columns (exact) or of the losses (empirical).
+`s` and `G` are of pseudo-losses (sampled Fisher), of the Gauss-Newton matrix's columns (exact) or
+of the losses (empirical).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Fitter:
 
     Args:
         indices: the training examples the run really used.
-        identity: what makes two fits the same besides weights and settings (data, task, model, layers).
+        identity: what makes two fits the same besides weights and settings (data, task, model,
+            layers).
     """
 
     passes: Passes
@@ -95,7 +97,7 @@ class Fitter:
         settings = {
             **self.settings,
             "curvature": self.kind,
-            "weights": [c.sha256 for c in checkpoints],
+            "weights": [_name(c) for c in checkpoints],
         }
         key = key_of(settings)
         found = self.store.get(key)
@@ -161,13 +163,13 @@ class Fitter:
                 )
             return done
 
-        settings = {**self.settings, "what": "covariances", "weights": checkpoint.sha256}
+        settings = {**self.settings, "what": "covariances", "weights": _name(checkpoint)}
         return self._pass(
             "covariances", checkpoint, key_of(settings), settings, shapes, update, finish
         )
 
     def _bases(self, checkpoints: Sequence[Weights]) -> tuple[dict[str, Basis], dict[str, Tensor]]:
-        """Each block's eigenbasis of the mean covariances, and λ_S λ_Aᵀ in it (K-FAC's eigenvalues)."""
+        """Eigenbases of the mean covariances, and λ_S λ_Aᵀ in them (K-FAC's eigenvalues)."""
         means: dict[str, Tensor] = {}
         for checkpoint in checkpoints:
             for name, value in self.covariances(checkpoint).items():
@@ -212,8 +214,8 @@ class Fitter:
     def _squares_key(
         self, checkpoint: Weights, basis: Sequence[Weights] | None
     ) -> tuple[str, dict[str, Any]]:
-        of = None if basis is None else [c.sha256 for c in basis]
-        settings = {**self.settings, "what": "squares", "weights": checkpoint.sha256, "basis": of}
+        of = None if basis is None else [_name(c) for c in basis]
+        settings = {**self.settings, "what": "squares", "weights": _name(checkpoint), "basis": of}
         return key_of(settings), settings
 
     # -- one resumable pass over the data ------------------------------------------------------
@@ -228,7 +230,7 @@ class Fitter:
         update: Callable[[dict[str, Tensor], Sweep], None],
         finish: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """Totals over all examples at a checkpoint; from the store, from a snapshot on, or from scratch."""
+        """Totals over all examples at a checkpoint: stored, from a snapshot on, or from scratch."""
         found = self.store.get(key)
         if found is not None:
             return found
@@ -254,6 +256,11 @@ class Fitter:
             result = finish(totals)
             self.store.put(key, result, settings)
         return result
+
+
+def _name(checkpoint: Weights) -> str:
+    """Weights by content; and by step, because pseudo-targets are drawn anew at each."""
+    return f"{checkpoint.sha256}@{checkpoint.step}"
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

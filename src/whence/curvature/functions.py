@@ -1,4 +1,4 @@
-"""The paper's matrix functions, applied to eigenvalues. `duration` is η̄K, learning rate times updates."""
+"""The paper's matrix functions on eigenvalues. `duration` is η̄K, rate times updates."""
 
 from __future__ import annotations
 

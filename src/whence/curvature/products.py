@@ -1,11 +1,12 @@
 """The heavy arithmetic on (a, s): pure functions of tensors, no model in sight.
 
-Letters: `n` examples, `q` queries, `t` positions, `i` inputs, `o` outputs; a is (n, t, i), s is (n, t, o), and the
-per-example gradient Σ_t s_t a_tᵀ is (o, i), with a last column Σ_t s_t when there is a bias. The bias coordinate
-is never concatenated to `a`: it enters as the algebra says. `width` is i, plus one with a bias.
+Letters: `n` examples, `q` queries, `t` positions, `i` inputs, `o` outputs; a is (n, t, i), s is (n,
+t, o), and the per-example gradient Σ_t s_t a_tᵀ is (o, i), with a last column Σ_t s_t when there is
+a bias. The bias coordinate is never concatenated to `a`: it enters as the algebra says. `width` is
+i, plus one with a bias.
 
-What each product costs is counted in `curvature/cost.py`; where two orders of multiplication give the same result, the
-one with fewer operations is taken.
+What each product costs is counted in `curvature/cost.py`; where two orders of multiplication give
+the same result, the one with fewer operations is taken.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ def scratch(x: Tensor) -> int:
     return SCRATCH.get(x.device.type, 1 << 24)
 
 
-_buffers = threading.local()
+_local = threading.local()
 
 
 def buffer(like: Tensor, *shape: int) -> Tensor:
     """Uninitialised memory that the next call in this thread will overwrite.
 
-    On a CPU a fresh large allocation costs more than the product written to it (page by page, from the system); a GPU's
-    allocator keeps its own.
+    On a CPU a fresh large allocation costs more than the product written to it (page by page, from
+    the system); a GPU's allocator keeps its own.
     """
     if like.device.type != "cpu":
         return like.new_empty(shape)
-    kept: dict[torch.dtype, Tensor] = _buffers.__dict__
-    size = math.prod(shape)
-    found = kept.get(like.dtype)
+    size, name = math.prod(shape), str(like.dtype)
+    found: Tensor | None = getattr(_local, name, None)
     if found is None or found.numel() < size:
-        found = kept[like.dtype] = torch.empty(size, dtype=like.dtype)
+        found = torch.empty(size, dtype=like.dtype)
+        setattr(_local, name, found)
     return found[:size].view(shape)
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthogonal bases of a block's outputs, (o, o), and inputs, (width, width); eigenvectors in columns."""
+    """Orthogonal bases of a block's outputs (o, o) and inputs (width, width), as columns."""
 
     outputs: Tensor
     inputs: Tensor
@@ -68,7 +69,7 @@ class Basis:
 
 
 def add_gram(total: Tensor, x: Tensor) -> None:
-    """total += xᵀx for x (m, d), upper triangle only, by row blocks: about half of the full product."""
+    """total += xᵀx for x (m, d), upper triangle, by row blocks: about half of the full product."""
     d = x.shape[1]
     step = d if d < 256 else max(128, -(-d // 8))
     for start in range(0, d, step):
@@ -103,7 +104,7 @@ def add_input_covariance(total: Tensor, a: Tensor, mask: Tensor | None, bias: bo
 
 
 def add_output_covariance(total: Tensor, s: Tensor, mask: Tensor | None) -> float:
-    """total (o, o) += Σ_{n,t} s sᵀ over existing positions, upper triangle; how many positions there were."""
+    """total (o, o) += Σ_{n,t} s sᵀ, upper triangle; returns how many positions exist."""
     n, t, o = s.shape
     x = s.reshape(n * t, o)
     if mask is not None:
@@ -135,9 +136,7 @@ def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: 
     step = max(1, scratch(a) // (o * width))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        gradient = torch.bmm(
-            s[rows].mT, a[rows], out=buffer(a, rows.stop - start, o, a.shape[2])
-        )
+        gradient = torch.bmm(s[rows].mT, a[rows], out=buffer(a, rows.stop - start, o, a.shape[2]))
         if basis is not None and not outputs_first:
             gradient = basis.outputs.mT @ gradient
         if basis is not None and not inputs_first:
@@ -183,8 +182,8 @@ def turn(values: Tensor, source: Basis | None, target: Basis | None) -> Tensor:
 class Readout:
     """q linear functionals of a block's gradient, ready to be applied to many examples.
 
-    `weight` (q, o, columns) are in `basis` (columns = width) or in the parameters' own coordinates (columns = i, and
-    `column` (q, o) for the bias).
+    `weight` (q, o, columns) is in `basis` (columns = width), or in the parameters' own coordinates
+    (columns = i, and `column` (q, o) for the bias).
     """
 
     weight: Tensor
@@ -250,7 +249,7 @@ class Readout:
 
 @dataclass(frozen=True)
 class FactoredReadout:
-    """q functionals that are single positions' gradients s_q a_qᵀ: inner products without any (o, i)."""
+    """q functionals s_q a_qᵀ, gradients at one position: inner products without any (o, i)."""
 
     a: Tensor  # (q, i)
     s: Tensor  # (q, o)

@@ -1,7 +1,8 @@
 """Where fitted factors live: safetensors under a key made of everything they depend on.
 
-Nothing stale can be reused: weights, data, task, layers and settings are all in the key. Entries are written to a
-temporary name and renamed; a pass that is under way leaves snapshots from which the same call goes on.
+Nothing stale can be reused: weights, data, task, layers and settings are all in the key. Entries
+are written to a temporary name and renamed; a pass that is under way leaves snapshots from which
+the same call goes on.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Store:
             return None
         try:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+                return {name: file.get_tensor(name) for name in file}, file.metadata() or {}
         except SafetensorError as error:
             raise OSError(
                 f"{path} is damaged ({error}): delete it, and it is fitted again"

@@ -1,7 +1,8 @@
 """One forward pass, any number of backward passes, and every tracked layer's (a, s).
 
-Hooks note each call's input and the *gradient edge* of its output, before an in-place activation can touch it; the
-backward pass asks autograd for the gradients at those edges only, so no parameter gradient is ever computed.
+Hooks note each call's input and the *gradient edge* of its output, before an in-place activation
+can touch it; the backward pass asks autograd for the gradients at those edges only, so no parameter
+gradient is ever computed.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class _Call:
 class Tape:
     """Records a forward pass made inside the `with`; then `backward` as often as needed.
 
-    For the duration only the tracked weights require gradients (the model is the library's own copy): that makes
-    autograd build the graph, and nothing else.
+    For the duration only the tracked weights require gradients (the model is the library's own
+    copy): that makes autograd build the graph, and nothing else.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[Site], strict: bool = True) -> None:
@@ -167,7 +168,7 @@ class Tape:
             mine = [(call, gradients.pop(id(call))) for call in self.calls[site.name]]
             if not mine:
                 raise RuntimeError(
-                    f"layer {site.name} was called while the layers were being checked but not now: "
+                    f"layer {site.name} was called when the layers were checked, but not now: "
                     "the model's forward must not change from batch to batch"
                 )
             yield site, self._pairs(site, mine, mask)

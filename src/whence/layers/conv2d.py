@@ -1,7 +1,8 @@
 """`nn.Conv2d` with any stride, padding (all modes), dilation and groups.
 
-A position is a place of the kernel on the image, its input the patch under the kernel in the order (row, column,
-channel): with channels last, a patch is a few contiguous runs, so cutting patches is a plain copy.
+A position is a place of the kernel on the image, its input the patch under the kernel in the order
+(row, column, channel): with channels last, a patch is a few contiguous runs, so cutting patches is
+a plain copy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A kind of layer: how its input and its output's gradient become positions.
 
-Every tracked layer is linear in its parameters: at each position it maps an input `a` (i) to an output `W a` (o).
-Its per-example gradient is therefore Σ_t s_t a_tᵀ, with `s` the gradient of the loss in the output.
-A kind turns what the module saw, (x, dloss/dy), into `a` (n, t, i) and `s` (n, t, o); a layer that is really
-several independent ones (a grouped convolution) gives one such pair per block.
+Every tracked layer is linear in its parameters: at each position it maps an input `a` (i) to an
+output `W a` (o). Its per-example gradient is therefore Σ_t s_t a_tᵀ, with `s` the gradient of the
+loss in the output. A kind turns what the module saw, (x, dloss/dy), into `a` (n, t, i) and `s` (n,
+t, o); a layer that is really several independent ones (a grouped convolution) gives one such pair
+per block.
 
 To support another layer: write a subclass, and `register` it.
 """

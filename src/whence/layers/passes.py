@@ -21,7 +21,10 @@ from whence.task import Task, Uniform
 
 @dataclass(frozen=True)
 class Signal:
-    """What is differentiated: "loss", "measurement", "sampled" (pseudo-losses) or "exact" (Gauss-Newton columns)."""
+    """What is differentiated: "loss", "measurement", "sampled" (pseudo-losses), or "exact".
+
+    "exact" takes the columns of a factor of the output Hessian, one backward pass for each.
+    """
 
     name: str
     seed: int = 0
@@ -29,7 +32,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One backward pass of one batch. Only the "exact" signal has several a batch; `first` marks the first."""
+    """One backward pass of one batch; only the "exact" signal has several a batch."""
 
     indices: np.ndarray
     first: bool
@@ -63,7 +66,7 @@ class Clock:
 
 
 class Passes:
-    """The library's own copy of a model on a device, ready to run batches at any checkpoint's weights."""
+    """The library's own copy of a model, ready to run batches at any checkpoint's weights."""
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class Passes:
     def sweeps(
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
     ) -> Iterator[Sweep]:
-        """Every backward pass over these blocks of examples, with a progress bar if it has a label."""
+        """Every backward pass over these blocks of examples; a label makes a progress bar."""
         silent = label is None or not self.progress
         bar = tqdm(total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False)
         with bar:
@@ -126,8 +129,8 @@ class Passes:
             values = self.task.pseudo_losses(outputs, batch, uniform)
         if values.shape != (len(indices),):
             raise ValueError(
-                f"{type(self.task).__name__} returned shape {tuple(values.shape)} as the {signal.name} of "
-                f"{len(indices)} examples: it must be one number per example, shape ({len(indices)},)"
+                f"{type(self.task).__name__} returned shape {tuple(values.shape)} as the "
+                f"{signal.name} of {len(indices)} examples: it must be one number per example"
             )
         return values
 
@@ -139,7 +142,7 @@ class Passes:
         found: Iterator[tuple[Site, list[Pair]]],
         output: Tensor,
     ) -> Iterator[tuple[Site, list[Pair]]]:
-        """The pairs as they come; afterwards an error that names the culprit if a number was not finite."""
+        """The pairs as they come; then an error that names the culprit if any was not finite."""
         sums = [output.detach().sum()]
         for site, pairs in found:
             sums += [pair.s.sum() for pair in pairs]
@@ -162,7 +165,8 @@ class Passes:
                     return self._said(
                         data, indices, bad, f"the gradient at layer {site.name}", where
                     )
-        return f"{where}: the loss of a batch of {data.name} (examples {indices[0]}..{indices[-1]}) is not finite"
+        batch = f"{data.name} examples {indices[0]}..{indices[-1]}"
+        return f"{where}: the loss is NaN or infinite for one of {batch}"
 
     @staticmethod
     def _said(data: Batches, indices: np.ndarray, bad: Tensor, what: str, where: str) -> str:

@@ -1,8 +1,8 @@
 """Which layers are tracked: found by kind, then checked against autograd on real examples.
 
-A layer is tracked only if its captured gradient Σ_t s_t a_tᵀ equals what autograd says. So weight sharing, odd
-subclasses, weights that are also used outside their module and in-place surprises are either handled exactly or left
-out by name; nothing is captured wrongly in silence.
+A layer is tracked only if its captured gradient Σ_t s_t a_tᵀ equals what autograd says. So weight
+sharing, odd subclasses, weights that are also used outside their module and in-place surprises are
+either handled exactly or left out by name; nothing is captured wrongly in silence.
 """
 
 from __future__ import annotations
@@ -125,9 +125,8 @@ def _candidates(
         elif reason is None:
             sharers = [m for p in (weight, bias) if p is not None for m in owners[id(p)]]
             if any(kind_of(m) is not kind for _, m in sharers):
-                reason = "tied to " + ", ".join(
-                    sorted({q for q, m in sharers if kind_of(m) is not kind})
-                )
+                others = sorted({q for q, m in sharers if kind_of(m) is not kind})
+                reason = f"{path} is tied to {', '.join(others)}"
             elif any(
                 m._parameters.get("weight") is not weight or m._parameters.get("bias") is not bias
                 for _, m in sharers
@@ -167,8 +166,8 @@ def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -
     together = losses[0].detach()
     if bool((alone[0] - together).abs() > 1e-3 * (1 + together.abs())):
         raise ValueError(
-            f"the loss of an example depends on the rest of its batch ({float(alone[0]):.6g} alone, "
-            f"{float(together):.6g} with others): attribution needs examples that do not mix "
+            f"the loss of an example depends on the rest of its batch ({float(alone[0]):.6g} "
+            f"alone, {float(together):.6g} in it): attribution needs examples that do not mix "
             "(batch norm without running statistics? a collate function that changes examples?)"
         )
 

@@ -1,4 +1,4 @@
-"""The bench a gradient method works at: one run on one device, query vectors, and their readouts."""
+"""Where a gradient method works: one run on one device, query vectors, their readouts."""
 
 from __future__ import annotations
 
@@ -161,8 +161,14 @@ class Bench:
 
 
 def allowance(memory: int | str | None, device: torch.device) -> int:
+    """Bytes that may be used.
+
+    By default a fixed share of the machine's memory, not of what happens to be free, so that the
+    same call cuts the work, and rounds, in the same way; less only when memory is short.
+    """
     if memory is None:
-        return int(0.4 * _free(device))
+        free, total = _memory(device)
+        return int(min(0.4 * total, 0.8 * free))
     if isinstance(memory, str):
         units = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
         text = memory.upper().replace("IB", "B").replace(" ", "")
@@ -179,13 +185,13 @@ def allowance(memory: int | str | None, device: torch.device) -> int:
     return memory
 
 
-def _free(device: torch.device) -> int:
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return torch.cuda.mem_get_info(device)
     try:
         with open("/proc/meminfo") as file:
-            return next(
-                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):
-        return 4 * 2**30
+            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return found["MemAvailable"], found["MemTotal"]
+    except (OSError, KeyError):  # not Linux: assume a small machine
+        return 8 * 2**30, 8 * 2**30

@@ -1,6 +1,6 @@
 """Influence functions (Koh & Liang, 2017) with the EK-FAC curvature of Grosse et al. (2023).
 
-    values[q, m] = -(1/N) ∇f(q, θ_T)ᵀ (H + λ)⁻¹ ∇L(m, θ_T)                                       (Eq. 6)
+    values[q, m] = -(1/N) ∇f(q, θ_T)ᵀ (H + λ)⁻¹ ∇L(m, θ_T)                                   (Eq. 6)
 
 The sign is that of f(with m) - f(without m).
 """
@@ -22,8 +22,8 @@ class Influence(GradientMethod):
     """The response of the optimum to the weight of an example, at the final model.
 
     Args:
-        damping: λ (default 1e-8, as in the paper), or "source" for λ = 1/(η̄K), which makes it SOURCE's
-            one-segment approximation.
+        damping: λ (default 1e-8, as in the paper), or "source" for λ = 1/(η̄K): then it is close to
+            SOURCE with one segment.
         curvature, fisher, stage, seed: as in `Source`.
     """
 

@@ -1,12 +1,13 @@
 """SOURCE: segmented stationary unrolling for counterfactual estimation (Bae et al., 2024).
 
-Training is cut into L segments in which curvature H̄_ℓ, gradients ḡ_ℓ and learning rate η̄_ℓ are taken as constant. Then
+Training is cut into L segments in which curvature H̄_ℓ, gradients ḡ_ℓ and learning rate η̄_ℓ are
+taken as constant. Then
 
-    values[q, m] = -(1/N) ∇f(q, θ_T)ᵀ Σ_ℓ S̄_L ⋯ S̄_{ℓ+1} F_r(H̄_ℓ) ḡ_ℓ(m)                     (Eq. 20-22)
+    values[q, m] = -(1/N) ∇f(q, θ_T)ᵀ Σ_ℓ S̄_L ⋯ S̄_{ℓ+1} F_r(H̄_ℓ) ḡ_ℓ(m)            (Eq. 20-22)
     S̄_ℓ = exp(-η̄_ℓ K_ℓ H̄_ℓ)          F_r(σ) = (1 - exp(-η̄_ℓ K_ℓ σ)) / σ
 
-The products are taken from the left, on the few query gradients; the training gradients are never transformed. With momentum β the
-rate is η̄/(1-β). The sign is that of f(with m) - f(without m).
+The products are taken from the left, on the few query gradients; the training gradients are never
+transformed. With momentum β the rate is η̄/(1-β). The sign is that of f(with m) - f(without m).
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class Source(GradientMethod):
     """SOURCE for SGD, with or without momentum, under any learning-rate schedule.
 
     Args:
-        segments: how many segments to deal the checkpoints into, a list of the updates at which they end, or "stages".
+        segments: how many segments to deal the checkpoints into, a list of the updates at which
+            they end, or "stages".
         curvature: "ekfac", "kfac", "diagonal" or "identity".
-        fisher: "sampled" (seeded pseudo-targets), "exact" (one backward pass per output) or "empirical" (true targets).
+        fisher: "sampled" (seeded pseudo-targets), "exact" (one backward pass per output) or
+            "empirical" (true targets).
         stage: attribute to this stage's examples only (default: all stages').
         damping: added to the eigenvalues (default: none; F_r needs none).
         seed: of the pseudo-targets.
@@ -79,8 +82,9 @@ class Source(GradientMethod):
         run = bench.run
         if run.optimizer not in PLAIN:
             raise ValueError(
-                f"Source understands runs trained with SGD (momentum or not); this one used {run.optimizer!r}: "
-                "its preconditioner changes the formula. Influence and TracIn work on this run"
+                "Source understands runs trained with SGD (momentum or not); this one used "
+                f"{run.optimizer!r}: its preconditioner changes the "
+                "formula. Influence and TracIn work on this run"
             )
         prepared = []
         for segment in run.segments(self.segments):
@@ -112,13 +116,13 @@ class Source(GradientMethod):
         readouts: list[Readouts] = []
         for k, p in reversed(list(enumerate(prepared))):
             H, ηK, checkpoints = p.curvature, p.durations, len(p.segment.checkpoints)
-            r = v.apply(H, lambda name, σ: response(σ + damping, ηK[name]))
+            r = v.apply(H, lambda name, σ: response(σ + damping, ηK[name]))  # noqa: B023
             readouts.insert(
                 0, bench.readouts(r, -1.0 / (p.examples * checkpoints), examples * checkpoints)
             )
             if k > 0:
                 before = v.squared_norm()
-                v = v.apply(H, lambda name, σ: survival(σ + damping, ηK[name]))
+                v = v.apply(H, lambda name, σ: survival(σ + damping, ηK[name]))  # noqa: B023
                 self._note_survival(bench, k, v.squared_norm() / before.clamp_min(1e-300))
         return readouts
 
@@ -128,9 +132,10 @@ class Source(GradientMethod):
         segment = bench.diagnostics["segments"][k]
         if "survival" not in segment and share < FORGOTTEN:
             warnings.warn(
-                f"segment {k + 1} (updates {segment['start']}..{segment['end']}) is saturated: only {share:.1e} of what "
-                "was learned before it survives it, so earlier segments score about zero. If that surprises you, check "
-                "that losses() is scaled as in training (mean or sum over tokens) and the learning rates are right",
+                f"segment {k + 1} (updates {segment['start']}..{segment['end']}) is saturated: "
+                f"only {share:.1e} of what was learned before survives it, so earlier segments "
+                "score about zero. If that surprises you, check that losses() is scaled as in "
+                "training (mean or sum over tokens) and that the learning rates are right",
                 stacklevel=2,
             )
         segment.setdefault("survival", share)
@@ -144,13 +149,13 @@ def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
         if len(set(rates.values())) > 1:
             said = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
             raise ValueError(
-                f"layer {site.name} has its weight and bias in groups with different learning rates ({said}): "
-                "no single η̄ fits it. Leave it out (Study(layers=...)), or train them at one rate"
+                f"layer {site.name} has its weight and bias in groups with different rates "
+                f"({said}): no single η̄ fits it. Leave it out with Study(layers=...)"
             )
         durations.update({b.name: rates[site.weight] * segment.steps for b in site.blocks})
     if not any(durations.values()):
         warnings.warn(
-            f"updates {segment.start}..{segment.end} are inert: the learning rate of every tracked layer is 0 there",
+            f"updates {segment.start}..{segment.end} are inert: every tracked layer's rate is 0",
             stacklevel=2,
         )
     return durations

@@ -1,8 +1,9 @@
 """TracIn (Pruthi et al., 2020), the checkpoint estimator TracInCP.
 
-    values[q, m] = -Σ_c η_c ∇f(q, θ_c) · ∇L(m, θ_c)                                               (Eq. 30)
+    values[q, m] = -Σ_c η_c ∇f(q, θ_c) · ∇L(m, θ_c)                                     (Eq. 30)
 
-η_c is the rate of the last update before checkpoint c. The sign is that of f(with m) - f(without m).
+η_c is the rate of the last update before checkpoint c. The sign is that of f(with m) - f(without
+m).
 """
 
 from __future__ import annotations

@@ -80,11 +80,11 @@ class TensorFile:
 
     @classmethod
     def write(
-        cls, path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+        cls, path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None
     ) -> TensorFile:
         data = serialize(tensors)
         replace_file(path, data)
-        return cls(hashlib.sha256(data).hexdigest(), path, aliases)
+        return cls(hashlib.sha256(data).hexdigest(), path, aliases or {})
 
     @classmethod
     def adopt(cls, source: Mapping[str, Tensor] | str | os.PathLike[str]) -> TensorFile:
@@ -176,7 +176,11 @@ class Checkpoint:
 
     def second_moments(self) -> dict[str, Tensor] | None:
         """{parameter: v̂}, bias-corrected for Adam; None for an optimizer that keeps none."""
-        return self.moments.load() if self.moments else None
+        if self.moments is None:
+            return None
+        moments = self.moments.load()
+        tied = {a: moments[name] for a, name in self.files.aliases.items() if name in moments}
+        return tied | moments
 
     def optimizer_state(self) -> dict[str, Tensor] | None:
         """The optimizer's own tensors, as {"parameter/key": tensor}; None when none were kept."""

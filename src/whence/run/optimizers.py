@@ -84,7 +84,7 @@ def second_moments(
 
 
 def flat_state(optimizer: Optimizer, names: Mapping[int, list[str]]) -> dict[str, Tensor] | None:
-    """{"parameter/key": tensor}; None when there is nothing, or something that is not a tensor."""
+    """{"parameter/key": tensor}, or None when the state holds what is neither tensor nor number."""
     flat: dict[str, Tensor] = {}
     for name, parameter, _ in _named(optimizer, names):
         for key, value in (optimizer.state.get(parameter) or {}).items():
@@ -95,7 +95,7 @@ def flat_state(optimizer: Optimizer, names: Mapping[int, list[str]]) -> dict[str
                 flat[f"{name}/{key}{NUMBER}"] = torch.tensor(value, dtype=precise)
             elif value is not None:
                 return None
-    return flat or None
+    return flat
 
 
 def fits(optimizer: Optimizer, names: Mapping[int, list[str]], flat: Mapping[str, Tensor]) -> bool:

@@ -217,14 +217,12 @@ def write_checkpoint(
 
     def write(suffix: str, tensors: Mapping[str, Tensor] | None) -> TensorFile | None:
         path = place.with_name(place.name + suffix)
-        return TensorFile.write(path, tensors, aliases) if tensors is not None else None
+        return TensorFile.write(path, tensors) if tensors is not None else None
 
-    files = write(".safetensors", weights)
-    assert files is not None
     return Checkpoint(
         step,
         stage,
-        files,
+        TensorFile.write(place.with_name(f"{place.name}.safetensors"), weights, aliases),
         write(".moments.safetensors", moments),
         write(".optimizer.safetensors", state),
     )
@@ -247,17 +245,13 @@ def _file(file: TensorFile) -> dict[str, str]:
 
 
 def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
-    aliases = entry.get("aliases", {})
-
-    def file(held: Mapping[str, str] | None) -> TensorFile | None:
+    def file(held: Mapping[str, Any], aliases: Mapping[str, str]) -> TensorFile:
         # Only ever a name inside the folder, whatever run.json says.
-        path = folder / "checkpoints" / Path(held["file"]).name if held else None
-        return TensorFile(held["sha256"], path, aliases) if held else None
+        return TensorFile(held["sha256"], folder / "checkpoints" / Path(held["file"]).name, aliases)
 
-    files = file(entry)
-    assert files is not None
-    moments, state = file(entry.get("moments")), file(entry.get("state"))
-    return Checkpoint(entry["step"], entry["stage"], files, moments, state)
+    files = file(entry, entry.get("aliases", {}))
+    beside = [file(entry[name], {}) if name in entry else None for name in ("moments", "state")]
+    return Checkpoint(entry["step"], entry["stage"], files, *beside)
 
 
 def _load(path: Path) -> NDArray[Any]:

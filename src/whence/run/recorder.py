@@ -15,12 +15,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from whence.run import optimizers
-from whence.run.checkpoint import Checkpoint, RunError, plain_names
-from whence.run.plan import Plan
+from whence.run.checkpoint import RunError
+from whence.run.plan import Due, Plan
 from whence.run.record import Record
-from whence.run.recording import Recording, continued
+from whence.run.recording import Recording
+from whence.run.resume import Restored, continued
 
 
 class Recorder:
@@ -88,8 +90,10 @@ class Recorder:
         self._notes: dict[str, Any] = json.loads(json.dumps(dict(notes or {})))
         self._name_parameters()
         self._recording: Recording | None = None
-        self._resumed: Checkpoint | None = None  # what restore() loaded, until the next update
-        self._begun = False
+        self._restored: Restored | None = None  # until the next update
+        self._begun = False  # whether this `with` has seen an update
+        self._batch: NDArray[np.int64] | None = None
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def updates(self) -> int:
@@ -127,7 +131,7 @@ class Recorder:
             if self._begun:
                 try:
                     recording.write()
-                except OSError as failure:  # the error that ended training matters more
+                except Exception as failure:  # the error that ended training matters more
                     warnings.warn(f"could not write {self.path}: {failure}", stacklevel=2)
             return
         if not recording.updates:
@@ -138,7 +142,7 @@ class Recorder:
                 return
             recording.begin(self._first[0])
         recording.keep(self.optimizer, self._names)
-        self._check_plan(recording.updates)
+        self._due.check(recording.updates)
         recording.record.finished = True
         recording.write()
 
@@ -170,14 +174,14 @@ class Recorder:
         if self._recording and self._begun:
             self._recording.keep(self.optimizer, self._names)
         if optimizer is not None:
-            self._unhook()
             self.optimizer = optimizers.unwrap(optimizer)
-            self._hook()
         self._name_parameters()
         if self._recording:
+            self._unhook()
+            self._hook()
             self._declare(self._recording, name, size, plan)
-        if optimizer is not None and self._resumed and self._resumed.stage == name:
-            self._load_optimizer(self._resumed)
+        if optimizer is not None and self._restored and self._restored.stage == name:
+            self._restored.load(self.optimizer, self._names)
 
     def step(self, indices: ArrayLike) -> None:
         """Note the training examples of the coming update. Call it before every optimizer.step();
@@ -195,32 +199,25 @@ class Recorder:
         none, or with `overwrite=True`. Call it before the `with`, or first thing inside.
 
         Learning rates, schedulers and random generators are the loop's own: let the scheduler make
-        its steps up to there, as in the example above, and draw the same batches.
+        its steps up to there, as in the example above (torch, which does not know of the earlier
+        updates, may warn about their order), and draw the same batches.
         """
         if self._begun and self._recording:
             raise RunError("restore() was called after an update: call it before the training loop")
-        if self._overwrite or not (self.path / "run.json").exists():
+        if self._overwrite:
             return 0
-        record = Record.read(self.path)
-        if not record.checkpoints:
+        restored = Restored.into(self.model, self.path)
+        if restored is None:
             return 0
-        last = record.checkpoints[-1]
-        weights, plain = last.weights(), plain_names(self.model.state_dict())
-        try:
-            own = {name: weights[short] for name, short in plain.items() if short in weights}
-            self.model.load_state_dict(own)
-        except RuntimeError as error:
-            raise RunError(f"{last.path} is of another model: {error}") from error
-        if not record.resumable:
+        if not restored.resumable:
             warnings.warn(
-                f"{self.path} was recorded with resumable=False: the optimizer starts afresh",
-                stacklevel=2,
+                f"{self.path} does not keep the optimizer's state: it starts afresh", stacklevel=2
             )
-        self._resumed = last
-        self._load_optimizer(last)
+        restored.load(self.optimizer, self._names)
+        self._restored = restored
         if self._recording:
             self._attach()
-        return last.step
+        return restored.step
 
     def _attach(self) -> None:
         """Find out where the model stands in what the folder holds. Nothing is written before the
@@ -235,9 +232,10 @@ class Recorder:
         record.notes |= self._notes
         record.resumable &= self._resumable
         self._recording = Recording(self.path, self.model, record)
-        self._batch: NDArray[np.int64] | None = None
-        self._due: set[int] = set()
-        self._end: int | None = None
+        self._batch = None
+        self._due = Due()
+        self._size: int | None = None
+        self._plan: Plan | None = None  # of a stage that is declared and not yet opened
         self._declare(self._recording, *self._first)
 
     def _declare(
@@ -246,18 +244,21 @@ class Recorder:
         """Say what stage the next update belongs to. A new one is opened by that update, so that a
         program run again may name the stages it passes on its way to where it stopped."""
         stages = [s.name for s in recording.record.stages]
-        self._named = name
-        self._size, self._plan = size, plan or (None if stages else self._first[2])
+        if name in stages[:-1] and self._begun:
+            raise RunError(f"stage {name!r} is over: choose another name")
+        plan = plan or self._plan
         if name in stages:
-            if self._begun and name != stages[-1]:
-                raise RunError(f"stage {name!r} is over: choose another name")
             self._follow(plan, recording.resume_stage(name, size, self.optimizer).start)
+            plan = None
+        elif size is None and not stages:
+            size = self._size
+        self._named, self._size, self._plan = name, size, plan
 
     def _follow(self, plan: Plan | None, start: int) -> None:
         if plan is not None:
             if self._begun and self.updates:
-                self._check_plan(self.updates)
-            self._due, self._end = plan.due(start), plan.end(start)
+                self._due.check(self.updates)
+            self._due = plan.starting(start)
 
     def _hook(self) -> None:
         self._hooks = [
@@ -279,8 +280,22 @@ class Recorder:
                 f"the run is past stage {self._named!r}: it goes on in "
                 f"{recording.record.stages[-1].name!r}, which recorder.stage(...) must name"
             )
+        if not self._overwrite and (self.path / "run.json").exists():
+            found = continued(self.path, self.model)
+            if (found.steps if found else 0) != recording.updates:
+                raise RunError(
+                    "the model's weights were changed inside the `with`, to others of the run in "
+                    f"{self.path}: load them before the `with`, or call recorder.restore()"
+                )
+        restored = self._restored
+        if restored and not restored.taken and restored.stage == self._named:
+            warnings.warn(
+                f"the optimizer is not the {restored.kind} that was recorded in stage "
+                f"{self._named!r}: it starts afresh",
+                stacklevel=2,
+            )
         recording.begin(self._named)
-        self._begun, self._resumed = True, None
+        self._begun, self._restored = True, None
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         recording = self._recording
@@ -290,9 +305,10 @@ class Recorder:
         if not stages or stages[-1].name != self._named:
             recording.open_stage(self._named, self._size, optimizer)
             self._follow(self._plan, recording.updates)
+            self._plan = None
         recording.update(optimizer, self._names, self._batch)
         self._batch = None
-        if recording.updates in self._due:
+        if recording.updates in self._due.steps:
             recording.keep(optimizer, self._names)
         elif self._every_step:
             recording.keep_weights()
@@ -311,20 +327,3 @@ class Recorder:
                 "are not recorded",
                 stacklevel=3,
             )
-
-    def _load_optimizer(self, checkpoint: Checkpoint) -> None:
-        """Where stages have optimizers of their own, the state may be that of one still to come."""
-        state = checkpoint.optimizer_state()
-        if state is not None and optimizers.fits(self.optimizer, self._names, state):
-            optimizers.load_state(self.optimizer, self._names, state)
-
-    def _check_plan(self, updates: int) -> None:
-        missed = sorted(step for step in self._due if step > updates)
-        if self._end not in (None, updates):
-            warnings.warn(
-                f"training was planned to reach update {self._end} (total_steps) and reached "
-                f"{updates}: the checkpoints are not spread as they were meant to be",
-                stacklevel=3,
-            )
-        elif missed:
-            warnings.warn(f"training ended after {updates} updates: no {missed}", stacklevel=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,35 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whence.run import optimizers
-from whence.run.checkpoint import RunError, model_weights, serialize
+from whence.run.checkpoint import RunError, model_weights
 from whence.run.record import Record, write_checkpoint
 from whence.run.segments import Stage
-
-
-def continued(folder: Path, model: nn.Module) -> Record | None:
-    """The record in a folder up to where the model's weights stand in it; None for its very start.
-
-    Weights that are none of the run's, or lie before the end of a finished run, are refused.
-    """
-    record = Record.read(folder)
-    kept = [c for c in [record.initial, *record.checkpoints] if c is not None]
-    if not kept:
-        return None
-    sha256 = hashlib.sha256(serialize(model_weights(model)[0])).hexdigest()
-    at = max((c.step for c in kept if c.sha256 == sha256), default=None)
-    if at is None:
-        raise RunError(
-            f"{folder} holds a run, and the model's weights are none of its checkpoints: to go on, "
-            "load the last with recorder.restore() before the `with` (or load "
-            "Run.open(path).checkpoints[-1].weights() yourself); to start anew, pass overwrite=True"
-        )
-    if record.finished and at != kept[-1].step:
-        raise RunError(
-            f"{folder} holds a finished run of {record.steps} updates, and the model is where it was "
-            f"after {at}: record elsewhere, pass overwrite=True to start anew, or call "
-            "recorder.restore() before the `with` to add to its end"
-        )
-    return record.until(at) if at else None
 
 
 class Recording:
@@ -50,8 +23,11 @@ class Recording:
 
     def __init__(self, folder: Path, model: nn.Module, record: Record) -> None:
         self.folder, self.model, self.record = folder, model, record
-        self.rates: list[list[float]] = record.learning_rates.tolist()
-        self.momentums: list[list[float]] = record.momentums.tolist()
+        # (learning rate, momentum) of every update and group; early rows may have fewer groups
+        self.rates: list[list[tuple[float, float]]] = [
+            list(zip(*row, strict=True))
+            for row in zip(record.learning_rates.tolist(), record.momentums.tolist(), strict=True)
+        ]
         self._optimizer: Optimizer | None = None  # the one the current columns belong to
 
     @property
@@ -97,8 +73,8 @@ class Recording:
         record = self.record
         if batch is None and record.batches is not None:
             raise RunError(
-                f"update {self.updates + 1} was made without recorder.step(indices): call it before "
-                "every optimizer.step(), or never"
+                f"update {self.updates + 1} was made without recorder.step(indices): call it "
+                "before every optimizer.step(), or never"
             )
         if batch is not None:
             record.batches = record.batches if record.batches is not None else []
@@ -107,9 +83,7 @@ class Recording:
             self._column(optimizer, group, names): optimizers.rate(group)
             for group in optimizer.param_groups
         }
-        applied = [rates.get(column, (0.0, 0.0)) for column in range(len(record.groups))]
-        self.rates.append([lr for lr, _ in applied])
-        self.momentums.append([momentum for _, momentum in applied])
+        self.rates.append([rates.get(column, (0.0, 0.0)) for column in range(len(record.groups))])
 
     def _column(
         self, optimizer: Optimizer, group: Mapping[str, Any], names: Mapping[int, list[str]]
@@ -142,13 +116,15 @@ class Recording:
         record, step = self.record, self.updates
         if not step or (record.checkpoints and record.checkpoints[-1].step == step):
             return
+        state = optimizers.flat_state(optimizer, names) if record.resumable else None
+        record.resumable = state is not None
         kept = write_checkpoint(
             self.folder,
             step,
             record.stages[-1].name,
             *model_weights(self.model),
             optimizers.second_moments(optimizer, names),
-            optimizers.flat_state(optimizer, names) if record.resumable else None,
+            state or None,
         )
         record.checkpoints.append(kept)
         record.between = [c for c in record.between if c.step != step]
@@ -156,12 +132,10 @@ class Recording:
 
     def write(self) -> None:
         record, groups = self.record, len(self.record.groups)
-        rates, momentums = (
-            [row + [0.0] * (groups - len(row)) for row in rows]
-            for rows in (self.rates, self.momentums)
-        )
-        record.learning_rates = np.array(rates, np.float64).reshape(len(rates), groups)
-        record.momentums = np.array(momentums, np.float64).reshape(len(rates), groups)
+        rates = np.zeros((self.updates, groups, 2))
+        for filled, row in zip(rates, self.rates, strict=True):
+            filled[: len(row)] = np.reshape(row, (-1, 2))
+        record.learning_rates, record.momentums = rates[..., 0].copy(), rates[..., 1].copy()
         if record.stages:
             record.stages[-1] = replace(record.stages[-1], end=self.updates)
         record.write(self.folder)

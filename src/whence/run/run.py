@@ -117,9 +117,7 @@ class Run(Record):
 
         def copied(c: Checkpoint) -> Checkpoint:
             weights = untie(c.weights())
-            parts = [
-                untie(file.load())[0] if file is not None else None for file in (c.moments, c.state)
-            ]
+            parts = [file.load() if file is not None else None for file in (c.moments, c.state)]
             return write_checkpoint(folder, c.step, c.stage, *weights, *parts)
 
         fields = dict(vars(self))
@@ -143,7 +141,7 @@ class Run(Record):
 
     @property
     def trajectory(self) -> list[Checkpoint]:
-        """The weights before the first and after every update (T + 1); [] where some are missing."""
+        """The weights before the first and after every update (T + 1); [] if any is missing."""
         held = {c.step: c for c in [*self.between, *self.checkpoints]}
         if self.initial is None or any(step not in held for step in range(1, self.steps + 1)):
             return []
@@ -201,7 +199,8 @@ class Run(Record):
         stages = ", ".join(s.name + (f" (n={s.size})" if s.size else "") for s in self.stages)
         held = [c.step for c in self.checkpoints]
         return (
-            f"Run({place}: {self.steps} updates, checkpoints at {held}, {self.optimizer or 'no optimizer'}, {stages or 'no stage'}"
+            f"Run({place}: {self.steps} updates, checkpoints at {held}, "
+            f"{self.optimizer or 'no optimizer'}, {stages or 'no stage'}"
             f"{'' if self.finished else ', unfinished'})"
         )
 

@@ -1,0 +1,133 @@
+"""Inner products of query vectors with training gradients, in blocks that fit, each written once.
+
+values[q, m] = Σ_terms Σ_{c in term} ⟨w_{term,q}, ∇L(m, θ_c)⟩
+
+Queries are taken so many at once as memory allows; for each such block of queries, examples go by
+in chunks. A chunk is written when all its checkpoints are added up, so what is written is final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from whence.curvature import cost
+from whence.curvature.fit import accumulator
+from whence.data import Batches, cut
+from whence.methods.bench import LOSS, Bench, Readouts, Term
+from whence.scores import ScoreWriter
+
+CHUNK = 1024  # examples between two notes of progress
+
+#: the vectors of some queries: (data, stage, indices, examples they will meet) -> one set per term
+VectorsOf = Callable[[Batches, str, NDArray[np.int64], int], list[Readouts]]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A chunk of examples: indices in the dataset of a stage, and columns of the score matrix."""
+
+    stage: str
+    indices: NDArray[np.int64]
+    place: slice
+
+
+@dataclass
+class Scoring:
+    """One run's scores on their way into a writer."""
+
+    bench: Bench
+    terms: list[Term]
+    vectors: VectorsOf
+    writer: ScoreWriter
+    by_segment: bool
+    magnitudes: NDArray[np.float64] = field(init=False)  # Σ |contribution| of each term
+
+    def __post_init__(self) -> None:
+        self.magnitudes = np.zeros(len(self.terms))
+
+    def queries(self, query: Batches) -> None:
+        """Every query against every example."""
+        bench, stage = self.bench, self.bench.study.stages[-1]
+        columns = self._columns(
+            max(CHUNK, 4 * bench.batch_size) // bench.batch_size * bench.batch_size
+        )
+        examples = columns[-1].place.stop
+        bar = tqdm(
+            total=len(query) * examples,
+            desc="scores",
+            unit="score",
+            unit_scale=True,
+            disable=not bench.any.progress,
+            leave=False,
+        )
+        with bar:
+            for rows in cut(len(query), self._at_once()):
+                where = slice(int(rows[0]), int(rows[-1]) + 1)
+                todo = [c for c in columns if not self.writer.done(where, c.place)]
+                ready = self.vectors(query, stage, rows, examples) if todo else []
+                bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
+                for chunk in todo:
+                    self._write(where, chunk, self._contributions(ready, chunk, len(rows)))
+                    bar.update(len(rows) * len(chunk.indices))
+
+    def selves(self) -> None:
+        """Every example against itself."""
+        chunks = self._columns(self._at_once())
+        for chunk in tqdm(
+            chunks, desc="self-influence", disable=not self.bench.any.progress, leave=False
+        ):
+            if not self.writer.done(None, chunk.place):
+                data, count = self.bench.study.data[chunk.stage], len(chunk.indices)
+                ready = self.vectors(data, chunk.stage, chunk.indices, count)
+                self._write(None, chunk, self._contributions(ready, chunk, None))
+
+    def _contributions(self, ready: list[Readouts], chunk: Columns, queries: int | None) -> Tensor:
+        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
+        shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
+        passes = self.bench.any
+        totals = torch.zeros(shape, dtype=accumulator(passes.dtype), device=passes.device)
+        data = self.bench.study.data[chunk.stage]
+        blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.bench.batch_size)]
+        for term, readouts, total in zip(self.terms, ready, totals, strict=True):
+            for checkpoint in term.checkpoints if term.stage == chunk.stage else ():
+                self.bench.load(checkpoint)
+                start = 0
+                for sweep in self.bench.passes[term.stage].sweeps(data, blocks, LOSS):
+                    here = slice(start, start + len(sweep.indices))
+                    for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+                        readout = readouts[pair.block.name]
+                        if queries is None:
+                            total[here] += readout.paired(pair.a, pair.s, here)
+                        else:
+                            readout.add_inner(total[:, here], pair.a, pair.s)
+                    start = here.stop
+        return totals
+
+    def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
+        parts = contributions.cpu().numpy()
+        self.magnitudes += np.abs(parts).reshape(len(parts), -1).sum(1, dtype=np.float64)
+        self.writer.write(rows, chunk.place, parts.sum(0), parts if self.by_segment else None)
+
+    def _at_once(self) -> int:
+        """How many queries' vectors fit: one for each term, and two on the way."""
+        size = (
+            cost.vector_numbers(self.bench.any.tracked) * accumulator(self.bench.any.dtype).itemsize
+        )
+        return int(max(1, self.bench.memory // 2 // ((len(self.terms) + 2) * size)))
+
+    def _columns(self, size: int) -> list[Columns]:
+        found, offset = [], 0
+        for stage in self.bench.stages:
+            count = len(self.bench.study.data[stage])
+            for indices in cut(count, size):
+                place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
+                found.append(Columns(stage, indices, place))
+            offset += count
+        return found

@@ -1,0 +1,44 @@
+"""Several runs' scores as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from whence.scores.result import Scores
+
+
+def ensemble(runs: Iterable[Scores]) -> Scores:
+    """The mean over runs, with `spread` their standard deviation; the runs are taken one by one."""
+    last: Scores | None = None
+    mean = squares = segments = np.zeros(())
+    count = 0
+    for count, scores in enumerate(runs, 1):
+        values = np.asarray(scores.values, dtype=np.float64)
+        before = values - mean
+        mean = mean + before / count
+        squares = squares + before * (values - mean)
+        if scores.by_segment is not None:
+            share = np.asarray(scores.by_segment, dtype=np.float64)
+            segments = segments + (share - segments) / count
+        last = scores
+    if last is None:
+        raise ValueError("an ensemble needs the scores of at least one run")
+    dtype = last.values.dtype
+    return Scores(
+        mean.astype(dtype),
+        method=last.method,
+        settings=last.settings,
+        measurement=last.measurement,
+        unit=last.unit,
+        higher_is_better=last.higher_is_better,
+        query_ids=None if last.is_self_influence else last.query_ids,
+        train_ids=last.train_ids,
+        stage=last.stage,
+        by_segment=segments.astype(dtype) if segments.ndim else None,
+        spread=np.sqrt(squares / max(1, count - 1)).astype(dtype),
+        diagnostics=last.diagnostics | {"runs": count},
+        provenance=last.provenance,
+        excluded=last.excluded,
+    )
