@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
+torch.set_num_threads(1)  # on matrices this small a second thread only waits for the first
+
 Blocks = dict[str, Tensor]
 # (outputs, batch, example, step) -> (c, *outputs.shape): columns b of a factor, sum of b bᵀ = H
 Fisher = Callable[[Tensor, Any, int, int], Tensor]

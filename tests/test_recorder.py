@@ -145,6 +145,7 @@ def test_missed_checkpoints_are_told(tmp_path: Path) -> None:
         ({"checkpoints": [0, 2]}, "increasing"),
         ({"checkpoints": []}, "increasing"),
         ({"total_steps": 0}, "at least one update"),
+        ({"total_steps": 9, "size": 0}, "at least one example"),
     ],
 )
 def test_impossible_plans(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -650,6 +651,15 @@ def test_the_same_program_again_after_an_interruption(tmp_path: Path) -> None:
         plain(tmp_path / "run", end=7)
     plain(tmp_path / "run")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("step-100.pt", "step-best.safetensors"):
+        (tmp_path / "checkpoints" / name).write_text("mine")
+    plain(tmp_path)
+    assert (tmp_path / "checkpoints/step-100.pt").read_text() == "mine"
+    assert (tmp_path / "checkpoints/step-best.safetensors").read_text() == "mine"
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Store:
             return None
         try:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file}, file.metadata() or {}
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         except SafetensorError as error:
             raise OSError(
                 f"{path} is damaged ({error}): delete it, and it is fitted again"

@@ -42,7 +42,7 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
 def rate(group: Mapping[str, Any]) -> tuple[float, float]:
     """A parameter group's learning rate and momentum (β₁ for Adam and its kin)."""
     betas = group.get("betas") or (0.0,)
-    return float(group.get("lr") or 0.0), float(group.get("momentum", betas[0]))
+    return float(group.get("lr") or 0.0), float(group.get("momentum", betas[0]) or 0.0)
 
 
 def hyperparameters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from whence.run.checkpoint import Checkpoint, RunError, TensorFile, replace_file
 from whence.run.segments import Stage
 
 SCHEMA = 1
+OURS = re.compile(r"step-\d{8,}(\.moments|\.optimizer)?\.safetensors(\.tmp)?")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -197,8 +199,8 @@ class Record:
             for file in (c.files, c.moments, c.state)
             if file and file.path
         }
-        for file in (folder / "checkpoints").glob("step-*"):
-            if file.name not in known:
+        for file in (folder / "checkpoints").iterdir():
+            if OURS.fullmatch(file.name) and file.name not in known:
                 file.unlink()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -84,7 +85,7 @@ class Recorder:
     ) -> None:
         self.path, self.model, self.optimizer = Path(path), model, optimizers.unwrap(optimizer)
         self._checkpoints = checkpoints
-        self._first = (stage, size, Plan.of(checkpoints, total_steps))
+        self._first = (stage, _size(size), Plan.of(checkpoints, total_steps))
         self._every_step, self._overwrite, self._resumable = every_step, overwrite, resumable
         self._subset = np.asarray(subset, np.int64).reshape(-1) if subset is not None else None
         self._notes: dict[str, Any] = json.loads(json.dumps(dict(notes or {})))
@@ -179,7 +180,7 @@ class Recorder:
         if self._recording:
             self._unhook()
             self._hook()
-            self._declare(self._recording, name, size, plan)
+            self._declare(self._recording, name, _size(size), plan)
         if optimizer is not None and self._restored and self._restored.stage == name:
             self._restored.load(self.optimizer, self._names)
 
@@ -327,3 +328,9 @@ class Recorder:
                 "are not recorded",
                 stacklevel=3,
             )
+
+
+def _size(size: int | None) -> int | None:
+    if size is not None and index(size) < 1:
+        raise ValueError(f"size={size}: a stage trains on at least one example")
+    return index(size) if size is not None else None

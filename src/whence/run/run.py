@@ -85,7 +85,11 @@ class Run(Record):
         rates = _per_update("learning_rates", learning_rates, total, groups)
         betas = np.broadcast_to(_per_update("momentum", momentum, total, groups), rates.shape)
         parts = _stages(stages, sizes, counts)
-        settings = {"dampening": dampening, "weight_decay": weight_decay, "eps": epsilon}
+        settings = {
+            "dampening": float(dampening),
+            "weight_decay": float(weight_decay),
+            "eps": float(epsilon),
+        }
         return cls(
             checkpoints=[
                 Checkpoint(
@@ -254,14 +258,14 @@ def _groups(
 def _stages(
     stages: Mapping[str, int] | None, sizes: Mapping[str, int] | None, counts: list[int]
 ) -> list[Stage]:
-    ends = dict(stages) if stages is not None else {"train": counts[-1]}
-    sizes = dict(sizes or {})
+    ends = {n: int(end) for n, end in (stages or {"train": counts[-1]}).items()}
+    sizes = {name: int(size) for name, size in (sizes or {}).items()}
     if set(sizes) - set(ends):
         raise ValueError(
             f"sizes of {sorted(set(sizes) - set(ends))}, but the stages are {list(ends)}"
         )
     starts = [0, *ends.values()][:-1]
-    if not ends or any(e <= s for s, e in zip(starts, ends.values(), strict=True)):
+    if any(e <= s for s, e in zip(starts, ends.values(), strict=True)):
         raise ValueError(f"stages={ends} must be in order, each with its last update")
     if list(ends.values())[-1] != counts[-1] or set(ends.values()) - set(counts):
         raise ValueError(
