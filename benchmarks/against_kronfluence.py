@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,9 +82,7 @@ def theirs(
     task = work.task
 
     class Peer(PeerTask):
-        def compute_train_loss(
-            self, batch: Any, model: nn.Module, sample: bool = False
-        ) -> Tensor:
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
             outputs = task.outputs(model, batch)
             if not sample:
                 return task.losses(outputs, batch).sum()
@@ -115,21 +110,41 @@ def theirs(
 
     with tempfile.TemporaryDirectory() as folder:
         analyzer = Analyzer(
-            "bench", prepare_model(model, Peer()), Peer(), cpu=True, output_dir=folder,
-            disable_tqdm=True, log_level=40,
+            "bench",
+            prepare_model(model, Peer()),
+            Peer(),
+            cpu=True,
+            output_dir=folder,
+            disable_tqdm=True,
+            log_level=40,
         )
         analyzer.set_dataloader_kwargs(DataLoaderKwargs(num_workers=0))
         factors = FactorArguments(strategy="ekfac", use_empirical_fisher=fisher == "empirical")
         keep = {"dataset": train, "per_device_batch_size": work.batch, "overwrite_output_dir": True}
-        timed("covariances", lambda: analyzer.fit_covariance_matrices(
-            "f", factor_args=factors, **keep))
-        timed("eigendecomposition", lambda: analyzer.perform_eigendecomposition(
-            "f", factor_args=factors, overwrite_output_dir=True))
+        timed(
+            "covariances",
+            lambda: analyzer.fit_covariance_matrices("f", factor_args=factors, **keep),
+        )
+        timed(
+            "eigendecomposition",
+            lambda: analyzer.perform_eigendecomposition(
+                "f", factor_args=factors, overwrite_output_dir=True
+            ),
+        )
         timed("eigenvalues", lambda: analyzer.fit_lambda_matrices("f", factor_args=factors, **keep))
-        timed("scores", lambda: analyzer.compute_pairwise_scores(
-            "s", "f", query, train, per_device_query_batch_size=len(query),
-            per_device_train_batch_size=work.batch,
-            score_args=ScoreArguments(damping_factor=DAMPING), overwrite_output_dir=True))
+        timed(
+            "scores",
+            lambda: analyzer.compute_pairwise_scores(
+                "s",
+                "f",
+                query,
+                train,
+                per_device_query_batch_size=len(query),
+                per_device_train_batch_size=work.batch,
+                score_args=ScoreArguments(damping_factor=DAMPING),
+                overwrite_output_dir=True,
+            ),
+        )
         return seconds, analyzer.load_pairwise_scores("s")["all_modules"].numpy()
 
 
@@ -181,22 +196,37 @@ def compare(work: Workload, size: str, rounds: int) -> dict[str, Any]:
         for name, call in (("ours", ours), ("theirs", theirs)):
             rates.append(rate())
             found[name].append(call(work, copied(work, model), data, queries)[0])
-            print(f"  round {number + 1} {name:<7}", {k: round(v, 2) for k, v in found[name][-1].items()}, flush=True)
+            print(
+                f"  round {number + 1} {name:<7}",
+                {k: round(v, 2) for k, v in found[name][-1].items()},
+                flush=True,
+            )
     best = max(rates)
     mine = {s: min(r[s] for r in found["ours"]) for s in STAGES}
     peer = {s: min(r[s] for r in found["theirs"]) for s in STAGES}
     return {
-        "workload": work.name, "size": size, "train": train, "query": query, "batch": work.batch,
-        "rounds": rounds, "gflops": best / 1e9, "agreement": agreement(work),
-        "whence": mine, "kronfluence": peer,
+        "workload": work.name,
+        "size": size,
+        "train": train,
+        "query": query,
+        "batch": work.batch,
+        "rounds": rounds,
+        "gflops": best / 1e9,
+        "agreement": agreement(work),
+        "whence": mine,
+        "kronfluence": peer,
         "floor": {s: needed[s] / best for s in STAGES},
         "memory": {k: peak_memory(work, k, train, query) for k in ("ours", "theirs")},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("workloads", nargs="*", help=f"which of {', '.join(WORKLOADS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "workloads", nargs="*", help=f"which of {', '.join(WORKLOADS)}; default: all"
+    )
     parser.add_argument("--full", action="store_true", help="the sizes named in the issue")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
@@ -210,13 +240,18 @@ def main() -> None:
     for name in chosen.workloads or list(WORKLOADS):
         print(name, flush=True)
         result = compare(WORKLOADS[name], "full" if chosen.full else "reduced", chosen.rounds)
-        kept[f"{name}-{result['size']}"] = result | {"machine": machine(), "threads": chosen.threads}
+        kept[f"{name}-{result['size']}"] = result | {
+            "machine": machine(),
+            "threads": chosen.threads,
+        }
         RESULTS.mkdir(exist_ok=True)
         file.write_text(json.dumps(kept, indent=1) + "\n")
         write_readme()
         total = {who: sum(result[who].values()) for who in ("whence", "kronfluence", "floor")}
-        print(f"  {total['kronfluence'] / total['whence']:.1f}× kronfluence, "
-              f"{total['whence'] / total['floor']:.2f}× the floor; scores agree to {result['agreement']:.1e}")
+        print(
+            f"  {total['kronfluence'] / total['whence']:.1f}× kronfluence, "
+            f"{total['whence'] / total['floor']:.2f}× the floor; scores agree to {result['agreement']:.1e}"
+        )
 
 
 if __name__ == "__main__":

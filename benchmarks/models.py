@@ -30,7 +30,9 @@ class Residual(nn.Module):
         return x + self.inside(x)
 
 
-def convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padding: int = 1) -> nn.Module:
+def convolution(
+    inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padding: int = 1
+) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False),
         nn.BatchNorm2d(outputs),
@@ -77,7 +79,12 @@ class GPT(nn.Module):
     """GPT-2's shape, with its head tied to the embedding."""
 
     def __init__(
-        self, depth: int = 4, width: int = 256, vocabulary: int = 5000, length: int = 128, heads: int = 4
+        self,
+        depth: int = 4,
+        width: int = 256,
+        vocabulary: int = 5000,
+        length: int = 128,
+        heads: int = 4,
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)

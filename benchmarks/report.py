@@ -23,7 +23,9 @@ def machine() -> dict[str, str]:
     except (OSError, StopIteration):
         pass
     return {
-        "processor": model, "python": platform.python_version(), "torch": torch.__version__,
+        "processor": model,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }
 
@@ -35,13 +37,15 @@ def _peer_table(results: dict[str, Any]) -> list[str]:
     ]
     for r in results.values():
         name = f"{r['workload']} ({r['train']:,} × {r['query']})" + (
-            "" if r["size"] == "full" else ", reduced")
+            "" if r["size"] == "full" else ", reduced"
+        )
         rows = {s: (r["kronfluence"][s], r["whence"][s], r["floor"][s]) for s in r["whence"]}
         rows["**total**"] = tuple(sum(column) for column in zip(*rows.values(), strict=True))
         for k, (stage, (peer, mine, floor)) in enumerate(rows.items()):
             lines.append(
                 f"| {name if k == 0 else ''} | {stage} | {peer:.2f} | {mine:.2f} | {peer / mine:.1f}× "
-                f"| {floor:.2f} | {mine / floor:.2f} |")
+                f"| {floor:.2f} | {mine / floor:.2f} |"
+            )
         peak = r["memory"]
         lines.append(f"| | peak memory, MiB | {peak['theirs']:.0f} | {peak['ours']:.0f} | | | |")
     return lines
@@ -54,7 +58,8 @@ def _notes(results: dict[str, Any]) -> list[str]:
         lines.append(
             f"- {r['workload']} ({r['size']}): batch {r['batch']}, {r['threads']} thread(s), least of {r['rounds']} "
             f"alternating rounds; matrix product {r['gflops']:.0f} GFLOP/s; influence scores of the two agree to "
-            f"{r['agreement']:.1e}; {m['processor']}, Python {m['python']}, torch {m['torch']}, {m['date']}.")
+            f"{r['agreement']:.1e}; {m['processor']}, Python {m['python']}, torch {m['torch']}, {m['date']}."
+        )
     return lines
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import whence
+from whence.curvature import Fitter
 
 kronfluence = pytest.importorskip("kronfluence")
 curvlinops = pytest.importorskip("curvlinops")
@@ -40,12 +41,39 @@ from kronfluence.task import Task as PeerTask  # noqa: E402
 
 
 def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """TO BE FILLED BY THE LEAD: the library's factors at the run's last checkpoint, in float64.
+    """The library's factors at the run's last checkpoint, in float64.
 
     Per layer A (i, i), S (o, o) and the EK-FAC eigenvalues (o, i), rows and columns in the order of
-    ascending eigenvalues of S and A.
+    ascending eigenvalues of S and A. Patches are kept (row, column, channel) by the library; here
+    they are (channel, row, column) as in the weight.
     """
-    pytest.skip("factors_of(study, fisher) is not filled in yet")
+    run = study.runs[0]
+    (passes,) = study.passes(
+        run, device=torch.device("cpu"), dtype=torch.float64, quiet=True
+    ).values()
+    fitter = Fitter(
+        passes,
+        study.data["train"],
+        study.used(run, "train"),
+        study.store(run),
+        study.identity(run, "train", passes.tracked),
+        batch_size=5,
+        fisher=fisher,
+    )
+    covariances, fitted = fitter.covariances(run.final), fitter.fit([run.final])
+    found = {}
+    for site in passes.tracked.sites:
+        A, S = covariances[f"{site.name}/A"], covariances[f"{site.name}/S"]
+        weight = site.modules[0].weight
+        if weight.dim() == 4:
+            c, rows, columns = weight.shape[1:]
+            order = (
+                torch.arange(rows * columns * c).view(rows, columns, c).permute(2, 0, 1).flatten()
+            )
+            order = torch.cat([order, torch.arange(len(order), len(A))])
+            A = A[order][:, order]
+        found[site.name] = (A, S, fitted[site.name].eigenvalues)
+    return found
 
 
 def close(values: Any, expected: Any, tolerance: float) -> None:

@@ -66,7 +66,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, progr
     for _ in tqdm(range(EPOCHS), desc="training", unit="epoch", disable=not progress, leave=False):
         for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -84,8 +84,13 @@ def main(arguments: list[str] | None = None) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     loader = DataLoader(data.train, BATCH, shuffle=True)
     with whence.Recorder(
-        out / "run", model, optimizer, checkpoints=6, total_steps=len(loader) * EPOCHS,
-        size=TRAIN, overwrite=True,
+        out / "run",
+        model,
+        optimizer,
+        checkpoints=6,
+        total_steps=len(loader) * EPOCHS,
+        size=TRAIN,
+        overwrite=True,
     ):
         train(model, optimizer, loader, progress)
     with torch.no_grad():
@@ -113,7 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
     count = int(data.flipped.sum())
     for name, found in scores.items():
         worst = np.argsort(found.values.mean(0))[:count]  # margins: harm is what lowers them
-        print(f"  {name:<20} {int(data.flipped[worst].sum()):>3} of the {count} worst have a flipped label")
+        print(
+            f"  {name:<20} {int(data.flipped[worst].sum()):>3} of the {count} worst have a flipped label"
+        )
     print(f"  {'by chance':<20} {count * FLIPPED:>3.0f}")
     figure = _draw(scores["SOURCE"], data, shown, out / "figure.png")
     print(f"\nRun, scores and figure: {out / 'run'}, {out / 'scores'}, {figure}")
@@ -129,10 +136,14 @@ def _telling(scores: whence.Scores, data: Digits, count: int) -> list[int]:
 def _describe(scores: whence.Scores, data: Digits, query: int, predicted: int) -> None:
     labels = data.train.tensors[1]
     print(f"\nTest digit {query}: a {int(data.test.tensors[1][query])}, taken for a {predicted}.")
-    for word, ranking in (("helped", scores.helpful(query, 5)), ("harmed", scores.harmful(query, 5))):
+    for word, ranking in (
+        ("helped", scores.helpful(query, 5)),
+        ("harmed", scores.harmful(query, 5)),
+    ):
         named = ", ".join(
             f"#{e.example} labelled {int(labels[e.example])}"
-            + (" (flipped)" if data.flipped[e.example] else "") + f" {e.value:+.3f}"
+            + (" (flipped)" if data.flipped[e.example] else "")
+            + f" {e.value:+.3f}"
             for e in ranking
         )
         print(f"  {word}: {named}")
@@ -149,7 +160,10 @@ def _draw(scores: whence.Scores, data: Digits, queries: list[int], path: Path) -
         raise SystemExit("the figure needs matplotlib: pip install 'whence[demo]'") from error
     kept = 5
     figure, axes = plt.subplots(
-        len(queries), 1 + 2 * kept, figsize=(1.15 * (1 + 2 * kept), 1.6 * len(queries)), squeeze=False
+        len(queries),
+        1 + 2 * kept,
+        figsize=(1.15 * (1 + 2 * kept), 1.6 * len(queries)),
+        squeeze=False,
     )
     for row, query in zip(axes, queries, strict=True):
         helped, harmed = scores.helpful(query, kept), scores.harmful(query, kept)
@@ -168,7 +182,8 @@ def _draw(scores: whence.Scores, data: Digits, queries: list[int], path: Path) -
                 side.set_color(colour)
                 side.set_linewidth(2.5 if wrong else 1)
     figure.suptitle(
-        "Who helped (blue) and who harmed (orange): change of the query's margin, in logits", fontsize=10
+        "Who helped (blue) and who harmed (orange): change of the query's margin, in logits",
+        fontsize=10,
     )
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -38,6 +38,7 @@ class Prepared:
     segment: Segment
     curvature: Curvature
     durations: dict[str, float]
+    shifts: dict[str, float]  # added to the block's eigenvalues
     examples: int  # N
 
 
@@ -52,6 +53,8 @@ class Source(GradientMethod):
             "empirical" (true targets).
         stage: attribute to this stage's examples only (default: all stages').
         damping: added to the eigenvalues (default: none; F_r needs none).
+        weight_decay: "ignore" it, as the paper does, or count it as "curvature": L2 adds its
+            coefficient to every eigenvalue.
         seed: of the pseudo-targets.
     """
 
@@ -62,6 +65,7 @@ class Source(GradientMethod):
         fisher: str = "sampled",
         stage: str | None = None,
         damping: float | None = None,
+        weight_decay: str = "ignore",
         seed: int = 0,
     ) -> None:
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
@@ -72,8 +76,11 @@ class Source(GradientMethod):
             damping,
             seed,
         )
+        self.weight_decay = weight_decay
         if damping is not None and not damping >= 0:
             raise ValueError(f"damping={damping} must be zero or positive")
+        if weight_decay not in ("ignore", "curvature"):
+            raise ValueError(f"weight_decay={weight_decay!r}: use 'ignore' or 'curvature'")
 
     def terms(self, bench: Bench) -> list[Term]:
         return [Term(s.stage.name, s.checkpoints) for s in bench.run.segments(self.segments)]
@@ -93,7 +100,9 @@ class Source(GradientMethod):
             )
             durations = block_durations(bench, segment)
             examples = len(bench.study.used(run, segment.stage.name))
-            prepared.append(Prepared(segment, fitter.fit(segment.checkpoints), durations, examples))
+            curvature = fitter.fit(segment.checkpoints)
+            shifts = self._shifts(bench, segment)
+            prepared.append(Prepared(segment, curvature, durations, shifts, examples))
         bench.diagnostics["segments"] = [_diagnosed(p) for p in prepared]
         return prepared
 
@@ -110,21 +119,35 @@ class Source(GradientMethod):
         indices: np.ndarray,
         examples: int,
     ) -> list[Readouts]:
-        damping = self.damping or 0.0
         bases = {name: block.basis for name, block in prepared[-1].curvature.items()}
         v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
         readouts: list[Readouts] = []
         for k, p in reversed(list(enumerate(prepared))):
-            H, ηK, checkpoints = p.curvature, p.durations, len(p.segment.checkpoints)
-            r = v.apply(H, lambda name, σ: response(σ + damping, ηK[name]))  # noqa: B023
+            H, ηK, λ, checkpoints = p.curvature, p.durations, p.shifts, len(p.segment.checkpoints)
+            r = v.apply(H, lambda name, σ: response(σ + λ[name], ηK[name]))  # noqa: B023
             readouts.insert(
                 0, bench.readouts(r, -1.0 / (p.examples * checkpoints), examples * checkpoints)
             )
             if k > 0:
                 before = v.squared_norm()
-                v = v.apply(H, lambda name, σ: survival(σ + damping, ηK[name]))  # noqa: B023
+                v = v.apply(H, lambda name, σ: survival(σ + λ[name], ηK[name]))  # noqa: B023
                 self._note_survival(bench, k, v.squared_norm() / before.clamp_min(1e-300))
         return readouts
+
+    def _shifts(self, bench: Bench, segment: Segment) -> dict[str, float]:
+        """Damping and, if it counts, weight decay of every block."""
+        shifts = dict.fromkeys(bench.blocks, self.damping or 0.0)
+        for site in bench.any.tracked.sites if self.weight_decay == "curvature" else ():
+            decays = [segment.weight_decay(name) for name in site.parameter_names()]
+            if len(set(decays)) > 1:
+                warnings.warn(
+                    f"layer {site.name}: weight decay {decays[0]} on the weight and {decays[1]} on "
+                    "the bias; the weight's is taken for both",
+                    stacklevel=2,
+                )
+            for block in site.blocks:
+                shifts[block.name] += decays[0]
+        return shifts
 
     @staticmethod
     def _note_survival(bench: Bench, k: int, kept: Tensor) -> None:

@@ -195,7 +195,12 @@ class Run(Record):
                 self.groups,
                 self.hyperparameters,
             )
-            found.append(Segment(start, end, stage, held, rates))
+            decays = {
+                name: float(self.hyperparameters[g].get("weight_decay") or 0.0)
+                for g in self.columns[stage.name]
+                for name in self.groups[g]
+            }
+            found.append(Segment(start, end, stage, held, rates, decays))
         return found
 
     def __repr__(self) -> str:

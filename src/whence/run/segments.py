@@ -33,6 +33,7 @@ class Segment:
     stage: Stage
     checkpoints: tuple[Checkpoint, ...]
     rates: Mapping[str, float] = field(default_factory=dict, repr=False)
+    decays: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     @property
     def steps(self) -> int:
@@ -42,6 +43,10 @@ class Segment:
     def rate(self, parameter: str) -> float:
         """η̄, the parameter's effective mean learning rate here; 0 when no optimizer had it."""
         return self.rates.get(parameter, 0.0)
+
+    def weight_decay(self, parameter: str) -> float:
+        """The parameter's weight decay here, as its optimizer was given it."""
+        return self.decays.get(parameter, 0.0)
 
 
 Dealt = list[tuple[Stage, tuple[Checkpoint, ...]]]
