@@ -170,7 +170,7 @@ def copied(work: Workload, model: nn.Module) -> nn.Module:
 
 
 def peak_memory(work: Workload, library: str, train: int, query: int) -> float:
-    """Peak resident MiB of one library's whole run in a process of its own, less that of importing."""
+    """Peak resident MiB of one library's whole run in its own process, above its start."""
     code = (
         "import resource, torch; torch.set_num_threads(1)\n"
         "from benchmarks import against_kronfluence as b\n"
@@ -250,7 +250,8 @@ def main() -> None:
         total = {who: sum(result[who].values()) for who in ("whence", "kronfluence", "floor")}
         print(
             f"  {total['kronfluence'] / total['whence']:.1f}× kronfluence, "
-            f"{total['whence'] / total['floor']:.2f}× the floor; scores agree to {result['agreement']:.1e}"
+            f"{total['whence'] / total['floor']:.2f}× the floor; "
+            f"scores agree to {result['agreement']:.1e}"
         )
 
 

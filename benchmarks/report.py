@@ -31,10 +31,16 @@ def machine() -> dict[str, str]:
 
 
 def _peer_table(results: dict[str, Any]) -> list[str]:
-    lines = [
-        "| workload (train × query) | stage | kronfluence | whence | times faster | floor | whence / floor |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    heads = (
+        "workload (train × query)",
+        "stage",
+        "kronfluence",
+        "whence",
+        "faster",
+        "floor",
+        "× floor",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---:|---:|---:|---:|---:|"]
     for r in results.values():
         name = f"{r['workload']} ({r['train']:,} × {r['query']})" + (
             "" if r["size"] == "full" else ", reduced"
@@ -43,8 +49,8 @@ def _peer_table(results: dict[str, Any]) -> list[str]:
         rows["**total**"] = tuple(sum(column) for column in zip(*rows.values(), strict=True))
         for k, (stage, (peer, mine, floor)) in enumerate(rows.items()):
             lines.append(
-                f"| {name if k == 0 else ''} | {stage} | {peer:.2f} | {mine:.2f} | {peer / mine:.1f}× "
-                f"| {floor:.2f} | {mine / floor:.2f} |"
+                f"| {name if k == 0 else ''} | {stage} | {peer:.2f} | {mine:.2f} "
+                f"| {peer / mine:.1f}× | {floor:.2f} | {mine / floor:.2f} |"
             )
         peak = r["memory"]
         lines.append(f"| | peak memory, MiB | {peak['theirs']:.0f} | {peak['ours']:.0f} | | | |")
@@ -56,9 +62,10 @@ def _notes(results: dict[str, Any]) -> list[str]:
     for r in results.values():
         m = r["machine"]
         lines.append(
-            f"- {r['workload']} ({r['size']}): batch {r['batch']}, {r['threads']} thread(s), least of {r['rounds']} "
-            f"alternating rounds; matrix product {r['gflops']:.0f} GFLOP/s; influence scores of the two agree to "
-            f"{r['agreement']:.1e}; {m['processor']}, Python {m['python']}, torch {m['torch']}, {m['date']}."
+            f"- {r['workload']} ({r['size']}): batch {r['batch']}, {r['threads']} thread(s), least of "
+            f"{r['rounds']} alternating rounds; matrix product {r['gflops']:.0f} GFLOP/s; influence "
+            f"scores of the two agree to {r['agreement']:.1e}; {m['processor']}, Python "
+            f"{m['python']}, torch {m['torch']}, {m['date']}."
         )
     return lines
 

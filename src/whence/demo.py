@@ -97,8 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         x, y = data.test.tensors
         predicted = model(x).argmax(1)
     print(
-        f"Trained on {TRAIN} digits, {int(data.flipped.sum())} of them with a wrong label on purpose; "
-        f"test accuracy {float((predicted == y).float().mean()):.1%}."
+        f"Trained on {TRAIN} digits, {int(data.flipped.sum())} of them with a wrong label on "
+        f"purpose; test accuracy {float((predicted == y).float().mean()):.1%}."
     )
 
     study = whence.Study(model, whence.Classification(), train=data.train, runs=out / "run")
@@ -118,9 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
     count = int(data.flipped.sum())
     for name, found in scores.items():
         worst = np.argsort(found.values.mean(0))[:count]  # margins: harm is what lowers them
-        print(
-            f"  {name:<20} {int(data.flipped[worst].sum()):>3} of the {count} worst have a flipped label"
-        )
+        wrong = int(data.flipped[worst].sum())
+        print(f"  {name:<20} {wrong:>3} of the {count} worst have a flipped label")
     print(f"  {'by chance':<20} {count * FLIPPED:>3.0f}")
     figure = _draw(scores["SOURCE"], data, shown, out / "figure.png")
     print(f"\nRun, scores and figure: {out / 'run'}, {out / 'scores'}, {figure}")

@@ -173,13 +173,11 @@ class Task:
         return f"{type(self).__name__}({settings})"
 
 
-def _sample(log_probabilities: Tensor, uniform: Draws) -> Tensor:
+def _sample(logits: Tensor, uniform: Draws) -> Tensor:
     """One class per row by inverting the distribution function: (..., c) and (...) -> (...)."""
-    log_probabilities = log_probabilities.detach()
-    cumulative = log_probabilities.to(torch.promote_types(log_probabilities.dtype, torch.float32))
-    cumulative = cumulative.exp().cumsum_(-1)
-    levels = draw(uniform, cumulative[..., 0]).unsqueeze(-1).to(cumulative.dtype)
-    levels = levels * cumulative[..., -1:]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    cumulative = logits.detach().softmax(-1, dtype=wide).cumsum_(-1)
+    levels = draw(uniform, cumulative[..., 0]).unsqueeze(-1).to(wide) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, levels).squeeze(-1).clamp_(max=cumulative.shape[-1] - 1)
 
 
@@ -223,9 +221,8 @@ class Classification(Task):
         return losses if self.measurement == "loss" else -losses
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
-        log_probabilities = F.log_softmax(self.logits(outputs), 1)
-        drawn = _sample(log_probabilities, uniform)
-        return -log_probabilities.gather(1, drawn.unsqueeze(1)).squeeze(1)
+        logits = self.logits(outputs)
+        return F.cross_entropy(logits, _sample(logits, uniform), reduction="none")
 
     def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
         if outputs.dim() == 1 or outputs.shape[1] == 1:
@@ -326,7 +323,7 @@ class LanguageModeling(Task):
         return losses if self.measurement == "loss" else -losses
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
-        drawn = _sample(F.log_softmax(outputs.detach(), -1), uniform)
+        drawn = _sample(outputs, uniform)
         drawn = drawn.masked_fill(self.targets(batch) == IGNORED, IGNORED)
         # independent draws add their variances: Σ_t ℓ_t/√T has the Hessian of Σ_t ℓ_t/T
         return self._over_tokens(outputs, drawn, torch.sqrt)

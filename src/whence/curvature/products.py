@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 #: numbers in a scratch buffer: small enough for a CPU's cache, large enough to fill a GPU
-SCRATCH = {"cpu": 1 << 19, "cuda": 1 << 27}
+SCRATCH = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
 def scratch(x: Tensor) -> int:
@@ -230,7 +230,7 @@ class Readout:
         """Σ_t s_t a_tᵀ once per example, then one product with all queries."""
         q, o, i = self.weight.shape
         flat = self.weight.view(q, o * i)
-        step = max(1, 16 * scratch(a) // (o * i))
+        step = max(1, 32 * scratch(a) // (o * i))
         for start in range(0, len(a), step):
             rows = slice(start, min(start + step, len(a)))
             gradient = buffer(a, rows.stop - start, o, i)

@@ -38,13 +38,20 @@ class Vectors:
     values: dict[str, Tensor]
     bases: dict[str, Basis | None]
 
-    def apply(self, curvature: Curvature, function: Callable[[str, Tensor], Tensor]) -> Vectors:
-        """f(H) v: turned into the eigenbasis, where f acts on eigenvalues; left there."""
+    def apply(
+        self, curvature: Curvature, function: Callable[[str, Tensor], Tensor], last: bool = False
+    ) -> Vectors:
+        """f(H) v: turned into the eigenbasis, where f acts on eigenvalues; left there.
+
+        `last` says that these vectors are needed no more, so that their memory can be reused.
+        """
         values, bases = {}, {}
         for name, value in self.values.items():
             block = curvature[name]
             turned = turn(value, self.bases[name], block.basis)
-            values[name] = turned * function(name, block.eigenvalues)
+            fresh = last or turned is not value
+            factor = function(name, block.eigenvalues)
+            values[name] = turned.mul_(factor) if fresh else turned * factor
             bases[name] = block.basis
         return Vectors(values, bases)
 
@@ -147,7 +154,10 @@ class Bench:
         return ready
 
     def readouts(self, vectors: Vectors, scale: float, examples: int) -> Readouts:
-        """The vectors in whichever basis makes the many inner products cheapest."""
+        """The vectors, scaled, in whichever basis makes the many inner products cheapest.
+
+        Their memory is reused: the vectors are not good for anything else afterwards.
+        """
         ready: Readouts = {}
         for name, value in vectors.values.items():
             block, basis = self.blocks[name], vectors.bases[name]
@@ -156,7 +166,7 @@ class Bench:
                 cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
             ):
                 value, basis = turn(value, basis, None), None
-            ready[name] = Readout.of(value * scale, basis, block.bias, self.any.dtype)
+            ready[name] = Readout.of(value.mul_(scale), basis, block.bias, self.any.dtype)
         return ready
 
 

@@ -80,4 +80,5 @@ class Influence(GradientMethod):
         H, λ, N = prepared
         bases = {name: block.basis for name, block in H.items()}
         v = bench.gradients(data, stage, indices, bench.run.final, bases)
-        return [bench.readouts(v.apply(H, lambda name, σ: inverse(σ, λ[name])), -1.0 / N, examples)]
+        w = v.apply(H, lambda name, σ: inverse(σ, λ[name]), last=True)
+        return [bench.readouts(w, -1.0 / N, examples)]

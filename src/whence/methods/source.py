@@ -124,13 +124,13 @@ class Source(GradientMethod):
         readouts: list[Readouts] = []
         for k, p in reversed(list(enumerate(prepared))):
             H, ηK, λ, checkpoints = p.curvature, p.durations, p.shifts, len(p.segment.checkpoints)
-            r = v.apply(H, lambda name, σ: response(σ + λ[name], ηK[name]))  # noqa: B023
+            r = v.apply(H, lambda name, σ: response(σ + λ[name], ηK[name]), last=k == 0)  # noqa: B023
             readouts.insert(
                 0, bench.readouts(r, -1.0 / (p.examples * checkpoints), examples * checkpoints)
             )
             if k > 0:
                 before = v.squared_norm()
-                v = v.apply(H, lambda name, σ: survival(σ + λ[name], ηK[name]))  # noqa: B023
+                v = v.apply(H, lambda name, σ: survival(σ + λ[name], ηK[name]), last=True)  # noqa: B023
                 self._note_survival(bench, k, v.squared_norm() / before.clamp_min(1e-300))
         return readouts
 
