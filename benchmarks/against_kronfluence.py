@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import whence
-from benchmarks.models import WORKLOADS, Workload, final_run
+from benchmarks.models import GPT, WORKLOADS, Workload, final_run
 from benchmarks.report import RESULTS, machine, write_readme
 from whence.curvature import cost
 
@@ -42,8 +42,9 @@ def floors(work: Workload, model: nn.Module, train: int, query: int) -> dict[str
     )["train"]
     positions, blocks = passes.tracked.positions, passes.tracked.blocks
     both = train * sum(cost.forward_backward(b, positions[b.name]) for b in blocks)
-    if work.name == "gpt":  # the tied head is not tracked, but every pass goes through it
-        both += train * 4.0 * 128 * 5000 * 256
+    if isinstance(model, GPT):  # the tied head is not tracked, but every pass goes through it
+        head, length = model.tokens.weight, model.places.num_embeddings
+        both += train * 4.0 * length * head.numel()
     scores = both + train * sum(cost.inner(b, positions[b.name], query) for b in blocks)
     for b in blocks:  # the queries' rotation there and back, or the examples' rotation
         t = positions[b.name]

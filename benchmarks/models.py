@@ -128,9 +128,9 @@ def images(n: int, seed: int) -> TensorDataset:
     )
 
 
-def documents(n: int, seed: int) -> TensorDataset:
+def documents(n: int, seed: int, vocabulary: int = 5000, length: int = 128) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randint(5000, (n, 128), generator=generator))
+    return TensorDataset(torch.randint(vocabulary, (n, length), generator=generator))
 
 
 # The peer needs the summed token loss (with a mean its scores depend on the batch), so the

@@ -62,9 +62,9 @@ def _notes(results: dict[str, Any]) -> list[str]:
     for r in results.values():
         m = r["machine"]
         lines.append(
-            f"- {r['workload']} ({r['size']}): batch {r['batch']}, {r['threads']} thread(s), least of "
-            f"{r['rounds']} alternating rounds; matrix product {r['gflops']:.0f} GFLOP/s; influence "
-            f"scores of the two agree to {r['agreement']:.1e}; {m['processor']}, Python "
+            f"- {r['workload']} ({r['size']}): batch {r['batch']}, {r['threads']} thread(s), least "
+            f"of {r['rounds']} alternating rounds; matrix product {r['gflops']:.0f} GFLOP/s; "
+            f"influence scores of the two agree to {r['agreement']:.1e}; {m['processor']}, Python "
             f"{m['python']}, torch {m['torch']}, {m['date']}."
         )
     return lines

@@ -718,7 +718,7 @@ def test_a_pattern_that_matches_only_what_cannot_be_tracked() -> None:
     torch.manual_seed(0)
     model = models.Subclassed().double()
     study = whence.Study(model, Waves(), train=ROWS, runs=once(model), layers="odd")
-    with pytest.raises(ValueError, match="odd.weight: DoubledLinear is a subclass"):
+    with pytest.raises(ValueError, match=r"odd.weight: DoubledLinear is a subclass"):
         whence.TracIn().attribute(study, QUERIES, **EXACT)
 
 

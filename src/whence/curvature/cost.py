@@ -53,9 +53,9 @@ def eigenbasis(block: Block) -> float:
 
 
 def per_example_numbers(tracked: Tracked) -> int:
-    """Numbers held for one example: all captures, and one layer's patches and gradient."""
+    """Numbers held for one example during a pass: captures, as many beside them, and outputs."""
     held = sum(3 * tracked.positions[b.name] * (b.i + b.o) for b in tracked.blocks)
-    return held + max(b.size for b in tracked.blocks)
+    return held + 6 * tracked.outputs
 
 
 def factor_numbers(tracked: Tracked) -> int:

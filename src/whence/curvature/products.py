@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: numbers in a scratch buffer: small enough for a CPU's cache, large enough to fill a GPU
-SCRATCH = {"cpu": 1 << 18, "cuda": 1 << 27}
-
-
-def scratch(x: Tensor) -> int:
-    return SCRATCH.get(x.device.type, 1 << 24)
+#: numbers in a scratch buffer that is read back at once (it should stay in a CPU's cache) ...
+SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
+#: ... or that feeds one large product (it should be wide enough for the product to run fast)
+LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}
+#: a symmetric product is made in so many row blocks, each at least so high
+ROW_BLOCKS = {"cpu": (8, 128), "cuda": (4, 1024)}
 
 
 _local = threading.local()
@@ -71,7 +71,8 @@ class Basis:
 def add_gram(total: Tensor, x: Tensor) -> None:
     """total += xᵀx for x (m, d), upper triangle, by row blocks: about half of the full product."""
     d = x.shape[1]
-    step = d if d < 256 else max(128, -(-d // 8))
+    blocks, least = ROW_BLOCKS.get(x.device.type, ROW_BLOCKS["cuda"])
+    step = max(least, -(-d // blocks))
     for start in range(0, d, step):
         stop = min(start + step, d)
         _add_product(total[start:stop, start:], x[:, start:stop].T, x[:, start:])
@@ -133,7 +134,7 @@ def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: 
         s = basis.rotate_outputs(s)
     if basis is not None and column is not None:
         column = column @ basis.outputs
-    step = max(1, scratch(a) // (o * width))
+    step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // (o * width))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         gradient = torch.bmm(s[rows].mT, a[rows], out=buffer(a, rows.stop - start, o, a.shape[2]))
@@ -216,7 +217,7 @@ class Readout:
         """sᵀ W_q a, the longer side first, without ever building an (n, o, i)."""
         q, o, i = self.weight.shape
         long, short = (a.T, s.T) if i >= o else (s.T, a.T)
-        step = max(1, scratch(a) // short.numel())
+        step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // short.numel())
         for start in range(0, q, step):
             part = self.weight[start : start + step]
             partial = buffer(a, len(part), *short.shape)  # (q, min(o, i), n)
@@ -230,7 +231,7 @@ class Readout:
         """Σ_t s_t a_tᵀ once per example, then one product with all queries."""
         q, o, i = self.weight.shape
         flat = self.weight.view(q, o * i)
-        step = max(1, 32 * scratch(a) // (o * i))
+        step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (o * i))
         for start in range(0, len(a), step):
             rows = slice(start, min(start + step, len(a)))
             gradient = buffer(a, rows.stop - start, o, i)

@@ -150,17 +150,22 @@ class Tape:
         return any(call.x._version != call.version for call in self.calls[site.name])
 
     def backward(
-        self, output: Tensor, gradient: Tensor | None = None, mask: Tensor | None = None
+        self,
+        output: Tensor,
+        gradient: Tensor | None = None,
+        mask: Tensor | None = None,
+        keep: bool = True,
     ) -> Iterator[tuple[Site, list[Pair]]]:
-        """Each site's pairs for d(output)/d(...), in forward order; the graph is kept.
+        """Each site's pairs for d(output)/d(...), in forward order.
 
         Args:
             output: a scalar (summed losses), or the outputs when `gradient` is given.
             mask: positions that exist, (n, t).
+            keep: whether another backward pass will follow.
         """
         calls = [call for site in self.sites for call in self.calls[site.name]]
         found = torch.autograd.grad(
-            output, [call.edge for call in calls], gradient, retain_graph=True, allow_unused=True
+            output, [call.edge for call in calls], gradient, retain_graph=keep, allow_unused=True
         )
         gradients = dict(zip(map(id, calls), found, strict=True))
         mask = None if mask is None or bool(mask.all()) else mask

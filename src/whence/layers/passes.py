@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,11 +114,11 @@ class Passes:
             else:
                 directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
         mask = self.task.mask(batch)
-        for k, (output, gradient) in enumerate(directions):
-            pairs = self._checked(
-                data, indices, tape, tape.backward(output, gradient, mask), output
-            )
-            yield Sweep(indices, k == 0, k == len(directions) - 1, pairs)
+        for k, (output, gradient) in enumerate(directions, 1):
+            last = k == len(directions)
+            found = tape.backward(output, gradient, mask, keep=not last)
+            culprit = partial(self._culprit, data, indices, batch, signal)
+            yield Sweep(indices, k == 1, last, self._checked(found, output, culprit))
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":
@@ -134,39 +135,39 @@ class Passes:
             )
         return values
 
+    @staticmethod
     def _checked(
-        self,
-        data: Batches,
-        indices: np.ndarray,
-        tape: Tape,
-        found: Iterator[tuple[Site, list[Pair]]],
-        output: Tensor,
+        found: Iterator[tuple[Site, list[Pair]]], output: Tensor, culprit: Callable[[], str]
     ) -> Iterator[tuple[Site, list[Pair]]]:
-        """The pairs as they come; then an error that names the culprit if any was not finite."""
+        """The pairs as they come, and then an error if any of them was not finite."""
         sums = [output.detach().sum()]
         for site, pairs in found:
             sums += [pair.s.sum() for pair in pairs]
             yield site, pairs
         if not bool(torch.stack([x.float() for x in sums]).isfinite().all()):
-            raise FloatingPointError(self._culprit(data, indices, tape, output))
+            raise FloatingPointError(culprit())
 
-    def _culprit(self, data: Batches, indices: np.ndarray, tape: Tape, output: Tensor) -> str:
+    def _culprit(self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal) -> str:
+        """Run a bad batch again, to name the layer and the examples where it goes wrong."""
         where = f"checkpoint at step {self.step}"
+        plain = Signal("loss") if signal.name == "exact" else signal
+        with torch.enable_grad(), Tape(self.model, self.tracked.sites) as tape:
+            outputs = self.task.outputs(self.model, batch)
+            total = self._values(outputs, batch, indices, plain).sum()
         for site in self.tracked.sites:
             for call in tape.calls[site.name]:
                 bad = ~call.x.flatten(1).isfinite().all(1)
                 if bad.any():
                     return self._said(data, indices, bad, f"the input of layer {site.name}", where)
-        slopes = {site.name: pairs for site, pairs in tape.backward(output.sum())}
+        slopes = {site.name: pairs for site, pairs in tape.backward(total)}
         for site in reversed(self.tracked.sites):  # the backward pass met the last layer first
             for pair in slopes[site.name]:
                 bad = ~pair.s.flatten(1).isfinite().all(1)
                 if bad.any():
-                    return self._said(
-                        data, indices, bad, f"the gradient at layer {site.name}", where
-                    )
-        batch = f"{data.name} examples {indices[0]}..{indices[-1]}"
-        return f"{where}: the loss is NaN or infinite for one of {batch}"
+                    what = f"the gradient at layer {site.name}"
+                    return self._said(data, indices, bad, what, where)
+        bad = ~outputs.flatten(1).isfinite().all(1)
+        return self._said(data, indices, bad, "the output", where)
 
     @staticmethod
     def _said(data: Batches, indices: np.ndarray, bad: Tensor, what: str, where: str) -> str:

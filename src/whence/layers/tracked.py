@@ -39,6 +39,7 @@ class Tracked:
     excluded: tuple[Excluded, ...]
     parameters: int
     positions: dict[str, int]  # t of each block, on the examples the layers were checked on
+    outputs: int  # numbers the model puts out for one of them
 
     @property
     def blocks(self) -> list[Block]:
@@ -74,7 +75,8 @@ def find(
     reasons: dict[str, str] = {}
     sites = _candidates(model, patterns, reasons)
     with torch.enable_grad(), Tape(model, sites, strict=False) as tape:
-        losses = task.losses(task.outputs(model, batch), batch)
+        outputs = task.outputs(model, batch)
+        losses = task.losses(outputs, batch)
     n = len(losses)
     kept = []
     for site in sites:
@@ -91,7 +93,7 @@ def find(
             "no layer of the model can be tracked: "
             + "; ".join(f"{k}: {v}" for k, v in reasons.items())
         )
-    return Tracked(tuple(kept), *_left_out(model, kept, reasons), positions)
+    return Tracked(tuple(kept), *_left_out(model, kept, reasons), positions, outputs[0].numel())
 
 
 def _candidates(
