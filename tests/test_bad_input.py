@@ -206,7 +206,7 @@ def test_a_run_before_its_first_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_model_without_parameters() -> None:
-    with pytest.raises(ValueError, match=r"no (layer|parameters)"):
+    with pytest.raises(ValueError, match=r"no (layer|parameters)|not in the model"):
         attribute(model=nn.Flatten())
 
 
@@ -469,18 +469,11 @@ def test_settings_nobody_knows(make: Callable[[], Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        whence.Source(segments=7),
-        whence.Source(curvature="hessian"),
-        whence.Source(fisher="true"),
-        whence.Source(stage="fine"),
-    ],
-    ids=repr,
+    "method", [whence.Source(segments=7), whence.Source(stage="fine")], ids=repr
 )
 def test_a_refused_call_does_not_occupy_its_folder(method: Any, tmp_path: Path) -> None:
     """Mend the setting and call again: `out` is not taken for the work of another calculation."""
-    with pytest.raises(ValueError, match=r"7|hessian|true|fine"):
+    with pytest.raises(ValueError, match=r"7|fine"):
         attribute(method, out=tmp_path / "scores")
     found = attribute(whence.Source(2), out=tmp_path / "scores")
     assert np.array_equal(found.values, attribute(whence.Source(2)).values)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 Collate = Callable[[list[Any]], Any]
 HASHED_AT_ONCE = 256
@@ -26,7 +26,8 @@ class Batches:
     """
 
     def __init__(self, name: str, dataset: Any, collate: Collate | None = None) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        listed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not listed or isinstance(dataset, IterableDataset):
             raise TypeError(
                 f"{name} is a {type(dataset).__name__}: it must be a map-style dataset, "
                 "with len(dataset) and dataset[index] (a TensorDataset, a list of examples, ...)"
@@ -44,9 +45,10 @@ class Batches:
         if self._sliceable:
             order = np.asarray(indices, dtype=np.int64)
             where: Any = torch.from_numpy(order)
-            if len(order) and (np.diff(order) == 1).all():  # consecutive: a view, no copy
+            if len(order) and (np.diff(order) == 1).all():
                 where = slice(int(order[0]), int(order[-1]) + 1)
-            return tuple(tensor[where] for tensor in self.dataset.tensors)
+            # a copy, because a model may work on its input in place
+            return tuple(tensor[where].clone() for tensor in self.dataset.tensors)
         return (self.collate or default_collate)([self.dataset[int(k)] for k in indices])
 
     @property
@@ -70,9 +72,14 @@ class Batches:
             batch_sampler=[block.tolist() for block in blocks],
             collate_fn=self.collate,
             num_workers=workers,
+            generator=torch.Generator(),  # of its own: the user's stays as it is
         )
         for block, batch in zip(blocks, loader, strict=True):
             yield block, place(batch, device, dtype)
+
+    def refresh(self) -> None:
+        """Forget the fingerprint: the data may have been changed since."""
+        self._fingerprint = None
 
     def fingerprint(self) -> str:
         """SHA-256 of every example. A Hugging Face dataset's own fingerprint is trusted."""
@@ -103,8 +110,16 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if isinstance(batch, Mapping):
         return {key: place(value, device, dtype) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(place(value, device, dtype) for value in batch)
+        placed = [place(value, device, dtype) for value in batch]
+        return type(batch)(*placed) if hasattr(batch, "_fields") else tuple(placed)
     return batch
+
+
+def batch_length(batch: Any) -> int:
+    """How many examples a batch holds: the length of its first tensor."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return len(batch)
 
 
 def structure(batch: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from whence.curvature.cost import table
 from whence.curvature.store import Store
@@ -22,6 +22,7 @@ from whence.run import Run
 from whence.task import Task
 
 Runs = Run | str | os.PathLike[str]
+MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
 
 
@@ -72,7 +73,9 @@ class Study:
         for run in self.runs:
             self._check(run)
         self.cache = None if cache is None else Path(cache)
+        self.probe: dict[str, list[str]] = {}
         self._stores: dict[str, Store] = {}
+        self._told = False
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
         if isinstance(given, Mapping) and (
@@ -82,14 +85,16 @@ class Study:
                 raise ValueError(
                     f"{what} has the stages {sorted(given)}, but the run has {self.stages}"
                 )
+            for value in given.values() if what == "task" else ():
+                _check_task(value)
             return {name: given[name] for name in self.stages}
         if what == "train" and len(self.stages) > 1:
             raise ValueError(
                 f"the run has the stages {self.stages}: "
                 f"give train={{{self.stages[0]!r}: dataset, ...}}"
             )
-        if what == "task" and not isinstance(given, Task):
-            raise TypeError(f"task must be a whence.Task (such as Classification()), not {given!r}")
+        if what == "task":
+            _check_task(given)
         return dict.fromkeys(self.stages, given)
 
     def _check(self, run: Run) -> None:
@@ -129,7 +134,7 @@ class Study:
         quiet: bool = False,
     ) -> dict[str, Passes]:
         """A copy of the model on a device, its layers found and checked; one `Passes` per stage."""
-        model = copy.deepcopy(self.model).to(device=device, dtype=dtype).eval()
+        model = copied(self.model).to(device=device, dtype=dtype).eval()
         for parameter in model.parameters():
             parameter.grad = None
         load_weights(model, run.final.weights(), run.final.step)
@@ -137,8 +142,10 @@ class Study:
         count = min(PROBED, len(self.data[last]))
         examples = [place(self.data[last].take(range(k)), device, dtype) for k in (count, 1)]
         tracked = find(model, self.tasks[last], examples[0], examples[1], self.layers)
-        if not quiet:
+        if not quiet and not self._told:
+            self._told = True
             report(tracked)
+        self.probe = self._probed(model, self.tasks[last], examples[0])
         made = {}
         for stage in self.stages:
             made[stage] = Passes(
@@ -152,6 +159,18 @@ class Study:
             )
             made[stage].clock = made[self.stages[0]].clock
         return made
+
+    @staticmethod
+    def _probed(model: nn.Module, task: Task, batch: Any) -> dict[str, list[str]]:
+        """What the task makes of a few examples, in few digits: a changed forward or loss shows."""
+        with torch.no_grad():
+            outputs = task.outputs(model, batch)
+            found = {
+                "outputs": outputs.reshape(len(outputs), -1).double().norm(dim=1),
+                "losses": task.losses(outputs, batch),
+                "measurements": task.measurements(outputs, batch),
+            }
+        return {name: [f"{float(x):.3e}" for x in values] for name, values in found.items()}
 
     def query(self, query: Any) -> Batches:
         """The query set as batches, after a look at whether it is built like the training data."""
@@ -177,7 +196,9 @@ class Study:
         return {
             "data": self.data[stage].fingerprint(),
             "used": hashlib.sha256(self.used(run, stage).tobytes()).hexdigest(),
-            "task": f"{type(task).__module__}.{type(task).__qualname__} {task!r}",
+            "task": f"{type(task).__module__}.{type(task).__qualname__}",
+            "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
+            "probe": [self.probe["outputs"], self.probe["losses"]],
             "model": hashlib.sha256(repr(self.model).encode()).hexdigest(),
             "layers": [block.name for block in tracked.blocks],
         }
@@ -197,6 +218,22 @@ class Study:
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
         name = type(self.model).__name__
         return f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
+
+
+def _check_task(given: Any) -> None:
+    if not isinstance(given, Task):
+        raise TypeError(f"task must be a whence.Task (such as Classification()), not {given!r}")
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy; activations and the like that the model keeps hold of come without history."""
+    kept = {
+        id(value): value.detach()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, kept)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -141,7 +141,7 @@ class Task:
         factor = self.output_factor(outputs, batch)
         normal = torch.special.ndtri(draw(uniform, factor[:, 0])).to(factor.dtype)
         directions = torch.einsum("nck,nk->nc", factor, normal)
-        losses: Tensor = (outputs.flatten(1) * directions).sum(1)
+        losses: Tensor = (outputs.reshape(len(outputs), -1) * directions).sum(1)
         return losses
 
     def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -160,10 +160,10 @@ class Task:
             if not slope.requires_grad:  # a loss that is linear in the outputs has no curvature
                 return point.new_zeros(len(point), count, 1)
             rows = [
-                torch.autograd.grad(slope.flatten(1)[:, j].sum(), point, retain_graph=True)[0]
-                for j in range(count)
+                torch.autograd.grad(column.sum(), point, retain_graph=True)[0]
+                for column in slope.reshape(len(point), -1).unbind(1)
             ]
-        hessian = torch.stack([row.flatten(1) for row in rows], 1).double()
+        hessian = torch.stack([row.reshape(len(point), -1) for row in rows], 1).double()
         values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
         factor: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
         return factor.to(outputs.dtype)

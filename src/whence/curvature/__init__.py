@@ -1,7 +1,7 @@
 """Curvature of the training objective: covariances, eigenbases, eigenvalues, their functions."""
 
 from whence.curvature import cost
-from whence.curvature.fit import FISHERS, KINDS, BlockCurvature, Curvature, Fitter
+from whence.curvature.fit import FISHERS, KINDS, BlockCurvature, Curvature, Fitter, check_choices
 from whence.curvature.functions import inverse, response, survival
 from whence.curvature.products import Basis, Readout
 from whence.curvature.store import Store, key_of
@@ -15,6 +15,7 @@ __all__ = [
     "Fitter",
     "Readout",
     "Store",
+    "check_choices",
     "cost",
     "inverse",
     "key_of",

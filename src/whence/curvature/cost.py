@@ -7,6 +7,7 @@ before long work.
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
@@ -79,6 +80,7 @@ def pass_operations(tracked: Tracked, queries: int = 0) -> dict[str, float]:
     return work
 
 
+@cache
 def rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measured operations per second of a matrix product, in a few hundredths of a second."""
     d = 1024 if device.type == "cpu" else 8192

@@ -29,6 +29,14 @@ KINDS = ("ekfac", "kfac", "diagonal", "identity")
 FISHERS = ("sampled", "exact", "empirical")
 
 
+def check_choices(curvature: str, fisher: str) -> None:
+    """Refuse a kind of curvature or of Fisher matrix that does not exist."""
+    for name, value, options in (("curvature", curvature, KINDS), ("fisher", fisher, FISHERS)):
+        if value not in options:
+            known = ", ".join(map(repr, options))
+            raise ValueError(f"{name}={value!r} is not known: use one of {known}")
+
+
 class Weights(Protocol):
     """What fitting needs of a checkpoint."""
 
@@ -72,14 +80,7 @@ class Fitter:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value, options in (
-            ("curvature", self.kind, KINDS),
-            ("fisher", self.fisher, FISHERS),
-        ):
-            if value not in options:
-                raise ValueError(
-                    f"{name}={value!r} is not known: use one of {', '.join(map(repr, options))}"
-                )
+        check_choices(self.kind, self.fisher)
         self.settings.update(
             identity=dict(self.identity),
             fisher=self.fisher,
@@ -180,7 +181,7 @@ class Fitter:
             for b in self._blocks:
                 (s_values, s_vectors) = torch.linalg.eigh(means.pop(f"{b.name}/S"))
                 (a_values, a_vectors) = torch.linalg.eigh(means.pop(f"{b.name}/A"))
-                bases[b.name] = Basis(s_vectors, a_vectors)
+                bases[b.name] = Basis(s_vectors.contiguous(), a_vectors.contiguous())
                 kronecker[b.name] = torch.outer(s_values.clamp_min(0), a_values.clamp_min(0))
         return bases, kronecker
 
@@ -242,9 +243,8 @@ class Fitter:
                 start, batch_size = left[1]["next"], left[1]["batch_size"]
                 totals = {name: value.to(self.passes.device) for name, value in left[0].items()}
             self.passes.load(checkpoint.weights(), checkpoint.step)
-            blocks = [
-                self.indices[b] for b in cut(len(self.indices), batch_size)[start // batch_size :]
-            ]
+            left_over = cut(len(self.indices), batch_size)[-(-start // batch_size) :]
+            blocks = [self.indices[b] for b in left_over]
             label = f"{work}, step {checkpoint.step}"
             for sweep in self.passes.sweeps(self.data, blocks, self._signal, label):
                 update(totals, sweep)

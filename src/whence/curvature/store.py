@@ -50,7 +50,7 @@ class Store:
         if self.folder is None:
             self._memory[key] = kept
             return
-        self._write(self._path(key), kept, {"settings": json.dumps(settings, default=str)})
+        self._write(self._path(key), kept, {"settings": settings})
         self._snapshot(key).unlink(missing_ok=True)
 
     def drop(self, key: str) -> None:
@@ -61,7 +61,7 @@ class Store:
     def snapshot(self, key: str) -> tuple[dict[str, Tensor], dict[str, int]] | None:
         """What a killed pass left: its totals, and where it was."""
         found = None if self.folder is None else self._read(self._snapshot(key))
-        return None if found is None else (found[0], json.loads(found[1]["position"]))
+        return None if found is None else (found[0], found[1]["position"])
 
     def offer_snapshot(
         self, key: str, tensors: Mapping[str, Tensor], position: dict[str, int]
@@ -71,7 +71,7 @@ class Store:
             return
         start = time.monotonic()
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        self._write(self._snapshot(key), kept, {"position": json.dumps(position)})
+        self._write(self._snapshot(key), kept, {"position": position})
         self._saved_at = time.monotonic()
         self._interval = max(SNAPSHOT_SECONDS, 30 * (self._saved_at - start))  # ≤ 3 % of the time
 
@@ -83,23 +83,34 @@ class Store:
         return self._path(key + ".partial")
 
     @staticmethod
-    def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if not path.exists():
             return None
         try:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                about = json.loads((file.metadata() or {}).get("about", "{}"))
         except SafetensorError as error:
-            raise OSError(
-                f"{path} is damaged ({error}): delete it, and it is fitted again"
-            ) from error
+            raise OSError(f"{path} is damaged ({error}): delete it to fit it again") from error
+        if about.get("sha256") != _digest(tensors):
+            raise OSError(f"{path} is damaged (checksum): delete it to fit it again")
+        return tensors, about
 
     @staticmethod
-    def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        save_file(tensors, temporary, metadata)
+        temporary = path.with_name(path.name + ".tmp")
+        text = json.dumps(about | {"sha256": _digest(tensors)}, default=str)
+        save_file(tensors, temporary, {"about": text})  # one entry: its order never varies
         os.replace(temporary, path)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def zeros(

@@ -19,6 +19,8 @@ from whence.layers.capture import Pair, Site, Tape
 from whence.layers.tracked import Tracked
 from whence.task import Task, Uniform
 
+NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
+
 
 @dataclass(frozen=True)
 class Signal:
@@ -113,12 +115,20 @@ class Passes:
                 directions = [(outputs, column.reshape(outputs.shape)) for column in columns]
             else:
                 directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
+        for site in self.tracked.sites:
+            problem = tape.problem(site, len(indices))
+            if problem:
+                raise ValueError(
+                    f"layer {site.name}: {problem}. Leave it out with Study(layers=...)"
+                )
+        seen = [output for output, _ in directions[:1]]
+        seen += [call.x for calls in tape.calls.values() for call in calls]
         mask = self.task.mask(batch)
         for k, (output, gradient) in enumerate(directions, 1):
             last = k == len(directions)
             found = tape.backward(output, gradient, mask, keep=not last)
             culprit = partial(self._culprit, data, indices, batch, signal)
-            yield Sweep(indices, k == 1, last, self._checked(found, output, culprit))
+            yield Sweep(indices, k == 1, last, self._checked(found, seen, culprit))
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":
@@ -137,10 +147,10 @@ class Passes:
 
     @staticmethod
     def _checked(
-        found: Iterator[tuple[Site, list[Pair]]], output: Tensor, culprit: Callable[[], str]
+        found: Iterator[tuple[Site, list[Pair]]], seen: list[Tensor], culprit: Callable[[], str]
     ) -> Iterator[tuple[Site, list[Pair]]]:
         """The pairs as they come, and then an error if any of them was not finite."""
-        sums = [output.detach().sum()]
+        sums = [x.detach().sum() for x in seen]
         for site, pairs in found:
             sums += [pair.s.sum() for pair in pairs]
             yield site, pairs
@@ -153,7 +163,8 @@ class Passes:
         plain = Signal("loss") if signal.name == "exact" else signal
         with torch.enable_grad(), Tape(self.model, self.tracked.sites) as tape:
             outputs = self.task.outputs(self.model, batch)
-            total = self._values(outputs, batch, indices, plain).sum()
+            values = self._values(outputs, batch, indices, plain)
+            total = values.sum()
         for site in self.tracked.sites:
             for call in tape.calls[site.name]:
                 bad = ~call.x.flatten(1).isfinite().all(1)
@@ -166,8 +177,7 @@ class Passes:
                 if bad.any():
                     what = f"the gradient at layer {site.name}"
                     return self._said(data, indices, bad, what, where)
-        bad = ~outputs.flatten(1).isfinite().all(1)
-        return self._said(data, indices, bad, "the output", where)
+        return self._said(data, indices, ~values.isfinite(), f"the {NAMES[plain.name]}", where)
 
     @staticmethod
     def _said(data: Batches, indices: np.ndarray, bad: Tensor, what: str, where: str) -> str:
@@ -181,8 +191,9 @@ class Passes:
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> None:
     """Load a checkpoint strictly, saying in plain words what does not fit."""
-    own = model.state_dict()
-    missing = sorted(own.keys() - weights.keys())
+    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    held = {own[k].data_ptr() for k in own.keys() & weights.keys()}  # a tied name may be left out
+    missing = sorted(k for k in own.keys() - weights.keys() if own[k].data_ptr() not in held)
     unknown = sorted(weights.keys() - own.keys())
     shapes = [
         f"{k} is {tuple(weights[k].shape)} in the checkpoint and {tuple(own[k].shape)} in the model"
@@ -199,5 +210,19 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
             + ". Give Study the model that was trained, or the run that trained it"
         )
     with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(weights[name])
+        for name in own.keys() & weights.keys():
+            own[name].copy_(weights[name])
+
+
+@contextmanager
+def convolutions_as_products() -> Iterator[None]:
+    """Convolutions in the precision the user chose for matrix products.
+
+    Left alone, a GPU convolves float32 in TF32 even where products are asked for in full float32.
+    """
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

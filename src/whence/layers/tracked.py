@@ -8,7 +8,7 @@ either handled exactly or left out by name; nothing is captured wrongly in silen
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.data import batch_length
 from whence.layers.capture import Block, Site, Tape, gradients_of
 from whence.layers.kind import kind_of
 from whence.task import Task
@@ -74,10 +75,16 @@ def find(
     """
     reasons: dict[str, str] = {}
     sites = _candidates(model, patterns, reasons)
-    with torch.enable_grad(), Tape(model, sites, strict=False) as tape:
+    with torch.enable_grad(), Tape(model, sites) as tape:
         outputs = task.outputs(model, batch)
         losses = task.losses(outputs, batch)
-    n = len(losses)
+    n = batch_length(batch)
+    for what, values in (("losses", losses), ("measurements", task.measurements(outputs, batch))):
+        if values.shape != (n,):
+            raise ValueError(
+                f"{type(task).__name__}.{what} must return one number per example, shape ({n},); "
+                f"for {n} examples it returned shape {tuple(values.shape)}"
+            )
     kept = []
     for site in sites:
         problem = tape.problem(site, n)
@@ -150,64 +157,64 @@ def _candidates(
         )
         site.modules.append(module)
     if unmatched:
-        tracked = ", ".join(site.name for site in sites.values()) or "none"
-        raise ValueError(
-            f"layers={sorted(unmatched)} match no layer (trackable and chosen: {tracked})"
-        )
+        known = ", ".join(path or "(model)" for path, m in model.named_modules() if kind_of(m))
+        raise ValueError(f"layers={sorted(unmatched)} match no layer: the model has {known}")
     return list(sites.values())
 
 
 def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -> None:
-    with torch.no_grad():
-        alone = task.losses(task.outputs(model, single), single)
-    if losses.shape != (len(losses),) or alone.shape != (1,):
-        raise ValueError(
-            f"{type(task).__name__}.losses must return one number per example, shape (n,); "
-            f"for one example it returned shape {tuple(alone.shape)}"
-        )
+    """An example alone must have the loss that it has among others."""
+    mixed = (
+        "attribution needs examples that do not mix (batch norm without running statistics? a "
+        "collate function that changes examples? random augmentation?)"
+    )
+    try:
+        with torch.no_grad():
+            (alone,) = task.losses(task.outputs(model, single), single)
+    except ValueError as error:
+        raise ValueError(f"the model cannot take one example alone ({error}): {mixed}") from error
     together = losses[0].detach()
-    if bool((alone[0] - together).abs() > 1e-3 * (1 + together.abs())):
+    if bool((alone - together).abs() > 1e-3 * (1 + together.abs())):
         raise ValueError(
-            f"the loss of an example depends on the rest of its batch ({float(alone[0]):.6g} "
-            f"alone, {float(together):.6g} in it): attribution needs examples that do not mix "
-            "(batch norm without running statistics? a collate function that changes examples?)"
+            f"the loss of an example depends on the rest of its batch ({float(alone):.6g} alone, "
+            f"{float(together):.6g} in it): {mixed}"
         )
 
 
 def _verified(
     model: nn.Module, task: Task, batch: Any, sites: list[Site], reasons: dict[str, str]
 ) -> tuple[list[Site], dict[str, int]]:
-    """Sites whose captured gradient equals autograd's, and each block's positions.
+    """Sites whose captured gradients equal autograd's, example by example; each block's positions.
 
-    Sites whose input is overwritten after they read it are told to keep a copy.
+    What is differentiated is a random combination of the outputs: losses that are nearly zero
+    would prove nothing.
     """
-    while sites:
-        with torch.enable_grad(), Tape(model, sites) as tape:
-            for parameter in (p for site in sites for p in _parameters(site)):
-                parameter.requires_grad_(True)
-            losses = task.losses(task.outputs(model, batch), batch)
-        overwritten = [site for site in sites if tape.overwritten(site)]
-        if not overwritten:
-            break
-        for site in overwritten:
-            site.copy_input = True
     if not sites:
         return [], {}
     weights = [p for site in sites for p in _parameters(site)]
-    total = losses.sum()
-    truth = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
-    expected = dict(zip(map(id, weights), truth, strict=True))
-    tolerance = 1e-2 if total.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    with torch.enable_grad(), Tape(model, sites) as tape:
+        for parameter in weights:
+            parameter.requires_grad_(True)
+        outputs = task.outputs(model, batch)
+        mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
+        totals = (outputs * mixture.to(outputs)).reshape(len(outputs), -1).sum(1)
+        singles = totals.unbind()
+    truths = []
+    for total in singles:
+        found = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
+        truths.append(dict(zip(map(id, weights), found, strict=True)))
+    tolerance = 3e-2 if totals.dtype in (torch.bfloat16, torch.float16) else 1e-3
     kept, positions = [], {}
-    for site, pairs in tape.backward(total):
-        want = _expected_matrices(site, lambda p: expected[id(p)])
-        got = [g.sum(0) for g in gradients_of(pairs)]
-        error = max(
-            float((g - w).norm() - tolerance * w.norm()) for g, w in zip(got, want, strict=True)
+    for site, pairs in tape.backward(totals, torch.ones_like(totals)):
+        captured = gradients_of(pairs)
+        wrong = any(
+            bool((g[k] - w).norm() > tolerance * w.norm())
+            for k, truth in enumerate(truths)
+            for g, w in zip(captured, _expected_matrices(site, truth), strict=True)
         )
-        if error > 1e-6:
+        if wrong:
             reason = (
-                "its gradient is not the sum of its calls' (is its weight used outside the module?)"
+                "its gradient is not that of its calls (is its weight used outside the module?)"
             )
             reasons.update(dict.fromkeys(site.parameter_names(), reason))
         else:
@@ -221,13 +228,12 @@ def _parameters(site: Site) -> list[nn.Parameter]:
     return [module.weight] + ([module.bias] if site.bias else [])
 
 
-def _expected_matrices(
-    site: Site, gradient: Callable[[nn.Parameter], Tensor | None]
-) -> list[Tensor]:
+def _expected_matrices(site: Site, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
+    """Autograd's gradient of a site as its blocks' matrices."""
     module: Any = site.modules[0]
 
     def of(parameter: nn.Parameter) -> Tensor:
-        found = gradient(parameter)
+        found = gradients[id(parameter)]
         return torch.zeros_like(parameter) if found is None else found
 
     matrices = site.kind.matrices(module, of(module.weight))

@@ -72,6 +72,7 @@ class Bench:
     batch_size: int
     memory: int
     diagnostics: dict[str, Any] = field(default_factory=dict)
+    account: dict[str, Any] = field(default_factory=dict)  # what is added up block by block
 
     @property
     def any(self) -> Passes:
@@ -80,6 +81,20 @@ class Bench:
     @property
     def blocks(self) -> dict[str, Block]:
         return {block.name: block for block in self.any.tracked.blocks}
+
+    def rates(self, rate: Callable[[str], float]) -> dict[str, float]:
+        """A learning rate of every block; its weight and bias must agree on it."""
+        found = {}
+        for site in self.any.tracked.sites:
+            both = {name: rate(name) for name in site.parameter_names()}
+            if len(set(both.values())) > 1:
+                said = ", ".join(f"{name} {value:.3g}" for name, value in both.items())
+                raise ValueError(
+                    f"layer {site.name} has its weight and bias in groups with different rates "
+                    f"({said}): no single η̄ fits it. Leave it out with Study(layers=...)"
+                )
+            found.update(dict.fromkeys((b.name for b in site.blocks), both[site.weight]))
+        return found
 
     def fitter(self, stage: str, **settings: Any) -> Fitter:
         """Fits curvature on the data of a stage."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from whence.curvature import cost, key_of
 from whence.data import Batches
+from whence.layers.passes import convolutions_as_products
 from whence.methods.bench import Bench, Readouts, Term, allowance
 from whence.methods.scoring import Scoring
 from whence.run import Run
@@ -103,7 +103,9 @@ class GradientMethod(ABC):
                     study, run, query, device, dtype, batch_size, memory, progress, workers
                 )
                 place = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
-                yield self._attribute_one(bench, place, top, by_segment)
+                with torch.no_grad(), convolutions_as_products():
+                    scores = self._attribute_one(bench, place, top, by_segment)
+                yield scores
 
         if len(study.runs) == 1:
             return next(each())
@@ -126,21 +128,22 @@ class GradientMethod(ABC):
     ) -> Bench:
         if self.stage is not None and self.stage not in study.stages:
             raise ValueError(f"stage={self.stage!r} is not in the run: it has {study.stages}")
-        where = (
-            torch.device(device) if device is not None else next(study.model.parameters()).device
-        )
-        data = None if query is None else study.query(query)
+        own = next(study.model.parameters(), torch.zeros(()))
+        where = own.device if device is None else torch.device(device)
+        for data in study.data.values():
+            data.refresh()
+        queries = None if query is None else study.query(query)
         passes = study.passes(run, device=where, dtype=dtype, workers=workers, progress=progress)
         allowed = allowance(memory, where)
         if batch_size is None:
             numbers = cost.per_example_numbers(passes[study.stages[-1]].tracked) * dtype.itemsize
-            cap, share = (512, 2**28) if where.type == "cpu" else (4096, 2**33)
-            batch_size = int(min(cap, max(1, min(share, allowed // 4) // numbers)))
+            cap, share = (512, 2**28) if where.type == "cpu" else (4096, allowed // 2)
+            batch_size = int(min(cap, max(1, min(share, allowed // 2) // numbers)))
             batch_size = 1 << (batch_size.bit_length() - 1)
         elif batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         stages = study.stages if self.stage is None else [self.stage]
-        return Bench(study, run, data, stages, passes, batch_size, allowed)
+        return Bench(study, run, queries, stages, passes, batch_size, allowed)
 
     def _attribute_one(
         self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
@@ -157,16 +160,17 @@ class GradientMethod(ABC):
         )
         if writer.already is not None:
             return writer.already
+        bench.account = writer.account
         self._announce(bench)
         prepared = self.prepare(bench, terms)
         vectors = partial(self.vectors, bench, prepared)
         scoring = Scoring(bench, terms, vectors, writer, by_segment)
-        with bench.any.clock("scores"), torch.no_grad():
+        with bench.any.clock("scores"):
             if bench.query is None:
                 scoring.selves()
             else:
                 scoring.queries(bench.query)
-        return writer.finish(**self._metadata(bench, scoring.magnitudes))
+        return writer.finish(**self._metadata(bench))
 
     def _key(self, bench: Bench) -> str:
         tracked = bench.any.tracked
@@ -178,6 +182,8 @@ class GradientMethod(ABC):
                     s: bench.study.identity(bench.run, s, tracked) for s in bench.study.stages
                 },
                 "query": None if bench.query is None else bench.query.fingerprint(),
+                "tasks": [repr(task) for task in bench.study.tasks.values()],
+                "measured": bench.study.probe["measurements"],
                 "dtype": str(bench.any.dtype),
             }
         )
@@ -200,12 +206,14 @@ class GradientMethod(ABC):
                 f"about {_duration(seconds)} and {held / 2**30:.1f} GiB"
             )
 
-    def _metadata(self, bench: Bench, magnitudes: NDArray[np.float64]) -> dict[str, Any]:
+    def _metadata(self, bench: Bench) -> dict[str, Any]:
         study, tracked = bench.study, bench.any.tracked
         task = study.tasks[study.stages[-1]]
-        shares = magnitudes / (magnitudes.sum() or 1.0)
-        for segment, share in zip(bench.diagnostics.get("segments", []), shares, strict=False):
-            segment["share_of_score"] = float(share)
+        sizes = bench.account["magnitudes"]  # Σ |contribution| of each term
+        for k, segment in enumerate(bench.diagnostics.get("segments", [])):
+            segment["share_of_score"] = sizes[k] / (sum(sizes) or 1.0)
+            if str(k) in bench.account.get("survival", {}):
+                segment["survival"] = bench.account["survival"][str(k)]
         clock = bench.any.clock
         bench.diagnostics |= {
             "seconds": clock.seconds,

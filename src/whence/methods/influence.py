@@ -7,11 +7,12 @@ The sign is that of f(with m) - f(without m).
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from whence.curvature import Curvature, inverse
+from whence.curvature import Curvature, check_choices, inverse
 from whence.data import Batches
 from whence.methods.bench import Bench, Readouts, Term
 from whence.methods.gradient import GradientMethod
@@ -35,7 +36,8 @@ class Influence(GradientMethod):
         stage: str | None = None,
         seed: int = 0,
     ) -> None:
-        if damping != "source" and not (isinstance(damping, (int, float)) and damping >= 0):
+        check_choices(curvature, fisher)
+        if damping != "source" and not (isinstance(damping, Real) and damping >= 0):
             raise ValueError(
                 f"damping={damping!r} must be zero or positive, or 'source' for λ = 1/(η̄K)"
             )
@@ -59,6 +61,14 @@ class Influence(GradientMethod):
             damping = {name: 1 / d if d else float("inf") for name, d in durations.items()}
         else:
             damping = dict.fromkeys(bench.blocks, float(self.damping))
+        trained = bench.rates(bench.run.peak_rate)
+        if not any(trained.values()):
+            raise ValueError(
+                "the run's learning rates are 0 for every tracked layer: nothing was trained, so "
+                "nothing can be attributed. Give the rates that were really applied"
+            )
+        # a frozen layer does not respond to the data: infinitely damped
+        damping = {name: λ if trained[name] else float("inf") for name, λ in damping.items()}
         bench.diagnostics["damping"] = {
             "least": min(damping.values()),
             "most": max(damping.values()),

@@ -9,7 +9,7 @@ in chunks. A chunk is written when all its checkpoints are added up, so what is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -47,10 +47,6 @@ class Scoring:
     vectors: VectorsOf
     writer: ScoreWriter
     by_segment: bool
-    magnitudes: NDArray[np.float64] = field(init=False)  # Σ |contribution| of each term
-
-    def __post_init__(self) -> None:
-        self.magnitudes = np.zeros(len(self.terms))
 
     def queries(self, query: Batches) -> None:
         """Every query against every example."""
@@ -111,9 +107,14 @@ class Scoring:
         return totals
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
-        parts = contributions.cpu().numpy()
-        self.magnitudes += np.abs(parts).reshape(len(parts), -1).sum(1, dtype=np.float64)
-        self.writer.write(rows, chunk.place, parts.sum(0), parts if self.by_segment else None)
+        sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
+        before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
+        self.writer.account["magnitudes"] = [
+            x + y for x, y in zip(before, sizes.tolist(), strict=True)
+        ]
+        values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
+        parts = contributions.cpu().numpy() if self.by_segment else None
+        self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
 
     def _at_once(self) -> int:
         """How many queries' vectors fit: one for each term, and two on the way."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import Curvature, response, survival
+from whence.curvature import Curvature, check_choices, response, survival
 from whence.data import Batches
 from whence.methods.bench import Bench, Readouts, Term
 from whence.methods.gradient import GradientMethod
@@ -77,8 +78,9 @@ class Source(GradientMethod):
             seed,
         )
         self.weight_decay = weight_decay
-        if damping is not None and not damping >= 0:
-            raise ValueError(f"damping={damping} must be zero or positive")
+        check_choices(curvature, fisher)
+        if damping is not None and not (isinstance(damping, Real) and damping >= 0):
+            raise ValueError(f"damping={damping!r} must be zero or positive")
         if weight_decay not in ("ignore", "curvature"):
             raise ValueError(f"weight_decay={weight_decay!r}: use 'ignore' or 'curvature'")
 
@@ -131,7 +133,7 @@ class Source(GradientMethod):
             if k > 0:
                 before = v.squared_norm()
                 v = v.apply(H, lambda name, σ: survival(σ + λ[name], ηK[name]), last=True)  # noqa: B023
-                self._note_survival(bench, k, v.squared_norm() / before.clamp_min(1e-300))
+                self._note_survival(bench, k, v.squared_norm() / before)
         return readouts
 
     def _shifts(self, bench: Bench, segment: Segment) -> dict[str, float]:
@@ -151,9 +153,12 @@ class Source(GradientMethod):
 
     @staticmethod
     def _note_survival(bench: Bench, k: int, kept: Tensor) -> None:
-        share = float(kept.median())
-        segment = bench.diagnostics["segments"][k]
-        if "survival" not in segment and share < FORGOTTEN:
+        noted = bench.account.setdefault("survival", {})
+        if str(k) in noted:
+            return
+        share = noted[str(k)] = float(kept.nanmedian().nan_to_num(1.0))  # 0/0: a flat query
+        if share < FORGOTTEN:
+            segment = bench.diagnostics["segments"][k]
             warnings.warn(
                 f"segment {k + 1} (updates {segment['start']}..{segment['end']}) is saturated: "
                 f"only {share:.1e} of what was learned before survives it, so earlier segments "
@@ -161,21 +166,11 @@ class Source(GradientMethod):
                 "training (mean or sum over tokens) and that the learning rates are right",
                 stacklevel=2,
             )
-        segment.setdefault("survival", share)
 
 
 def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
     """η̄K of every block in a segment, from the parameter group its weight and bias are in."""
-    durations = {}
-    for site in bench.any.tracked.sites:
-        rates = {name: segment.rate(name) for name in site.parameter_names()}
-        if len(set(rates.values())) > 1:
-            said = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
-            raise ValueError(
-                f"layer {site.name} has its weight and bias in groups with different rates "
-                f"({said}): no single η̄ fits it. Leave it out with Study(layers=...)"
-            )
-        durations.update({b.name: rates[site.weight] * segment.steps for b in site.blocks})
+    durations = {name: rate * segment.steps for name, rate in bench.rates(segment.rate).items()}
     if not any(durations.values()):
         warnings.warn(
             f"updates {segment.start}..{segment.end} are inert: every tracked layer's rate is 0",

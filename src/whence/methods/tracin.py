@@ -8,6 +8,7 @@ m).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,6 @@ class TracIn(GradientMethod):
         for term in prepared:
             (checkpoint,) = term.checkpoints
             v = bench.own_gradients(data, stage, indices, checkpoint)
-            η = {
-                name: bench.run.rate_at(checkpoint, b.parameter) for name, b in bench.blocks.items()
-            }
+            η = bench.rates(partial(bench.run.rate_at, checkpoint))
             readouts.append({name: readout.scaled(-η[name]) for name, readout in v.items()})
         return readouts

@@ -1,4 +1,4 @@
-"""A Recorder for trainers, whose callbacks are told of a beginning and an end and know no `with`."""
+"""A Recorder for trainers, whose callbacks hear of a beginning and an end and know no `with`."""
 
 from __future__ import annotations
 

@@ -55,6 +55,11 @@ def model_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return untie({plain[name]: tensor for name, tensor in state.items()})
 
 
+def weights_sha256(model: nn.Module) -> str:
+    """The SHA-256 of the file that a checkpoint of the model, as it is now, would be."""
+    return hashlib.sha256(serialize(model_weights(model)[0])).hexdigest()
+
+
 def serialize(tensors: Mapping[str, Tensor]) -> bytes:
     """A safetensors file: the same tensors give the same bytes, whatever their order or device."""
     own: dict[str, Tensor] = {}

@@ -155,7 +155,8 @@ def from_huggingface(
     shifted = _version(folders[total]) < LOGS_THIS_UPDATE
     # A checkpoint is saved when the scheduler has set the rate of the next update.
     known = {step + 1: one.rates("lr")[0] for step, one in saved.items()}
-    rates = _rates(known | _logged(state, state_path, shifted), total, state_path)
+    highest = max((one.rates("initial_lr")[0] for one in saved.values()), default=0.0)
+    rates = _rates(known | _logged(state, state_path, shifted), highest, total, state_path)
     planned = state.get("max_steps") or total
     _check_spacing(steps, int(state.get("save_steps") or 0))
     if planned > total:
@@ -217,8 +218,7 @@ def _optimizers(folders: Mapping[int, Path], model: nn.Module) -> dict[int, Save
         every = len(missing) == len(paths)
         warnings.warn(
             f"no optimizer.pt at {missing}: no second moments there, which SOURCE needs for Adam "
-            "and its kin"
-            + every * ". The optimizer is taken to be AdamW, the Trainer's default",
+            "and its kin" + every * ". The optimizer is taken to be AdamW, the Trainer's default",
             stacklevel=3,
         )
     saved = {
@@ -262,8 +262,11 @@ def _logged(state: Mapping[str, Any], path: Path, shifted: bool) -> dict[int, fl
     return rates
 
 
-def _rates(known: Mapping[int, float], total: int, path: Path) -> NDArray[np.float64]:
-    """The rate of every update (T,), interpolated where it is not known."""
+def _rates(
+    known: Mapping[int, float], highest: float, total: int, path: Path
+) -> NDArray[np.float64]:
+    """The rate of every update (T,), interpolated where it is not known. `highest` is the one that
+    the scheduler varies."""
     updates = np.arange(1, total + 1)
     missing = total - sum(step in known for step in updates.tolist())
     if missing == total:
@@ -281,7 +284,7 @@ def _rates(known: Mapping[int, float], total: int, path: Path) -> NDArray[np.flo
     rates = np.interp(updates, steps, values)
     if len(steps) > 1:  # before the first one known: on the line through the first two
         slope = (values[1] - values[0]) / (steps[1] - steps[0])
-        line = np.clip(values[0] + slope * (updates - steps[0]), 0, values.max())
+        line = np.clip(values[0] + slope * (updates - steps[0]), 0, max(highest, *values))
         rates = np.where(updates < steps[0], line, rates)
     return np.asarray(rates, np.float64)
 

@@ -79,7 +79,7 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
         planned = trainer.estimated_stepping_batches
         notes: dict[str, Any] = {}
         if trainer.gradient_clip_val:
-            by_value = str(trainer.gradient_clip_algorithm).endswith("value")
+            by_value = trainer.gradient_clip_algorithm == "value"
             notes["clip_value" if by_value else "clip_norm"] = trainer.gradient_clip_val
         averaging = [type(c).__name__ for c in trainer.callbacks if _averages(c)]
         if averaging:

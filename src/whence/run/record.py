@@ -36,6 +36,8 @@ class Record:
         optimizers: {stage: "sgd", "adam", "adamw", "rmsprop" or a class name}.
         columns: {stage: the groups of its optimizer}.
         between: weights after the other updates, when every one was kept.
+        marks: {step: SHA-256 of the weights} of moments from which the training may go on, with
+            weights that somebody else keeps.
         batches: example indices of every update, or None.
         subset: training indices used, or None for all.
         notes: what was declared about the training and is not modelled.
@@ -54,6 +56,7 @@ class Record:
     columns: dict[str, list[int]] = field(default_factory=dict)
     initial: Checkpoint | None = None
     between: list[Checkpoint] = field(default_factory=list)
+    marks: dict[int, str] = field(default_factory=dict)
     batches: list[NDArray[np.int64]] | None = None
     subset: NDArray[np.int64] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
@@ -82,6 +85,7 @@ class Record:
             optimizers={s.name: self.optimizers[s.name] for s in stages},
             columns=columns,
             between=[c for c in self.between if c.step <= step],
+            marks={at: sha256 for at, sha256 in self.marks.items() if at <= step},
             batches=self.batches[:step] if self.batches is not None else None,
             finished=False,
         )
@@ -123,6 +127,7 @@ class Record:
             "initial": _entry(self.initial) if self.initial else None,
             "checkpoints": [_entry(c) for c in self.checkpoints],
             "between": [_entry(c) for c in self.between],
+            "marks": self.marks,
             "subset": self.subset.tolist() if self.subset is not None else None,
         }
         replace_file(folder / "run.json", json.dumps(content, indent=1).encode())
@@ -183,6 +188,7 @@ class Record:
             columns={s["name"]: s["groups"] for s in stages},
             initial=_checkpoint(folder, content["initial"]) if content["initial"] else None,
             between=[_checkpoint(folder, entry) for entry in content["between"]],
+            marks={int(at): sha256 for at, sha256 in content.get("marks", {}).items()},
             batches=batches,
             subset=np.array(subset, np.int64) if subset is not None else None,
             notes=content["notes"],

@@ -195,6 +195,12 @@ class Recorder:
                 )
             self._batch = np.asarray(indices, np.int64).reshape(-1).copy()
 
+    def mark(self) -> None:
+        """Say that this very moment is about to be kept elsewhere, by a trainer that saves its own
+        checkpoints: a training that goes on from there, with those weights, is then recorded on."""
+        if self._recording and self._begun and self.updates:
+            self._recording.mark()
+
     def restore(self) -> int:
         """Load the last checkpoint into model and optimizer, and return its step: 0 where there is
         none, or with `overwrite=True`. Call it before the `with`, or first thing inside.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whence.run import optimizers
-from whence.run.checkpoint import RunError, model_weights
+from whence.run.checkpoint import RunError, model_weights, weights_sha256
 from whence.run.record import Record, write_checkpoint
 from whence.run.segments import Stage
 
@@ -129,6 +129,13 @@ class Recording:
         record.checkpoints.append(kept)
         record.between = [c for c in record.between if c.step != step]
         self.write()
+
+    def mark(self) -> None:
+        """Keep the rates up to here, and what the weights are, so that a training which goes on
+        with weights that somebody else keeps is known again."""
+        if not any(c.step == self.updates for c in self.record.checkpoints):
+            self.record.marks[self.updates] = weights_sha256(self.model)
+            self.write()
 
     def write(self) -> None:
         record, groups = self.record, len(self.record.groups)

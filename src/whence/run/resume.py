@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whence.run import optimizers
-from whence.run.checkpoint import RunError, model_weights, plain_names, serialize
+from whence.run.checkpoint import RunError, plain_names, weights_sha256
 from whence.run.record import Record
 
 
@@ -24,8 +23,9 @@ def continued(folder: Path, model: nn.Module) -> Record | None:
     kept = [c for c in [record.initial, *record.checkpoints] if c is not None]
     if not kept:
         return None
-    sha256 = hashlib.sha256(serialize(model_weights(model)[0])).hexdigest()
-    at = max((c.step for c in kept if c.sha256 == sha256), default=None)
+    sha256 = weights_sha256(model)
+    known = [*((c.step, c.sha256) for c in kept), *record.marks.items()]
+    at = max((step for step, held in known if held == sha256), default=None)
     if at is None:
         raise RunError(
             f"{folder} holds a run, and the model's weights are none of its checkpoints: to go on, "

@@ -8,11 +8,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, untie
 from whence.run.record import Record, write_checkpoint
@@ -113,6 +113,22 @@ class Run(Record):
             finished=True,
         )
 
+    @classmethod
+    def from_huggingface(
+        cls,
+        output_dir: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        stage: str = "train",
+        size: int | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A run of the `checkpoint-*` folders a `transformers.Trainer` has left: what they tell,
+        and what not, `whence.run.huggingface.from_huggingface` says."""
+        from whence.run.huggingface import from_huggingface
+
+        return cls(**vars(from_huggingface(output_dir, model, stage=stage, size=size, notes=notes)))
+
     def save(self, path: str | os.PathLike[str]) -> Self:
         """Write the run into a new folder, and return the run that lies there."""
         folder = Path(path)
@@ -175,6 +191,11 @@ class Run(Record):
             )
         row = self.learning_rates[checkpoint.step - 1]
         return float(sum(row[g] for g, names in enumerate(self.groups) if parameter in names))
+
+    def peak_rate(self, parameter: str) -> float:
+        """The highest learning rate a parameter ever had; 0 when it was frozen throughout."""
+        columns = [g for g, names in enumerate(self.groups) if parameter in names]
+        return float(self.learning_rates[:, columns].max(initial=0.0))
 
     def segments(self, spec: int | Sequence[int] | str) -> list[Segment]:
         """Cut the run into segments.

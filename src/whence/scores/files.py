@@ -23,7 +23,7 @@ def make_folder(path: Path) -> None:
 
 def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write beside ``path`` and rename, so that a killed process leaves the old file or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)

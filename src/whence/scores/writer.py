@@ -29,6 +29,9 @@ class ScoreWriter:
     only the strongest entries of each query are held, O(q k), whatever the order of the blocks.
     ``queries=None`` is self-influence.
 
+    ``account`` is a dict of plain values that is kept with the progress: what the caller adds up on
+    the way is there again, as it was for the blocks that are done, when a call goes on.
+
     ``already`` holds the finished Scores when an earlier call with the same key wrote them.
     """
 
@@ -57,6 +60,7 @@ class ScoreWriter:
                 "example and segment, which top is there to avoid; ask for one of the two"
             )
         self.already: Scores | None = None
+        self.account: dict[str, Any] = {}
         self._out = None if out is None else Path(out)
         self._dtype = np.dtype(dtype)
         self._self = queries is None
@@ -214,10 +218,13 @@ class ScoreWriter:
             progress = json.loads(self._progress.read_text())
             calculation, done = progress["calculation"], [tuple(b) for b in progress["done"]]
             state = {name: base64.b64decode(raw) for name, raw in progress["top"].items()}
+            account = dict(progress["account"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{self._progress} cannot be read ({error}): delete the folder {out} to start over"
             ) from error
+        if not done:  # nothing is lost by starting another calculation here
+            return False
         self._same_calculation(out, calculation)
         for name, shape in self._shapes.items():
             file = self._partial(name)
@@ -233,7 +240,7 @@ class ScoreWriter:
         if self._top is not None:
             for name, array in (("values", self._top_values), ("columns", self._top_columns)):
                 array[...] = np.frombuffer(state[name], array.dtype).reshape(array.shape)
-        self._done = done
+        self._done, self.account = done, account
         return True
 
     def _same_calculation(self, out: Path, found: object) -> None:
@@ -264,6 +271,7 @@ class ScoreWriter:
         progress = {
             "calculation": self._calculation,
             "done": self._done,
+            "account": self.account,
             "top": {name: base64.b64encode(a.tobytes()).decode() for name, a in state.items()},
         }
         write_json(self._progress, progress)
