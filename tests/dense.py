@@ -173,6 +173,7 @@ class Moments:
     A: Tensor  # (i, i) = sum over examples, positions of a aᵀ, / n
     S: Tensor  # (o, o) = sum over examples, positions, columns of s sᵀ, / positions
     gradients: Tensor  # (n * c, o * i), already divided by sqrt(n)
+    positions: int  # sum over examples
 
 
 def moments(
@@ -204,8 +205,11 @@ def moments(
             S[name] = S.get(name, 0) + torch.einsum("cto,ctp->op", s, s)
             positions[name] = positions.get(name, 0) + len(a)
     return {
-        name: Moments(A[name], S[name] / positions[name], torch.cat(rows) / count**0.5)
+        name: Moments(
+            A[name], S[name] / positions[name], torch.cat(rows) / count**0.5, positions[name]
+        )
         for name, rows in gradients.items()
+        if name in A  # a layer that is never called has no curvature
     }
 
 

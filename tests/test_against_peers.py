@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import whence
-from whence.curvature import Fitter
+from whence.curvature import Fitter, Part
 
 kronfluence = pytest.importorskip("kronfluence")
 curvlinops = pytest.importorskip("curvlinops")
@@ -51,15 +51,9 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
     (passes,) = study.passes(
         run, device=torch.device("cpu"), dtype=torch.float64, quiet=True
     ).values()
-    fitter = Fitter(
-        passes,
-        study.data["train"],
-        study.used(run, "train"),
-        study.store(run),
-        study.identity(run, "train", passes.tracked),
-        batch_size=5,
-        fisher=fisher,
-    )
+    identity = study.identity(run, "train", passes.tracked)
+    part = Part(passes, study.data["train"], study.used(run, "train"), identity)
+    fitter = Fitter([part], study.store(run), batch_size=5, fisher=fisher)
     covariances, fitted = fitter.covariances(run.final), fitter.fit([run.final])
     found = {}
     for site in passes.tracked.sites:

@@ -1,6 +1,6 @@
 """whence: where in its training data does a model's behaviour come from?"""
 
-from whence.methods import Influence, Source, TracIn
+from whence.methods import FastSource, Influence, Source, TracIn
 from whence.run import Recorder, Run
 from whence.scores import Scores
 from whence.study import Study
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Classification",
+    "FastSource",
     "Influence",
     "LanguageModeling",
     "Recorder",

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from whence.curvature.cost import table
 from whence.curvature.store import Store
 from whence.data import Batches, Collate, place, structure
-from whence.layers.passes import Passes, load_weights
+from whence.layers.passes import Clock, Loaded, Passes
 from whence.layers.tracked import Tracked, find, report
-from whence.run import Run
+from whence.run import Run, RunError
 from whence.task import Task
 
 Runs = Run | str | os.PathLike[str]
@@ -30,8 +30,8 @@ class Study:
     """What an attribution method is given.
 
     Args:
-        model: the trained architecture. It is copied, never changed; its current weights do not
-            matter, the run's checkpoints do.
+        model: the trained architecture, or `{stage: model}` where it changed (another head). It is
+            copied, never changed; its current weights do not matter, the run's checkpoints do.
         task: what training minimised and what is measured; one for all stages, or `{stage: Task}`.
         train: the training data, map-style; `{stage: dataset}` for a run of several stages. Without
             augmentation.
@@ -44,7 +44,7 @@ class Study:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, nn.Module],
         task: Task | Mapping[str, Task],
         train: Any,
         runs: Runs | Sequence[Runs],
@@ -53,9 +53,6 @@ class Study:
         cache: str | os.PathLike[str] | None = None,
         layers: Sequence[str] | str | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        self.model = unwrapped(model)
         several = isinstance(runs, Sequence) and not isinstance(runs, (str, os.PathLike))
         listed: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
         self.runs = [run if isinstance(run, Run) else Run.open(run) for run in listed]
@@ -64,6 +61,8 @@ class Study:
         self.collate = collate
         self.layers = [layers] if isinstance(layers, str) else layers
         self.stages = [stage.name for stage in self.runs[0].stages]
+        self.models = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
+        self.model = self.models[self.stages[-1]]
         self.train = self._by_stage("train", train)
         self.data = {
             name: Batches(f"{name} data" if len(self.stages) > 1 else "train", d, collate)
@@ -73,29 +72,31 @@ class Study:
         for run in self.runs:
             self._check(run)
         self.cache = None if cache is None else Path(cache)
-        self.probe: dict[str, list[str]] = {}
+        self.probe: dict[str, dict[str, list[str]]] = {}
         self._stores: dict[str, Store] = {}
         self._told = False
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
-        if isinstance(given, Mapping) and (
-            what == "train" or len(self.stages) > 1 or set(given) == set(self.stages)
-        ):
-            if set(given) != set(self.stages):
-                raise ValueError(
-                    f"{what} has the stages {sorted(given)}, but the run has {self.stages}"
-                )
-            for value in given.values() if what == "task" else ():
-                _check_task(value)
-            return {name: given[name] for name in self.stages}
-        if what == "train" and len(self.stages) > 1:
+        """One thing for all stages, or a mapping that has one for each."""
+        mapped = isinstance(given, Mapping)
+        if mapped and set(given) != set(self.stages):
+            raise ValueError(
+                f"{what} has the stages {sorted(given)}, but the run has {self.stages}"
+            )
+        if what == "train" and not mapped and len(self.stages) > 1:
             raise ValueError(
                 f"the run has the stages {self.stages}: "
                 f"give train={{{self.stages[0]!r}: dataset, ...}}"
             )
-        if what == "task":
-            _check_task(given)
-        return dict.fromkeys(self.stages, given)
+        found = {name: given[name] if mapped else given for name in self.stages}
+        expected = {"task": Task, "model": nn.Module}.get(what, object)
+        for value in found.values():
+            if not isinstance(value, expected):
+                name = {"task": "whence.Task (such as Classification())"}.get(
+                    what, "torch.nn.Module"
+                )
+                raise TypeError(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
+        return found
 
     def _check(self, run: Run) -> None:
         names = [stage.name for stage in run.stages]
@@ -133,32 +134,49 @@ class Study:
         progress: bool = False,
         quiet: bool = False,
     ) -> dict[str, Passes]:
-        """A copy of the model on a device, its layers found and checked; one `Passes` per stage."""
-        model = copied(self.model).to(device=device, dtype=dtype).eval()
-        for parameter in model.parameters():
-            parameter.grad = None
-        load_weights(model, run.final.weights(), run.final.step)
-        last = self.stages[-1]
-        count = min(PROBED, len(self.data[last]))
-        examples = [place(self.data[last].take(range(k)), device, dtype) for k in (count, 1)]
-        tracked = find(model, self.tasks[last], examples[0], examples[1], self.layers)
-        if not quiet and not self._told:
-            self._told = True
-            report(tracked)
-        self.probe = self._probed(model, self.tasks[last], examples[0])
-        made = {}
-        for stage in self.stages:
+        """A copy of the model on a device, its layers found and checked; one `Passes` per stage.
+
+        The last stage's layers are those that a query can see; of other stages only what they
+        share with it is tracked.
+        """
+        copies: dict[int, Loaded] = {}
+        found: dict[tuple[int, int], Tracked] = {}
+        made: dict[str, Passes] = {}
+        clock = Clock(device)
+        for stage in reversed(self.stages):
+            own, task = self.models[stage], self.tasks[stage]
+            if id(own) not in copies:
+                model = copied(own).to(device=device, dtype=dtype).eval()
+                for parameter in model.parameters():
+                    parameter.grad = None
+                copies[id(own)] = Loaded(model)
+            loaded = copies[id(own)]
+            own_checkpoints = [c for c in run.checkpoints if c.stage == stage]
+            if not own_checkpoints:
+                raise RunError(f"{run!r} has no checkpoint in stage {stage!r} yet: let it train on")
+            loaded.put(own_checkpoints[-1])
+            count = min(PROBED, len(self.data[stage]))
+            several, one = (
+                place(self.data[stage].take(range(k)), device, dtype) for k in (count, 1)
+            )
+            if (id(own), id(task)) not in found:
+                tracked = find(loaded.model, task, several, one, self.layers)
+                last = next(iter(found.values()), tracked)
+                found[id(own), id(task)] = tracked.shared_with(last)
+            self.probe[stage] = self._probed(loaded.model, task, several)
             made[stage] = Passes(
-                model,
-                self.tasks[stage],
-                tracked,
-                device=device,
+                loaded,
+                task,
+                found[id(own), id(task)],
+                clock,
                 dtype=dtype,
                 workers=workers,
                 progress=progress,
             )
-            made[stage].clock = made[self.stages[0]].clock
-        return made
+        if not quiet and not self._told:
+            self._told = True
+            report(made[self.stages[-1]].tracked)
+        return {stage: made[stage] for stage in self.stages}
 
     @staticmethod
     def _probed(model: nn.Module, task: Task, batch: Any) -> dict[str, list[str]]:
@@ -198,8 +216,8 @@ class Study:
             "used": hashlib.sha256(self.used(run, stage).tobytes()).hexdigest(),
             "task": f"{type(task).__module__}.{type(task).__qualname__}",
             "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
-            "probe": [self.probe["outputs"], self.probe["losses"]],
-            "model": hashlib.sha256(repr(self.model).encode()).hexdigest(),
+            "probe": [self.probe[stage]["outputs"], self.probe[stage]["losses"]],
+            "model": hashlib.sha256(repr(self.models[stage]).encode()).hexdigest(),
             "layers": [block.name for block in tracked.blocks],
         }
 
@@ -218,11 +236,6 @@ class Study:
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
         name = type(self.model).__name__
         return f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
-
-
-def _check_task(given: Any) -> None:
-    if not isinstance(given, Task):
-        raise TypeError(f"task must be a whence.Task (such as Classification()), not {given!r}")
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -1,7 +1,15 @@
 """Curvature of the training objective: covariances, eigenbases, eigenvalues, their functions."""
 
 from whence.curvature import cost
-from whence.curvature.fit import FISHERS, KINDS, BlockCurvature, Curvature, Fitter, check_choices
+from whence.curvature.fit import (
+    FISHERS,
+    KINDS,
+    BlockCurvature,
+    Curvature,
+    Fitter,
+    Part,
+    check_choices,
+)
 from whence.curvature.functions import inverse, response, survival
 from whence.curvature.products import Basis, Readout
 from whence.curvature.store import Store, key_of
@@ -13,6 +21,7 @@ __all__ = [
     "BlockCurvature",
     "Curvature",
     "Fitter",
+    "Part",
     "Readout",
     "Store",
     "check_choices",

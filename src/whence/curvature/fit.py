@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.curvature import products
@@ -23,7 +24,7 @@ from whence.curvature.products import Basis
 from whence.curvature.store import Store, key_of, zeros
 from whence.data import Batches, cut
 from whence.layers.capture import Block
-from whence.layers.passes import Passes, Signal, Sweep
+from whence.layers.passes import Passes, Signal, Sweep, Weights
 
 KINDS = ("ekfac", "kfac", "diagonal", "identity")
 FISHERS = ("sampled", "exact", "empirical")
@@ -37,101 +38,127 @@ def check_choices(curvature: str, fisher: str) -> None:
             raise ValueError(f"{name}={value!r} is not known: use one of {known}")
 
 
-class Weights(Protocol):
-    """What fitting needs of a checkpoint."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
-    def weights(self) -> dict[str, Tensor]: ...
-
-
 @dataclass(frozen=True)
 class BlockCurvature:
-    """Curvature of one block: eigenvalues (o, width) in a basis (None: the parameters' own)."""
+    """Curvature of one block: eigenvalues (o, width) in a basis (None: the parameters' own).
+
+    `diagonal` (o, width), where it was asked for, is the Gauss-Newton matrix's own diagonal.
+    """
 
     eigenvalues: Tensor
     basis: Basis | None
+    diagonal: Tensor | None = None
 
 
 Curvature = dict[str, BlockCurvature]
 
 
 @dataclass(frozen=True)
-class Fitter:
-    """Fits curvatures on some data, at any checkpoints, reusing whatever the store already has.
+class Part:
+    """Some data a curvature is fitted on, and the passes (model, task, layers) it goes through.
 
     Args:
-        indices: the training examples the run really used.
+        indices: the examples the run really used.
         identity: what makes two fits the same besides weights and settings (data, task, model,
             layers).
     """
 
     passes: Passes
     data: Batches
-    indices: np.ndarray
-    store: Store
+    indices: NDArray[np.int64]
     identity: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fitter:
+    """Fits curvatures at any checkpoints, reusing whatever the store already has.
+
+    Args:
+        parts: the data; several parts (stages) are pooled.
+        diagonal: whether the Gauss-Newton matrix's own diagonal is wanted beside an EK-FAC.
+    """
+
+    parts: Sequence[Part]
+    store: Store
     batch_size: int
     kind: str = "ekfac"
     fisher: str = "sampled"
     seed: int = 0
+    diagonal: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choices(self.kind, self.fisher)
         self.settings.update(
-            identity=dict(self.identity),
+            identity=[dict(part.identity) for part in self.parts],
             fisher=self.fisher,
             seed=self.seed if self.fisher == "sampled" else None,
             dtype=str(self.passes.dtype),
         )
 
+    @property
+    def passes(self) -> Passes:
+        return self.parts[0].passes
+
+    @property
+    def examples(self) -> int:
+        """N."""
+        return sum(len(part.indices) for part in self.parts)
+
     def fit(self, checkpoints: Sequence[Weights]) -> Curvature:
         """The curvature averaged over these checkpoints."""
         if self.kind == "identity":
-            ones = {b.name: torch.ones(b.o, b.width) for b in self._blocks}
-            return self._placed(ones, {})
-        if self.kind == "diagonal":
-            return self._placed(self._mean_squares(checkpoints, {}), {})
+            ones = {f"{b.name}/eigenvalues": torch.ones(b.shape) for b in self._blocks}
+            return self._placed(ones)
         settings = {
             **self.settings,
             "curvature": self.kind,
+            "diagonal": self.diagonal,
             "weights": [_name(c) for c in checkpoints],
         }
         key = key_of(settings)
         found = self.store.get(key)
         if found is None:
-            bases, kronecker = self._bases(checkpoints)
-            values = kronecker if self.kind == "kfac" else self._mean_squares(checkpoints, bases)
-            found = {f"{name}/eigenvalues": value for name, value in values.items()}
-            for name, basis in bases.items():
-                found |= {f"{name}/outputs": basis.outputs, f"{name}/inputs": basis.inputs}
+            found = self._fitted(checkpoints)
             self.store.put(key, found, settings)
-            if self.kind == "ekfac":
-                for checkpoint in checkpoints:  # superseded by their mean
-                    self.store.drop(self._squares_key(checkpoint, checkpoints)[0])
-        names = [b.name for b in self._blocks]
-        bases = {n: Basis(found[f"{n}/outputs"], found[f"{n}/inputs"]) for n in names}
-        return self._placed({n: found[f"{n}/eigenvalues"] for n in names}, bases)
+            for checkpoint in checkpoints if self.kind != "diagonal" else ():  # only for this basis
+                self.store.drop(self._squares_key(checkpoint, checkpoints)[0])
+        return self._placed(found)
+
+    def _fitted(self, checkpoints: Sequence[Weights]) -> dict[str, Tensor]:
+        if self.kind == "diagonal":
+            squares = self._mean_squares(checkpoints, {})
+            return {f"{name}/eigenvalues": value for name, value in squares.items()}
+        bases, found = self._bases(checkpoints)
+        if self.kind == "ekfac" or self.diagonal:
+            found |= self._mean_squares(checkpoints, bases)
+        for name, basis in bases.items():
+            found |= {f"{name}/outputs": basis.outputs, f"{name}/inputs": basis.inputs}
+        return found
 
     @property
     def _blocks(self) -> list[Block]:
-        return self.passes.tracked.blocks
+        found = {b.name: b for part in self.parts for b in part.passes.tracked.blocks}
+        return list(found.values())
 
     @property
     def _signal(self) -> Signal:
         return Signal("loss" if self.fisher == "empirical" else self.fisher, self.seed)
 
-    def _placed(self, values: Mapping[str, Tensor], bases: Mapping[str, Basis]) -> Curvature:
+    def _placed(self, found: Mapping[str, Tensor]) -> Curvature:
         device, dtype = self.passes.device, accumulator(self.passes.dtype)
-        return {
-            name: BlockCurvature(
-                value.to(device, dtype), bases[name].to(device, dtype) if name in bases else None
+        placed = {}
+        for name in (b.name for b in self._blocks):
+            basis = None
+            if f"{name}/outputs" in found:
+                basis = Basis(found[f"{name}/outputs"], found[f"{name}/inputs"]).to(device, dtype)
+            diagonal = found.get(f"{name}/diagonal")
+            placed[name] = BlockCurvature(
+                found[f"{name}/eigenvalues"].to(device, dtype),
+                basis,
+                None if diagonal is None else diagonal.to(device, dtype),
             )
-            for name, value in values.items()
-        }
+        return placed
 
     # -- covariances and their eigenbases ----------------------------------------------------
 
@@ -158,7 +185,7 @@ class Fitter:
         def finish(totals: dict[str, Tensor]) -> dict[str, Tensor]:
             done = {}
             for b in self._blocks:
-                done[f"{b.name}/A"] = products.mirror(totals[f"{b.name}/A"]) / len(self.indices)
+                done[f"{b.name}/A"] = products.mirror(totals[f"{b.name}/A"]) / self.examples
                 done[f"{b.name}/S"] = (
                     products.mirror(totals[f"{b.name}/S"]) / totals[f"{b.name}/positions"]
                 )
@@ -182,7 +209,8 @@ class Fitter:
                 (s_values, s_vectors) = torch.linalg.eigh(means.pop(f"{b.name}/S"))
                 (a_values, a_vectors) = torch.linalg.eigh(means.pop(f"{b.name}/A"))
                 bases[b.name] = Basis(s_vectors.contiguous(), a_vectors.contiguous())
-                kronecker[b.name] = torch.outer(s_values.clamp_min(0), a_values.clamp_min(0))
+                values = torch.outer(s_values.clamp_min(0), a_values.clamp_min(0))
+                kronecker[f"{b.name}/eigenvalues"] = values
         return bases, kronecker
 
     # -- eigenvalues ---------------------------------------------------------------------------
@@ -190,22 +218,34 @@ class Fitter:
     def _mean_squares(
         self, checkpoints: Sequence[Weights], bases: Mapping[str, Basis]
     ) -> dict[str, Tensor]:
-        """Second moments of whole per-example gradients in the bases, averaged over checkpoints."""
+        """Second moments of whole per-example gradients, averaged over checkpoints.
+
+        "<block>/eigenvalues" in the bases and, where wanted, "<block>/diagonal" in the parameters'
+        own coordinates; without bases just "<block>".
+        """
         placed = {n: b.to(self.passes.device, self.passes.dtype) for n, b in bases.items()}
-        shapes = {b.name: (b.o, b.width) for b in self._blocks}
+        kinds: dict[str, Mapping[str, Basis]] = {"": {}}
+        if bases:
+            kinds = {"/eigenvalues": placed} if self.kind == "ekfac" else {}
+            kinds |= {"/diagonal": {}} if self.diagonal else {}
+        shapes: dict[str, tuple[int, ...]] = {
+            b.name + suffix: b.shape for b in self._blocks for suffix in kinds
+        }
 
         def update(totals: dict[str, Tensor], sweep: Sweep) -> None:
             for _, pairs in sweep.pairs:
                 for pair in pairs:
                     name, bias = pair.block.name, pair.block.bias
-                    products.add_squares(totals[name], pair.a, pair.s, placed.get(name), bias)
+                    for suffix, basis in kinds.items():
+                        total = totals[name + suffix]
+                        products.add_squares(total, pair.a, pair.s, basis.get(name), bias)
 
         def finish(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: value / len(self.indices) for name, value in totals.items()}
+            return {name: value / self.examples for name, value in totals.items()}
 
         mean: dict[str, Tensor] = {}
         for checkpoint in checkpoints:
-            key, settings = self._squares_key(checkpoint, checkpoints if bases else None)
+            key, settings = self._squares_key(checkpoint, checkpoints)
             found = self._pass("eigenvalues", checkpoint, key, settings, shapes, update, finish)
             for name, value in found.items():
                 share = value / len(checkpoints)
@@ -213,10 +253,11 @@ class Fitter:
         return mean
 
     def _squares_key(
-        self, checkpoint: Weights, basis: Sequence[Weights] | None
+        self, checkpoint: Weights, basis: Sequence[Weights]
     ) -> tuple[str, dict[str, Any]]:
-        of = None if basis is None else [_name(c) for c in basis]
+        of = None if self.kind == "diagonal" else [_name(c) for c in basis]
         settings = {**self.settings, "what": "squares", "weights": _name(checkpoint), "basis": of}
+        settings |= {"kind": self.kind, "diagonal": self.diagonal}
         return key_of(settings), settings
 
     # -- one resumable pass over the data ------------------------------------------------------
@@ -237,22 +278,23 @@ class Fitter:
             return found
         with self.passes.clock(work):
             totals = zeros(shapes, self.passes.device, accumulator(self.passes.dtype))
-            start, batch_size = 0, self.batch_size
+            done, batch_size = 0, self.batch_size  # batches
             left = self.store.snapshot(key)
             if left is not None:
-                start, batch_size = left[1]["next"], left[1]["batch_size"]
+                done, batch_size = left[1]["done"], left[1]["batch_size"]
                 totals = {name: value.to(self.passes.device) for name, value in left[0].items()}
-            self.passes.load(checkpoint.weights(), checkpoint.step)
-            left_over = cut(len(self.indices), batch_size)[-(-start // batch_size) :]
-            blocks = [self.indices[b] for b in left_over]
-            label = f"{work}, step {checkpoint.step}"
-            for sweep in self.passes.sweeps(self.data, blocks, self._signal, label):
-                update(totals, sweep)
-                if sweep.last:
-                    start += len(sweep.indices)
-                    self.store.offer_snapshot(
-                        key, totals, {"next": start, "batch_size": batch_size}
-                    )
+            skip = done
+            for part in self.parts:
+                blocks = [part.indices[b] for b in cut(len(part.indices), batch_size)]
+                blocks, skip = blocks[skip:], max(0, skip - len(blocks))
+                part.passes.load(checkpoint)
+                label = f"{work}, step {checkpoint.step}"
+                for sweep in part.passes.sweeps(part.data, blocks, self._signal, label):
+                    update(totals, sweep)
+                    if sweep.last:
+                        done += 1
+                        position = {"done": done, "batch_size": batch_size}
+                        self.store.offer_snapshot(key, totals, position)
             result = finish(totals)
             self.store.put(key, result, settings)
         return result

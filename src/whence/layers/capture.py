@@ -36,6 +36,10 @@ class Block:
         return self.i + self.bias
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.o, self.width
+
+    @property
     def size(self) -> int:
         return self.o * self.width
 

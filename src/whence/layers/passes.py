@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -68,29 +68,66 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
+class Weights(Protocol):
+    """What a pass needs of a checkpoint."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def sha256(self) -> str: ...
+    def weights(self) -> dict[str, Tensor]: ...
+
+
+class Loaded:
+    """A model and which weights are in it; recent checkpoints are kept, within a few gigabytes."""
+
+    KEPT = 4 * 2**30
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._current: str | None = None
+        self._recent: dict[str, dict[str, Tensor]] = {}
+
+    def put(self, checkpoint: Weights) -> None:
+        """Put a checkpoint's weights into the model; refuse those of another architecture."""
+        key = checkpoint.sha256
+        if key == self._current:
+            return
+        weights = self._recent.pop(key, None) or checkpoint.weights()
+        self._current = None
+        load_weights(self.model, weights, checkpoint.step)
+        self._current = key
+        self._recent[key] = weights
+        sizes = [sum(t.nbytes for t in held.values()) for held in self._recent.values()]
+        while sum(sizes) > self.KEPT and sizes:
+            self._recent.pop(next(iter(self._recent)))
+            sizes.pop(0)
+
+
 class Passes:
     """The library's own copy of a model, ready to run batches at any checkpoint's weights."""
 
     def __init__(
         self,
-        model: nn.Module,
+        loaded: Loaded,
         task: Task,
         tracked: Tracked,
+        clock: Clock,
         *,
-        device: torch.device,
         dtype: torch.dtype,
         workers: int = 0,
         progress: bool = True,
     ) -> None:
-        self.model, self.task, self.tracked = model, task, tracked
-        self.device, self.dtype, self.workers, self.progress = device, dtype, workers, progress
-        self.clock = Clock(device)
+        self.loaded, self.model = loaded, loaded.model
+        self.task, self.tracked = task, tracked
+        self.clock, self.device = clock, clock.device
+        self.dtype, self.workers, self.progress = dtype, workers, progress
         self.step = -1  # of the weights that are loaded
 
-    def load(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Put a checkpoint's weights into the model; refuse those of another architecture."""
-        load_weights(self.model, weights, step)
-        self.step = step
+    def load(self, checkpoint: Weights) -> None:
+        """From now on, pass at this checkpoint's weights."""
+        self.loaded.put(checkpoint)
+        self.step = checkpoint.step
 
     def sweeps(
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None

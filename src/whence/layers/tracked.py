@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -45,6 +45,12 @@ class Tracked:
     @property
     def blocks(self) -> list[Block]:
         return [block for site in self.sites for block in site.blocks]
+
+    def shared_with(self, other: Tracked) -> Tracked:
+        """The layers of the same name and shape in another model (or stage)."""
+        theirs = {(b.name, b.shape) for b in other.blocks}
+        kept = [s for s in self.sites if {(b.name, b.shape) for b in s.blocks} <= theirs]
+        return replace(self, sites=tuple(kept))
 
     @property
     def share(self) -> float:

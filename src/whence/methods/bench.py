@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import Basis, Curvature, Fitter, Readout, cost
+from whence.curvature import Basis, Curvature, Fitter, Part, Readout, cost
 from whence.curvature.fit import accumulator
 from whence.curvature.products import FactoredReadout, build, turn
 from whence.data import Batches, cut
 from whence.layers.capture import Block
-from whence.layers.passes import Passes, Signal
-from whence.run import Checkpoint, Run
+from whence.layers.passes import Passes, Signal, Weights
+from whence.run import Run
 from whence.study import Study
 
 Readouts = dict[str, Readout | FactoredReadout]
@@ -28,7 +28,7 @@ class Term:
     """Checkpoints whose training gradients are multiplied by the same vectors."""
 
     stage: str
-    checkpoints: Sequence[Checkpoint]
+    checkpoints: Sequence[Weights]
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,40 @@ class Vectors:
     bases: dict[str, Basis | None]
 
     def apply(
-        self, curvature: Curvature, function: Callable[[str, Tensor], Tensor], last: bool = False
+        self,
+        curvature: Curvature,
+        function: Callable[[str, Tensor], Tensor],
+        *,
+        keep: bool = False,
+        last: bool = False,
     ) -> Vectors:
         """f(H) v: turned into the eigenbasis, where f acts on eigenvalues; left there.
 
-        `last` says that these vectors are needed no more, so that their memory can be reused.
+        Args:
+            keep: blocks that the curvature does not know stay as they are; else they are left out.
+            last: these vectors are needed no more, so their memory can be reused.
         """
-        values, bases = {}, {}
-        for name, value in self.values.items():
-            block = curvature[name]
+        values = dict(self.values) if keep else {}
+        bases = dict(self.bases) if keep else {}
+        for name in self.values.keys() & curvature.keys():
+            value, block = self.values[name], curvature[name]
             turned = turn(value, self.bases[name], block.basis)
             fresh = last or turned is not value
             factor = function(name, block.eigenvalues)
             values[name] = turned.mul_(factor) if fresh else turned * factor
             bases[name] = block.basis
         return Vectors(values, bases)
+
+    def own(self) -> Vectors:
+        """The same vectors in the parameters' own coordinates."""
+        values = {name: turn(value, self.bases[name], None) for name, value in self.values.items()}
+        return Vectors(values, dict.fromkeys(values))
+
+    def times(self, factors: Mapping[str, Tensor], *, keep: bool = False) -> Vectors:
+        """Multiplied elementwise (in their basis); other blocks stay (`keep`) or are left out."""
+        values = dict(self.values) if keep else {}
+        values |= {n: v * factors[n] for n, v in self.values.items() if n in factors}
+        return Vectors(values, {name: self.bases[name] for name in values})
 
     def squared_norm(self) -> Tensor:
         """‖v‖² of each query, (q,)."""
@@ -96,37 +115,52 @@ class Bench:
             found.update(dict.fromkeys((b.name for b in site.blocks), both[site.weight]))
         return found
 
-    def fitter(self, stage: str, **settings: Any) -> Fitter:
-        """Fits curvature on the data of a stage."""
-        return Fitter(
-            self.passes[stage],
-            self.study.data[stage],
-            self.study.used(self.run, stage),
-            self.study.store(self.run),
-            self.study.identity(self.run, stage, self.any.tracked),
-            self.batch_size,
-            **settings,
-        )
+    def fitter(self, stages: Sequence[str], **settings: Any) -> Fitter:
+        """Fits curvature on the data of these stages, pooled."""
+        parts = [
+            Part(
+                self.passes[stage],
+                self.study.data[stage],
+                self.study.used(self.run, stage),
+                self.study.identity(self.run, stage, self.passes[stage].tracked),
+            )
+            for stage in stages
+        ]
+        return Fitter(parts, self.study.store(self.run), self.batch_size, **settings)
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        self.any.load(checkpoint.weights(), checkpoint.step)
-        for passes in self.passes.values():
-            passes.step = checkpoint.step
+    def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
+        found = {}
+        for site in self.any.tracked.sites:
+            module: Any = site.modules[0]
+            weights = site.kind.matrices(module, self._given(tensors, site.weight, module.weight))
+            columns = [[weight] for weight in weights]
+            if site.bias:
+                bias = self._given(tensors, site.bias, module.bias)
+                for held, part in zip(columns, site.kind.vectors(module, bias), strict=True):
+                    held.append(part.unsqueeze(1))
+            for block, held in zip(site.blocks, columns, strict=True):
+                found[block.name] = torch.cat(held, 1)
+        return found
+
+    def _given(self, tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+        dtype = accumulator(self.any.dtype)
+        return tensors.get(name, torch.zeros_like(like)).to(self.any.device, dtype)
 
     def gradients(
         self,
         data: Batches,
         stage: str,
         indices: np.ndarray,
-        checkpoint: Checkpoint,
+        checkpoint: Weights,
         bases: dict[str, Basis | None],
     ) -> Vectors:
         """∇f(q, θ_c) of these queries, each block built in its basis."""
-        self.load(checkpoint)
         passes, dtype = self.passes[stage], accumulator(self.any.dtype)
+        passes.load(checkpoint)
         values = {
-            name: torch.empty(len(indices), b.o, b.width, dtype=dtype, device=passes.device)
-            for name, b in self.blocks.items()
+            b.name: torch.empty(len(indices), *b.shape, dtype=dtype, device=passes.device)
+            for b in passes.tracked.blocks
         }
         start = 0
         blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
@@ -141,11 +175,13 @@ class Bench:
         return Vectors(values, bases)
 
     def own_gradients(
-        self, data: Batches, stage: str, indices: np.ndarray, checkpoint: Checkpoint
+        self, data: Batches, stage: str, indices: np.ndarray, checkpoint: Weights
     ) -> Readouts:
         """∇f(q, θ_c) as functionals of their own, factored where an example is one position."""
-        self.load(checkpoint)
-        found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.blocks}
+        self.passes[stage].load(checkpoint)
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {
+            block.name: [] for block in self.passes[stage].tracked.blocks
+        }
         blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
         for sweep in self.passes[stage].sweeps(data, blocks, MEASUREMENT):
             for _, pairs in sweep.pairs:

@@ -57,7 +57,8 @@ class GradientMethod(ABC):
 
     def passes_needed(self, bench: Bench) -> dict[str, int]:
         """How many passes of each kind over the training data, for the estimate."""
-        return {"scores": sum(len(term.checkpoints) for term in self.terms(bench))}
+        terms = [term for term in self.terms(bench) if term.stage in bench.stages]
+        return {"scores": sum(len(term.checkpoints) for term in terms)}
 
     # -- what all of them do -------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ class GradientMethod(ABC):
                 },
                 "query": None if bench.query is None else bench.query.fingerprint(),
                 "tasks": [repr(task) for task in bench.study.tasks.values()],
-                "measured": bench.study.probe["measurements"],
+                "measured": bench.study.probe[bench.study.stages[-1]]["measurements"],
                 "dtype": str(bench.any.dtype),
             }
         )
@@ -214,6 +215,8 @@ class GradientMethod(ABC):
             segment["share_of_score"] = sizes[k] / (sum(sizes) or 1.0)
             if str(k) in bench.account.get("survival", {}):
                 segment["survival"] = bench.account["survival"][str(k)]
+        if "damping_sensitivity" in bench.account:
+            bench.diagnostics["damping_sensitivity"] = bench.account["damping_sensitivity"]
         clock = bench.any.clock
         bench.diagnostics |= {
             "seconds": clock.seconds,

@@ -2,29 +2,42 @@
 
     values[q, m] = -(1/N) ∇f(q, θ_T)ᵀ (H + λ)⁻¹ ∇L(m, θ_T)                                   (Eq. 6)
 
-The sign is that of f(with m) - f(without m).
+On a run of several stages their data is pooled, as in the paper: influence functions cannot tell
+stages apart. The sign is that of f(with m) - f(without m).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from whence.curvature import Curvature, check_choices, inverse
+from whence.curvature.solve import solve
 from whence.data import Batches
-from whence.methods.bench import Bench, Readouts, Term
+from whence.methods.bench import Bench, Readouts, Term, Vectors
 from whence.methods.gradient import GradientMethod
-from whence.methods.source import _fitting_passes, block_durations
+from whence.methods.source import PRECONDITIONED, block_durations, fitting_passes, preconditioner
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """H, its damping per block (λ, or λP̄⁻¹ as a matrix), and N."""
+
+    curvature: Curvature
+    damping: dict[str, float]
+    shifts: dict[str, Tensor] | None
+    examples: int
 
 
 class Influence(GradientMethod):
     """The response of the optimum to the weight of an example, at the final model.
 
     Args:
-        damping: λ (default 1e-8, as in the paper), or "source" for λ = 1/(η̄K): then it is close to
-            SOURCE with one segment.
+        damping: λ (default 1e-8, as in the paper), or "source" for λ = 1/(η̄K), and λP̄⁻¹ for a
+            preconditioned optimizer (appendix C): then it is close to SOURCE with one segment.
         curvature, fisher, stage, seed: as in `Source`.
     """
 
@@ -50,45 +63,70 @@ class Influence(GradientMethod):
         )
 
     def terms(self, bench: Bench) -> list[Term]:
-        return [Term(bench.run.final.stage, [bench.run.final])]
+        return [Term(stage, [bench.run.final]) for stage in bench.study.stages]
 
-    def prepare(self, bench: Bench, terms: list[Term]) -> tuple[Curvature, dict[str, float], int]:
-        stage = terms[0].stage
-        fitter = bench.fitter(stage, kind=self.curvature, fisher=self.fisher, seed=self.seed)
-        if isinstance(self.damping, str):
-            (whole,) = bench.run.segments(1)
-            durations = block_durations(bench, whole)
-            damping = {name: 1 / d if d else float("inf") for name, d in durations.items()}
-        else:
-            damping = dict.fromkeys(bench.blocks, float(self.damping))
+    def prepare(self, bench: Bench, terms: list[Term]) -> Prepared:
+        fitter = bench.fitter(
+            bench.study.stages, kind=self.curvature, fisher=self.fisher, seed=self.seed
+        )
         trained = bench.rates(bench.run.peak_rate)
         if not any(trained.values()):
             raise ValueError(
                 "the run's learning rates are 0 for every tracked layer: nothing was trained, so "
                 "nothing can be attributed. Give the rates that were really applied"
             )
+        if isinstance(self.damping, str):
+            damping, shifts = self._from_source(bench)
+        else:
+            damping, shifts = dict.fromkeys(bench.blocks, float(self.damping)), None
         # a frozen layer does not respond to the data: infinitely damped
-        damping = {name: λ if trained[name] else float("inf") for name, λ in damping.items()}
-        bench.diagnostics["damping"] = {
-            "least": min(damping.values()),
-            "most": max(damping.values()),
-        }
-        return fitter.fit(terms[0].checkpoints), damping, len(bench.study.used(bench.run, stage))
+        λ = {name: x if trained[name] else float("inf") for name, x in damping.items()}
+        bench.diagnostics["damping"] = {"least": min(λ.values()), "most": max(λ.values())}
+        return Prepared(fitter.fit(terms[0].checkpoints), λ, shifts, fitter.examples)
+
+    @staticmethod
+    def _from_source(bench: Bench) -> tuple[dict[str, float], dict[str, Tensor] | None]:
+        """λ = 1/(η̄K) over the whole run; and λP̄⁻¹ when the optimizer was preconditioned."""
+        segments = bench.run.segments("stages")
+        total = dict.fromkeys(bench.blocks, 0.0)
+        for segment in segments:
+            for name, duration in block_durations(bench, segment).items():
+                total[name] += duration
+        λ = {name: 1 / x if x else float("inf") for name, x in total.items()}
+        adaptive = {bench.run.optimizers[s.stage.name] in PRECONDITIONED for s in segments}
+        if adaptive == {True, False}:
+            raise ValueError(
+                "damping='source' needs one kind of optimizer: this run had a preconditioned one "
+                "in some stages and SGD in others. Give a number"
+            )
+        if adaptive == {False}:
+            return λ, None
+        return λ, {name: λ[name] / P for name, P in preconditioner(bench, *segments).items()}
 
     def passes_needed(self, bench: Bench) -> dict[str, int]:
-        return {"scores": 1} | _fitting_passes(self.curvature, 1)
+        return {"scores": 1} | fitting_passes(self.curvature, 1)
 
     def vectors(
         self,
         bench: Bench,
-        prepared: Any,
+        prepared: Prepared,
         data: Batches,
         stage: str,
         indices: np.ndarray,
         examples: int,
     ) -> list[Readouts]:
-        H, λ, N = prepared
-        bases = {name: block.basis for name, block in H.items()}
+        H, λ, Δ = prepared.curvature, prepared.damping, prepared.shifts
+        bases = {name: None if Δ else block.basis for name, block in H.items()}
         v = bench.gradients(data, stage, indices, bench.run.final, bases)
-        w = v.apply(H, lambda name, σ: inverse(σ, λ[name]), last=True)
-        return [bench.readouts(w, -1.0 / N, examples)]
+        if Δ:
+            solved = {
+                name: solve(H[name], Δ[name], value, name)
+                if np.isfinite(λ[name])
+                else value.zero_()
+                for name, value in v.values.items()
+            }
+            w = Vectors(solved, v.bases)
+        else:
+            w = v.apply(H, lambda name, σ: inverse(σ, λ[name]), last=True)
+        ready = bench.readouts(w, -1.0 / prepared.examples, examples)
+        return [ready for _ in bench.study.stages]

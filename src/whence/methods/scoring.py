@@ -93,12 +93,14 @@ class Scoring:
         blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.bench.batch_size)]
         for term, readouts, total in zip(self.terms, ready, totals, strict=True):
             for checkpoint in term.checkpoints if term.stage == chunk.stage else ():
-                self.bench.load(checkpoint)
+                self.bench.passes[term.stage].load(checkpoint)
                 start = 0
                 for sweep in self.bench.passes[term.stage].sweeps(data, blocks, LOSS):
                     here = slice(start, start + len(sweep.indices))
                     for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
-                        readout = readouts[pair.block.name]
+                        readout = readouts.get(pair.block.name)
+                        if readout is None:  # the vectors do not reach this layer
+                            continue
                         if queries is None:
                             total[here] += readout.paired(pair.a, pair.s, here)
                         else:

@@ -7,7 +7,8 @@ taken as constant. Then
     S̄_ℓ = exp(-η̄_ℓ K_ℓ H̄_ℓ)          F_r(σ) = (1 - exp(-η̄_ℓ K_ℓ σ)) / σ
 
 The products are taken from the left, on the few query gradients; the training gradients are never
-transformed. With momentum β the rate is η̄/(1-β). The sign is that of f(with m) - f(without m).
+transformed. With momentum β the rate is η̄/(1-β); preconditioned optimizers have a form of their
+own (see `dynamics`). The sign is that of f(with m) - f(without m).
 """
 
 from __future__ import annotations
@@ -22,29 +23,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import Curvature, check_choices, response, survival
+from whence.curvature import check_choices
 from whence.data import Batches
+from whence.layers.passes import Weights
 from whence.methods.bench import Bench, Readouts, Term
+from whence.methods.dynamics import Dynamics, Plain, Preconditioned
 from whence.methods.gradient import GradientMethod
 from whence.run import Segment
 
-PLAIN = ("sgd",)  # optimizers whose update is a rate times a (running mean of) gradients
+PRECONDITIONED = ("adam", "adamw", "rmsprop")
 FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came before a segment
+DAMPING = 1e-8  # of the preconditioned form's inverse
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A segment, its curvature, and η̄K of every block."""
+    """A segment: where its gradients are taken, how it acts, and N."""
 
     segment: Segment
-    curvature: Curvature
-    durations: dict[str, float]
-    shifts: dict[str, float]  # added to the block's eigenvalues
-    examples: int  # N
+    points: Sequence[Weights]
+    dynamics: Dynamics
+    examples: int
 
 
 class Source(GradientMethod):
-    """SOURCE for SGD, with or without momentum, under any learning-rate schedule.
+    """SOURCE for SGD (momentum or not), Adam, AdamW and RMSprop, under any schedule.
 
     Args:
         segments: how many segments to deal the checkpoints into, a list of the updates at which
@@ -53,9 +56,10 @@ class Source(GradientMethod):
         fisher: "sampled" (seeded pseudo-targets), "exact" (one backward pass per output) or
             "empirical" (true targets).
         stage: attribute to this stage's examples only (default: all stages').
-        damping: added to the eigenvalues (default: none; F_r needs none).
-        weight_decay: "ignore" it, as the paper does, or count it as "curvature": L2 adds its
-            coefficient to every eigenvalue.
+        damping: added to the eigenvalues. Default: none for SGD, where F_r needs none, and 1e-8 in
+            the inverse of the preconditioned form. "preconditioner": there (H̄ + P̄⁻¹/(η̄K))⁻¹ in
+            place of the exponential and the inverse (appendix C, last equation).
+        weight_decay: "ignore" it, as the paper does, or count it as "curvature".
         seed: of the pseudo-targets.
     """
 
@@ -65,52 +69,41 @@ class Source(GradientMethod):
         curvature: str = "ekfac",
         fisher: str = "sampled",
         stage: str | None = None,
-        damping: float | None = None,
+        damping: float | str | None = None,
         weight_decay: str = "ignore",
         seed: int = 0,
     ) -> None:
-        self.segments = segments if isinstance(segments, (int, str)) else list(segments)
-        self.curvature, self.fisher, self.stage, self.damping, self.seed = (
-            curvature,
-            fisher,
-            stage,
-            damping,
-            seed,
-        )
-        self.weight_decay = weight_decay
         check_choices(curvature, fisher)
-        if damping is not None and not (isinstance(damping, Real) and damping >= 0):
-            raise ValueError(f"damping={damping!r} must be zero or positive")
+        named = damping is None or damping == "preconditioner"
+        if not named and not (isinstance(damping, Real) and damping >= 0):
+            raise ValueError(f"damping={damping!r} must be zero or positive, or 'preconditioner'")
         if weight_decay not in ("ignore", "curvature"):
             raise ValueError(f"weight_decay={weight_decay!r}: use 'ignore' or 'curvature'")
+        self.segments = segments if isinstance(segments, (int, str)) else list(segments)
+        self.curvature, self.fisher, self.stage = curvature, fisher, stage
+        self.damping, self.weight_decay, self.seed = damping, weight_decay, seed
+
+    def points(self, segment: Segment) -> Sequence[Weights]:
+        """Where a segment's gradients and curvature are taken."""
+        return segment.checkpoints
 
     def terms(self, bench: Bench) -> list[Term]:
-        return [Term(s.stage.name, s.checkpoints) for s in bench.run.segments(self.segments)]
+        segments = bench.run.segments(self.segments)
+        return [Term(s.stage.name, self.points(s)) for s in segments]
 
     def prepare(self, bench: Bench, terms: list[Term]) -> list[Prepared]:
-        run = bench.run
-        if run.optimizer not in PLAIN:
-            raise ValueError(
-                "Source understands runs trained with SGD (momentum or not); this one used "
-                f"{run.optimizer!r}: its preconditioner changes the "
-                "formula. Influence and TracIn work on this run"
-            )
         prepared = []
-        for segment in run.segments(self.segments):
-            fitter = bench.fitter(
-                segment.stage.name, kind=self.curvature, fisher=self.fisher, seed=self.seed
-            )
-            durations = block_durations(bench, segment)
-            examples = len(bench.study.used(run, segment.stage.name))
-            curvature = fitter.fit(segment.checkpoints)
-            shifts = self._shifts(bench, segment)
-            prepared.append(Prepared(segment, curvature, durations, shifts, examples))
+        for segment, term in zip(bench.run.segments(self.segments), terms, strict=True):
+            examples = len(bench.study.used(bench.run, term.stage))
+            dynamics = self._dynamics(bench, segment, term.checkpoints)
+            prepared.append(Prepared(segment, term.checkpoints, dynamics, examples))
         bench.diagnostics["segments"] = [_diagnosed(p) for p in prepared]
         return prepared
 
     def passes_needed(self, bench: Bench) -> dict[str, int]:
         needed = super().passes_needed(bench)
-        return needed | _fitting_passes(self.curvature, needed["scores"])
+        everywhere = sum(len(term.checkpoints) for term in self.terms(bench))
+        return needed | fitting_passes(self.curvature, everywhere)
 
     def vectors(
         self,
@@ -121,35 +114,73 @@ class Source(GradientMethod):
         indices: np.ndarray,
         examples: int,
     ) -> list[Readouts]:
-        bases = {name: block.basis for name, block in prepared[-1].curvature.items()}
+        bases = prepared[-1].dynamics.bases
         v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
         readouts: list[Readouts] = []
         for k, p in reversed(list(enumerate(prepared))):
-            H, ηK, λ, checkpoints = p.curvature, p.durations, p.shifts, len(p.segment.checkpoints)
-            r = v.apply(H, lambda name, σ: response(σ + λ[name], ηK[name]), last=k == 0)  # noqa: B023
-            readouts.insert(
-                0, bench.readouts(r, -1.0 / (p.examples * checkpoints), examples * checkpoints)
-            )
+            wanted = p.segment.stage.name in bench.stages
+            r = p.dynamics.respond(v, last=k == 0) if wanted else None
+            scale = -1.0 / (p.examples * len(p.points))
+            found = bench.readouts(r, scale, examples * len(p.points)) if r else {}
+            readouts.insert(0, found)
             if k > 0:
                 before = v.squared_norm()
-                v = v.apply(H, lambda name, σ: survival(σ + λ[name], ηK[name]), last=True)  # noqa: B023
+                v = p.dynamics.survive(v)
                 self._note_survival(bench, k, v.squared_norm() / before)
         return readouts
 
-    def _shifts(self, bench: Bench, segment: Segment) -> dict[str, float]:
-        """Damping and, if it counts, weight decay of every block."""
-        shifts = dict.fromkeys(bench.blocks, self.damping or 0.0)
+    def _dynamics(self, bench: Bench, segment: Segment, points: Sequence[Weights]) -> Dynamics:
+        optimizer = bench.run.optimizers[segment.stage.name]
+        adaptive = optimizer in PRECONDITIONED
+        if optimizer != "sgd" and not adaptive:
+            raise ValueError(
+                f"Source does not know the optimizer {optimizer!r} of stage "
+                f"{segment.stage.name!r}: it knows SGD, Adam, AdamW and RMSprop. For another with "
+                "a diagonal preconditioner P, make the run with Run.from_checkpoints(..., "
+                "optimizer='rmsprop', second_moments=[(1/P - epsilon)², ...]); Influence and "
+                "TracIn do not need to know"
+            )
+        fitter = bench.fitter(
+            [segment.stage.name],
+            kind=self.curvature,
+            fisher=self.fisher,
+            seed=self.seed,
+            diagonal=adaptive and self.curvature in ("ekfac", "kfac"),
+        )
+        durations = block_durations(bench, segment)
+        decays = self._decays(bench, segment)
+        if not adaptive:
+            if self.damping == "preconditioner":
+                raise ValueError("damping='preconditioner' is for Adam, AdamW and RMSprop, not SGD")
+            extra = float(self.damping or 0.0)
+            shifts = {name: extra + decay for name, decay in decays.items()}
+            return Plain(fitter.fit(points), durations, shifts)
+        none = dict.fromkeys(decays, 0.0)
+        decoupled = optimizer == "adamw"
+        damping = DAMPING if self.damping is None and self.curvature != "diagonal" else self.damping
+        return Preconditioned(
+            fitter.fit(points),
+            durations,
+            preconditioner(bench, segment),
+            None if damping == "preconditioner" else float(damping or 0.0),
+            l2=none if decoupled else decays,
+            decay=decays if decoupled else none,
+            diagnostics=bench.account,
+        )
+
+    def _decays(self, bench: Bench, segment: Segment) -> dict[str, float]:
+        """Weight decay of every block, where it counts."""
+        decays = dict.fromkeys(bench.blocks, 0.0)
         for site in bench.any.tracked.sites if self.weight_decay == "curvature" else ():
-            decays = [segment.weight_decay(name) for name in site.parameter_names()]
-            if len(set(decays)) > 1:
+            both = [segment.weight_decay(name) for name in site.parameter_names()]
+            if len(set(both)) > 1:
                 warnings.warn(
-                    f"layer {site.name}: weight decay {decays[0]} on the weight and {decays[1]} on "
-                    "the bias; the weight's is taken for both",
+                    f"layer {site.name}: weight decay {both[0]} on the weight and {both[1]} on the "
+                    "bias; the weight's is taken for both",
                     stacklevel=2,
                 )
-            for block in site.blocks:
-                shifts[block.name] += decays[0]
-        return shifts
+            decays.update(dict.fromkeys((b.name for b in site.blocks), both[0]))
+        return decays
 
     @staticmethod
     def _note_survival(bench: Bench, k: int, kept: Tensor) -> None:
@@ -179,29 +210,50 @@ def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
     return durations
 
 
+def preconditioner(bench: Bench, *segments: Segment) -> dict[str, Tensor]:
+    """P̄: the mean over the segments' checkpoints of 1/(√v̂ + ε), per block (o, width)."""
+    checkpoints = [c for segment in segments for c in segment.checkpoints]
+    mean: dict[str, Tensor] = {}
+    for checkpoint in checkpoints:
+        moments = checkpoint.second_moments()
+        if moments is None:
+            raise ValueError(
+                f"the run used {bench.run.optimizers[checkpoint.stage]!r}, but its checkpoint at "
+                f"step {checkpoint.step} has no second moments: record it with a Recorder, or give "
+                "second_moments to Run.from_checkpoints (or optimizer='sgd' if that is what it was)"
+            )
+        epsilon = bench.run.epsilon(checkpoint.stage)
+        inverses = {
+            name: 1 / (v.double().sqrt() + epsilon.get(name, 1e-8)) for name, v in moments.items()
+        }
+        for name, value in bench.matrices(inverses).items():
+            share = value / len(checkpoints)
+            mean[name] = mean[name] + share if name in mean else share
+    # a parameter without moments was not trained: its rate is 0, and P must only be finite
+    return {name: torch.where(value > 0, value, 1.0) for name, value in mean.items()}
+
+
 def _diagnosed(p: Prepared) -> dict[str, Any]:
+    """η̄K and the spread of η̄Kσ, for people to read."""
     levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.95, 1.0], dtype=torch.float64)
-    products = torch.cat(
-        [
-            (b.eigenvalues.double() * p.durations[name]).flatten().cpu()
-            for name, b in p.curvature.items()
-        ]
-    )
-    products = products.sort().values
-    chosen = products[(levels * (len(products) - 1)).round().long()]
+    exponents = torch.cat([x.double().flatten().cpu() for x in p.dynamics.exponents().values()])
+    exponents = exponents.sort().values
+    chosen = exponents[(levels * (len(exponents) - 1)).round().long()]
+    durations = [x for name, x in p.dynamics.durations.items() if name in p.dynamics.curvature]
     return {
         "start": p.segment.start,
         "end": p.segment.end,
         "stage": p.segment.stage.name,
         "checkpoints": [c.step for c in p.segment.checkpoints],
-        "duration": {"least": min(p.durations.values()), "most": max(p.durations.values())},
+        "duration": {"least": min(durations), "most": max(durations)},
         "duration_times_eigenvalue": {
             f"{level:.2f}": float(x) for level, x in zip(levels, chosen, strict=True)
         },
     }
 
 
-def _fitting_passes(curvature: str, checkpoints: int) -> dict[str, int]:
+def fitting_passes(curvature: str, checkpoints: int) -> dict[str, int]:
+    """Passes over the data that fitting at so many checkpoints takes."""
     return {
         "covariances": checkpoints if curvature in ("ekfac", "kfac") else 0,
         "eigenvalues": checkpoints if curvature in ("ekfac", "diagonal") else 0,

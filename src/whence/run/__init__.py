@@ -1,8 +1,18 @@
 """What a training produced, and how it is recorded."""
 
+from whence.run.averaged import Averaged
 from whence.run.checkpoint import Checkpoint, RunError, plain_names
 from whence.run.recorder import Recorder
 from whence.run.run import Run
 from whence.run.segments import Segment, Stage
 
-__all__ = ["Checkpoint", "Recorder", "Run", "RunError", "Segment", "Stage", "plain_names"]
+__all__ = [
+    "Averaged",
+    "Checkpoint",
+    "Recorder",
+    "Run",
+    "RunError",
+    "Segment",
+    "Stage",
+    "plain_names",
+]

@@ -192,6 +192,14 @@ class Run(Record):
         row = self.learning_rates[checkpoint.step - 1]
         return float(sum(row[g] for g, names in enumerate(self.groups) if parameter in names))
 
+    def epsilon(self, stage: str) -> dict[str, float]:
+        """ε of the stage's optimizer, by parameter."""
+        return {
+            name: float(self.hyperparameters[g].get("eps") or 0.0)
+            for g in self.columns[stage]
+            for name in self.groups[g]
+        }
+
     def peak_rate(self, parameter: str) -> float:
         """The highest learning rate a parameter ever had; 0 when it was frozen throughout."""
         columns = [g for g, names in enumerate(self.groups) if parameter in names]

@@ -1,0 +1,143 @@
+"""What one segment of training does to a perturbation: S̄ and F_r, seen from the query's side.
+
+`Plain` is SGD's: both are functions of one symmetric matrix. `Preconditioned` is Adam's and its
+kin's (appendix C): θ ← θ - ηPg with a diagonal P. There the exponential is taken with the diagonal
+Gauss-Newton matrix D̄, the inverse with the EK-FAC H̄ (appendix D.2):
+
+    S̄ = E = exp(-η̄K P̄ D̄)         r̄ = (I - E) H̄⁻¹ ḡ
+    seen from the query:  w = (H̄ + λ)⁻¹ (I - E) v,   v ← E v
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from whence.curvature import Basis, Curvature, inverse, response, survival
+from whence.curvature.solve import solve
+from whence.methods.bench import Vectors
+
+
+class Dynamics(Protocol):
+    """How a segment answers to a pull on the parameters, and what it leaves of earlier ones."""
+
+    @property
+    def curvature(self) -> Curvature: ...
+    @property
+    def durations(self) -> dict[str, float]: ...
+    @property
+    def bases(self) -> dict[str, Basis | None]:
+        """Where query vectors are best built for this segment."""
+        ...
+
+    def respond(self, v: Vectors, last: bool) -> Vectors:
+        """F_r(H̄) v: what a steady pull in this segment does, along v, by its end."""
+        ...
+
+    def survive(self, v: Vectors) -> Vectors:
+        """S̄ᵀ v: the query as seen from the start of the segment. v may be overwritten."""
+        ...
+
+    def exponents(self) -> dict[str, Tensor]:
+        """η̄K times the curvature as the exponential sees it, per block."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """SGD, with or without momentum."""
+
+    curvature: Curvature
+    durations: dict[str, float]  # η̄K of every block
+    shifts: dict[str, float]  # added to its eigenvalues
+
+    @property
+    def bases(self) -> dict[str, Basis | None]:
+        return {name: block.basis for name, block in self.curvature.items()}
+
+    def respond(self, v: Vectors, last: bool) -> Vectors:
+        def f(name: str, σ: Tensor) -> Tensor:
+            return response(σ + self.shifts[name], self.durations[name])
+
+        return v.apply(self.curvature, f, last=last)
+
+    def survive(self, v: Vectors) -> Vectors:
+        def f(name: str, σ: Tensor) -> Tensor:
+            return survival(σ + self.shifts[name], self.durations[name])
+
+        return v.apply(self.curvature, f, keep=True, last=True)
+
+    def exponents(self) -> dict[str, Tensor]:
+        return {name: b.eigenvalues * self.durations[name] for name, b in self.curvature.items()}
+
+
+@dataclass(frozen=True)
+class Preconditioned:
+    """A diagonal preconditioner P̄ (o, width) per block.
+
+    Args:
+        damping: λ of the inverse; None is appendix C's (H̄ + P̄⁻¹/η̄K)⁻¹ in place of (I - E) H̄⁻¹.
+        l2: L2 regularisation, which adds to the curvature.
+        decay: decoupled weight decay, which adds to P̄H̄.
+    """
+
+    curvature: Curvature
+    durations: dict[str, float]
+    preconditioner: dict[str, Tensor]
+    damping: float | None
+    l2: dict[str, float]
+    decay: dict[str, float]
+    diagnostics: dict[str, Any]
+
+    @property
+    def bases(self) -> dict[str, Basis | None]:
+        return dict.fromkeys(self.curvature)
+
+    def respond(self, v: Vectors, last: bool) -> Vectors:
+        v, found = v.own(), {}
+        for name, value in v.values.items():
+            if name in self.curvature:
+                found[name] = self._inverse(name, value)
+        return Vectors(found, dict.fromkeys(found))
+
+    def _inverse(self, name: str, v: Tensor) -> Tensor:
+        block, P, ηK = self.curvature[name], self.preconditioner[name], self.durations[name]
+        if ηK == 0:
+            return torch.zeros_like(v)
+        pull, l2 = self.decay[name] / P, self.l2[name]
+        if self.damping is None:  # (H̄ + λP̄⁻¹)⁻¹ with λ = 1/(η̄K)
+            return solve(block, 1 / (ηK * P) + pull + l2, v, name)
+        if block.basis is None:  # everything is diagonal: F_r as it is, right also where D̄ = 0
+            σ = P * (block.eigenvalues + l2 + self.damping) + self.decay[name]
+            return v * P * response(σ, ηK)
+        u = v * -torch.expm1(-self._exponent(name))
+        if self.decay[name]:
+            return solve(block, pull + l2 + self.damping, u, name)
+        one = Vectors({name: u}, {name: None})
+        w = one.apply({name: block}, lambda _, σ: inverse(σ + l2, self.damping or 0.0))
+        self._note_sensitivity(name, w.values[name], block.eigenvalues + l2)
+        return w.own().values[name]
+
+    def _note_sensitivity(self, name: str, w: Tensor, σ: Tensor) -> None:
+        """How far w moves when the damping is ten times larger: 0 not at all, 1 entirely."""
+        assert self.damping is not None
+        noted = self.diagnostics.setdefault("damping_sensitivity", {})
+        if name not in noted:
+            other = w * ((σ + self.damping) / (σ + 10 * self.damping))
+            noted[name] = float((other - w).norm() / w.norm().clamp_min(1e-30))
+
+    def survive(self, v: Vectors) -> Vectors:
+        factors = {name: torch.exp(-self._exponent(name)) for name in self.curvature}
+        return v.own().times(factors, keep=True)
+
+    def _exponent(self, name: str) -> Tensor:
+        block, P = self.curvature[name], self.preconditioner[name]
+        D = block.eigenvalues if block.diagonal is None else block.diagonal
+        x: Tensor = self.durations[name] * (P * (D + self.l2[name]) + self.decay[name])
+        return x
+
+    def exponents(self) -> dict[str, Tensor]:
+        return {name: self._exponent(name) for name in self.curvature}

@@ -1,0 +1,46 @@
+"""The mean of several checkpoints, as one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from whence.run.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Checkpoints whose floating tensors are averaged, batch norm's running statistics too.
+
+    What cannot be averaged (counters and other integers) is the last checkpoint's. The statistics
+    are means of statistics, not those of the mean network; they are close where the checkpoints
+    are, which is what averaging supposes.
+    """
+
+    checkpoints: tuple[Checkpoint, ...]
+
+    @property
+    def step(self) -> int:
+        return self.checkpoints[-1].step
+
+    @property
+    def stage(self) -> str:
+        return self.checkpoints[-1].stage
+
+    @cached_property
+    def sha256(self) -> str:
+        names = "mean of " + " ".join(c.sha256 for c in self.checkpoints)
+        return hashlib.sha256(names.encode()).hexdigest()
+
+    def weights(self) -> dict[str, Tensor]:
+        totals: dict[str, Tensor] = {}
+        for checkpoint in self.checkpoints:
+            last = checkpoint.weights()
+            for name, value in last.items():
+                if value.is_floating_point():
+                    share = value.double() / len(self.checkpoints)
+                    totals[name] = totals[name] + share if name in totals else share
+        return {name: totals[name].to(v.dtype) if name in totals else v for name, v in last.items()}
