@@ -217,7 +217,7 @@ def compare(work: Workload, size: str, rounds: int) -> dict[str, Any]:
         "whence": mine,
         "kronfluence": peer,
         "floor": {s: needed[s] / best for s in STAGES},
-        "memory": {k: peak_memory(work, k, train, query) for k in ("ours", "theirs")},
+        "memory": {k: peak_memory(work, k, *work.reduced) for k in ("ours", "theirs")},
     }
 
 

@@ -166,7 +166,7 @@ def main() -> None:
                 for s, v in found["stages"].items()
             )
             print(
-                f"{key:<10} {precision:<8} b={found['batch']} {found['memory_gib']:.1f}GiB {stages}",
+                f"{key:<10} {precision:<8} {found['batch']:>5} {found['memory_gib']:.1f}GiB {stages}",
                 flush=True,
             )
     if chosen.out == RESULTS:

@@ -52,17 +52,20 @@ def dynamics(
         assert damping is None or not isinstance(damping, str)
         H = H + ((damping or 0.0) + decay) * eye
         return F_S(H, time), F_r(H, time)
-    root, inverse = torch.diag(P.sqrt()), torch.diag(1 / P)
-    shift = decay * (inverse if decoupled else eye)
-    M = root @ (torch.diag(D) + shift) @ root
-    S = F_S(M, time)  # P^½ exp(..) P^-½, and its transpose, are the same: all are diagonal
+    # all of P, D and their exponentials are diagonal: entry by entry, right for any P (appendix C's
+    # own matrices, with matrix_exp, are in preconditioned_exactly, and a test compares the two)
+    shift = decay / P if decoupled else decay * torch.ones_like(P)
+    rate = P * (D + shift)
+    kept = torch.exp(-time * rate)
     if damping == "preconditioner":
-        return S, torch.linalg.inv(H + shift + inverse / time)
+        return torch.diag(kept), torch.linalg.inv(H + torch.diag(shift + 1 / (time * P)))
     if diagonal:
         assert damping is None, "the diagonal form needs none"
-        return S, root @ F_r(M, time) @ root
+        lost = torch.where(rate > 0, -torch.expm1(-time * rate) / rate, time)
+        return torch.diag(kept), torch.diag(P * lost)
     λ = 1e-8 if damping is None else float(damping)
-    return S, torch.linalg.solve(H + shift + λ * eye, eye - S)
+    lost = torch.diag(-torch.expm1(-time * rate))
+    return torch.diag(kept), torch.linalg.solve(H + torch.diag(shift) + λ * eye, lost)
 
 
 def preconditioned_exactly(H: Tensor, time: float, P: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,7 +325,8 @@ class Staged:
                 for key, step in zip(keys, segment.steps, strict=True)
             ]
             H = dense.dense_curvature(curvature, moments)
-            D = {n: h.diagonal() for n, h in dense.dense_curvature("diagonal", moments).items()}
+            kind = "identity" if curvature == "identity" else "diagonal"
+            D = {n: h.diagonal() for n, h in dense.dense_curvature(kind, moments).items()}
             each = [self.gradients(key, stage, "losses", False) for key in keys]
             P: dict[str, Any] = dict.fromkeys(H)
             if segment.moments is not None:
@@ -339,7 +343,7 @@ class Staged:
                     damping=damping,
                     decay=segment.decay if weight_decay == "curvature" else 0.0,
                     decoupled=segment.decoupled,
-                    diagonal=curvature == "diagonal",
+                    diagonal=curvature in ("diagonal", "identity"),
                 )
                 g = torch.stack([g[name] for g in each]).mean(0)
                 result[k, :, self.columns[stage]] -= v @ R.T @ g.T / self.sizes[stage]

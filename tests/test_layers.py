@@ -19,6 +19,8 @@ import models
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -27,6 +29,7 @@ from torch.utils.data import TensorDataset
 
 import benchmarks.models
 import whence
+from whence.layers.conv2d import Conv2d
 
 EXACT = {"dtype": torch.float64, "progress": False}
 
@@ -742,3 +745,23 @@ def test_resnet9() -> None:
         scores = whence.TracIn().attribute(study, train, batch_size=4, **EXACT)
     expected = products(model, [f"{name}.weight"], train, train, task)
     np.testing.assert_allclose(scores.values, expected, rtol=1e-9, atol=1e-12 * abs(expected).max())
+
+
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(0))
+def test_the_short_cut_for_3_by_3_convolutions_is_the_gram_of_the_patches(
+    n: int, c: int, h: int, w: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, c, h, w, generator=generator, dtype=torch.float64)
+    layer, kind = nn.Conv2d(c, 2, 3, padding=1), Conv2d()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whence.layers.conv2d.WORTHWHILE", 1)
+        total = torch.zeros(9 * c, 9 * c, dtype=torch.float64)
+        sums = kind.add_gram(layer, x, total)
+    (patches,) = kind.inputs(layer, x)
+    flat = patches.reshape(-1, 9 * c)
+    assert torch.allclose(torch.triu(total), torch.triu(flat.T @ flat))
+    assert torch.allclose(sums, flat.sum(0))

@@ -178,8 +178,7 @@ class Fitter:
                     name = pair.block.name
                     count = products.add_output_covariance(totals[f"{name}/S"], pair.s, pair.mask)
                     if sweep.first:
-                        total = totals[f"{name}/A"]
-                        products.add_input_covariance(total, pair.a, pair.mask, pair.block.bias)
+                        products.add_input_covariance(totals[f"{name}/A"], pair)
                         totals[f"{name}/positions"] += count
 
         def finish(totals: dict[str, Tensor]) -> dict[str, Tensor]:

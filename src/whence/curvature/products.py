@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from whence.layers.capture import Pair
+
 #: numbers in a scratch buffer that is read back at once (it should stay in a CPU's cache) ...
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
 #: ... or that feeds one large product (it should be wide enough for the product to run fast)
@@ -90,17 +92,20 @@ def mirror(total: Tensor) -> Tensor:
     return torch.triu(total) + torch.triu(total, 1).mT
 
 
-def add_input_covariance(total: Tensor, a: Tensor, mask: Tensor | None, bias: bool) -> None:
+def add_input_covariance(total: Tensor, pair: Pair) -> None:
     """total (width, width) += Σ_{n,t} [a, 1][a, 1]ᵀ over existing positions; upper triangle."""
-    n, t, i = a.shape
-    x = a.reshape(n * t, i)
-    count = float(n * t)
-    if mask is not None:
-        x = x * mask.reshape(-1, 1)
-        count = float(mask.sum())
-    add_gram(total[:i, :i], x)
-    if bias:
-        total[:i, i] += x.sum(0)
+    n, t = pair.s.shape[:2]
+    i, count = pair.block.i, float(n * t)
+    sums = pair.add_gram(total[:i, :i]) if pair.mask is None else None
+    if sums is None:
+        x = pair.a.reshape(n * t, i)
+        if pair.mask is not None:
+            x = x * pair.mask.reshape(-1, 1)
+            count = float(pair.mask.sum())
+        add_gram(total[:i, :i], x)
+        sums = x.sum(0)
+    if pair.block.bias:
+        total[:i, i] += sums
         total[i, i] += count
 
 

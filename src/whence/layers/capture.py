@@ -7,8 +7,9 @@ gradient is ever computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,14 +45,31 @@ class Block:
         return self.o * self.width
 
 
-@dataclass(frozen=True)
 class Pair:
-    """Inputs `a` (n, t, i) and output gradients `s` (n, t, o) of one block; mask (n, t) or None."""
+    """Inputs `a` (n, t, i) and output gradients `s` (n, t, o) of one block; mask (n, t) or None.
 
-    block: Block
-    a: Tensor
-    s: Tensor
-    mask: Tensor | None = None
+    `a` is made when it is first asked for: a convolution's patches are large, and not every use
+    needs them.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        inputs: Callable[[], Tensor],
+        s: Tensor,
+        mask: Tensor | None = None,
+        add_gram: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> None:
+        self.block, self.s, self.mask = block, s, mask
+        self._inputs, self._add_gram = inputs, add_gram
+
+    @cached_property
+    def a(self) -> Tensor:
+        return self._inputs()
+
+    def add_gram(self, total: Tensor) -> Tensor | None:
+        """Σ a aᵀ by a short cut of the layer's kind; None where there is none (see `Kind`)."""
+        return None if self._add_gram is None else self._add_gram(total)
 
 
 @dataclass(eq=False)
@@ -181,22 +199,22 @@ class Tape:
     def _pairs(
         self, site: Site, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
     ) -> list[Pair]:
-        inputs: list[list[Tensor]] = []
+        parts = cache(lambda: [site.kind.inputs(call.module, call.x) for call, _ in calls])
         slopes: list[list[Tensor]] = []
-        for call, gradient in calls:
-            a = site.kind.inputs(call.module, call.x)
+        for (call, gradient), k in zip(calls, range(len(calls)), strict=True):
             if gradient is None:  # the loss does not depend on this call
                 o = site.blocks[0].o
-                s = [block.new_zeros(*block.shape[:2], o) for block in a]
+                slopes.append([a.new_zeros(*a.shape[:2], o) for a in parts()[k]])
             else:
-                s = site.kind.gradients(call.module, gradient.reshape(call.shape))
-            inputs.append(a)
-            slopes.append(s)
+                slopes.append(site.kind.gradients(call.module, gradient.reshape(call.shape)))
+        shortcut = None
+        if len(calls) == 1 and len(site.blocks) == 1:
+            shortcut = partial(site.kind.add_gram, calls[0][0].module, calls[0][0].x)
         pairs = []
         for k, block in enumerate(site.blocks):
-            a_k = [a[k] for a in inputs]
-            s_k = [s[k] for s in slopes]
-            pairs.append(Pair(block, _joined(a_k), _joined(s_k), _mask_for(calls, a_k, mask)))
+            s = [slope[k] for slope in slopes]
+            inputs = partial(lambda k: _joined([part[k] for part in parts()]), k)
+            pairs.append(Pair(block, inputs, _joined(s), _mask_for(calls, s, mask), shortcut))
         return pairs
 
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whence.layers.kind import Kind, register, same_forward
+from whence.layers.shifted import add_shifted_gram, patch_sums
+
+WORTHWHILE = 16  # channels from which many small products beat one large one
 
 
 class Conv2d(Kind):
@@ -47,6 +50,21 @@ class Conv2d(Kind):
             patches[..., g * width : (g + 1) * width].reshape(n, oh * ow, kh * kw * width)
             for g in range(module.groups)
         ]
+
+    def add_gram(self, module: nn.Conv2d, x: Tensor, total: Tensor) -> Tensor | None:
+        plain = (
+            module.kernel_size == (3, 3)
+            and module.stride == module.dilation == (1, 1)
+            and module.groups == 1
+            and module.padding in ((1, 1), "same")
+            and module.padding_mode == "zeros"
+            and module.in_channels >= WORTHWHILE
+        )
+        if not plain or total.dtype != x.dtype:
+            return None
+        image = F.pad(x, (1, 1, 1, 1)).permute(0, 2, 3, 1).contiguous()
+        add_shifted_gram(total, image)
+        return patch_sums(image)
 
     def gradients(self, module: nn.Conv2d, gradient: Tensor) -> list[Tensor]:
         n, o = gradient.shape[:2]

@@ -39,6 +39,13 @@ class Kind(ABC):
     def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
         """`a` (n, t, i) of each block."""
 
+    def add_gram(self, module: Any, x: Tensor, total: Tensor) -> Tensor | None:
+        """Add Σ a aᵀ over all positions to the upper triangle of total (i, i) without forming `a`.
+
+        Returns Σ a (i,), or None, with nothing added, where there is no such short cut.
+        """
+        return None
+
     @abstractmethod
     def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
         """`s` (n, t, o) of each block."""
