@@ -173,14 +173,16 @@ def copied(work: Workload, model: nn.Module) -> nn.Module:
 def peak_memory(work: Workload, library: str, train: int, query: int) -> float:
     """Peak resident MiB of one library's whole run in its own process, above its start."""
     code = (
-        "import resource, torch; torch.set_num_threads(1)\n"
+        "import re, torch; torch.set_num_threads(1)\n"
         "from benchmarks import against_kronfluence as b\n"
-        f"w = b.WORKLOADS[{work.name!r}]; torch.manual_seed(0); m = w.model().eval()\n"
         "import kronfluence.analyzer\n"
+        f"w = b.WORKLOADS[{work.name!r}]; torch.manual_seed(0); m = w.model().eval()\n"
         f"d, q = w.data({train}, 1), w.data({query}, 2)\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "def read(what):\n"
+        "    return int(re.search(what + r':\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "before = read('VmRSS')\n"
         f"b.{library}(w, m, d, q)\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n"
+        "print((read('VmHWM') - before) / 1024)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])

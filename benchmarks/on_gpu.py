@@ -165,10 +165,8 @@ def main() -> None:
                 f"{s[:8]} {v['seconds']:.2f}s {v['share_of_peak']:.0%}"
                 for s, v in found["stages"].items()
             )
-            print(
-                f"{key:<10} {precision:<8} {found['batch']:>5} {found['memory_gib']:.1f}GiB {stages}",
-                flush=True,
-            )
+            size = f"batch {found['batch']}, {found['memory_gib']:.1f} GiB"
+            print(f"{key:<10} {precision:<8} {size} {stages}", flush=True)
     if chosen.out == RESULTS:
         write_readme()
 

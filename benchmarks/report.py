@@ -70,14 +70,64 @@ def _notes(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _source_table(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| workload | work | CPU seconds | × influence | × a plain pass |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name, r in found.items():
+        if name == "machine":
+            continue
+        seconds = r["seconds"]
+        for k, (work, s) in enumerate(seconds.items()):
+            head = f"{name} ({r['train']:,} × {r['query']})" if k == 0 else ""
+            ratios = f"{s / seconds['influence']:.2f} | {s / seconds['plain pass']:.1f}"
+            lines.append(f"| {head} | {work} | {s:.2f} | {ratios} |")
+    return lines
+
+
+def _gpu_table(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| workload (train × query) | products | stage | seconds | per second | of the peak |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for key, r in found["runs"].items():
+        head = f"{key.split()[0]} ({r['train']:,} × {r['query']:,}), batch {r['batch']:,}"
+        for k, (stage, v) in enumerate(r["stages"].items()):
+            first = f"{head} | {r['precision']}" if k == 0 else " | "
+            rate = "" if stage == "eigendecomposition" else f"{v['per_second']:,.0f} {r['unit']}"
+            share = f"{v['share_of_peak']:.0%}"
+            lines.append(f"| {first} | {stage} | {v['seconds']:.2f} | {rate} | {share} |")
+    m = found["machine"]
+    peaks = {r["precision"]: r["peak_tflops"] for r in found["runs"].values()}
+    said = ", ".join(f"{name} {value:.0f}" for name, value in peaks.items())
+    checks = []
+    for name, found_here in found["checks"].items():
+        values = (f"{k} {v:.0e}" if v is not bool(v) else f"{k} {v}" for k, v in found_here.items())
+        checks.append(f"{name}: {', '.join(values)}")
+    lines += [
+        "",
+        f"{found['device']}, torch {m['torch']}, {m['date']}. Measured matrix-product peaks, "
+        f"TFLOP/s: {said}. Checks: {'; '.join(checks)}.",
+    ]
+    return lines
+
+
+SECTIONS = {
+    "kronfluence": ("against_kronfluence.json", _peer_table),
+    "kronfluence notes": ("against_kronfluence.json", _notes),
+    "source": ("source_cost.json", _source_table),
+    "gpu": ("on_gpu.json", _gpu_table),
+}
+
+
 def write_readme() -> None:
     """Fill the page from whatever results there are."""
     text = (FOLDER / "README.template.md").read_text()
-    peers = RESULTS / "against_kronfluence.json"
-    if peers.exists():
-        results = json.loads(peers.read_text())
-        text = text.replace("<!-- kronfluence -->", "\n".join(_peer_table(results)))
-        text = text.replace("<!-- kronfluence notes -->", "\n".join(_notes(results)))
+    for mark, (file, lines) in SECTIONS.items():
+        path = RESULTS / file
+        made = lines(json.loads(path.read_text())) if path.exists() else ["(not measured yet)"]
+        text = text.replace(f"<!-- {mark} -->", "\n".join(made))
     (FOLDER / "README.md").write_text(text)
 
 

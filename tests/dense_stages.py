@@ -167,7 +167,7 @@ class Leg:
 
 
 def second_moments(model: nn.Module, optimizer: Any) -> Values:
-    """v̂ = v / (1 - β₂^t) of Adam; RMSprop's v as it is."""
+    """v̂ = v / (1 - β₂^t) of Adam; RMSprop's v as it is, less the squared mean when centered."""
     found = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
@@ -175,7 +175,8 @@ def second_moments(model: nn.Module, optimizer: Any) -> Values:
             beta = optimizer.defaults["betas"][1]
             found[name] = state["exp_avg_sq"] / (1 - beta ** int(state["step"]))
         elif "square_avg" in state:
-            found[name] = state["square_avg"].clone()
+            mean = state.get("grad_avg", torch.zeros_like(parameter))
+            found[name] = state["square_avg"] - mean.square()
     return found
 
 

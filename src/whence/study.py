@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from whence.curvature.cost import table
 from whence.curvature.store import Store
 from whence.data import Batches, Collate, place, structure
+from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Loaded, Passes
 from whence.layers.tracked import Tracked, find, report
 from whence.run import Run, RunError
@@ -39,7 +40,8 @@ class Study:
         collate: turns a list of examples into a batch (default: torch's).
         cache: folder for fitted factors (default: beside the run; in memory for a run that is not
             on disk).
-        layers: names of the layers to track, as shell patterns; None tracks all that can be.
+        layers: which layers to track: names as shell patterns, or a chooser such as
+            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`; None tracks all.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Study:
         *,
         collate: Collate | None = None,
         cache: str | os.PathLike[str] | None = None,
-        layers: Sequence[str] | str | None = None,
+        layers: Sequence[str] | str | Chooser | None = None,
     ) -> None:
         several = isinstance(runs, Sequence) and not isinstance(runs, (str, os.PathLike))
         listed: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
@@ -59,7 +61,10 @@ class Study:
         if not self.runs:
             raise ValueError("runs is empty: give at least one Run")
         self.collate = collate
-        self.layers = [layers] if isinstance(layers, str) else layers
+        if layers is None or callable(layers):
+            self.layers = layers
+        else:
+            self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
         self.models = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
         self.model = self.models[self.stages[-1]]

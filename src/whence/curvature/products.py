@@ -243,6 +243,15 @@ class Readout:
             torch.bmm(s[rows].mT, a[rows], out=gradient)
             total[:, rows] += (flat @ gradient.view(-1, o * i).mT).to(total.dtype)
 
+    def by_position(self, a: Tensor, s: Tensor) -> Tensor:
+        """⟨W_q, s_t a_tᵀ⟩ at each position: (q, n, t); over t they add up to the inner product."""
+        if self.basis is not None:
+            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        value = torch.stack([(s * (a @ w.mT)).sum(2) for w in self.weight])
+        if self.column is not None:
+            value = value + torch.einsum("nto,qo->qnt", s, self.column)
+        return value
+
     def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
         """⟨W_n, G_n⟩, these rows of W each with one example: (n,)."""
         if self.basis is not None:
@@ -267,6 +276,12 @@ class FactoredReadout:
     def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
         """total (q, n) += (s_q · s_n)(a_q · a_n + bias)."""
         total += ((self.a @ a.squeeze(1).T + self.bias) * (self.s @ s.squeeze(1).T)).to(total.dtype)
+
+    def by_position(self, a: Tensor, s: Tensor) -> Tensor:
+        """The same with a last axis for the one position: (q, n, 1)."""
+        total = a.new_zeros(len(self.a), len(a))
+        self.add_inner(total, a, s)
+        return total.unsqueeze(2)
 
     def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
         """The same, these rows each with one example: (n,)."""

@@ -8,9 +8,8 @@ either handled exactly or left out by name; nothing is captured wrongly in silen
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from whence.data import batch_length
 from whence.layers.capture import Block, Site, Tape, gradients_of
+from whence.layers.choose import Chooser
 from whence.layers.kind import kind_of
 from whence.task import Task
 
@@ -70,17 +70,17 @@ def find(
     task: Task,
     batch: Any,
     single: Any,
-    patterns: Sequence[str] | None = None,
+    choose: Chooser | None = None,
 ) -> Tracked:
     """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
         single: the first of them alone, to check that examples do not mix.
-        patterns: names of layers to track (shell patterns such as "blocks.*.mlp.*"); None is all.
+        choose: which of the trackable layers to track; None is all.
     """
     reasons: dict[str, str] = {}
-    sites = _candidates(model, patterns, reasons)
+    sites = _candidates(model, choose, reasons)
     with torch.enable_grad(), Tape(model, sites) as tape:
         outputs = task.outputs(model, batch)
         losses = task.losses(outputs, batch)
@@ -109,9 +109,7 @@ def find(
     return Tracked(tuple(kept), *_left_out(model, kept, reasons), positions, outputs[0].numel())
 
 
-def _candidates(
-    model: nn.Module, patterns: Sequence[str] | None, reasons: dict[str, str]
-) -> list[Site]:
+def _candidates(model: nn.Module, choose: Chooser | None, reasons: dict[str, str]) -> list[Site]:
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}  # every module that holds a parameter
     for path, module in model.named_modules(remove_duplicate=False):
@@ -120,20 +118,17 @@ def _candidates(
                 m is not module for _, m in owners.get(id(parameter), [])
             ):
                 owners.setdefault(id(parameter), []).append((path, module))
-    unmatched = set(patterns or ())
+    trackable = {path: m for path, m in model.named_modules() if kind_of(m)}
+    chosen = trackable if choose is None else choose(trackable)
     sites: dict[tuple[int, int | None], Site] = {}
-    for path, module in model.named_modules():
+    for path, module in trackable.items():
         kind = kind_of(module)
-        if kind is None:
-            continue
+        assert kind is not None
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         own = [names[id(p)] for p in (weight, bias) if p is not None and id(p) in names]
-        if patterns is not None:
-            matches = {p for p in patterns if fnmatchcase(path, p)}
-            unmatched -= matches
-            if not matches:
-                reasons.update(dict.fromkeys(own, "not chosen"))
-                continue
+        if path not in chosen:
+            reasons.update(dict.fromkeys(own, "not chosen"))
+            continue
         reason = kind.refusal(module)
         if weight is None:
             reason = "its weight is computed from other parameters (a parametrization)"
@@ -162,9 +157,6 @@ def _candidates(
             ),
         )
         site.modules.append(module)
-    if unmatched:
-        known = ", ".join(path or "(model)" for path, m in model.named_modules() if kind_of(m))
-        raise ValueError(f"layers={sorted(unmatched)} match no layer: the model has {known}")
     return list(sites.values())
 
 

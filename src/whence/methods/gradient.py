@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from whence.curvature import cost, key_of
 from whence.data import Batches
 from whence.layers.passes import convolutions_as_products
 from whence.methods.bench import Bench, Readouts, Term, allowance
-from whence.methods.scoring import Scoring
+from whence.methods.scoring import Scoring, Tokens
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.study import Study
@@ -114,6 +114,42 @@ class GradientMethod(ABC):
         if out is not None:
             mean.save(out)
         return mean
+
+    def tokens(
+        self,
+        study: Study,
+        query: Any,
+        examples: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        memory: int | str | None = None,
+        progress: bool = True,
+    ) -> list[Tokens]:
+        """Scores of a few training examples, position by position: which of its tokens did it.
+
+        Meant for the examples that `attribute` found: each costs a pass of its own at every
+        checkpoint. Runs of several are not averaged: give a study of one.
+
+        Args:
+            examples: indices in the training data (of `stage`, or of the last stage).
+        """
+        if len(study.runs) != 1:
+            raise ValueError(f"tokens() needs a study of one run, not of {len(study.runs)}")
+        stage = self.stage or study.stages[-1]
+        count = len(study.data[stage])
+        wrong = [e for e in examples if not 0 <= e < count]
+        if wrong:
+            raise IndexError(f"examples={wrong[:3]} are not in the training data: it has {count}")
+        bench = self._bench(study, study.runs[0], query, device, dtype, None, memory, progress, 0)
+        if bench.query is None:
+            raise ValueError("tokens() needs queries")
+        with torch.no_grad(), convolutions_as_products():
+            terms = self.terms(bench)
+            vectors = partial(self.vectors, bench, self.prepare(bench, terms))
+            writer = ScoreWriter(None, 1, 1, key="tokens")
+            scoring = Scoring(bench, terms, vectors, writer, by_segment=False)
+            return scoring.positions(bench.query, stage, np.asarray(examples, dtype=np.int64))
 
     def _bench(
         self,

@@ -38,6 +38,21 @@ class Columns:
     place: slice
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """One example's score, position by position.
+
+    Attributes:
+        values: (q, t): what each position of the example did to each query.
+        rest: (q,): what cannot be told apart by position (layers after pooling). A row's values and
+            its rest add up to the example's score.
+    """
+
+    example: int
+    values: NDArray[np.floating]
+    rest: NDArray[np.floating]
+
+
 @dataclass
 class Scoring:
     """One run's scores on their way into a writer."""
@@ -83,6 +98,34 @@ class Scoring:
                 data, count = self.bench.study.data[chunk.stage], len(chunk.indices)
                 ready = self.vectors(data, chunk.stage, chunk.indices, count)
                 self._write(None, chunk, self._contributions(ready, chunk, None))
+
+    def positions(self, query: Batches, stage: str, examples: NDArray[np.int64]) -> list[Tokens]:
+        """For each of these examples of a stage, what each of its positions did to each query."""
+        found = []
+        ready = self.vectors(
+            query, self.bench.study.stages[-1], np.arange(len(query)), len(examples)
+        )
+        data, passes = self.bench.study.data[stage], self.bench.passes[stage]
+        for example in examples:
+            parts: dict[int, Tensor] = {}
+            for term, readouts in zip(self.terms, ready, strict=True):
+                for checkpoint in term.checkpoints if term.stage == stage else ():
+                    passes.load(checkpoint)
+                    for sweep in passes.sweeps(data, [np.array([example])], LOSS):
+                        for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+                            readout = readouts.get(pair.block.name)
+                            if readout is not None:
+                                value = readout.by_position(pair.a, pair.s)[:, 0]  # (q, t)
+                                t = value.shape[1]
+                                parts[t] = parts[t] + value if t in parts else value
+            # the longest axis is the tokens'; layers without it (a pooled head) are the rest
+            length = max(parts)
+            rest = [part.sum(1) for t, part in parts.items() if t != length]
+            zero = torch.zeros_like(parts[length][:, 0])
+            found.append(
+                Tokens(int(example), parts[length].cpu().numpy(), sum(rest, zero).cpu().numpy())
+            )
+        return found
 
     def _contributions(self, ready: list[Readouts], chunk: Columns, queries: int | None) -> Tensor:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""

@@ -1,0 +1,64 @@
+"""Choosing layers: what `Study(layers=...)` takes besides names.
+
+A chooser is given all trackable layers, {name: module}, and returns the names of those to track.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+Chooser = Callable[[Mapping[str, nn.Module]], Collection[str]]
+_NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
+
+
+def by_name(patterns: Sequence[str]) -> Chooser:
+    """Layers whose names match one of these shell patterns ("blocks.*.mlp.*")."""
+
+    def choose(layers: Mapping[str, nn.Module]) -> set[str]:
+        found = {p: {n for n in layers if fnmatchcase(n, p)} for p in patterns}
+        unmatched = sorted(p for p, names in found.items() if not names)
+        if unmatched:
+            known = ", ".join(name or "(model)" for name in layers)
+            raise ValueError(f"layers={unmatched} match no layer: the model has {known}")
+        return set().union(*found.values())
+
+    return choose
+
+
+def by_type(*types: type[nn.Module]) -> Chooser:
+    """Layers of these classes."""
+    return lambda layers: {name for name, module in layers.items() if isinstance(module, types)}
+
+
+def mlp_only(layers: Mapping[str, nn.Module]) -> set[str]:
+    """Layers inside the numbered blocks of a transformer that are not its attention's."""
+    return {n for n in layers if _NUMBERED.match(n) and "attn" not in n and "attention" not in n}
+
+
+def last_blocks(count: int) -> Chooser:
+    """Layers of the last `count` of a model's numbered blocks ("h.10.*", "h.11.*"), and all after.
+
+    The blocks are those of the container that has most of them.
+    """
+    if count < 1:
+        raise ValueError(f"last_blocks({count}): choose at least one")
+
+    def choose(layers: Mapping[str, nn.Module]) -> set[str]:
+        places = {n: (m[1], int(m[2])) for n in layers if (m := _NUMBERED.match(n))}
+        if not places:
+            raise ValueError("last_blocks: no layer is in a numbered block (such as 'h.11.mlp')")
+        numbers: dict[str, set[int]] = {}
+        for container, number in places.values():
+            numbers.setdefault(container, set()).add(number)
+        container = max(numbers, key=lambda c: len(numbers[c]))
+        chosen = set(sorted(numbers[container])[-count:])
+        names = list(layers)
+        last = max(names.index(n) for n, (c, _) in places.items() if c == container)
+        kept = {n for n, (c, number) in places.items() if c == container and number in chosen}
+        return kept | set(names[last + 1 :])
+
+    return choose
