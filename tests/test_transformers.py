@@ -7,7 +7,6 @@ The brute force goes one document at a time, without any padding.
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -506,42 +505,589 @@ def test_hugging_faces_own_tokenizer_and_collators(make: Make) -> None:
 
 # --- choosing layers ------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("make", "layers", "chosen"),
-    [
-        (gpt2, ["*.mlp.*"], blocks("transformer.h.#.mlp.c_fc", "transformer.h.#.mlp.c_proj")),
-        (gpt2, "*attn*", blocks("transformer.h.#.attn.c_attn", "transformer.h.#.attn.c_proj")),
-        (gpt2, ["transformer.h.1.*.c_proj"], ["transformer.h.1.attn.c_proj"] * 2),
-        (llama, ["*.mlp.*"], blocks(*(f"model.layers.#.mlp.{k}_proj" for k in "gate up down"))),
-        (llama, ["*attn.[kv]_proj", "lm_head"], ["lm_head"]),
-        (bert, ["*attention*"], []),
-        (vit, ["*.mlp.*", "*projection"], []),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
+GPT2_MLP = blocks("transformer.h.#.mlp.c_fc", "transformer.h.#.mlp.c_proj")
+GPT2_ATTENTION = blocks("transformer.h.#.attn.c_attn", "transformer.h.#.attn.c_proj")
+LLAMA_MLP = blocks(*(f"model.layers.#.mlp.{kind}_proj" for kind in ("gate", "up", "down")))
+BERT_ATTENTION = blocks(
+    *(f"bert.encoder.layer.#.attention.self.{kind}" for kind in ("query", "key", "value")),
+    "bert.encoder.layer.#.attention.output.dense",
 )
-def test_patterns(make: Make, layers: Any, chosen: list[str]) -> None:
+BERT_MLP = blocks("bert.encoder.layer.#.intermediate.dense", "bert.encoder.layer.#.output.dense")
+VIT_MLP = ["vit.layers.0.mlp.fc1", "vit.layers.0.mlp.fc2"]
+CHOICES: dict[str, tuple[Make, Any, list[str]]] = {
+    "GPT-2's MLPs": (gpt2, ["*.mlp.*"], GPT2_MLP),
+    "GPT-2's attention": (gpt2, "*attn*", GPT2_ATTENTION),
+    "one block of GPT-2": (gpt2, ["transformer.h.1.*"], [*GPT2_ATTENTION[2:], *GPT2_MLP[2:]]),
+    "Llama's MLPs": (llama, ["*.mlp.*"], LLAMA_MLP),
+    "Llama's keys, and its head": (
+        llama,
+        ["*attn.k_proj", "lm_head"],
+        [*blocks("model.layers.#.self_attn.k_proj"), "lm_head"],
+    ),
+    "BERT's attention": (bert, ["*attention*"], BERT_ATTENTION),
+    "ViT's MLP and patches": (
+        vit,
+        ["*.mlp.*", "*.projection"],
+        [*VIT_MLP, "vit.embeddings.patch_embeddings.projection"],
+    ),
+    "mlp_only, GPT-2": (gpt2, whence.layers.mlp_only, GPT2_MLP),
+    "mlp_only, Llama": (llama, whence.layers.mlp_only, LLAMA_MLP),
+    "mlp_only, BERT": (bert, whence.layers.mlp_only, BERT_MLP),
+    "mlp_only, ViT": (vit, whence.layers.mlp_only, VIT_MLP),
+    "last_blocks, GPT-2": (
+        gpt2,
+        whence.layers.last_blocks(1),
+        [*GPT2_ATTENTION[2:], *GPT2_MLP[2:]],
+    ),
+    "last_blocks, BERT": (
+        bert,
+        whence.layers.last_blocks(1),
+        [*BERT_ATTENTION[4:], BERT_MLP[2], BERT_MLP[3], "bert.pooler.dense", "classifier"],
+    ),
+    "by_type, ViT": (
+        vit,
+        whence.layers.by_type(nn.Conv2d),
+        ["vit.embeddings.patch_embeddings.projection"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_chosen_layers(name: str) -> None:
+    make, layers, chosen = CHOICES[name]
     task, train, query, collate = case(make)
     model = make().double()
-    patterns = [layers] if isinstance(layers, str) else layers
-    kinds = [n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")]
-    kinds += [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
-    from fnmatch import fnmatchcase
+    names = [parameter for parameter, _ in model.named_parameters()]
+    left_out = sorted({of_module(parameter) for parameter in names} - set(chosen))
+    exact = exactness(make)
+    scores = check(model, train, query, left_out, task, collate, layers=layers, tolerance=exact)
+    others = [k for k in left_out if not k.lower().endswith(("norm", "embeddings", "wte", "wpe"))]
+    assert any(reasons(scores)[k] == "not chosen" for k in others)
+    study = whence.Study(model, task, train, once(model), collate=collate, layers=layers)
+    table = study.describe()
+    assert all(name in table for name in chosen)
 
-    wanted = [name for name in kinds if any(fnmatchcase(name, p) for p in patterns)]
-    assert wanted and set(chosen) <= set(wanted)
-    names = [name for name, _ in model.named_parameters() if of_module(name) in wanted]
-    left_out = {of_module(name) for name, _ in model.named_parameters()} - set(wanted)
-    scores = check(
-        model,
-        train,
-        query,
-        sorted(left_out),
-        task,
-        collate,
-        names=names,
-        layers=layers,
-        tolerance=exactness(make),
+
+def test_parts_add_up() -> None:
+    task, train, query, collate = case(gpt2)
+    model = gpt2().double()
+    parts = [
+        quiet(
+            whence.TracIn(),
+            whence.Study(model, task, train, once(model), collate=collate, layers=layers),
+            query,
+        ).values
+        for layers in ("*.mlp.*", ["*attn*"], None)
+    ]
+    close(parts[0] + parts[1], parts[2])
+
+
+def test_mlps_of_an_encoder_and_decoder() -> None:
+    """T5 writes SelfAttention and EncDecAttention."""
+    config = hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=6, num_layers=2, num_heads=2)
+    linear = {k: m for k, m in hf.T5ForConditionalGeneration(config).named_modules()}
+    linear = {k: m for k, m in linear.items() if isinstance(m, nn.Linear)}
+    chosen = whence.layers.mlp_only(linear)
+    assert chosen == {name for name in linear if "DenseReluDense" in name}
+
+
+def test_a_pattern_that_matches_nothing_names_the_layers() -> None:
+    task, train, query, collate = case(llama)
+    model = llama()
+    study = whence.Study(
+        model, task, train, once(model), collate=collate, layers=["transformer.h.*"]
     )
-    plain = [name for name in kinds if name in left_out]
-    assert plain and all(reasons(scores)[name] == "not chosen" for name in plain)
+    with pytest.raises(ValueError, match=r"transformer\.h.*model\.layers\.0\.self_attn\.q_proj"):
+        whence.TracIn().attribute(study, query, **EXACT)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def peft() -> ModuleType:
+    return pytest.importorskip("peft")
+
+
+def adapted(peft: Any, make: Make = gpt2, **settings: Any) -> Any:
+    """LoRA adapters, as they may be after some training (B starts at zero)."""
+    targets = {gpt2: ["c_attn", "c_fc"], llama: ["q_proj", "v_proj", "down_proj"]}
+    plain = {"r": 2, "target_modules": targets.get(make, ["query", "value"])}
+    model = make()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        model = peft.get_peft_model(model, peft.LoraConfig(**(plain | settings)))
+    g = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.5, generator=g)
+    return model
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def left_out_of_adapted(make: Make, *more: str) -> list[str]:
+    return [f"base_model.model.{name}" for name in (*LEFT_OUT[make], *more)]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_adapters_are_tracked_and_what_is_frozen_adds_nothing(peft: Any, make: Make) -> None:
+    task, train, query, collate = case(make)
+    model = adapted(peft, make).double()
+    adapters = trained(model)
+    assert len(adapters) == (8 if make is gpt2 else 12) and all("lora_" in k for k in adapters)
+    run = once(model, groups=[adapters])
+    left_out = left_out_of_adapted(make)
+    exact = exactness(make)
+    check(model, train, query, left_out, task, collate, names=adapters, run=run, tolerance=exact)
+    for method in (whence.Influence(1e-3), whence.Source(1), whence.TracIn()):
+        found = [
+            quiet(
+                method,
+                whence.Study(model, task, train, run, collate=collate, layers=layers),
+                query,
+            ).values
+            for layers in (None, ["*.lora_[AB].*"])
+        ]
+        close(found[0], found[1], exact)
+
+
+def test_adapters_beside_a_head_of_their_own(peft: Any) -> None:
+    """For classification PEFT trains a copy of the head; the original is never called."""
+    task, train, query, collate = case(bert)
+    model = adapted(peft, bert, task_type="SEQ_CLS").double()
+    adapters = trained(model)
+    assert "base_model.model.classifier.modules_to_save.default.bias" in adapters
+    run = once(model, groups=[adapters])
+    left_out = left_out_of_adapted(bert, "classifier.original_module")
+    scores = check(model, train, query, left_out, task, collate, names=adapters, run=run)
+    reason = reasons(scores)["base_model.model.classifier.original_module"]
+    assert "never called" in reason
+
+
+def test_an_adapter_that_is_not_active_is_left_out_by_name(peft: Any) -> None:
+    task, train, query, collate = case(gpt2)
+    model = adapted(peft)
+    adapters = trained(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        model.add_adapter("spare", peft.LoraConfig(r=3, target_modules=["c_attn"]))
+    idle = [f"transformer.h.{k}.attn.c_attn.lora_{x}.spare" for k in (0, 1) for x in "AB"]
+    run, left_out = once(model, groups=[adapters]), left_out_of_adapted(gpt2, *idle)
+    scores = check(model, train, query, left_out, task, collate, names=adapters, run=run)
+    assert "never called" in reasons(scores)[f"base_model.model.{idle[0]}"]
+
+
+def test_a_plain_model_of_an_adapted_run_is_refused(peft: Any) -> None:
+    task, train, query, collate = case(gpt2)
+    study = whence.Study(gpt2(), task, train, once(adapted(peft)), collate=collate)
+    with pytest.raises(ValueError, match=r"another architecture.*base_layer|lora_"):
+        whence.TracIn().attribute(study, query, **EXACT)
+
+
+# --- gradient checkpointing -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", LEFT_OUT)
+def test_gradient_checkpointing(make: Make, reentrant: bool) -> None:
+    """Left on and in training mode, as training left it."""
+    task, train, query, collate = case(make)
+    model, plain = make().double().train(), make().double()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    left_out, exact = LEFT_OUT[make], exactness(make)
+    found = check(model, train, query, left_out, task, collate, tolerance=exact).values
+    study = whence.Study(plain, task, train, once(plain), collate=collate)
+    close(found, quiet(whence.TracIn(), study, query, batch_size=3).values)
+    assert model.training and model.is_gradient_checkpointing
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_an_adapted_model(peft: Any, reentrant: bool) -> None:
+    """The embeddings are then made to require gradients by a hook."""
+    task, train, query, collate = case(gpt2)
+    model = adapted(peft).double().train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    run, left_out = once(model, groups=[trained(model)]), left_out_of_adapted(gpt2)
+    check(model, train, query, left_out, task, collate, names=trained(model), run=run)
+
+
+# --- precision ------------------------------------------------------------------------------------
+
+
+def agrees(found: np.ndarray, expected: np.ndarray) -> None:
+    assert np.isfinite(found).all()
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    rank = spearmanr(found.ravel(), expected.ravel()).statistic
+    assert error < 0.05 and rank > 0.99, f"relative error {error:.3f}, rank correlation {rank:.4f}"
+
+
+def lower(model: nn.Module, norms: bool = True) -> nn.Module:
+    """In bfloat16, the norms or not."""
+    model = model.to(torch.bfloat16)
+    if not norms:
+        for module in model.modules():
+            if "norm" in type(module).__name__.lower():
+                module.float()
+    return model
+
+
+LONG = documents(20, 9, 26, 15, 24, 17, 12, 30), documents(25, 13, 16, seed=1)
+WIDE = {"hidden_size": 16, "intermediate_size": 24}
+
+
+def precise(make: Make) -> tuple[Any, Any, Any, Any]:
+    task, train, query, collate = case(make)
+    return (task, *(LONG if make in (gpt2, llama) else (train, query)), collate)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", LEFT_OUT)
+@pytest.mark.parametrize("norms", [True, False], ids=["bf16", "bf16, norms in float32"])
+def test_low_precision_weights(make: Make, method: str, norms: bool) -> None:
+    """Weights in bfloat16, the work in float32 (the default)."""
+    task, train, query, collate = precise(make)
+    ways = METHODS | {"Influence": lambda: whence.Influence(0.1)}
+    found = [
+        attributed(model, ways[method](), train, query, collate, task, dtype=torch.float32)
+        for model in (make(), lower(make(), norms))
+    ]
+    agrees(found[1], found[0])
+
+
+@pytest.mark.parametrize("norms", [True, False], ids=["bf16", "bf16, norms in float32"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", LEFT_OUT)
+def test_low_precision_throughout(make: Make, method: str, norms: bool) -> None:
+    """Weights and products in bfloat16."""
+    task, train, query, collate = precise(make)
+    ways = METHODS | {"Influence": lambda: whence.Influence(0.1)}
+    model = lower(make(), norms)
+    found = [
+        attributed(model, ways[method](), train, query, collate, task, dtype=dtype, batch_size=8)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    agrees(found[1], found[0])
+
+
+def test_checkpoints_in_another_precision_than_the_model() -> None:
+    task, train, query, collate = case(gpt2)
+    low = lower(gpt2())
+    rounded = gpt2()
+    rounded.load_state_dict(low.state_dict())
+    states = [rounded.state_dict(), low.state_dict()]
+    mixed = whence.Run.from_checkpoints(states, [1, 2], 1.0)
+    plain = whence.Run.from_checkpoints(states[:1] * 2, [1, 2], 1.0)
+    for method in (whence.TracIn(), whence.Source(2), whence.FastSource(1)):
+        found = [
+            quiet(method, whence.Study(model, task, train, run, collate=collate), query).values
+            for model, run in ((gpt2(), plain), (gpt2(), mixed), (low, mixed))
+        ]
+        close(found[1], found[0])
+        close(found[2], found[0])
+
+
+class Watched(whence.LanguageModeling):
+    """Keeps the logits of the first example, whenever it comes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[Tensor] = []
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        found = super().outputs(model, batch)
+        if len(found) == 1 and not self._seen:
+            self._seen.append(found.detach().clone())
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_studied_in_low_precision_is_the_users_model(dtype: torch.dtype) -> None:
+    """Loaded or trained in bfloat16, a Llama keeps its rotations' frequencies in float32: rounded,
+    they turn far positions by another angle."""
+    model = llama(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    frequencies = model.model.rotary_emb.inv_freq
+    model = model.to(dtype).eval()
+    model.model.rotary_emb.inv_freq = frequencies.clone()
+    data, task = documents(600), Watched()
+    study = whence.Study(model, task, data, once(model), collate=padded(), layers="lm_head")
+    quiet(whence.TracIn(), study, data, dtype=dtype, batch_size=1)
+    with torch.no_grad():
+        own = model(**padded()(data)).logits
+    error = float((task._seen[0] - own).norm() / own.norm())
+    assert error < 1e-3, f"relative error {error:.3f}"
+
+
+def test_trained_in_low_precision(tmp_path: Path) -> None:
+    """Weights, gradients and second moments in bfloat16."""
+    torch.manual_seed(0)
+    model, batch = lower(gpt2(depth=1)), padded()(TRAIN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with whence.Recorder(tmp_path / "run", model, optimizer, checkpoints=2, total_steps=6):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(**batch, labels=batch["input_ids"]).loss.backward()
+            optimizer.step()
+    task = whence.LanguageModeling()
+    study = whence.Study(model, task, TRAIN, tmp_path / "run", collate=padded())
+    scores = quiet(whence.Source(2, damping=1e-3), study, QUERY, dtype=torch.float32)
+    assert np.isfinite(scores.values).all() and abs(scores.values).max() > 0
+
+
+# --- wrappers and their prefixes ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def expected() -> np.ndarray:
+    return attributed(gpt2(), whence.TracIn(), TRAIN, QUERY, padded())
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def by_block(model: Any) -> Any:
+    """Compiled block by block, as is advised for models of many equal ones."""
+    for k, block in enumerate(model.transformer.h):
+        model.transformer.h[k] = torch.compile(block, backend="eager")
+    return model
+
+
+def in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "DataParallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "compiled in DataParallel": lambda model: nn.DataParallel(torch.compile(model)),
+    "DataParallel, compiled": lambda model: torch.compile(nn.DataParallel(model)),
+    "compiled in place": in_place,
+    "compiled block by block": by_block,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapped_models(name: str, expected: np.ndarray) -> None:
+    """Wrapped, with the wrapped one's state; and each with the other's."""
+    wrapped = WRAPPERS[name](gpt2())
+    for model, state in ((wrapped, wrapped), (gpt2(), wrapped), (wrapped, gpt2())):
+        study = whence.Study(model, whence.LanguageModeling(), TRAIN, once(state), collate=padded())
+        close(quiet(whence.TracIn(), study, QUERY).values, expected)
+
+
+def test_distributed_models(process_group: None, expected: np.ndarray) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(gpt2())
+    assert all(name.startswith("module.") for name in wrapped.state_dict())
+    close(attributed(wrapped, whence.TracIn(), TRAIN, QUERY, padded()), expected)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_in_files(prefix: str, expected: np.ndarray, tmp_path: Path) -> None:
+    state = {prefix + name: tensor for name, tensor in gpt2().state_dict().items()}
+    torch.save(state, tmp_path / "model.pt")
+    once_each = {k: t for k, t in state.items() if k != f"{prefix}lm_head.weight"}
+    save_file(once_each, tmp_path / "model.safetensors")
+    for name in ("model.pt", "model.safetensors"):
+        run = whence.Run.from_checkpoints([tmp_path / name], [1], 1.0)
+        study = whence.Study(gpt2(), whence.LanguageModeling(), TRAIN, run, collate=padded())
+        close(quiet(whence.TracIn(), study, QUERY).values, expected)
+
+
+def test_prefixes_in_second_moments_and_groups(expected: np.ndarray) -> None:
+    """What goes with the checkpoints may have the prefix as well."""
+    model = torch.compile(gpt2())
+    state = model.state_dict()
+    moments = {name: torch.full_like(p, 0.01) for name, p in model.named_parameters()}
+    task, found = whence.LanguageModeling(), []
+    for strip in (False, True):
+        short = {k.removeprefix("_orig_mod.") if strip else k: v for k, v in state.items()}
+        second = {k.removeprefix("_orig_mod.") if strip else k: v for k, v in moments.items()}
+        run = whence.Run.from_checkpoints(
+            [short],
+            [4],
+            0.01,
+            optimizer="adamw",
+            second_moments=[second],
+            groups=[list(second)],
+        )
+        study = whence.Study(model, task, TRAIN, run, collate=padded())
+        found.append(quiet(whence.Source(1, damping=1e-3), study, QUERY).values)
+    close(found[0], found[1])
+    assert abs(found[0]).max() > 0
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", LEFT_OUT)
+def test_saved_by_hugging_face(make: Make, tmp_path: Path) -> None:
+    """A tied head is not in the file."""
+    task, train, query, collate = case(make)
+    model = make()
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in held) == (make is llama)
+    run = whence.Run.from_checkpoints([tmp_path / "model.safetensors"], [1], 1.0)
+    fresh = make()
+    for parameter in fresh.parameters():
+        nn.init.zeros_(parameter)
+    study = whence.Study(fresh, task, train, run, collate=collate)
+    found = quiet(whence.TracIn(), study, query).values
+    close(found, attributed(model, whence.TracIn(), train, query, collate, task))
+
+
+RESIZED = r"step 1.*wte\.weight is \(13, 8\) in the checkpoint and \(16, 8\)"
+EVERY_METHOD = [
+    whence.TracIn(),
+    whence.Source(1),
+    whence.Source(2),
+    whence.FastSource(1),
+    whence.FastSource(2),
+]
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD, ids=str)
+def test_a_vocabulary_resized_between_checkpoints_is_refused(method: Any) -> None:
+    small, large = gpt2(), gpt2()
+    large.resize_token_embeddings(16, mean_resizing=False)
+    states = [small.state_dict(), large.state_dict()]
+    run = whence.Run.from_checkpoints(states, [1, 2], 0.1)
+    study = whence.Study(large, whence.LanguageModeling(), TRAIN, run, collate=padded())
+    with pytest.raises(ValueError, match=RESIZED):
+        quiet(method, study, QUERY)
+    study = whence.Study(small, whence.LanguageModeling(), TRAIN, run, collate=padded())
+    with pytest.raises(ValueError, match=r"step 2.*wte\.weight is \(16, 8\).*\(13, 8\)"):
+        quiet(method, study, QUERY)
+
+
+def test_a_vocabulary_resized_between_saved_checkpoints_is_refused(tmp_path: Path) -> None:
+    small, large = gpt2(), gpt2()
+    large.resize_token_embeddings(16, mean_resizing=False)
+    for step, model in ((1, small), (2, large)):
+        model.save_pretrained(tmp_path / f"checkpoint-{step}")
+        (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text("{}")
+    with pytest.raises(RunError, match=r"checkpoint-1.*wte\.weight of shape \(13, 8\)"):
+        whence.Run.from_huggingface(tmp_path, large)
+
+
+# --- trained by the Trainer -----------------------------------------------------------------------
+
+UPDATES, SIZE = 24, 16
+DATA = prompted(documents(*[5, 3, 7, 6] * 4))
+
+
+def train(model: Any, folder: Path, **arguments: Any) -> Any:
+    """24 updates of AdamW, a checkpoint every 6, by the Trainer and by the callback."""
+    from whence.run.huggingface import RecorderCallback
+
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 6,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_steps": 6,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    made = hf.Trainer(
+        model,
+        hf.TrainingArguments(str(folder / "out"), **(settings | arguments)),
+        train_dataset=DATA,
+        data_collator=padded(),
+        callbacks=[RecorderCallback(folder / "run", 4)],
+    )
+    made.remove_callback(hf.PrinterCallback)
+    made.train()
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    place = tmp_path_factory.mktemp("gpt2")
+    train(gpt2(), place)
+    return place
+
+
+def study_of(model: Any, run: Any, **options: Any) -> whence.Study:
+    return whence.Study(model, whence.LanguageModeling(), DATA, run, collate=padded(), **options)
+
+
+END = [whence.Source(2), whence.FastSource(2), whence.Source(2, damping="preconditioner")]
+
+
+@pytest.mark.parametrize("method", END, ids=str)
+def test_source_end_to_end(method: Any, folder: Path) -> None:
+    queries = prompted(QUERY)
+    study = study_of(gpt2(), folder / "run")
+    run = study.runs[0]
+    assert run.optimizer == "adamw" and run.steps == UPDATES
+    scores = quiet(method, study, queries, by_segment=True)
+    assert scores.values.shape == (3, SIZE) and scores.by_segment.shape == (2, 3, SIZE)
+    assert np.isfinite(scores.values).all() and (abs(scores.by_segment).max((1, 2)) > 0).all()
+    np.testing.assert_allclose(scores.by_segment.sum(0), scores.values, rtol=1e-9)
+    assert "tied" in reasons(scores)["transformer.wte"]
+    segments = scores.diagnostics["segments"]
+    assert [(s["start"], s["end"]) for s in segments] == [(0, 12), (12, 24)]
+    # The folder that the Trainer left tells the same.
+    again = whence.Run.from_huggingface(folder / "out", gpt2(), size=SIZE)
+    assert [c.step for c in again.checkpoints] == [c.step for c in run.checkpoints]
+    other = quiet(method, study_of(gpt2(), again), queries, by_segment=True)
+    np.testing.assert_allclose(other.by_segment, scores.by_segment, rtol=1e-6, atol=0)
+    # In the precision that is the default, too.
+    single = quiet(method, study, queries, dtype=torch.float32).values
+    assert np.isfinite(single).all()
+
+
+def test_averaging_one_checkpoint_changes_nothing(folder: Path) -> None:
+    study = study_of(gpt2(), folder / "run", layers="*.mlp.*")
+    found = [
+        quiet(kind(4), study, QUERY_MARKED).values for kind in (whence.Source, whence.FastSource)
+    ]
+    close(found[1], found[0])
+
+
+QUERY_MARKED = prompted(QUERY)
+
+
+def test_a_model_that_the_trainer_ran_in_mixed_precision(tmp_path: Path) -> None:
+    """accelerate leaves an autocast around its forward; what is studied is the model itself."""
+    model = gpt2()
+    trainer = train(model, tmp_path, bf16=True, num_train_epochs=2, gradient_checkpointing=True)
+    for dtype in (torch.float32, torch.float64):
+        found = [
+            quiet(whence.TracIn(), study_of(m, tmp_path / "run"), QUERY_MARKED, dtype=dtype).values
+            for m in (gpt2(), model, trainer.model)
+        ]
+        close(found[1], found[0])
+        close(found[2], found[0])
+
+
+def test_adapters_trained_by_the_trainer(peft: Any, tmp_path: Path) -> None:
+    model = adapted(peft, task_type="CAUSAL_LM")
+    train(model, tmp_path, num_train_epochs=2, save_steps=4)
+    run = whence.Run.open(tmp_path / "run")
+    assert sorted(name for group in run.groups for name in group) == sorted(trained(model))
+    for method in (whence.Source(2), whence.TracIn(), whence.Influence("source")):
+        found = [
+            quiet(method, study_of(adapted(peft), run, layers=layers), QUERY_MARKED).values
+            for layers in (None, ["*.lora_[AB].*"])
+        ]
+        assert np.isfinite(found[0]).all() and abs(found[0]).max() > 0
+        close(found[0], found[1], 1e-6)
+    # The Trainer itself saves adapters alone.
+    with pytest.raises(RunError, match="adapter alone is no checkpoint.*RecorderCallback"):
+        whence.Run.from_huggingface(tmp_path / "out", adapted(peft))

@@ -138,11 +138,12 @@ class Study:
         workers: int = 0,
         progress: bool = False,
         quiet: bool = False,
+        shared: bool = True,
     ) -> dict[str, Passes]:
         """A copy of the model on a device, its layers found and checked; one `Passes` per stage.
 
-        The last stage's layers are those that a query can see; of other stages only what they
-        share with it is tracked.
+        The last stage's layers are those that a query can see, so of other stages only what they
+        share with it is tracked; unless `shared` is False (self-influence).
         """
         copies: dict[int, Loaded] = {}
         found: dict[tuple[int, int], Tracked] = {}
@@ -167,7 +168,7 @@ class Study:
             if (id(own), id(task)) not in found:
                 tracked = find(loaded.model, task, several, one, self.layers)
                 last = next(iter(found.values()), tracked)
-                found[id(own), id(task)] = tracked.shared_with(last)
+                found[id(own), id(task)] = tracked.shared_with(last) if shared else tracked
             self.probe[stage] = self._probed(loaded.model, task, several)
             made[stage] = Passes(
                 loaded,

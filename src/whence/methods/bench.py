@@ -14,7 +14,7 @@ from whence.curvature import Basis, Curvature, Fitter, Part, Readout, cost
 from whence.curvature.fit import accumulator
 from whence.curvature.products import FactoredReadout, build, turn
 from whence.data import Batches, cut
-from whence.layers.capture import Block
+from whence.layers.capture import Block, Site
 from whence.layers.passes import Passes, Signal, Weights
 from whence.run import Run
 from whence.study import Study
@@ -98,13 +98,26 @@ class Bench:
         return self.passes[self.study.stages[-1]]
 
     @property
+    def sites(self) -> list[Site]:
+        """The tracked layers of all stages; where several have one, the last stage's."""
+        stages = reversed(self.study.stages)
+        found = [site for stage in stages for site in self.passes[stage].tracked.sites]
+        return list({site.name: site for site in reversed(found)}.values())
+
+    @property
     def blocks(self) -> dict[str, Block]:
-        return {block.name: block for block in self.any.tracked.blocks}
+        return {block.name: block for site in self.sites for block in site.blocks}
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """t of every block."""
+        stages = self.study.stages
+        return {k: t for s in stages for k, t in self.passes[s].tracked.positions.items()}
 
     def rates(self, rate: Callable[[str], float]) -> dict[str, float]:
         """A learning rate of every block; its weight and bias must agree on it."""
         found = {}
-        for site in self.any.tracked.sites:
+        for site in self.sites:
             both = {name: rate(name) for name in site.parameter_names()}
             if len(set(both.values())) > 1:
                 said = ", ".join(f"{name} {value:.3g}" for name, value in both.items())
@@ -131,7 +144,7 @@ class Bench:
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
         found = {}
-        for site in self.any.tracked.sites:
+        for site in self.sites:
             module: Any = site.modules[0]
             weights = site.kind.matrices(module, self._given(tensors, site.weight, module.weight))
             columns = [[weight] for weight in weights]
@@ -170,9 +183,9 @@ class Bench:
                 for pair in pairs:
                     name = pair.block.name
                     a, s = pair.a.to(dtype), pair.s.to(dtype)
-                    values[name][rows] = build(a, s, bases[name], pair.block.bias)
+                    values[name][rows] = build(a, s, bases.get(name), pair.block.bias)
             start = rows.stop
-        return Vectors(values, bases)
+        return Vectors(values, {name: bases.get(name) for name in values})
 
     def own_gradients(
         self, data: Batches, stage: str, indices: np.ndarray, checkpoint: Weights
@@ -212,7 +225,7 @@ class Bench:
         ready: Readouts = {}
         for name, value in vectors.values.items():
             block, basis = self.blocks[name], vectors.bases[name]
-            t = self.any.tracked.positions[name]
+            t = self.positions[name]
             if basis is not None and (
                 cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
             ):

@@ -74,6 +74,16 @@ class Plain:
         return {name: b.eigenvalues * self.durations[name] for name, b in self.curvature.items()}
 
 
+def significant(σ: Tensor) -> Tensor:
+    """1 where an eigenvalue is more than the rounding of zero (a square, hence ε²), else 0.
+
+    (I - E)v has parts in H's null space, which no training gradient has; divided by a small λ their
+    rounding would drown the rest.
+    """
+    noise = (8 * torch.finfo(σ.dtype).eps) ** 2 * σ.sum()
+    return (σ > noise).to(σ.dtype)
+
+
 @dataclass(frozen=True)
 class Preconditioned:
     """A diagonal preconditioner P̄ (o, width) per block.
@@ -116,8 +126,8 @@ class Preconditioned:
         u = v * -torch.expm1(-self._exponent(name))
         if self.decay[name]:
             return solve(block, pull + l2 + self.damping, u, name)
-        one = Vectors({name: u}, {name: None})
-        w = one.apply({name: block}, lambda _, σ: inverse(σ + l2, self.damping or 0.0))
+        one, λ = Vectors({name: u}, {name: None}), self.damping
+        w = one.apply({name: block}, lambda _, σ: inverse(σ + l2, λ) * significant(σ))
         self._note_sensitivity(name, w.values[name], block.eigenvalues + l2)
         return w.own().values[name]
 
@@ -135,8 +145,10 @@ class Preconditioned:
 
     def _exponent(self, name: str) -> Tensor:
         block, P = self.curvature[name], self.preconditioner[name]
-        D = block.eigenvalues if block.diagonal is None else block.diagonal
-        x: Tensor = self.durations[name] * (P * (D + self.l2[name]) + self.decay[name])
+        D, l2 = block.diagonal, self.l2[name]
+        if D is None:  # the fully diagonal form: damping counts as curvature throughout, as for SGD
+            D, l2 = block.eigenvalues, l2 + (self.damping or 0.0)
+        x: Tensor = self.durations[name] * (P * (D + l2) + self.decay[name])
         return x
 
     def exponents(self) -> dict[str, Tensor]:

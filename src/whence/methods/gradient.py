@@ -170,7 +170,14 @@ class GradientMethod(ABC):
         for data in study.data.values():
             data.refresh()
         queries = None if query is None else study.query(query)
-        passes = study.passes(run, device=where, dtype=dtype, workers=workers, progress=progress)
+        passes = study.passes(
+            run,
+            device=where,
+            dtype=dtype,
+            workers=workers,
+            progress=progress,
+            shared=query is not None,
+        )
         allowed = allowance(memory, where)
         if batch_size is None:
             numbers = cost.per_example_numbers(passes[study.stages[-1]].tracked) * dtype.itemsize

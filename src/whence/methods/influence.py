@@ -19,7 +19,13 @@ from whence.curvature.solve import solve
 from whence.data import Batches
 from whence.methods.bench import Bench, Readouts, Term, Vectors
 from whence.methods.gradient import GradientMethod
-from whence.methods.source import PRECONDITIONED, block_durations, fitting_passes, preconditioner
+from whence.methods.source import (
+    PRECONDITIONED,
+    block_durations,
+    fitting_passes,
+    known_optimizer,
+    preconditioner,
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Influence(GradientMethod):
             for name, duration in block_durations(bench, segment).items():
                 total[name] += duration
         λ = {name: 1 / x if x else float("inf") for name, x in total.items()}
-        adaptive = {bench.run.optimizers[s.stage.name] in PRECONDITIONED for s in segments}
+        adaptive = {known_optimizer(bench, s) in PRECONDITIONED for s in segments}
         if adaptive == {True, False}:
             raise ValueError(
                 "damping='source' needs one kind of optimizer: this run had a preconditioned one "

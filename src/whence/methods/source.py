@@ -14,7 +14,7 @@ own (see `dynamics`). The sign is that of f(with m) - f(without m).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -130,16 +130,8 @@ class Source(GradientMethod):
         return readouts
 
     def _dynamics(self, bench: Bench, segment: Segment, points: Sequence[Weights]) -> Dynamics:
-        optimizer = bench.run.optimizers[segment.stage.name]
+        optimizer = known_optimizer(bench, segment)
         adaptive = optimizer in PRECONDITIONED
-        if optimizer != "sgd" and not adaptive:
-            raise ValueError(
-                f"Source does not know the optimizer {optimizer!r} of stage "
-                f"{segment.stage.name!r}: it knows SGD, Adam, AdamW and RMSprop. For another with "
-                "a diagonal preconditioner P, make the run with Run.from_checkpoints(..., "
-                "optimizer='rmsprop', second_moments=[(1/P - epsilon)², ...]); Influence and "
-                "TracIn do not need to know"
-            )
         fitter = bench.fitter(
             [segment.stage.name],
             kind=self.curvature,
@@ -171,7 +163,7 @@ class Source(GradientMethod):
     def _decays(self, bench: Bench, segment: Segment) -> dict[str, float]:
         """Weight decay of every block, where it counts."""
         decays = dict.fromkeys(bench.blocks, 0.0)
-        for site in bench.any.tracked.sites if self.weight_decay == "curvature" else ():
+        for site in bench.sites if self.weight_decay == "curvature" else ():
             both = [segment.weight_decay(name) for name in site.parameter_names()]
             if len(set(both)) > 1:
                 warnings.warn(
@@ -199,6 +191,19 @@ class Source(GradientMethod):
             )
 
 
+def known_optimizer(bench: Bench, segment: Segment) -> str:
+    """The optimizer of a segment, if its dynamics are known."""
+    optimizer = bench.run.optimizers[segment.stage.name]
+    if optimizer != "sgd" and optimizer not in PRECONDITIONED:
+        raise ValueError(
+            f"the optimizer {optimizer!r} of stage {segment.stage.name!r} is not known: SGD, Adam, "
+            "AdamW and RMSprop are. For another with a diagonal preconditioner P, make the run "
+            "with Run.from_checkpoints(..., optimizer='rmsprop', second_moments=[(1/P - epsilon)², "
+            "...]); Influence with a number as damping, and TracIn, do not need to know"
+        )
+    return optimizer
+
+
 def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
     """η̄K of every block in a segment, from the parameter group its weight and bias are in."""
     durations = {name: rate * segment.steps for name, rate in bench.rates(segment.rate).items()}
@@ -212,9 +217,9 @@ def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
 
 def preconditioner(bench: Bench, *segments: Segment) -> dict[str, Tensor]:
     """P̄: the mean over the segments' checkpoints of 1/(√v̂ + ε), per block (o, width)."""
-    checkpoints = [c for segment in segments for c in segment.checkpoints]
+    checkpoints = [(segment, c) for segment in segments for c in segment.checkpoints]
     mean: dict[str, Tensor] = {}
-    for checkpoint in checkpoints:
+    for segment, checkpoint in checkpoints:
         moments = checkpoint.second_moments()
         if moments is None:
             raise ValueError(
@@ -223,14 +228,42 @@ def preconditioner(bench: Bench, *segments: Segment) -> dict[str, Tensor]:
                 "second_moments to Run.from_checkpoints (or optimizer='sgd' if that is what it was)"
             )
         epsilon = bench.run.epsilon(checkpoint.stage)
-        inverses = {
-            name: 1 / (v.double().sqrt() + epsilon.get(name, 1e-8)) for name, v in moments.items()
-        }
+        inverses = {n: 1 / (v.double().sqrt() + epsilon.get(n, 1e-8)) for n, v in moments.items()}
+        _check_moments(bench, segment, checkpoint.step, moments, inverses)
         for name, value in bench.matrices(inverses).items():
             share = value / len(checkpoints)
             mean[name] = mean[name] + share if name in mean else share
-    # a parameter without moments was not trained: its rate is 0, and P must only be finite
+    # what was not trained has no moments; its rate is 0, and its P must only be finite
     return {name: torch.where(value > 0, value, 1.0) for name, value in mean.items()}
+
+
+def _check_moments(
+    bench: Bench,
+    segment: Segment,
+    step: int,
+    moments: Mapping[str, Tensor],
+    inverses: Mapping[str, Tensor],
+) -> None:
+    """Every parameter that the segment trains must have sound second moments."""
+    for site in bench.passes[segment.stage.name].tracked.sites:
+        module: Any = site.modules[0]
+        held = dict(zip(site.parameter_names(), (module.weight, module.bias), strict=False))
+        for name, parameter in held.items() if segment.rate(site.weight) else ():
+            problem = None
+            if name not in moments:
+                problem = "are missing"
+            elif moments[name].shape != parameter.shape:
+                shapes = f"{tuple(moments[name].shape)}, not {tuple(parameter.shape)}"
+                problem = f"have shape {shapes}"
+            elif not bool((moments[name] >= 0).all() & moments[name].isfinite().all()):
+                problem = "are negative, NaN or infinite"
+            elif not bool(inverses[name].isfinite().all()):
+                problem = "are 0 somewhere, and so is epsilon: 1/(√v̂ + ε) is infinite"
+            if problem:
+                raise ValueError(
+                    f"the second moments of {name} at step {step} {problem}: give the optimizer's "
+                    "own, bias-corrected, and its epsilon"
+                )
 
 
 def _diagnosed(p: Prepared) -> dict[str, Any]:

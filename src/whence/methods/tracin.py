@@ -43,8 +43,11 @@ class TracIn(GradientMethod):
         indices: np.ndarray,
         examples: int,
     ) -> list[Readouts]:
-        readouts = []
+        readouts: list[Readouts] = []
         for term in prepared:
+            if term.stage not in bench.stages:
+                readouts.append({})
+                continue
             (checkpoint,) = term.checkpoints
             v = bench.own_gradients(data, stage, indices, checkpoint)
             η = bench.rates(partial(bench.run.rate_at, checkpoint))

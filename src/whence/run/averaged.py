@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,10 +38,24 @@ class Averaged:
 
     def weights(self) -> dict[str, Tensor]:
         totals: dict[str, Tensor] = {}
+        first: dict[str, Tensor] | None = None
         for checkpoint in self.checkpoints:
             last = checkpoint.weights()
+            first = last if first is None else first
+            names = first.keys() | last.keys()
+            other = sorted(name for name in names if _shape(first, name) != _shape(last, name))
+            if other:
+                steps = f"{self.checkpoints[0].step} and {checkpoint.step}"
+                raise ValueError(
+                    f"the checkpoints at steps {steps} are of another architecture than each other "
+                    f"({', '.join(other[:3])}): they cannot be averaged"
+                )
             for name, value in last.items():
                 if value.is_floating_point():
                     share = value.double() / len(self.checkpoints)
                     totals[name] = totals[name] + share if name in totals else share
-        return {name: totals[name].to(v.dtype) if name in totals else v for name, v in last.items()}
+        return last | totals  # in float64: the model's own precision is kept when they are loaded
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(weights[name].shape) if name in weights else None

@@ -77,6 +77,8 @@ def second_moments(
         state = optimizer.state.get(parameter) or {}
         if "square_avg" in state:
             moments[name] = state["square_avg"].detach()
+            if "grad_avg" in state:  # centered: torch divides by the root of the variance
+                moments[name] = moments[name] - state["grad_avg"].detach().square()
         elif "exp_avg_sq" in state:
             second = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
             moments[name] = second / (1 - float(group["betas"][1]) ** float(state["step"]))
