@@ -93,7 +93,9 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        x = self.wte(input_ids) + self.wpe(
+            torch.arange(input_ids.shape[1], device=input_ids.device)
+        )
         for block in self.h:  # padding is on the right: causal attention never looks at it
             x = block(x)
         return self.lm_head(self.ln_f(x))

@@ -43,11 +43,20 @@ class BlockCurvature:
     """Curvature of one block: eigenvalues (o, width) in a basis (None: the parameters' own).
 
     `diagonal` (o, width), where it was asked for, is the Gauss-Newton matrix's own diagonal.
+    `squared` says that eigenvalues are sums of squares (EK-FAC's), whose rounding is that squared.
     """
 
     eigenvalues: Tensor
     basis: Basis | None
     diagonal: Tensor | None = None
+    squared: bool = True
+
+    def significant(self) -> Tensor:
+        """1 where an eigenvalue is more than the rounding of a zero, else 0."""
+        σ = self.eigenvalues
+        rounding = 8 * torch.finfo(σ.dtype).eps
+        noise = rounding**2 * σ.sum() if self.squared else rounding * σ.max()
+        return (σ > noise).to(σ.dtype)
 
 
 Curvature = dict[str, BlockCurvature]
@@ -157,6 +166,7 @@ class Fitter:
                 found[f"{name}/eigenvalues"].to(device, dtype),
                 basis,
                 None if diagonal is None else diagonal.to(device, dtype),
+                self.kind != "kfac",
             )
         return placed
 

@@ -74,16 +74,6 @@ class Plain:
         return {name: b.eigenvalues * self.durations[name] for name, b in self.curvature.items()}
 
 
-def significant(σ: Tensor) -> Tensor:
-    """1 where an eigenvalue is more than the rounding of zero (a square, hence ε²), else 0.
-
-    (I - E)v has parts in H's null space, which no training gradient has; divided by a small λ their
-    rounding would drown the rest.
-    """
-    noise = (8 * torch.finfo(σ.dtype).eps) ** 2 * σ.sum()
-    return (σ > noise).to(σ.dtype)
-
-
 @dataclass(frozen=True)
 class Preconditioned:
     """A diagonal preconditioner P̄ (o, width) per block.
@@ -127,7 +117,9 @@ class Preconditioned:
         if self.decay[name]:
             return solve(block, pull + l2 + self.damping, u, name)
         one, λ = Vectors({name: u}, {name: None}), self.damping
-        w = one.apply({name: block}, lambda _, σ: inverse(σ + l2, λ) * significant(σ))
+        # (I - E)v has parts in H's null space, which no training gradient has; divided by a small
+        # λ their rounding would drown the rest, so they are left out
+        w = one.apply({name: block}, lambda _, σ: inverse(σ + l2, λ) * block.significant())
         self._note_sensitivity(name, w.values[name], block.eigenvalues + l2)
         return w.own().values[name]
 
