@@ -33,8 +33,13 @@ def forward_backward(block: Block, t: int) -> float:
     return 4.0 * t * block.o * block.i
 
 
-def inner(block: Block, t: int, queries: int) -> float:
-    """Operations of one example's inner products with the queries."""
+def inner(block: Block, t: int, queries: int, factored: bool = False) -> float:
+    """Operations of one example's inner products with the queries.
+
+    `factored`: the queries' vectors are plain gradients; with one position, s_q a_qᵀ.
+    """
+    if factored and t == 1:
+        return 2.0 * queries * (block.o + block.i)
     return 2.0 * block.o * block.width * (queries + (t if t > 1 else 0))
 
 
@@ -69,14 +74,14 @@ def vector_numbers(tracked: Tracked) -> int:
     return sum(b.size for b in tracked.blocks)
 
 
-def pass_operations(tracked: Tracked, queries: int = 0) -> dict[str, float]:
+def pass_operations(tracked: Tracked, queries: int, factored: bool = False) -> dict[str, float]:
     """Operations per example of each kind of pass."""
     work = {"covariances": 0.0, "eigenvalues": 0.0, "scores": 0.0}
     for b in tracked.blocks:
         t = tracked.positions[b.name]
         work["covariances"] += forward_backward(b, t) + covariance(b, t)
         work["eigenvalues"] += forward_backward(b, t) + squares(b, t)
-        work["scores"] += forward_backward(b, t) + inner(b, t, queries)
+        work["scores"] += forward_backward(b, t) + inner(b, t, queries, factored)
     return work
 
 

@@ -32,6 +32,7 @@ class GradientMethod(ABC):
     """A method whose scores are inner products of query vectors with training gradients."""
 
     stage: str | None = None
+    _factored = False  # whether the query vectors are plain gradients
 
     # -- what a method defines -----------------------------------------------------------------
 
@@ -237,7 +238,10 @@ class GradientMethod(ABC):
         tracked, dtype = bench.any.tracked, bench.any.dtype
         examples = sum(len(bench.study.data[stage]) for stage in bench.stages)
         queries = 1 if bench.query is None else len(bench.query)
-        work, passes = cost.pass_operations(tracked, queries), self.passes_needed(bench)
+        work, passes = (
+            cost.pass_operations(tracked, queries, self._factored),
+            self.passes_needed(bench),
+        )
         operations = examples * sum(work[kind] * count for kind, count in passes.items())
         seconds = 1.5 * operations / cost.rate(bench.any.device, dtype)  # beside the products
         numbers = 2 * cost.factor_numbers(tracked) + queries * cost.vector_numbers(tracked)

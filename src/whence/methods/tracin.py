@@ -25,6 +25,8 @@ class TracIn(GradientMethod):
         stage: attribute to this stage's examples only (default: all stages').
     """
 
+    _factored = True
+
     def __init__(self, stage: str | None = None) -> None:
         self.stage = stage
 
