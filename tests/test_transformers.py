@@ -1156,6 +1156,27 @@ def test_source_end_to_end(name: str, folder: Path) -> None:
     assert np.isfinite(single).all()
 
 
+@pytest.mark.parametrize("damping", [None, 1e-2, "preconditioner"])
+def test_low_precision_that_cannot_tell_says_so(damping: Any, folder: Path) -> None:
+    """At the default damping the mixed form hangs on eigenvalues that bfloat16 cannot resolve."""
+    method = whence.Source(2, fisher="empirical", damping=damping)
+    expected = quiet(method, study_of(gpt2(), folder / "run"), QUERY_MARKED).values
+    study = study_of(gpt2(), folder / "run")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = method.attribute(study, QUERY_MARKED, dtype=torch.bfloat16, progress=False)
+        except ValueError as error:
+            said = [str(error)]
+        else:
+            rank = spearmanr(found.values.ravel(), expected.ravel()).statistic
+            said = [str(w.message) for w in caught]
+            if rank > 0.99:
+                return
+    assert damping is None
+    assert any("bfloat16" in message and "damping" in message for message in said)
+
+
 def test_averaging_one_checkpoint_changes_nothing(folder: Path) -> None:
     study = study_of(gpt2(), folder / "run", layers="*.mlp.*")
     found = [

@@ -16,7 +16,7 @@ from whence.curvature.products import FactoredReadout, build, turn
 from whence.data import Batches, cut
 from whence.layers.capture import Block, Site
 from whence.layers.passes import Passes, Signal, Weights
-from whence.run import Run
+from whence.run import Run, Segment
 from whence.study import Study
 
 Readouts = dict[str, Readout | FactoredReadout]
@@ -92,6 +92,7 @@ class Bench:
     memory: int
     diagnostics: dict[str, Any] = field(default_factory=dict)
     account: dict[str, Any] = field(default_factory=dict)  # what is added up block by block
+    segments: list[Segment] = field(default_factory=list)  # if they were found by looking
 
     @property
     def any(self) -> Passes:

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import check_choices
+from whence.curvature import Fitter, check_choices
 from whence.data import Batches
 from whence.layers.passes import Weights
 from whence.methods.bench import Bench, Readouts, Term
 from whence.methods.dynamics import Dynamics, Plain, Preconditioned
 from whence.methods.gradient import GradientMethod
+from whence.methods.segmentation import automatic
 from whence.run import Segment
 
 PRECONDITIONED = ("adam", "adamw", "rmsprop")
@@ -51,7 +52,7 @@ class Source(GradientMethod):
 
     Args:
         segments: how many segments to deal the checkpoints into, a list of the updates at which
-            they end, or "stages".
+            they end, "stages", or "auto" (a new one where the curvature has changed).
         curvature: "ekfac", "kfac", "diagonal" or "identity".
         fisher: "sampled" (seeded pseudo-targets), "exact" (one backward pass per output) or
             "empirical" (true targets).
@@ -87,13 +88,21 @@ class Source(GradientMethod):
         """Where a segment's gradients and curvature are taken."""
         return segment.checkpoints
 
+    def cut(self, bench: Bench) -> list[Segment]:
+        """The segments of the run."""
+        if self.segments != "auto":
+            return bench.run.segments(self.segments)
+        if not bench.segments:
+            stages = bench.study.stages
+            bench.segments = automatic(bench, {s: self._fitter(bench, s) for s in stages})
+        return bench.segments
+
     def terms(self, bench: Bench) -> list[Term]:
-        segments = bench.run.segments(self.segments)
-        return [Term(s.stage.name, self.points(s)) for s in segments]
+        return [Term(s.stage.name, self.points(s)) for s in self.cut(bench)]
 
     def prepare(self, bench: Bench, terms: list[Term]) -> list[Prepared]:
         prepared = []
-        for segment, term in zip(bench.run.segments(self.segments), terms, strict=True):
+        for segment, term in zip(self.cut(bench), terms, strict=True):
             examples = len(bench.study.used(bench.run, term.stage))
             dynamics = self._dynamics(bench, segment, term.checkpoints)
             prepared.append(Prepared(segment, term.checkpoints, dynamics, examples))
@@ -132,13 +141,8 @@ class Source(GradientMethod):
     def _dynamics(self, bench: Bench, segment: Segment, points: Sequence[Weights]) -> Dynamics:
         optimizer = known_optimizer(bench, segment)
         adaptive = optimizer in PRECONDITIONED
-        fitter = bench.fitter(
-            [segment.stage.name],
-            kind=self.curvature,
-            fisher=self.fisher,
-            seed=self.seed,
-            diagonal=adaptive and self.curvature in ("ekfac", "kfac"),
-        )
+        mixed = adaptive and self.curvature in ("ekfac", "kfac")
+        fitter = self._fitter(bench, segment.stage.name, diagonal=mixed)
         durations = block_durations(bench, segment)
         decays = self._decays(bench, segment)
         if not adaptive:
@@ -158,6 +162,11 @@ class Source(GradientMethod):
             l2=none if decoupled else decays,
             decay=decays if decoupled else none,
             diagnostics=bench.account,
+        )
+
+    def _fitter(self, bench: Bench, stage: str, diagonal: bool = False) -> Fitter:
+        return bench.fitter(
+            [stage], kind=self.curvature, fisher=self.fisher, seed=self.seed, diagonal=diagonal
         )
 
     def _decays(self, bench: Bench, segment: Segment) -> dict[str, float]:
