@@ -49,7 +49,18 @@ class Batches:
                 where = slice(int(order[0]), int(order[-1]) + 1)
             # a copy, because a model may work on its input in place
             return tuple(tensor[where].clone() for tensor in self.dataset.tensors)
-        return (self.collate or default_collate)([self.dataset[int(k)] for k in indices])
+        rows = [self.dataset[int(k)] for k in indices]
+        if self.collate is not None:
+            return self.collate(rows)
+        fields = rows[0].items() if isinstance(rows[0], Mapping) else ()
+        lists = [name for name, value in fields if isinstance(value, list)]
+        if lists:
+            raise TypeError(
+                f"{self.name} examples hold lists ({', '.join(lists)}), of which torch makes no "
+                "batch: give Study(collate=...), such as transformers.default_data_collator or, "
+                "with padding, transformers.DataCollatorWithPadding(tokenizer)"
+            )
+        return default_collate(rows)
 
     @property
     def _sliceable(self) -> bool:

@@ -17,7 +17,7 @@ from whence.curvature.cost import table
 from whence.curvature.store import Store
 from whence.data import Batches, Collate, place, structure
 from whence.layers.choose import Chooser, by_name
-from whence.layers.passes import Clock, Loaded, Passes
+from whence.layers.passes import Clock, Loaded, Passes, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.run import Run, RunError
 from whence.task import Task
@@ -152,7 +152,7 @@ class Study:
         for stage in reversed(self.stages):
             own, task = self.models[stage], self.tasks[stage]
             if id(own) not in copies:
-                model = copied(own).to(device=device, dtype=dtype).eval()
+                model = cast(copied(own), device, dtype).eval()
                 for parameter in model.parameters():
                     parameter.grad = None
                 copies[id(own)] = Loaded(model)
@@ -229,9 +229,10 @@ class Study:
 
     def describe(self) -> str:
         """Tracked layers, their sizes, what is left out, and what a pass over the data costs."""
-        passes = self.passes(
-            self.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
-        )[self.stages[-1]]
+        with precision_as_asked():
+            passes = self.passes(
+                self.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
+            )[self.stages[-1]]
         examples = sum(len(data) for data in self.data.values())
         return "\n".join(
             [*map(repr, self.runs), table(passes.tracked, examples), passes.tracked.summary()]
@@ -252,7 +253,39 @@ def copied(model: nn.Module) -> nn.Module:
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    return copy.deepcopy(model, kept)
+    made = copy.deepcopy(model, kept)
+    for module in list(made.modules()):
+        for name, child in module._modules.items():
+            inner = getattr(child, "_orig_mod", None)
+            if name != "_orig_mod" and isinstance(inner, nn.Module):
+                module._modules[name] = inner
+        # accelerate's mixed precision puts an autocast around forward
+        if "_original_forward" in vars(module):
+            module.forward = vars(module).pop("_original_forward")
+    return made
+
+
+def cast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on a device and in a dtype.
+
+    Tables that no checkpoint holds (the frequencies of rotary embeddings) do not go below float32
+    if the model has them wider than its weights, or by their usual name.
+    """
+    weights = {p.dtype for p in model.parameters()}
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and name in module._non_persistent_buffers_set
+        and buffer.dtype == torch.float32
+        and dtype.itemsize < 4
+        and (name.endswith("inv_freq") or torch.float32 not in weights)
+    ]
+    model = model.to(device=device, dtype=dtype)
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer.to(device)
+    return model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

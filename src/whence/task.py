@@ -313,7 +313,8 @@ class LanguageModeling(Task):
         mask = self.mask(batch)
         if mask is not None:
             labels = labels.masked_fill(mask == 0, IGNORED)
-        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        moved = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return moved if mask is None else moved.masked_fill(mask == 0, IGNORED)
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         return self._over_tokens(outputs, self.targets(batch), lambda count: count)
@@ -323,7 +324,10 @@ class LanguageModeling(Task):
         return losses if self.measurement == "loss" else -losses
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
-        drawn = _sample(outputs, uniform)
+        draws, mask = draw(uniform, outputs[..., 0]), self.mask(batch)
+        if mask is not None:  # a token's own number, wherever padding has moved it
+            draws = draws.gather(1, (mask.cumsum(1) - 1).clamp_min(0))
+        drawn = _sample(outputs, draws)
         drawn = drawn.masked_fill(self.targets(batch) == IGNORED, IGNORED)
         # independent draws add their variances: Σ_t ℓ_t/√T has the Hessian of Σ_t ℓ_t/T
         return self._over_tokens(outputs, drawn, torch.sqrt)

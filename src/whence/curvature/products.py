@@ -23,7 +23,7 @@ from whence.layers.capture import Pair
 #: numbers in a scratch buffer that is read back at once (it should stay in a CPU's cache) ...
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
 #: ... or that feeds one large product (it should be wide enough for the product to run fast)
-LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}
+LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
 #: a symmetric product is made in so many row blocks, each at least so high
 ROW_BLOCKS = {"cpu": (8, 128), "cuda": (4, 1024)}
 
@@ -233,15 +233,15 @@ class Readout:
             total[start : start + step] += partial.mul_(short).sum(1, dtype=total.dtype)
 
     def _add_summed(self, total: Tensor, a: Tensor, s: Tensor) -> None:
-        """Σ_t s_t a_tᵀ once per example, then one product with all queries."""
-        q, o, i = self.weight.shape
-        flat = self.weight.view(q, o * i)
-        step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (o * i))
-        for start in range(0, len(a), step):
-            rows = slice(start, min(start + step, len(a)))
-            gradient = buffer(a, rows.stop - start, o, i)
-            torch.bmm(s[rows].mT, a[rows], out=gradient)
-            total[:, rows] += (flat @ gradient.view(-1, o * i).mT).to(total.dtype)
+        """Σ_t s_t a_tᵀ once per example, a few outputs at a time, then one product with all W."""
+        (q, o, i), n = self.weight.shape, len(a)
+        step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * i))
+        for start in range(0, o, step):
+            rows = slice(start, min(start + step, o))
+            gradient = buffer(a, n, rows.stop - start, i)
+            torch.bmm(s[:, :, rows].mT, a, out=gradient)
+            part = self.weight[:, rows].reshape(q, -1)
+            total += (part @ gradient.view(n, -1).mT).to(total.dtype)
 
     def by_position(self, a: Tensor, s: Tensor) -> Tensor:
         """⟨W_q, s_t a_tᵀ⟩ at each position: (q, n, t); over t they add up to the inner product."""
@@ -275,15 +275,13 @@ class FactoredReadout:
 
     def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
         """total (q, n) += (s_q · s_n)(a_q · a_n + bias)."""
-        total += ((self.a @ a.squeeze(1).T + self.bias) * (self.s @ s.squeeze(1).T)).to(total.dtype)
+        total += self.by_position(a, s).sum(2).to(total.dtype)
 
     def by_position(self, a: Tensor, s: Tensor) -> Tensor:
-        """The same with a last axis for the one position: (q, n, 1)."""
-        total = a.new_zeros(len(self.a), len(a))
-        self.add_inner(total, a, s)
-        return total.unsqueeze(2)
+        """The same position by position of the examples: (q, n, t)."""
+        return ((a @ self.a.T + self.bias) * (s @ self.s.T)).permute(2, 0, 1)
 
     def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
         """The same, these rows each with one example: (n,)."""
-        left = (self.a[rows] * a.squeeze(1)).sum(1) + self.bias
-        return left * (self.s[rows] * s.squeeze(1)).sum(1)
+        left = (self.a[rows].unsqueeze(1) * a).sum(2) + self.bias
+        return (left * (self.s[rows].unsqueeze(1) * s).sum(2)).sum(1)

@@ -59,7 +59,9 @@ class Pair:
         s: Tensor,
         mask: Tensor | None = None,
         add_gram: Callable[[Tensor], Tensor | None] | None = None,
+        calls: int = 1,  # the positions are those of so many calls, one after the other
     ) -> None:
+        self.calls = calls
         self.block, self.s, self.mask = block, s, mask
         self._inputs, self._add_gram = inputs, add_gram
 
@@ -214,7 +216,9 @@ class Tape:
         for k, block in enumerate(site.blocks):
             s = [slope[k] for slope in slopes]
             inputs = partial(lambda k: _joined([part[k] for part in parts()]), k)
-            pairs.append(Pair(block, inputs, _joined(s), _mask_for(calls, s, mask), shortcut))
+            pairs.append(
+                Pair(block, inputs, _joined(s), _mask_for(calls, s, mask), shortcut, len(calls))
+            )
         return pairs
 
 

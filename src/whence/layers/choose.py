@@ -36,7 +36,7 @@ def by_type(*types: type[nn.Module]) -> Chooser:
 
 def mlp_only(layers: Mapping[str, nn.Module]) -> set[str]:
     """Layers inside the numbered blocks of a transformer that are not its attention's."""
-    return {n for n in layers if _NUMBERED.match(n) and "attn" not in n and "attention" not in n}
+    return {n for n in layers if _NUMBERED.match(n) and not re.search("attn|attention", n.lower())}
 
 
 def last_blocks(count: int) -> Chooser:

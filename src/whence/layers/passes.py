@@ -252,14 +252,15 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
 
 
 @contextmanager
-def convolutions_as_products() -> Iterator[None]:
-    """Convolutions in the precision the user chose for matrix products.
+def precision_as_asked() -> Iterator[None]:
+    """No autocast around us, and convolutions in the precision the user chose for products.
 
     Left alone, a GPU convolves float32 in TF32 even where products are asked for in full float32.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
     finally:
         torch.backends.cudnn.allow_tf32 = before

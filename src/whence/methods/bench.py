@@ -193,29 +193,28 @@ class Bench:
     ) -> Readouts:
         """∇f(q, θ_c) as functionals of their own, factored where an example is one position."""
         self.passes[stage].load(checkpoint)
-        found: dict[str, list[tuple[Tensor, Tensor]]] = {
+        found: dict[str, list[tuple[Tensor, Tensor | None]]] = {
             block.name: [] for block in self.passes[stage].tracked.blocks
         }
         blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
         for sweep in self.passes[stage].sweeps(data, blocks, MEASUREMENT):
             for _, pairs in sweep.pairs:
                 for pair in pairs:
-                    one = pair.a.shape[1] == 1
-                    kept = (
-                        (pair.a[:, 0], pair.s[:, 0])
-                        if one
-                        else (build(pair.a, pair.s, None, pair.block.bias), pair.s)
-                    )
-                    found[pair.block.name].append(kept)
+                    if pair.a.shape[1] == 1:
+                        found[pair.block.name].append((pair.a, pair.s))
+                    else:
+                        whole = build(pair.a, pair.s, None, pair.block.bias)
+                        found[pair.block.name].append((whole, None))
         ready: Readouts = {}
         for name, parts in found.items():
-            first, second = (torch.cat(list(part)) for part in zip(*parts, strict=True))
             bias = self.blocks[name].bias
-            ready[name] = (
-                FactoredReadout(first, second, bias)
-                if second.dim() == 2
-                else Readout.of(first, None, bias, self.any.dtype)
-            )
+            slopes = [s for _, s in parts if s is not None]
+            if len(slopes) == len(parts):
+                inputs = torch.cat([a for a, _ in parts])
+                ready[name] = FactoredReadout(inputs[:, 0], torch.cat(slopes)[:, 0], bias)
+            else:  # among others, batches of documents of one token
+                built = [g if s is None else build(g, s, None, bias) for g, s in parts]
+                ready[name] = Readout.of(torch.cat(built), None, bias, self.any.dtype)
         return ready
 
     def readouts(self, vectors: Vectors, scale: float, examples: int) -> Readouts:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from whence.curvature import cost, key_of
 from whence.data import Batches
-from whence.layers.passes import convolutions_as_products
+from whence.layers.passes import precision_as_asked
 from whence.methods.bench import Bench, Readouts, Term, allowance
 from whence.methods.scoring import Scoring, Tokens
 from whence.run import Run
@@ -101,11 +101,11 @@ class GradientMethod(ABC):
 
         def each() -> Iterator[Scores]:
             for k, run in enumerate(study.runs):
-                bench = self._bench(
-                    study, run, query, device, dtype, batch_size, memory, progress, workers
-                )
                 place = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
-                with torch.no_grad(), convolutions_as_products():
+                with torch.no_grad(), precision_as_asked():
+                    bench = self._bench(
+                        study, run, query, device, dtype, batch_size, memory, progress, workers
+                    )
                     scores = self._attribute_one(bench, place, top, by_segment)
                 yield scores
 
@@ -142,10 +142,13 @@ class GradientMethod(ABC):
         wrong = [e for e in examples if not 0 <= e < count]
         if wrong:
             raise IndexError(f"examples={wrong[:3]} are not in the training data: it has {count}")
-        bench = self._bench(study, study.runs[0], query, device, dtype, None, memory, progress, 0)
-        if bench.query is None:
-            raise ValueError("tokens() needs queries")
-        with torch.no_grad(), convolutions_as_products():
+        if query is None:
+            raise ValueError("tokens() needs queries: give the ones that were attributed")
+        with torch.no_grad(), precision_as_asked():
+            bench = self._bench(
+                study, study.runs[0], query, device, dtype, None, memory, progress, 0
+            )
+            assert bench.query is not None
             terms = self.terms(bench)
             vectors = partial(self.vectors, bench, self.prepare(bench, terms))
             writer = ScoreWriter(None, 1, 1, key="tokens")

@@ -8,7 +8,7 @@ in chunks. A chunk is written when all its checkpoints are added up, so what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from tqdm import tqdm
 from whence.curvature import cost
 from whence.curvature.fit import accumulator
 from whence.data import Batches, cut
+from whence.layers.capture import Pair
 from whence.methods.bench import LOSS, Bench, Readouts, Term
 from whence.scores import ScoreWriter
 
@@ -116,6 +117,8 @@ class Scoring:
                             readout = readouts.get(pair.block.name)
                             if readout is not None:
                                 value = readout.by_position(pair.a, pair.s)[:, 0]  # (q, t)
+                                if pair.calls > 1 and value.shape[1] % pair.calls == 0:
+                                    value = value.reshape(len(value), pair.calls, -1).sum(1)
                                 t = value.shape[1]
                                 parts[t] = parts[t] + value if t in parts else value
             # the longest axis is the tokens'; layers without it (a pooled head) are the rest
@@ -135,21 +138,49 @@ class Scoring:
         data = self.bench.study.data[chunk.stage]
         blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.bench.batch_size)]
         for term, readouts, total in zip(self.terms, ready, totals, strict=True):
-            for checkpoint in term.checkpoints if term.stage == chunk.stage else ():
-                self.bench.passes[term.stage].load(checkpoint)
-                start = 0
-                for sweep in self.bench.passes[term.stage].sweeps(data, blocks, LOSS):
+            for here, name, a, s in self._positions_of(term, chunk.stage, data, blocks):
+                readout = readouts.get(name)
+                if readout is None:  # the vectors do not reach this layer
+                    continue
+                if queries is None:
+                    total[here] += readout.paired(a, s, here)
+                else:
+                    readout.add_inner(total[:, here], a, s)
+        return totals
+
+    def _positions_of(
+        self, term: Term, stage: str, data: Batches, blocks: list[NDArray[np.int64]]
+    ) -> Iterator[tuple[slice, str, Tensor, Tensor]]:
+        """(columns, layer, a, s) of all gradients of a term.
+
+        Where examples are single positions, a term's checkpoints are given as positions of one
+        gradient, so that their sum meets the queries once and not once for each.
+        """
+        if term.stage != stage:
+            return
+        passes = self.bench.passes[stage]
+        single = all(t == 1 for t in self.bench.positions.values())
+        together = single and len(term.checkpoints) > 1
+        rounds = [(term.checkpoints, [b]) for b in blocks] if together else []
+        rounds = rounds or [([checkpoint], blocks) for checkpoint in term.checkpoints]
+        start = 0
+        for checkpoints, some in rounds:
+            held: dict[str, list[Pair]] = {}
+            start = start if together else 0
+            for checkpoint in checkpoints:
+                passes.load(checkpoint)
+                for sweep in passes.sweeps(data, some, LOSS):
                     here = slice(start, start + len(sweep.indices))
                     for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
-                        readout = readouts.get(pair.block.name)
-                        if readout is None:  # the vectors do not reach this layer
-                            continue
-                        if queries is None:
-                            total[here] += readout.paired(pair.a, pair.s, here)
+                        if together:
+                            held.setdefault(pair.block.name, []).append(pair)
                         else:
-                            readout.add_inner(total[:, here], pair.a, pair.s)
-                    start = here.stop
-        return totals
+                            yield here, pair.block.name, pair.a, pair.s
+                    start = start if together else here.stop
+            for name, pairs in held.items():
+                a = torch.cat([pair.a for pair in pairs], 1)
+                yield here, name, a, torch.cat([pair.s for pair in pairs], 1)
+            start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
         sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])

@@ -142,6 +142,11 @@ class Source(GradientMethod):
         optimizer = known_optimizer(bench, segment)
         adaptive = optimizer in PRECONDITIONED
         mixed = adaptive and self.curvature in ("ekfac", "kfac")
+        if mixed and self.damping is None and bench.any.dtype.itemsize < 4:
+            raise ValueError(
+                f"{bench.any.dtype} cannot resolve the eigenvalues that a damping of {DAMPING:.0e} "
+                "hangs on: use damping='preconditioner' or a number such as 1e-2, or dtype=float32"
+            )
         fitter = self._fitter(bench, segment.stage.name, diagonal=mixed)
         durations = block_durations(bench, segment)
         decays = self._decays(bench, segment)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from whence.run.checkpoint import Checkpoint, RunError, TensorFile, untie
+from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
 from whence.run.record import Record, write_checkpoint
 from whence.run.segments import Segment, Stage, deal, effective_rates
 
@@ -280,6 +280,8 @@ def _groups(
 ) -> list[list[str]]:
     if groups is None:
         return [[name for name, tensor in weights.items() if tensor.is_floating_point()]]
+    plain = plain_names(name for group in groups for name in group)
+    groups = [[plain[name] for name in group] for group in groups]
     named = [name for group in groups for name in group]
     unknown = sorted(set(named) - set(weights))
     if unknown:

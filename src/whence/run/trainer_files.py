@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,13 +72,17 @@ class Weights(TensorFile):
 
     parts: tuple[TensorFile, ...] = field(default=(), compare=False, repr=False)
     names: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    renamed: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def find(cls, folder: Path, model: nn.Module) -> Weights:
         """The weights in a checkpoint folder, after a look at whether they are the model's."""
         path, paths = _weight_files(folder)
-        shapes = {name: shape for p in paths for name, shape in _shapes(p).items()}
         own = model.state_dict()
+        renamed = _renamed(model, own)
+        shapes = {
+            renamed.get(name, name): shape for p in paths for name, shape in _shapes(p).items()
+        }
         plain = plain_names(own)
         expected = {plain[name]: tuple(tensor.shape) for name, tensor in own.items()}
         aliases = {
@@ -109,12 +114,30 @@ class Weights(TensorFile):
         sha256 = parts[0].sha256
         if len(parts) > 1:
             sha256 = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
-        return cls(sha256, path, aliases, parts=parts, names=frozenset(expected))
+        return cls(sha256, path, aliases, parts=parts, names=frozenset(expected), renamed=renamed)
 
     def load(self) -> dict[str, Tensor]:
-        tensors = {name: t for part in self.parts for name, t in part.load().items()}
+        tensors = {
+            self.renamed.get(name, name): t
+            for part in self.parts
+            for name, t in part.load().items()
+        }
         tensors |= {alias: tensors[name] for alias, name in self.aliases.items()}
         return {name: tensor for name, tensor in tensors.items() if name in self.names}
+
+
+def _renamed(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
+    """{name in a file: name in the model} where transformers 5 saves under older names."""
+    loading = sys.modules.get("transformers.core_model_loading")
+    if loading is None or not hasattr(model, "save_pretrained"):
+        return {}
+    places = {t.data_ptr(): name for name, t in own.items()}
+    saved = loading.revert_weight_conversion(model, dict(own))
+    return {
+        k: places[t.data_ptr()]
+        for k, t in saved.items()
+        if k not in own and t.data_ptr() in places and own[places[t.data_ptr()]].shape == t.shape
+    }
 
 
 def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
