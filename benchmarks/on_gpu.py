@@ -27,8 +27,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import whence
 from benchmarks.against_kronfluence import DAMPING, STAGES, floors
-from benchmarks.models import GPT, WORKLOADS, Workload, documents, final_run
+from benchmarks.models import GPT, WORKLOADS, Workload, documents, final_run, run_of
 from benchmarks.report import RESULTS, machine, write_readme
+from benchmarks.source_cost import METHODS, plain_pass
 
 GPT2 = replace(
     WORKLOADS["gpt"],
@@ -134,6 +135,39 @@ def measure(
     }
 
 
+def source(train: int, query: int, precision: str, device: torch.device) -> dict[str, Any]:
+    """GPT-2's shape: a plain pass, influence and SOURCE from scratch; seconds, tokens, memory."""
+    torch.set_float32_matmul_precision("highest")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    torch.manual_seed(0)
+    model = GPT2.model().eval()
+    data, queries = GPT2.data(train, 1), GPT2.data(query, 2)
+    run = run_of(model)
+    model = model.to(device, dtype)
+    found: dict[str, Any] = {}
+
+    def timed(name: str, call: Any) -> None:
+        settle(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        call()
+        settle(device)
+        seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+        found[name] = {"seconds": seconds, "memory_gib": peak}
+        print(f"{name:<12} {precision:<8} {seconds:.1f}s {peak:.1f} GiB", flush=True)
+
+    plain_pass(GPT2, model, GPT2.data(8, 3), 8)  # warm up
+    timed("plain pass", lambda: plain_pass(GPT2, model, data, 16))
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "progress": False}
+    for name, method in METHODS.items():
+        study = whence.Study(model, GPT2.task, train=data, runs=run)
+        timed(name, partial(method.attribute, study, queries, **options))
+    return {"train": train, "query": query, "tokens": train * TOKENS["gpt2-small"], "work": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -167,6 +201,10 @@ def main() -> None:
             )
             size = f"batch {found['batch']}, {found['memory_gib']:.1f} GiB"
             print(f"{key:<10} {precision:<8} {size} {stages}", flush=True)
+    for precision in ("float32", "bf16") if "gpt2-small" in chosen.only else ():
+        size = (8, 2) if chosen.small else (256, 16)
+        results.setdefault("source", {})[precision] = source(*size, precision, device)
+        (chosen.out / "on_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     if chosen.out == RESULTS:
         write_readme()
 

@@ -113,11 +113,27 @@ def _gpu_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _gpu_source_table(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| products | work | seconds | tokens per second | × a plain pass | peak GiB |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for precision, r in found.get("source", {}).items():
+        plain = r["work"]["plain pass"]["seconds"]
+        for k, (name, v) in enumerate(r["work"].items()):
+            first = f"{precision} ({r['train']:,} × {r['query']})" if k == 0 else ""
+            rate = f"{r['tokens'] / v['seconds']:,.0f}"
+            row = (first, name, f"{v['seconds']:.1f}", rate, f"{v['seconds'] / plain:.1f}")
+            lines.append(f"| {' | '.join(row)} | {v['memory_gib']:.1f} |")
+    return lines
+
+
 SECTIONS = {
     "kronfluence": ("against_kronfluence.json", _peer_table),
     "kronfluence notes": ("against_kronfluence.json", _notes),
     "source": ("source_cost.json", _source_table),
     "gpu": ("on_gpu.json", _gpu_table),
+    "gpu source": ("on_gpu.json", _gpu_source_table),
 }
 
 

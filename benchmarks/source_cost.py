@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import whence
-from benchmarks.models import WORKLOADS, Workload
+from benchmarks.models import WORKLOADS, Workload, run_of
 from benchmarks.report import RESULTS, machine, write_readme
+from whence.data import place
 
 METHODS = {
     "influence": whence.Influence(1e-3),
@@ -30,23 +31,13 @@ METHODS = {
 }
 
 
-def run_of(model: nn.Module) -> whence.Run:
-    """Six checkpoints a little apart, as a training would leave them."""
-    kept = []
-    for _ in range(6):
-        kept.append({k: v.clone() for k, v in model.state_dict().items()})
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
-    return whence.Run.from_checkpoints(kept, [100 * k for k in range(1, 7)], 0.01)
-
-
-def plain_pass(work: Workload, model: nn.Module, data: Any) -> float:
-    start = time.process_time()
-    for batch in DataLoader(data, work.batch):
+def plain_pass(work: Workload, model: nn.Module, data: Any, batch_size: int) -> None:
+    """Forward and backward over the data, as in training."""
+    own = next(model.parameters())
+    for batch in DataLoader(data, batch_size):
+        batch = place(batch, own.device, own.dtype)
         work.task.losses(work.task.outputs(model, batch), batch).mean().backward()
         model.zero_grad()
-    return time.process_time() - start
 
 
 def measure(work: Workload, rounds: int) -> dict[str, Any]:
@@ -56,7 +47,9 @@ def measure(work: Workload, rounds: int) -> dict[str, Any]:
     run = run_of(model)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain pass", *METHODS)}
     for _ in range(rounds):
-        seconds["plain pass"].append(plain_pass(work, model, data))
+        start = time.process_time()
+        plain_pass(work, model, data, work.batch)
+        seconds["plain pass"].append(time.process_time() - start)
         for name, method in METHODS.items():
             study = whence.Study(model, work.task, train=data, runs=run)
             start = time.process_time()
