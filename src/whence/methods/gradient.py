@@ -22,7 +22,7 @@ from whence.curvature import cost, key_of
 from whence.data import Batches
 from whence.layers.passes import precision_as_asked
 from whence.methods.bench import Bench, Readouts, Term, allowance
-from whence.methods.scoring import Scoring, Tokens
+from whence.methods.scoring import Scoring, Tokens, by_token
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.study import Study
@@ -150,10 +150,10 @@ class GradientMethod(ABC):
             )
             assert bench.query is not None
             terms = self.terms(bench)
-            vectors = partial(self.vectors, bench, self.prepare(bench, terms))
-            writer = ScoreWriter(None, 1, 1, key="tokens")
-            scoring = Scoring(bench, terms, vectors, writer, by_segment=False)
-            return scoring.positions(bench.query, stage, np.asarray(examples, dtype=np.int64))
+            rows, last = np.arange(len(bench.query)), study.stages[-1]
+            prepared = self.prepare(bench, terms)
+            ready = self.vectors(bench, prepared, bench.query, last, rows, len(examples))
+            return [by_token(bench, terms, ready, stage, example) for example in examples]
 
     def _bench(
         self,

@@ -100,36 +100,6 @@ class Scoring:
                 ready = self.vectors(data, chunk.stage, chunk.indices, count)
                 self._write(None, chunk, self._contributions(ready, chunk, None))
 
-    def positions(self, query: Batches, stage: str, examples: NDArray[np.int64]) -> list[Tokens]:
-        """For each of these examples of a stage, what each of its positions did to each query."""
-        found = []
-        ready = self.vectors(
-            query, self.bench.study.stages[-1], np.arange(len(query)), len(examples)
-        )
-        data, passes = self.bench.study.data[stage], self.bench.passes[stage]
-        for example in examples:
-            parts: dict[int, Tensor] = {}
-            for term, readouts in zip(self.terms, ready, strict=True):
-                for checkpoint in term.checkpoints if term.stage == stage else ():
-                    passes.load(checkpoint)
-                    for sweep in passes.sweeps(data, [np.array([example])], LOSS):
-                        for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
-                            readout = readouts.get(pair.block.name)
-                            if readout is not None:
-                                value = readout.by_position(pair.a, pair.s)[:, 0]  # (q, t)
-                                if pair.calls > 1 and value.shape[1] % pair.calls == 0:
-                                    value = value.reshape(len(value), pair.calls, -1).sum(1)
-                                t = value.shape[1]
-                                parts[t] = parts[t] + value if t in parts else value
-            # the longest axis is the tokens'; layers without it (a pooled head) are the rest
-            length = max(parts)
-            rest = [part.sum(1) for t, part in parts.items() if t != length]
-            zero = torch.zeros_like(parts[length][:, 0])
-            found.append(
-                Tokens(int(example), parts[length].cpu().numpy(), sum(rest, zero).cpu().numpy())
-            )
-        return found
-
     def _contributions(self, ready: list[Readouts], chunk: Columns, queries: int | None) -> Tensor:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
         shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
@@ -156,27 +126,29 @@ class Scoring:
         Where examples are single positions, a term's checkpoints are given as positions of one
         gradient, so that their sum meets the queries once and not once for each.
         """
+        passes, checkpoints = self.bench.passes[stage], term.checkpoints
+        single = all(t == 1 for t in self.bench.positions.values())
         if term.stage != stage:
             return
-        passes = self.bench.passes[stage]
-        single = all(t == 1 for t in self.bench.positions.values())
-        together = single and len(term.checkpoints) > 1
-        rounds = [(term.checkpoints, [b]) for b in blocks] if together else []
-        rounds = rounds or [([checkpoint], blocks) for checkpoint in term.checkpoints]
-        start = 0
-        for checkpoints, some in rounds:
-            held: dict[str, list[Pair]] = {}
-            start = start if together else 0
+        if not single or len(checkpoints) == 1:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
-                for sweep in passes.sweeps(data, some, LOSS):
+                start = 0
+                for sweep in passes.sweeps(data, blocks, LOSS):
                     here = slice(start, start + len(sweep.indices))
                     for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
-                        if together:
-                            held.setdefault(pair.block.name, []).append(pair)
-                        else:
-                            yield here, pair.block.name, pair.a, pair.s
-                    start = start if together else here.stop
+                        yield here, pair.block.name, pair.a, pair.s
+                    start = here.stop
+            return
+        start = 0
+        for block in blocks:
+            held: dict[str, list[Pair]] = {}
+            for checkpoint in checkpoints:
+                passes.load(checkpoint)
+                for sweep in passes.sweeps(data, [block], LOSS):
+                    for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+                        held.setdefault(pair.block.name, []).append(pair)
+            here = slice(start, start + len(block))
             for name, pairs in held.items():
                 a = torch.cat([pair.a for pair in pairs], 1)
                 yield here, name, a, torch.cat([pair.s for pair in pairs], 1)
@@ -208,3 +180,30 @@ class Scoring:
                 found.append(Columns(stage, indices, place))
             offset += count
         return found
+
+
+def by_token(
+    bench: Bench, terms: list[Term], ready: list[Readouts], stage: str, example: int
+) -> Tokens:
+    """What each position of one example of a stage did to each query whose vectors are ready."""
+    data, passes = bench.study.data[stage], bench.passes[stage]
+    parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
+    for term, readouts in zip(terms, ready, strict=True):
+        for checkpoint in term.checkpoints if term.stage == stage else ():
+            passes.load(checkpoint)
+            for sweep in passes.sweeps(data, [np.array([example])], LOSS):
+                for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+                    readout = readouts.get(pair.block.name)
+                    if readout is None:
+                        continue
+                    value = readout.by_position(pair.a, pair.s)[:, 0]
+                    if value.shape[1] % pair.calls == 0:  # the same positions, in several calls
+                        value = value.reshape(len(value), pair.calls, -1).sum(1)
+                    t = value.shape[1]
+                    parts[t] = parts[t] + value if t in parts else value
+    # the longest axis is the tokens'; layers without it (a pooled head) are the rest
+    length = max(parts)
+    rest = torch.zeros_like(parts[length][:, 0])
+    for t, part in parts.items():
+        rest = rest if t == length else rest + part.sum(1)
+    return Tokens(int(example), parts[length].cpu().numpy(), rest.cpu().numpy())
