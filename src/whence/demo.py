@@ -76,6 +76,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of data, flips and training")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     options = parser.parse_args(arguments)
+    try:
+        return _tour(options)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; what was fitted is in {options.out}", file=sys.stderr)
+        return 130
+
+
+def _tour(options: argparse.Namespace) -> int:
+    """Train, attribute, tell."""
     out, progress = Path(options.out), not options.quiet
 
     data = digits(options.seed)
