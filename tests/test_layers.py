@@ -750,7 +750,9 @@ def test_resnet9() -> None:
 @settings(
     deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(0))
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(0, 99)
+)
 def test_the_short_cut_for_3_by_3_convolutions_is_the_gram_of_the_patches(
     n: int, c: int, h: int, w: int, seed: int
 ) -> None:
