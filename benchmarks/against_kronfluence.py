@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the sizes named in the issue")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory", action="store_true", help="only measure peak memory again")
     chosen = parser.parse_args()
     unknown = [name for name in chosen.workloads if name not in WORKLOADS]
     if unknown:
@@ -242,6 +243,13 @@ def main() -> None:
     kept = json.loads(file.read_text()) if file.exists() else {}
     for name in chosen.workloads or list(WORKLOADS):
         print(name, flush=True)
+        if chosen.memory:
+            work, size = WORKLOADS[name], "full" if chosen.full else "reduced"
+            peaks = {k: peak_memory(work, k, *work.reduced) for k in ("ours", "theirs")}
+            kept[f"{name}-{size}"]["memory"] = peaks
+            file.write_text(json.dumps(kept, indent=1) + "\n")
+            write_readme()
+            continue
         result = compare(WORKLOADS[name], "full" if chosen.full else "reduced", chosen.rounds)
         kept[f"{name}-{result['size']}"] = result | {
             "machine": machine(),

@@ -217,7 +217,9 @@ class Fitter:
             for b in self._blocks:
                 (s_values, s_vectors) = torch.linalg.eigh(means.pop(f"{b.name}/S"))
                 (a_values, a_vectors) = torch.linalg.eigh(means.pop(f"{b.name}/A"))
-                bases[b.name] = Basis(s_vectors.contiguous(), a_vectors.contiguous())
+                basis = Basis(s_vectors.contiguous(), a_vectors.contiguous())
+                # found in float64, kept in the precision they are used in
+                bases[b.name] = basis.to(self.passes.device, accumulator(self.passes.dtype))
                 values = torch.outer(s_values.clamp_min(0), a_values.clamp_min(0))
                 kronecker[f"{b.name}/eigenvalues"] = values
         return bases, kronecker
