@@ -10,48 +10,18 @@ Shapes: `n` examples, `t` positions, `c` classes or outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whence.draws import Uniform as Uniform
+
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100  # label of positions without a loss, as in torch.nn.functional.cross_entropy
 EXACT_LIMIT = 4096  # outputs per example above which an output Hessian is refused
-
-
-class Uniform:
-    """Counter-based uniform draws keyed by (seed, checkpoint step, example id, position).
-
-    `Uniform(seed, step, ids)(positions)` has shape (n, positions), float64 in (0, 1), and each
-    number
-    depends on its own key alone: batches, order and workers change nothing.
-    """
-
-    def __init__(self, seed: int, step: int, ids: Sequence[int] | np.ndarray) -> None:
-        self.seed, self.step, self.ids = seed, step, np.asarray(ids, dtype=np.uint64)
-
-    def __call__(self, positions: int) -> Tensor:
-        key = _mix(np.array([self.seed % 2**64], dtype=np.uint64))
-        key = _mix(key + np.uint64(self.step))
-        rows = _mix(key + self.ids)
-        counters = rows[:, None] + np.arange(1, positions + 1, dtype=np.uint64) * _GOLDEN
-        bits = _mix(counters) >> np.uint64(11)
-        return torch.from_numpy((bits.astype(np.float64) + 0.5) * 2.0**-53)
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """One SplitMix64 step on an array of counters (arithmetic modulo 2^64)."""
-    x = np.asarray(x + _GOLDEN, dtype=np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)))
 
 
 Draws = Callable[[int], Tensor] | Tensor
