@@ -109,9 +109,10 @@ class Study:
             raise ValueError(f"runs differ in their stages: {self.stages} and {names}")
         for stage in run.stages:
             count = len(self.data[stage.name])
-            if run.subset is not None and len(run.subset) and int(np.max(run.subset)) >= count:
+            subset = run.subset if stage.name == (run.subset_stage or names[0]) else None
+            if subset is not None and len(subset) and int(np.max(subset)) >= count:
                 raise ValueError(
-                    f"the run used example {int(np.max(run.subset))}, but the data has {count}: "
+                    f"the run used example {int(np.max(subset))}, but the data has {count}: "
                     "give the whole dataset the run's subset was taken from"
                 )
             if stage.size is not None and stage.size not in (
@@ -125,7 +126,7 @@ class Study:
 
     def used(self, run: Run, stage: str) -> np.ndarray:
         """The examples of a stage's dataset that the run trained on."""
-        if run.subset is not None and len(self.stages) == 1:
+        if run.subset is not None and stage == (run.subset_stage or self.stages[0]):
             return np.sort(np.asarray(run.subset, dtype=np.int64))
         return np.arange(len(self.data[stage]))
 

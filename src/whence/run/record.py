@@ -40,6 +40,8 @@ class Record:
             weights that somebody else keeps.
         batches: example indices of every update, or None.
         subset: training indices used, or None for all.
+        subset_stage: the stage they are indices of (default: the first); others used all.
+        origin: what made the run, such as a recipe's fingerprint and seed.
         notes: what was declared about the training and is not modelled.
         resumable: whether the optimizer's state is kept.
         finished: whether training ran to its end.
@@ -59,6 +61,8 @@ class Record:
     marks: dict[int, str] = field(default_factory=dict)
     batches: list[NDArray[np.int64]] | None = None
     subset: NDArray[np.int64] | None = None
+    subset_stage: str | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     resumable: bool = False
     finished: bool = False
@@ -129,6 +133,8 @@ class Record:
             "between": [_entry(c) for c in self.between],
             "marks": self.marks,
             "subset": self.subset.tolist() if self.subset is not None else None,
+            "subset_stage": self.subset_stage,
+            "origin": self.origin,
         }
         replace_file(folder / "run.json", json.dumps(content, indent=1).encode())
 
@@ -191,6 +197,8 @@ class Record:
             marks={int(at): sha256 for at, sha256 in content.get("marks", {}).items()},
             batches=batches,
             subset=np.array(subset, np.int64) if subset is not None else None,
+            subset_stage=content.get("subset_stage"),
+            origin=content.get("origin", {}),
             notes=content["notes"],
             resumable=content["resumable"],
             finished=finished,

@@ -61,6 +61,9 @@ class Recorder:
         every_step: keep the weights after every update too, as Hydra and Unrolled need: T + 1
             copies of the model on disk, 4 bytes × parameters × (T + 1) in float32.
         subset: the training indices used, when not all.
+        subset_stage: the stage whose examples they are (default: the first).
+        origin: what makes this run, as plain JSON values; what another made is not gone
+            on with.
         overwrite: start anew, whatever the folder holds.
         resumable: keep the optimizer's state for `restore` (for Adam, twice the weights' size).
         notes: what SOURCE does not model and a reader should know of:
@@ -79,6 +82,8 @@ class Recorder:
         size: int | None = None,
         every_step: bool = False,
         subset: ArrayLike | None = None,
+        subset_stage: str | None = None,
+        origin: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         resumable: bool = True,
         notes: Mapping[str, Any] | None = None,
@@ -88,6 +93,8 @@ class Recorder:
         self._first = (stage, _size(size), Plan.of(checkpoints, total_steps))
         self._every_step, self._overwrite, self._resumable = every_step, overwrite, resumable
         self._subset = np.asarray(subset, np.int64).reshape(-1) if subset is not None else None
+        self._subset_stage = subset_stage
+        self._origin: dict[str, Any] = json.loads(json.dumps(dict(origin or {})))
         self._notes: dict[str, Any] = json.loads(json.dumps(dict(notes or {})))
         self._name_parameters()
         self._recording: Recording | None = None
@@ -233,7 +240,18 @@ class Recorder:
         if not self._overwrite and (self.path / "run.json").exists():
             record = continued(self.path, self.model)
         if record is None:
-            record = Record(subset=self._subset, notes=self._notes, resumable=self._resumable)
+            record = Record(
+                subset=self._subset,
+                subset_stage=self._subset_stage,
+                origin=self._origin,
+                notes=self._notes,
+                resumable=self._resumable,
+            )
+        elif record.origin != self._origin:
+            raise RunError(
+                f"{self.path} was recorded by {record.origin or 'something else'}, not by "
+                f"{self._origin or 'this'}: record elsewhere, or pass overwrite=True"
+            )
         elif self._subset is not None and not np.array_equal(record.subset, self._subset):  # type: ignore[arg-type]
             raise RunError(f"{self.path} was recorded with another subset of the training data")
         record.notes |= self._notes

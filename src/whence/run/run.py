@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -140,12 +141,32 @@ class Run(Record):
             parts = [file.load() if file is not None else None for file in (c.moments, c.state)]
             return write_checkpoint(folder, c.step, c.stage, *weights, *parts)
 
-        fields = dict(vars(self))
-        for name in ("checkpoints", "between"):
-            fields[name] = [copied(c) for c in fields[name]]
-        fields["initial"] = copied(self.initial) if self.initial else None
-        type(self)(**fields).write(folder)
+        self._with(copied).write(folder)
         return self.open(folder)
+
+    def in_memory(self) -> Self:
+        """The same run with all its tensors in memory: its folder may go."""
+
+        def read(file: TensorFile | None) -> TensorFile | None:
+            if file is None or file.memory is not None:
+                return file
+            return replace(file, path=None, memory=file.load())
+
+        def copied(c: Checkpoint) -> Checkpoint:
+            files = read(c.files)
+            assert files is not None
+            return replace(c, files=files, moments=read(c.moments), state=read(c.state))
+
+        return replace(self._with(copied), path=None)
+
+    def _with(self, change: Callable[[Checkpoint], Checkpoint]) -> Self:
+        """The same run with every checkpoint changed."""
+        return replace(
+            self,
+            checkpoints=[change(c) for c in self.checkpoints],
+            between=[change(c) for c in self.between],
+            initial=change(self.initial) if self.initial else None,
+        )
 
     @property
     def final(self) -> Checkpoint:
@@ -176,6 +197,7 @@ class Run(Record):
         ]
         stages = [(s.name, s.start, s.end, s.size, self.optimizers[s.name]) for s in self.stages]
         subset = self.subset.tolist() if self.subset is not None else None
+        subset = [subset, self.subset_stage] if self.subset_stage else subset
         text = json.dumps([checkpoints, stages, subset, self.groups, self.hyperparameters])
         digest = hashlib.sha256(text.encode())
         for array in (self.learning_rates, self.momentums):

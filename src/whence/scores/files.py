@@ -67,12 +67,12 @@ def load_array(path: Path, shape: tuple[int, ...], dtype: str) -> Any:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} is missing: the scores are not whole") from error
+        raise FileNotFoundError(f"{path} is missing: the folder is not whole") from error
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path} is truncated or damaged ({error})") from error
     if array.shape != shape or str(array.dtype) != dtype:
         raise ValueError(
-            f"{path} is {array.dtype} of shape {array.shape}, but scores.json says {dtype} of "
+            f"{path} is {array.dtype} of shape {array.shape}, but the file beside it says {dtype} of "
             f"shape {shape}: the two files do not belong together"
         )
     return array

@@ -1,0 +1,622 @@
+"""Recipe: how to train, so that it can be done again on any subset with any seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from whence.data import Batches, Collate, digest, place
+from whence.draws import Uniform, keys
+from whence.run import Recorder, Run, RunError, optimizers
+from whence.run.checkpoint import weights_sha256
+from whence.task import Task
+
+Ints = NDArray[np.int64]
+MakeOptimizer = Callable[[Any], Optimizer]
+MakeScheduler = Callable[[Optimizer, int], Any]
+Transform = Callable[[Any, Uniform], Any]
+SETTINGS = (
+    "task",
+    "train",
+    "optimizer",
+    "batch_size",
+    "epochs",
+    "scheduler",
+    "scheduler_every",
+    "transform",
+    "clip_norm",
+)
+
+
+@dataclass(frozen=True)
+class StageRecipe:
+    """How one stage is trained. `number` is its place among the stages."""
+
+    name: str
+    number: int
+    task: Task
+    data: Batches
+    optimizer: MakeOptimizer
+    batch_size: int
+    epochs: int
+    scheduler: MakeScheduler | None
+    scheduler_every: str
+    transform: Transform | None
+    clip_norm: float | None
+
+    def batches_per_epoch(self, examples: int) -> int:
+        return -(-examples // self.batch_size)
+
+    def total_steps(self, examples: int) -> int:
+        """How many updates the stage makes on so many examples."""
+        return self.epochs * self.batches_per_epoch(examples)
+
+    def order(self, seed: int | Tensor, epoch: int, examples: Tensor) -> Tensor:
+        """The examples in the order of an epoch: sorted by random keys of their own, so that two
+        subsets see those they share in the same order. Several at once: seeds (U, 1) -> (U, n)."""
+        drawn = keys(seed, self.number, epoch, examples, device=examples.device)
+        return examples[drawn.argsort(dim=-1, stable=True)]
+
+    def draws(self, seed: int | Tensor, step: int, ids: Ints | Tensor, device: Any) -> Uniform:
+        """What `transform` may be random by at an update: the same for the same example."""
+        return Uniform(seed, self.number * 2**32 + step, ids, device=device)
+
+    def make_optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = self.optimizer(model.parameters())
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer(parameters) returned {type(optimizer).__name__}: it must return a "
+                "torch.optim optimizer, such as lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
+        return optimizer
+
+    def make_scheduler(self, optimizer: Optimizer, examples: int) -> Any:
+        if self.scheduler is None:
+            return None
+        scheduler = self.scheduler(optimizer, self.total_steps(examples))
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau follows a validation loss, which a recipe has not: use a "
+                "scheduler that depends on the update count alone"
+            )
+        return scheduler
+
+    def updates(
+        self, model: nn.Module, optimizer: Optimizer, seed: int, examples: Ints, skip: int = 0
+    ) -> Iterator[Ints]:
+        """Train a model on the examples; an ordinary loop, that gives way before each update.
+
+        Yields the indices of the batch whose gradient the parameters now hold. `skip` updates have
+        been made before: only the schedule follows them.
+        """
+        scheduler = self.make_scheduler(optimizer, len(examples))
+        first = next(model.parameters())
+        everyone, step = torch.from_numpy(examples), 0
+        for epoch in range(self.epochs):
+            order = self.order(seed, epoch, everyone).numpy()
+            for start in range(0, len(order), self.batch_size):
+                if step >= skip:
+                    block = order[start : start + self.batch_size]
+                    # what a model draws (dropout) then hangs on seed and update alone
+                    _reseed(int(keys(seed, self.number, step)), first.device)
+                    batch = place(self.data.take(block), first.device, first.dtype)
+                    if self.transform is not None:
+                        batch = self.transform(batch, self.draws(seed, step, block, first.device))
+                    optimizer.zero_grad(set_to_none=True)
+                    losses = self.task.losses(self.task.outputs(model, batch), batch)
+                    losses.mean().backward()  # type: ignore[no-untyped-call]
+                    if self.clip_norm is not None:
+                        nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+                    yield block
+                    optimizer.step()
+                step += 1
+                if self.scheduler_every == "update":
+                    _advance(scheduler, step <= skip)
+            if self.scheduler_every == "epoch":
+                _advance(scheduler, step <= skip)
+        optimizer.zero_grad(set_to_none=True)
+
+    def schedule(self, model: nn.Module, examples: int) -> list[list[dict[str, Any]]]:
+        """The settings of each parameter group at each update, as the user's own scheduler makes
+        them: an optimizer that never sees a gradient is taken through the whole stage."""
+        optimizer = self.make_optimizer(model)
+        scheduler = self.make_scheduler(optimizer, examples)
+        table = []
+        for step in range(1, self.total_steps(examples) + 1):
+            table.append(
+                [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            )
+            every = 1 if self.scheduler_every == "update" else self.batches_per_epoch(examples)
+            if step % every == 0:
+                _advance(scheduler, True)
+        return table
+
+    def identity(self, model: nn.Module) -> dict[str, Any]:
+        """What this stage is, for the recipe's fingerprint."""
+        optimizer, names = self.make_optimizer(model), optimizers.names_of(model)
+        rates = [
+            [optimizers.rate(group) for group in groups]
+            for groups in self.schedule(model, len(self.data))
+        ]
+        block = np.arange(min(8, len(self.data)))
+        changed = None
+        if self.transform is not None:
+            cpu = torch.device("cpu")
+            batch = place(self.data.take(block), cpu, next(model.parameters()).dtype)
+            changed = digest(self.transform(batch, self.draws(0, 0, block, cpu)))
+        return {
+            "data": self.data.fingerprint(),
+            "task": repr(self.task),
+            "batch_size": self.batch_size,
+            "epochs": self.epochs,
+            "clip_norm": self.clip_norm,
+            "transform": changed,
+            "optimizer": optimizers.kind(optimizer),
+            "groups": [
+                {
+                    "parameters": [n for p in group["params"] for n in names.get(id(p), ())],
+                    "settings": optimizers.hyperparameters(optimizer, group),
+                }
+                for group in optimizer.param_groups
+            ],
+            "rates": hashlib.sha256(json.dumps(rates).encode()).hexdigest(),
+        }
+
+
+class Recipe:
+    """How to train: `model()`, `optimizer(parameters)` and `scheduler(optimizer, total_steps)` are
+    the ordinary callables one has.
+
+        recipe = whence.Recipe(
+            make_model, whence.Classification(), train_set,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9),
+            batch_size=64, epochs=20,
+        )
+        run = recipe.run(seed=0, out="runs/0")
+
+    The seed decides the initial weights (torch is seeded before `model()` is called) and the order
+    of the batches, which is drawn from (seed, epoch, example).
+
+    Several stages: give `train={"pretrain": a, "finetune": b}`; every other setting but the model
+    may then be one for all stages or such a mapping. Each stage has a new optimizer.
+
+    Args:
+        model: makes a new model, in training mode or not.
+        task: what is minimised and measured.
+        train: map-style dataset, without random augmentation: that is `transform`'s.
+        optimizer: makes the optimizer from the model's parameters.
+        batch_size: the last batch of an epoch may be smaller.
+        epochs: passes over the data.
+        scheduler: makes a scheduler from the optimizer and the number of updates to come.
+        scheduler_every: "update" or "epoch": when its step() is called.
+        stages: the names of the stages in order (default: the order of `train`), or
+            `{name: {setting: value}}` for what differs.
+        transform: augmentation, `transform(batch, uniform) -> batch`, example by example;
+            `uniform(k)` gives k numbers in (0, 1) for each, (n, k), by seed, update and example.
+        clip_norm: largest gradient norm, as `torch.nn.utils.clip_grad_norm_`.
+        collate: turns a list of examples into a batch (default: torch's).
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        task: Task | Mapping[str, Task],
+        train: Any,
+        optimizer: MakeOptimizer | Mapping[str, MakeOptimizer],
+        batch_size: int | Mapping[str, int],
+        epochs: int | Mapping[str, int],
+        *,
+        scheduler: MakeScheduler | Mapping[str, MakeScheduler | None] | None = None,
+        scheduler_every: str | Mapping[str, str] = "update",
+        stages: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+        transform: Transform | Mapping[str, Transform | None] | None = None,
+        clip_norm: float | Mapping[str, float | None] | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        if isinstance(model, nn.Module) or not callable(model):
+            raise TypeError(
+                f"model is {type(model).__name__}: give a function that makes a new model each "
+                "time, such as make_model or lambda: Net(...)"
+            )
+        given = {
+            "task": task,
+            "train": train,
+            "optimizer": optimizer,
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "scheduler": scheduler,
+            "scheduler_every": scheduler_every,
+            "transform": transform,
+            "clip_norm": clip_norm,
+        }
+        self.model, self.collate = model, collate
+        self.stages = _stages(given, stages, collate)
+        self._checked = False
+
+    @property
+    def task(self) -> Task:
+        """The last stage's task: what is measured."""
+        return self.stages[-1].task
+
+    def stage(self, name: str | None) -> StageRecipe:
+        """The stage of that name; the first by default."""
+        for stage in self.stages:
+            if name in (None, stage.name):
+                return stage
+        raise ValueError(
+            f"stage={name!r} is not in the recipe: it has {[s.name for s in self.stages]}"
+        )
+
+    def build(self, seed: int) -> nn.Module:
+        """The model before its first update, on the CPU unless the factory puts it elsewhere."""
+        if not self._checked:
+            self._check_factory()
+        return self._built(seed)
+
+    def _built(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(_seed(seed))
+            model = self.model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
+        if next(model.parameters(), None) is None:
+            raise ValueError("model() returned a module without parameters: nothing to train")
+        return model.train()
+
+    def _check_factory(self) -> None:
+        first, second = self._built(0), self._built(0)
+        if first is second:
+            raise ValueError(
+                "model() returns the same module every time: a second training would go on from "
+                "the first. Make a new one in the function (or return copy.deepcopy(...))"
+            )
+        if weights_sha256(first) != weights_sha256(second):
+            raise ValueError(
+                "model() makes other weights when torch is seeded alike: they come from another "
+                "generator (numpy's, or one made inside). Draw them by torch's own, so that a seed "
+                "decides them"
+            )
+        self._checked = True
+
+    def examples(
+        self, subset: ArrayLike | None = None, stage: str | None = None
+    ) -> dict[str, Ints]:
+        """The examples each stage trains on: all, or a subset (indices, or a mask) of one's."""
+        found = {s.name: np.arange(len(s.data)) for s in self.stages}
+        chosen = self.stage(stage)
+        if subset is not None:
+            found[chosen.name] = _subset(subset, len(chosen.data))
+        if len(found[chosen.name]) < chosen.batch_size:
+            raise ValueError(
+                f"{len(found[chosen.name])} examples are fewer than batch_size="
+                f"{chosen.batch_size}: train on more of them, or with smaller batches"
+            )
+        return found
+
+    def run(
+        self,
+        seed: int,
+        out: str | os.PathLike[str] | None = None,
+        checkpoints: int | Sequence[int] | Mapping[str, int] = 6,
+        subset: ArrayLike | None = None,
+        *,
+        stage: str | None = None,
+        every_step: bool = False,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+    ) -> Run:
+        """Train once, recorded. The same call goes on with a training that was interrupted, with
+        the same bits, and only opens one that is finished.
+
+        Args:
+            seed: of initial weights, batch order, and what model and transform draw.
+            out: the run's folder (default: the run is kept in memory).
+            checkpoints: how many, over all stages; or how many for each; or update counts.
+            subset: training indices, or a mask, to train on.
+            stage: the stage that `subset` is of (default: the first).
+            every_step: keep the weights after every update too.
+            device: where to train (default: a GPU when there is one).
+        """
+        if out is None:
+            with tempfile.TemporaryDirectory() as folder:
+                return self.run(
+                    seed,
+                    folder,
+                    checkpoints,
+                    subset,
+                    stage=stage,
+                    every_step=every_step,
+                    device=device,
+                    progress=progress,
+                ).in_memory()
+        examples = self.examples(subset, stage)
+        model = self.build(seed)
+        device = training_device(device, model)
+        model.to(device)
+        totals = {s.name: s.total_steps(len(examples[s.name])) for s in self.stages}
+        plan = self._checkpoints(checkpoints)
+        chosen = self.stage(stage).name
+        origin = {
+            "recipe": self.fingerprint,
+            "seed": _seed(seed),
+            "subset": None if subset is None else digest(examples[chosen]),
+            "stage": None if subset is None else chosen,
+            "checkpoints": plan if isinstance(plan, list) else list(plan.values()),
+            "every_step": every_step,
+        }
+        finished = _finished(Path(out), origin)
+        if finished is not None:
+            return finished
+        clips = {s.name: s.clip_norm for s in self.stages if s.clip_norm is not None}
+        bar = tqdm(total=sum(totals.values()), unit="update", disable=not progress, leave=False)
+        recorder: Recorder | None = None
+        start = before = 0  # updates of the whole run: recorded earlier; of the stages so far
+        with ExitStack() as stack, torch.random.fork_rng(_cuda(device)), bar:
+            for s in self.stages:
+                optimizer, size = s.make_optimizer(model), len(examples[s.name])
+                own = plan if isinstance(plan, list) else plan[s.name]
+                if recorder is None:
+                    recorder = Recorder(
+                        out,
+                        model,
+                        optimizer,
+                        checkpoints=own,
+                        total_steps=totals[s.name],
+                        stage=s.name,
+                        size=size,
+                        every_step=every_step,
+                        subset=None if subset is None else examples[chosen],
+                        subset_stage=None if subset is None else chosen,
+                        origin=origin,
+                        notes={"clip_norm": clips} if clips else None,
+                    )
+                    start = recorder.restore()
+                    stack.enter_context(recorder)
+                else:
+                    more = None if isinstance(plan, list) else own
+                    recorder.stage(
+                        s.name,
+                        size=size,
+                        total_steps=totals[s.name] if more else None,
+                        checkpoints=more,
+                        optimizer=optimizer,
+                    )
+                skip = min(max(start - before, 0), totals[s.name])
+                bar.update(skip)
+                for block in s.updates(model, optimizer, seed, examples[s.name], skip):
+                    recorder.step(block)
+                    bar.update()
+                before += totals[s.name]
+        return Run.open(out)
+
+    def train(
+        self,
+        seed: int,
+        subset: ArrayLike | None = None,
+        *,
+        stage: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> nn.Module:
+        """Train once, not recorded: the final model, in eval mode."""
+        examples, model = self.examples(subset, stage), self.build(seed)
+        model.to(training_device(device, model))
+        where = next(model.parameters()).device
+        with torch.random.fork_rng(_cuda(where)):
+            for s in self.stages:
+                for _ in s.updates(model, s.make_optimizer(model), seed, examples[s.name]):
+                    pass
+        return model.eval()
+
+    def identity(self) -> dict[str, Any]:
+        """What the recipe is made of: initial weights, data, rates and settings of each stage."""
+        for stage in self.stages:
+            stage.data.refresh()
+            if not stage.data.steady:
+                raise ValueError(
+                    f"{stage.data.name}[0] differs between two reads: the data is random "
+                    "(augmented?). Give it as it is, and augmentation as transform="
+                )
+        model = self.build(0)
+        return {
+            "initial": weights_sha256(model),
+            "stages": {s.name: s.identity(model) for s in self.stages},
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of `identity()`: of what the recipe does, never of a function's code."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
+    def _checkpoints(
+        self, asked: int | Sequence[int] | Mapping[str, int]
+    ) -> dict[str, int] | list[int]:
+        """How many checkpoints each stage keeps; or, given as such, their update counts."""
+        names = [s.name for s in self.stages]
+        if isinstance(asked, Mapping):
+            if set(asked) != set(names):
+                raise ValueError(f"checkpoints={dict(asked)}, but the stages are {names}")
+            return {name: index(asked[name]) for name in names}
+        if np.ndim(asked):
+            return [index(step) for step in np.asarray(asked)]
+        count = index(asked)  # type: ignore[arg-type]
+        if count < len(names):
+            raise ValueError(
+                f"checkpoints={count}: keep at least one for each of the stages {names}"
+            )
+        shares = np.array_split(np.arange(count), len(names))
+        return {name: len(share) for name, share in zip(names, shares, strict=True)}
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{s.name}: {len(s.data):,} examples, {s.epochs} epochs in batches of {s.batch_size}"
+            for s in self.stages
+        ]
+        return f"Recipe({self.task!r}; {'; '.join(parts)})"
+
+
+def training_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
+    """Where to train: as asked, where the factory puts the model, or a GPU when there is one."""
+    if device is not None:
+        return torch.device(device)
+    own = next(model.parameters()).device
+    if own.type != "cpu" or not torch.cuda.is_available():
+        return own
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def _stages(
+    given: Mapping[str, Any],
+    stages: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
+    collate: Collate | None,
+) -> tuple[StageRecipe, ...]:
+    own: dict[str, dict[str, Any]] = {}
+    if isinstance(stages, Mapping):
+        own = {name: dict(settings) for name, settings in stages.items()}
+    elif isinstance(stages, str):
+        raise TypeError(f"stages={stages!r}: give a list of names")
+    elif stages is not None:
+        own = {str(name): {} for name in stages}
+    elif isinstance(given["train"], Mapping):
+        own = {str(name): {} for name in given["train"]}
+    names = list(own) or ["train"]
+    for name, settings in own.items():
+        unknown = sorted(set(settings) - set(SETTINGS))
+        if unknown:
+            raise ValueError(f"stage {name!r} sets {unknown}: stages may set {sorted(SETTINGS)}")
+
+    def setting(what: str, name: str) -> Any:
+        if what in own.get(name, {}):
+            return own[name][what]
+        value = given[what]
+        if not isinstance(value, Mapping):
+            return value
+        if set(value) != set(names):
+            raise ValueError(f"{what} has the stages {sorted(value)}, but the recipe has {names}")
+        return value[name]
+
+    found = []
+    for number, name in enumerate(names):
+        settings = {what: setting(what, name) for what in SETTINGS}
+        data = Batches(f"{name} data" if len(names) > 1 else "train", settings["train"], collate)
+        found.append(_stage(name, number, data, settings))
+    return tuple(found)
+
+
+def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> StageRecipe:
+    if not isinstance(given["task"], Task):
+        raise TypeError(
+            f"task must be a whence.Task (such as Classification()), not {given['task']!r}"
+        )
+    if not callable(given["optimizer"]) or isinstance(given["optimizer"], Optimizer):
+        raise TypeError(
+            f"optimizer is {given['optimizer']!r}: give a function of the parameters, such as "
+            "lambda p: torch.optim.SGD(p, lr=0.1)"
+        )
+    for what in ("scheduler", "transform"):
+        if given[what] is not None and not callable(given[what]):
+            raise TypeError(f"{what} is {given[what]!r}: give a function, or None")
+    sizes = {what: index(given[what]) for what in ("batch_size", "epochs")}
+    for what, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{what}={size} must be at least 1")
+    if sizes["batch_size"] > len(data):
+        raise ValueError(
+            f"batch_size={sizes['batch_size']}, but {data.name} has {len(data)} examples: use a "
+            "smaller one"
+        )
+    if given["scheduler_every"] not in ("update", "epoch"):
+        raise ValueError(f"scheduler_every={given['scheduler_every']!r}: use 'update' or 'epoch'")
+    clip = given["clip_norm"]
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip_norm={clip!r} must be positive, or None")
+    return StageRecipe(
+        name,
+        number,
+        given["task"],
+        data,
+        given["optimizer"],
+        **sizes,
+        scheduler=given["scheduler"],
+        scheduler_every=given["scheduler_every"],
+        transform=given["transform"],
+        clip_norm=None if clip is None else float(clip),
+    )
+
+
+def _subset(subset: ArrayLike, count: int) -> Ints:
+    """Training indices in order, from indices or a mask."""
+    chosen = np.asarray(subset)
+    if chosen.dtype == bool:
+        if chosen.shape != (count,):
+            raise ValueError(f"subset is a mask of shape {chosen.shape} for {count} examples")
+        return np.flatnonzero(chosen)
+    if chosen.ndim != 1 or (chosen.size and not np.issubdtype(chosen.dtype, np.integer)):
+        raise TypeError("subset must be training indices, or a mask over the training examples")
+    if len(chosen) > count:
+        raise ValueError(f"subset has {len(chosen)} examples, but the data only {count}")
+    ordered = np.unique(chosen).astype(np.int64)
+    if len(ordered) != len(chosen):
+        raise ValueError("subset names an example twice: each may be in it once")
+    if len(ordered) and not (ordered[0] >= 0 and ordered[-1] < count):
+        worst = int(ordered[-1] if ordered[-1] >= count else ordered[0])
+        raise ValueError(f"subset names example {worst}, but the data has 0..{count - 1}")
+    return ordered
+
+
+def _seed(seed: int) -> int:
+    if not 0 <= index(seed) < 2**63:
+        raise ValueError(f"seed={seed}: use a number from 0 to 2^63 - 1")
+    return index(seed)
+
+
+def _reseed(value: int, device: torch.device) -> None:
+    """Seed the generators that a model on this device may draw from."""
+    torch.default_generator.manual_seed(value % 2**63)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(value % 2**63)
+
+
+def _cuda(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _advance(scheduler: Any, ahead: bool) -> None:
+    """Step a scheduler; `ahead` of an optimizer that makes no update now, of which torch warns."""
+    if scheduler is None:
+        return
+    if not ahead:
+        scheduler.step()
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        scheduler.step()
+
+
+def _finished(out: Path, origin: Mapping[str, Any]) -> Run | None:
+    """The run in a folder, if this very training made it and it is finished."""
+    if not (out / "run.json").exists():
+        return None
+    run = Run.open(out)
+    if run.origin != origin:
+        other = sorted(k for k in origin if run.origin.get(k) != origin[k])
+        what = ", ".join(other) if run.origin else "no recipe made it"
+        raise RunError(
+            f"{out} holds another training than the one asked for ({what}): give another folder"
+        )
+    return run if run.finished else None

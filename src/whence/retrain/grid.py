@@ -1,0 +1,185 @@
+"""A folder of trainings: each is in it once, whoever made it.
+
+    grid.json          what is trained: recipe, queries, how many models at once, and how
+    parts/*.safetensors   measurements (k, q) of k trainings, and their keys
+    parts/*.lock       held by the process at work on a part; free again when it dies
+
+Several processes, started by torchrun or by hand, may work on one folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from whence.run.checkpoint import replace_file
+
+SCHEMA = 1
+Rows = NDArray[np.float64]
+
+
+class Grid:
+    """Measurements by training key; in memory, or in a folder.
+
+    Args:
+        out: the folder, or None.
+        identity: what the trainings are of. A folder that holds another's is refused.
+        queries: q, the length of a row.
+    """
+
+    def __init__(
+        self, out: str | os.PathLike[str] | None, identity: Mapping[str, Any], queries: int
+    ) -> None:
+        self.folder = None if out is None else Path(out)
+        self.queries = queries
+        self._rows: dict[str, Rows] = {}
+        self._read: set[str] = set()
+        self.notes: dict[str, Any] = {}
+        if self.folder is None:
+            return
+        try:
+            (self.folder / "parts").mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise NotADirectoryError(f"{self.folder} is a file: give a folder") from error
+        with self.lock("grid"):
+            self._open(json.loads(json.dumps(dict(identity))))
+        self.refresh()
+
+    def _open(self, identity: dict[str, Any]) -> None:
+        assert self.folder is not None
+        file = self.folder / "grid.json"
+        if not file.exists():
+            self._identity = identity
+            self._write()
+            return
+        try:
+            content = json.loads(file.read_bytes())
+            found, self.notes = content["identity"], content["notes"]
+            schema = content["schema"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error!r}): remove the folder") from error
+        if schema != SCHEMA:
+            raise ValueError(f"{file} has schema {schema}, this whence reads {SCHEMA}")
+        if found != identity:
+            raise ValueError(
+                f"{self.folder} holds trainings of something else: {_differences(found, identity)} "
+                "differ. Give another folder, or remove this one"
+            )
+        self._identity = identity
+
+    def _write(self) -> None:
+        assert self.folder is not None
+        content = {"schema": SCHEMA, "identity": self._identity, "notes": self.notes}
+        replace_file(self.folder / "grid.json", json.dumps(content, indent=1).encode())
+
+    def settle(self, notes: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep how the trainings are made; what was settled before stays, so that a call that goes
+        on makes the same cuts."""
+        if self.folder is None:
+            self.notes = dict(notes)
+            return self.notes
+        with self.lock("grid"):
+            self._open(self._identity)
+            self.notes = {**notes, **self.notes}
+            self._write()
+        return self.notes
+
+    def refresh(self) -> None:
+        """Read the parts that others have written since."""
+        if self.folder is None:
+            return
+        for file in sorted((self.folder / "parts").glob("*.safetensors")):
+            if file.name not in self._read:
+                self._rows.update(_read(file, self.queries))
+                self._read.add(file.name)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._rows
+
+    def __getitem__(self, key: str) -> Rows:
+        return self._rows[key]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, keys: Sequence[str], rows: Rows) -> None:
+        """Keep the measurements (k, q) of k trainings. One that diverged becomes NaN as a whole."""
+        rows = np.where(np.isfinite(rows).all(1, keepdims=True), rows, np.nan)
+        if self.folder is not None:
+            tensors: dict[str, NDArray[Any]] = {
+                "measurements": np.ascontiguousarray(rows, np.float64),
+                "trainings": np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(
+                    len(keys), -1
+                ),
+            }
+            name = f"{_name(keys)}.safetensors"
+            replace_file(self.folder / "parts" / name, safetensors.numpy.save(tensors))
+            self._read.add(name)
+        self._rows.update(zip(keys, rows, strict=True))
+
+    @contextmanager
+    def claim(self, keys: Sequence[str]) -> Iterator[bool]:
+        """Whether this process is the one to make these trainings."""
+        if self.folder is None:
+            yield True
+            return
+        with self.lock(_name(keys), wait=False) as mine:
+            if mine:
+                self.refresh()
+            yield mine
+
+    @contextmanager
+    def lock(self, name: str, wait: bool = True) -> Iterator[bool]:
+        """Hold a lock file; the system lets go of it when the process dies."""
+        import fcntl  # not on Windows, where only folders need it
+
+        assert self.folder is not None
+        path = self.folder / "parts" / f"{name}.lock"
+        with open(path, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+            if not wait:
+                # whoever opened it before finds the part that was written under it
+                path.unlink(missing_ok=True)
+
+
+def _name(keys: Sequence[str]) -> str:
+    return hashlib.sha256("".join(keys).encode()).hexdigest()[:24]
+
+
+def _read(file: Path, queries: int) -> dict[str, Rows]:
+    try:
+        tensors = safetensors.numpy.load_file(file)
+        keys, rows = tensors["trainings"], tensors["measurements"]
+    except Exception as error:
+        raise ValueError(
+            f"{file} cannot be read ({error}): remove it, and its trainings are made again"
+        ) from error
+    if rows.shape != (len(keys), queries):
+        raise ValueError(f"{file} has shape {rows.shape}, not (…, {queries}): remove it")
+    return {key.tobytes().hex(): row for key, row in zip(keys, rows, strict=True)}
+
+
+def _differences(found: Any, asked: Any, name: str = "") -> str:
+    """The names of what differs between two identities, such as "recipe.stages.train.rates"."""
+    if isinstance(found, dict) and isinstance(asked, dict):
+        parts = [
+            _differences(found.get(key), asked.get(key), f"{name}.{key}" if name else str(key))
+            for key in sorted({*found, *asked})
+            if found.get(key) != asked.get(key)
+        ]
+        return ", ".join(parts)
+    return name

@@ -1,0 +1,442 @@
+"""Many models of one recipe, trained as one program.
+
+S models, B examples per batch, n examples each: parameters are stacks (S, ...), a batch is S·B rows
+gathered from data that lies on the device, and the user's own optimizer class steps the stacks (its
+arithmetic is elementwise). Seeds and batch orders are those of `Recipe.run`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from whence.data import Batches, digest, place
+from whence.recipe import Recipe, StageRecipe
+from whence.retrain.stacked import stack_modules, stack_parameters, unstackable
+from whence.retrain.training import Training
+from whence.task import Task
+
+ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam)
+FUSED = (SGD, Adam, AdamW)
+GRAPHED = (SGD, Adam, AdamW, RMSprop)  # whose rate may be a tensor inside a CUDA graph
+MIXING = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.modules.dropout._DropoutNd,
+)
+AGREEMENT = 1e-2  # relative; a wrong gradient is off by much more, TF32 by less
+ROWS = {"cpu": 4096, "cuda": 2**17}  # of a pass over the queries
+WARM_UP = 2  # updates with batches of a size before they become a CUDA graph
+
+
+class Interrupted(Exception):
+    """Training was asked to stop."""
+
+
+class Data:
+    """A whole dataset as one batch on a device, from which batches are gathered."""
+
+    def __init__(self, batches: Batches, device: torch.device, dtype: torch.dtype) -> None:
+        whole = batches.take(np.arange(len(batches)))
+        probe = np.arange(min(4, len(batches)))[::-1].copy()
+        self.tree = whole
+        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(whole)) or (
+            digest(self.rows(torch.from_numpy(probe))) != digest(batches.take(probe))
+        ):
+            raise ValueError(
+                f"{batches.name} has no batch of all its examples (texts, or padding that hangs on "
+                "the batch)"
+            )
+        self.tree = place(whole, device, dtype)
+
+    def rows(self, index: Tensor | slice) -> Any:
+        return tree_map(lambda column: column[index], self.tree)
+
+
+class Objective(nn.Module):
+    """A model under a task: what `torch.func.functional_call` takes."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model, self.task = model, task
+
+    def forward(self, batch: Any, what: str) -> Tensor:
+        values: Tensor = getattr(self.task, what)(self.task.outputs(self.model, batch), batch)
+        return values
+
+
+@dataclass
+class Stack:
+    """S models: how losses and measurements come from their parameters."""
+
+    template: nn.Module
+    parameters: dict[str, nn.Parameter]
+    engine: str  # "products" (stacked layers) or "vmap"
+    size: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, seeds: Sequence[int], engine: str, device: torch.device) -> Stack:
+        """The models of these seeds, before their first update."""
+        distinct = {seed: recipe.build(seed) for seed in dict.fromkeys(seeds)}
+        states = {seed: dict(model.named_parameters()) for seed, model in distinct.items()}
+        template = distinct[seeds[0]].to("cpu")
+        with torch.no_grad():
+            stacked = stack_parameters(template, [states[seed] for seed in seeds], device)
+        template.to(device)
+        if engine == "products":
+            template = stack_modules(template, stacked)
+        return cls(template, stacked, engine, len(seeds))
+
+    def values(self, what: str, task: Task, batch: Any) -> Tensor:
+        """Each example's loss or measurement, (S, B), of a batch of S·B rows."""
+        objective = Objective(self.template, task)
+        if self.engine == "products":
+            values: Tensor = objective(batch, what).reshape(self.size, -1)
+            return values
+
+        def one(parameters: dict[str, Tensor], rows: Any) -> Tensor:
+            named = {f"model.{name}": p for name, p in parameters.items()}
+            result: Tensor = functional_call(objective, named, (rows, what))
+            return result
+
+        by_model = tree_map(lambda x: x.reshape(self.size, -1, *x.shape[1:]), batch)
+        found: Tensor = torch.vmap(one)(dict(self.parameters), by_model)
+        return found
+
+    def gradients(self, task: Task, batch: Any, clip_norm: float | None) -> None:
+        """Put the gradient of each model's mean loss into its parameters."""
+        learned = [p for p in self.parameters.values() if p.requires_grad]
+        total = self.values("losses", task, batch).mean(1).sum()
+        found = torch.autograd.grad(total, learned, allow_unused=True)
+        if clip_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does it, for each model
+            there = [g for g in found if g is not None]
+            norms = torch.stack([g.flatten(1).norm(dim=1) for g in there]).norm(dim=0)
+            scale = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
+            for g in there:
+                g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+        for parameter, gradient in zip(learned, found, strict=True):
+            parameter.grad = None if gradient is None else gradient.contiguous()
+
+    @torch.no_grad()
+    def measurements(self, task: Task, query: Data, count: int) -> NDArray[np.float64]:
+        """Every query's measurement by every model, (S, q)."""
+        self.template.eval()
+        device = next(iter(self.parameters.values())).device
+        block = max(1, ROWS.get(device.type, 4096) // self.size)
+        found = []
+        for start in range(0, count, block):
+            rows = torch.arange(start, min(start + block, count), device=device)
+            batch = query.rows(rows.repeat(self.size))
+            found.append(self.values("measurements", task, batch).double().cpu())
+        self.template.train()
+        return torch.cat(found, 1).numpy()
+
+    def state(self, model: int) -> dict[str, Tensor]:
+        """The parameters of one of the models."""
+        return {name: p[model].detach().clone() for name, p in self.parameters.items()}
+
+
+def train_stack(
+    recipe: Recipe,
+    trainings: Sequence[Training],
+    engine: str,
+    device: torch.device,
+    data: dict[str, Data],
+    *,
+    updates: int | None = None,
+    stop: threading.Event | None = None,
+) -> Stack:
+    """Train as many models as there are trainings, all with subsets of one size.
+
+    Args:
+        data: every stage's dataset on the device.
+        updates: stop after so many of each stage (for tests).
+        stop: raises Interrupted at the next update once it is set.
+    """
+    stack = Stack.of(recipe, [t.seed for t in trainings], engine, device)
+    for stage in recipe.stages:
+        _StageTraining(stack, stage, trainings, recipe, device, data[stage.name]).run(updates, stop)
+    return stack
+
+
+class _StageTraining:
+    """One stage of a stack's training."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        stage: StageRecipe,
+        trainings: Sequence[Training],
+        recipe: Recipe,
+        device: torch.device,
+        data: Data,
+    ) -> None:
+        self.stack, self.stage, self.device, self.data = stack, stage, device, data
+        seeds = [t.seed for t in trainings]
+        distinct = list(dict.fromkeys(seeds))
+        self.distinct = torch.tensor(distinct, device=device).unsqueeze(1)
+        self.whose = torch.tensor([distinct.index(seed) for seed in seeds], device=device)
+        self.seeds = self.distinct[self.whose]
+        chosen = [recipe.examples(t.subset, t.stage)[stage.name] for t in trainings]
+        self.size = len(chosen[0])
+        self.masks = None
+        if self.size < len(stage.data):
+            masks = np.zeros((len(chosen), len(stage.data)), bool)
+            for mask, examples in zip(masks, chosen, strict=True):
+                mask[examples] = True
+            self.masks = torch.from_numpy(masks).to(device)
+        self.optimizer, self.schedule = _stack_optimizer(recipe, stage, stack, self.size, device)
+        self.graphed = (
+            device.type == "cuda"
+            and type(self.optimizer) in GRAPHED
+            and _only_rates_change(self.schedule)
+        )
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.seen: dict[int, int] = {}
+
+    def order(self, epoch: int) -> Tensor:
+        """Which examples each model sees in an epoch, in order: (S, n)."""
+        everyone = torch.arange(len(self.stage.data), device=self.device)
+        full = self.stage.order(self.distinct, epoch, everyone)
+        if self.masks is None:
+            return full[self.whose]
+        rows = []
+        block = max(1, 2**27 // full.shape[1])  # of models, so that the indices stay below a GiB
+        for start in range(0, len(self.whose), block):
+            own = full[self.whose[start : start + block]]
+            kept = self.masks[start : start + block].gather(1, own)
+            rows.append(own[kept].view(len(own), self.size))
+        return torch.cat(rows)
+
+    def run(self, updates: int | None, stop: threading.Event | None) -> None:
+        if self.device.type != "cuda":
+            self._run(updates, stop)
+            return
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # a graph is captured where its like was run before
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            self._run(updates, stop)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+
+    def _run(self, updates: int | None, stop: threading.Event | None) -> None:
+        step, size = 0, self.stage.batch_size
+        self.stack.template.train()
+        for epoch in range(self.stage.epochs):
+            order = self.order(epoch)
+            for start in range(0, self.size, size):
+                if step == updates:
+                    return
+                if stop is not None and stop.is_set():
+                    raise Interrupted
+                for group, now in zip(
+                    self.optimizer.param_groups, self.schedule[step], strict=True
+                ):
+                    _set(group, now)
+                self.update(order[:, start : start + size], step)
+                step += 1
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self, index: Tensor, step: int) -> None:
+        """One update of all models, with the examples (S, B)."""
+        width = index.shape[1]
+        if width in self.graphs:
+            graph, place_for = self.graphs[width]
+            self._fill(place_for, index, step)
+            graph.replay()
+            return
+        self.seen[width] = self.seen.get(width, 0) + 1
+        if not self.graphed or self.seen[width] <= WARM_UP:
+            self._descend(self._batch(index, step))
+            return
+        held = index.clone() if self.stage.transform is None else self._batch(index, step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self.device)):
+            batch = self._batch(held, step) if self.stage.transform is None else held
+            self._descend(batch)
+        self.graphs[width] = (graph, held)
+        graph.replay()  # capturing recorded the update, and did not make it
+
+    def _fill(self, held: Any, index: Tensor, step: int) -> None:
+        """Put the next examples where the graph reads them: their indices, or, when a transform
+        must see them first, the batch itself."""
+        if self.stage.transform is None:
+            held.copy_(index)
+            return
+        batch = self._batch(index, step)
+        for old, new in zip(tree_leaves(held), tree_leaves(batch), strict=True):
+            old.copy_(new)
+
+    def _batch(self, index: Tensor, step: int) -> Any:
+        rows = index.reshape(-1)
+        batch = self.data.rows(rows)
+        if self.stage.transform is not None:
+            seeds = self.seeds.expand(index.shape).reshape(-1)
+            draws = self.stage.draws(seeds, step, rows, self.device)
+            batch = self.stage.transform(batch, draws)
+        return batch
+
+    def _descend(self, batch: Any) -> None:
+        self.stack.gradients(self.stage.task, batch, self.stage.clip_norm)
+        self.optimizer.step()
+
+
+def _stack_optimizer(
+    recipe: Recipe, stage: StageRecipe, stack: Stack, examples: int, device: torch.device
+) -> tuple[Optimizer, list[list[dict[str, Any]]]]:
+    """The user's optimizer over the stacks, and the settings of its groups at every update.
+
+    The factory sees a plain model, so that it may sort parameters by name or shape.
+    """
+    model = recipe.build(0).to(device)
+    plain = stage.make_optimizer(model)
+    twins = {id(p): stack.parameters[name] for name, p in model.named_parameters()}
+    groups = []
+    for group in plain.param_groups:
+        settings = {**group, "params": [twins[id(p)] for p in group["params"]]}
+        if type(plain) in FUSED and settings["fused"] is None and not settings["foreach"]:
+            settings["fused"] = True  # the arithmetic of a plain step, in one pass over memory
+        if device.type == "cuda" and type(plain) in GRAPHED:
+            settings["lr"] = torch.tensor(float(group["lr"]), device=device)
+            settings |= {"capturable": True} if "capturable" in settings else {}
+        groups.append(settings)
+    kind: Any = type(plain)
+    return kind(groups), stage.schedule(model, examples)
+
+
+def _set(group: dict[str, Any], now: dict[str, Any]) -> None:
+    """Give a stacked group the settings of an update."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(float(now["lr"]))
+    else:
+        group["lr"] = now["lr"]
+    for name in ("momentum", "betas"):
+        if name in now:
+            group[name] = now[name]
+
+
+def _only_rates_change(schedule: list[list[dict[str, Any]]]) -> bool:
+    """Whether momenta stay as they are: a graph holds them as constants."""
+
+    def momenta(groups: list[dict[str, Any]]) -> list[Any]:
+        return [(group.get("momentum"), group.get("betas")) for group in groups]
+
+    return all(momenta(groups) == momenta(schedule[0]) for groups in schedule)
+
+
+def choose_engine(
+    recipe: Recipe, query: Batches, device: torch.device
+) -> tuple[str | None, str | None]:
+    """How the recipe's models can be trained together, found out by trying: ("products" or "vmap",
+    why not the faster), or (None, why one at a time)."""
+    model = recipe.build(0)
+    for name, module in model.named_modules():
+        if isinstance(module, MIXING) and not (
+            isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0
+        ):
+            if isinstance(module, nn.modules.instancenorm._InstanceNorm) and not (
+                module.track_running_stats
+            ):
+                continue
+            return None, f"{name} ({type(module).__name__}) mixes examples or draws numbers"
+    for stage in recipe.stages:
+        kind = type(stage.make_optimizer(model))
+        if kind not in ELEMENTWISE:
+            return None, f"{kind.__name__} is not known to be elementwise"
+    reasons = []
+    missing = unstackable(model)
+    if missing is not None:
+        reasons.append(f"{missing} has no stacked form")
+    for engine in ("products", "vmap"):
+        if engine == "products" and missing is not None:
+            continue
+        try:
+            _check_engine(recipe, query, engine, device)
+        except Exception as error:  # whatever the user's model may raise under vmap
+            reasons.append(f"{engine}: {str(error).splitlines()[0] if str(error) else error!r}")
+            continue
+        return engine, "; ".join(reasons) or None
+    return None, "; ".join(reasons)
+
+
+def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.device) -> None:
+    """Compare two models' gradients and measurements with plain ones; raise if they differ."""
+    seeds = [0, 1]
+    stack = Stack.of(recipe, seeds, engine, device)
+    plain = [recipe.build(seed).to(device) for seed in seeds]
+    if any(
+        digest(list(model.buffers())) != digest(list(stack.template.buffers())) for model in plain
+    ):
+        raise ValueError("buffers differ from seed to seed")
+    dtype = next(plain[0].parameters()).dtype
+    for stage in recipe.stages:
+        count = min(stage.batch_size, 8, len(stage.data) // 2)
+        rows = np.arange(2 * count)
+        batch = place(stage.data.take(rows), device, dtype)
+        halves = [place(stage.data.take(half), device, dtype) for half in np.split(rows, 2)]
+        if stage.transform is not None:
+            seed = torch.tensor(seeds, device=device).repeat_interleave(count)
+            batch = stage.transform(batch, stage.draws(seed, 0, rows, device))
+            halves = [
+                stage.transform(half, stage.draws(s, 0, ids, device))
+                for half, s, ids in zip(halves, seeds, np.split(rows, 2), strict=True)
+            ]
+        stack.gradients(stage.task, batch, stage.clip_norm)
+        for k, (model, half) in enumerate(zip(plain, halves, strict=True)):
+            model.zero_grad(set_to_none=True)
+            stage.task.losses(stage.task.outputs(model, half), half).mean().backward()  # type: ignore[no-untyped-call]
+            if stage.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
+            for name, parameter in model.named_parameters():
+                found = stack.parameters[name].grad
+                _agree(
+                    f"the gradient of {name}", None if found is None else found[k], parameter.grad
+                )
+    if any(digest(list(m.buffers())) != digest(list(stack.template.buffers())) for m in plain):
+        raise ValueError("the model changes its buffers while it trains")
+    some = np.arange(min(4, len(query)))
+    held = Data(_Rows(query, some), device, dtype)
+    measured = torch.from_numpy(stack.measurements(recipe.task, held, len(some)))
+    with torch.no_grad():
+        for k, model in enumerate(plain):
+            batch = place(query.take(some), device, dtype)
+            alone = recipe.task.measurements(recipe.task.outputs(model.eval(), batch), batch)
+            _agree("the measurement", measured[k], alone.double().cpu())
+
+
+class _Rows(Batches):
+    """The first few examples of a dataset."""
+
+    def __init__(self, batches: Batches, rows: np.ndarray) -> None:
+        super().__init__(batches.name, [batches.dataset[int(k)] for k in rows], batches.collate)
+
+
+def _agree(what: str, found: Tensor | None, wanted: Tensor | None) -> None:
+    if found is None or wanted is None:
+        if found is not wanted and (found if wanted is None else wanted).abs().max() > 0:  # type: ignore[union-attr]
+            raise ValueError(f"{what} is missing")
+        return
+    off = float((found - wanted).norm())
+    if not off <= AGREEMENT * float(wanted.norm()) + 1e-12:
+        raise ValueError(f"{what} comes out differently for several models at once")

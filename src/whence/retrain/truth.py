@@ -1,0 +1,239 @@
+"""Truth: measurements of models that were really retrained on known subsets."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from whence.data import Batches
+from whence.draws import keys, uniforms
+from whence.recipe import Recipe
+from whence.retrain.grid import Grid
+from whence.retrain.measure import identity, run_grid
+from whence.retrain.training import Training
+from whence.scores.files import load_array, make_folder, save_array, write_json
+
+SCHEMA = 1
+FIELDS = ("alpha", "seeds", "measurement", "unit", "higher_is_better", "stage", "recipe", "query")
+
+
+class Truth:
+    """Measurements of models trained on M subsets with R seeds each.
+
+    Attributes:
+        masks: (M, n) bool, which of the n training examples (of `stage`) each subset has.
+        measurements: (M, R, q) float64; NaN where a training diverged.
+        alpha: the share of the examples that a subset has.
+        seeds: (R,), the same for every subset, so that what a seed does to all of them alike is no
+            difference between subsets.
+        measurement, unit, higher_is_better: of the task.
+        stage: whose data was resampled; None for a recipe of one stage.
+        recipe, query: fingerprints.
+        notes: how the models were trained: at once, or one at a time and why.
+    """
+
+    def __init__(
+        self,
+        masks: ArrayLike,
+        measurements: ArrayLike,
+        *,
+        alpha: float | None = None,
+        seeds: Sequence[int] | None = None,
+        measurement: str = "measurement",
+        unit: str = "",
+        higher_is_better: bool = True,
+        stage: str | None = None,
+        recipe: str = "",
+        query: str = "",
+        notes: dict[str, Any] | None = None,
+    ) -> None:
+        self.masks: NDArray[np.bool_] = np.asarray(masks)
+        self.measurements: NDArray[np.float64] = np.asarray(measurements, np.float64)
+        if self.masks.ndim != 2 or self.masks.dtype != bool:
+            raise ValueError(
+                f"masks are {self.masks.dtype} of shape {self.masks.shape}: give booleans (M, n)"
+            )
+        if self.measurements.ndim != 3 or len(self.measurements) != len(self.masks):
+            raise ValueError(
+                f"measurements have shape {self.measurements.shape} for {len(self.masks)} masks: "
+                "give (M, R, q)"
+            )
+        repeats = self.measurements.shape[1]
+        self.seeds = list(range(repeats)) if seeds is None else [index(s) for s in seeds]
+        if len(self.seeds) != repeats:
+            raise ValueError(f"{len(self.seeds)} seeds for {repeats} repeats: give one for each")
+        self.alpha = float(self.masks.mean()) if alpha is None else float(alpha)
+        self.measurement, self.unit = measurement, unit
+        self.higher_is_better, self.stage = bool(higher_is_better), stage
+        self.recipe, self.query = recipe, query
+        self.notes = dict(notes or {})
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """The mean over the seeds, (M, q); NaN where one of them diverged."""
+        return np.asarray(self.measurements.mean(1))
+
+    @property
+    def diverged(self) -> NDArray[np.bool_]:
+        """Which trainings did, (M, R)."""
+        return np.asarray(np.isnan(self.measurements).any(2))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a folder: masks.npy, measurements.npy, and last truth.json."""
+        folder = Path(path)
+        make_folder(folder)
+        save_array(folder / "masks.npy", self.masks)
+        save_array(folder / "measurements.npy", self.measurements)
+        content = {name: getattr(self, name) for name in FIELDS}
+        write_json(
+            folder / "truth.json",
+            {
+                "schema": SCHEMA,
+                **content,
+                "notes": self.notes,
+                "shape": self.measurements.shape,
+                "examples": self.masks.shape[1],
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Truth:
+        """Open what `save` or `ground_truth(out=...)` wrote."""
+        folder = Path(path)
+        file = folder / "truth.json"
+        if not file.is_file():
+            unfinished = (folder / "grid.json").is_file()
+            raise FileNotFoundError(
+                f"the trainings in {folder} are not finished: make the same ground_truth(out=...) "
+                "call again, and it goes on where it stopped"
+                if unfinished
+                else f"{folder} has no truth.json: give a folder that ground_truth wrote"
+            )
+        try:
+            content = json.loads(file.read_bytes())
+            if content["schema"] != SCHEMA:
+                raise ValueError(f"schema {content['schema']}, this whence reads {SCHEMA}")
+            shape = tuple(content["shape"])
+            return cls(
+                load_array(folder / "masks.npy", (shape[0], content["examples"]), "bool"),
+                load_array(folder / "measurements.npy", shape, "float64"),
+                notes=content["notes"],
+                **{name: content[name] for name in FIELDS},
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file} is damaged ({error!r}): make the truth again") from error
+
+    def __repr__(self) -> str:
+        subsets, repeats, queries = self.measurements.shape
+        lost = int(self.diverged.sum())
+        return (
+            f"Truth({subsets} subsets of {self.alpha:.4g} of {self.masks.shape[1]:,} examples"
+            + (f" of stage {self.stage!r}" if self.stage else "")
+            + f" x {repeats} seeds, {queries} queries, {self.measurement}"
+            + (f"; {lost} trainings diverged" if lost else "")
+            + ")"
+        )
+
+
+def ground_truth(
+    recipe: Recipe,
+    query: Any,
+    alpha: float = 0.5,
+    subsets: int = 100,
+    seeds: int | Sequence[int] = 10,
+    stage: str | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    memory: int | None = None,
+    executor: str | None = None,
+    engine: str = "auto",
+    progress: bool = True,
+) -> Truth:
+    """Retrain on random subsets, and measure.
+
+    Args:
+        recipe: how to train.
+        query: what is measured after each training.
+        alpha: the share of the training examples in a subset; ⌈alpha n⌉ of them.
+        subsets: M. Subset j is the same whatever M is: more can be added later in the same folder.
+        seeds: R, or the seeds themselves; every subset is trained with each.
+        stage: resample this stage's data only (default: the first stage's).
+        out: folder to keep trainings and truth in; the same call goes on where it stopped.
+        seed: of the subsets.
+        device, memory, executor, engine, progress: as in `whence.retrain.measure`.
+    """
+    chosen, data = recipe.stage(stage), Batches("query", query, recipe.collate)
+    masks = draw_subsets(len(chosen.data), alpha, subsets, seed)
+    named = list(range(seeds)) if isinstance(seeds, int) else [index(s) for s in seeds]
+    if not named:
+        raise ValueError(f"seeds={seeds}: train each subset at least once")
+    if len(set(named)) != len(named):
+        raise ValueError(f"seeds={named} name one twice")
+    if masks[0].sum() < chosen.batch_size:
+        raise ValueError(
+            f"alpha={alpha} of {len(chosen.data)} examples are {int(masks[0].sum())}, fewer than "
+            f"batch_size={chosen.batch_size}: use a larger alpha"
+        )
+    who = identity(recipe, data)
+    who |= {"alpha": alpha, "stage": chosen.name, "subsets": seed}  # one truth to a folder
+    grid = Grid(out, who, len(data))
+    indices = [np.flatnonzero(mask) for mask in masks]
+    trainings = [Training(s, examples, chosen.name) for s in named for examples in indices]
+    rows = run_grid(
+        recipe,
+        data,
+        trainings,
+        grid,
+        device=device,
+        memory=memory,
+        executor=executor,
+        engine=engine,
+        progress=progress,
+    )
+    truth = Truth(
+        masks,
+        rows.reshape(len(named), subsets, -1).transpose(1, 0, 2),
+        alpha=alpha,
+        seeds=named,
+        measurement=recipe.task.measurement,
+        unit=recipe.task.unit,
+        higher_is_better=recipe.task.higher_is_better,
+        stage=chosen.name if len(recipe.stages) > 1 else None,
+        recipe=recipe.fingerprint,
+        query=who["query"],
+        notes=grid.notes,
+    )
+    if out is not None:
+        with grid.lock("grid"):
+            truth.save(out)
+    return truth
+
+
+def draw_subsets(examples: int, alpha: float, count: int, seed: int = 0) -> NDArray[np.bool_]:
+    """`count` random subsets of ⌈alpha n⌉ examples, (M, n); each hangs on its own number alone."""
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha={alpha} must be above 0 and at most 1 - 1/n = {1 - 1 / examples}")
+    if index(count) < 1:
+        raise ValueError(f"subsets={count}: draw at least one")
+    size = math.ceil(alpha * examples - 1e-9)
+    if size >= examples:
+        raise ValueError(
+            f"alpha={alpha} of {examples} examples are all of them: use at most 1 - 1/n = "
+            f"{1 - 1 / examples}"
+        )
+    numbers, everyone = torch.arange(count).unsqueeze(1), torch.arange(examples)
+    drawn = uniforms(keys(seed, numbers, everyone), 1).squeeze(-1)
+    masks = np.zeros((count, examples), bool)
+    np.put_along_axis(masks, drawn.argsort(dim=1, stable=True)[:, :size].numpy(), True, 1)
+    return masks
