@@ -83,3 +83,121 @@ def test_the_device_changes_nothing(name: str, optimizer: str, method: Any, tmp_
     single = 2e-2 if optimizer == "sgd" else 1e-1  # the mixed form at 1e-8 is sensitive
     for cpu, gpu, close in zip(found["cpu"], found["cuda"], (1e-8, 1e-8, single), strict=True):
         np.testing.assert_allclose(gpu, cpu, rtol=0, atol=close * abs(cpu).max())
+
+
+# --- retraining --------------------------------------------------------------------------------
+
+
+def recipes_on_gpu() -> dict[str, Any]:
+    import recipes
+
+    cases = {f"optimizer {name}": {"optimizer": o} for name, o in recipes.OPTIMIZERS.items()}
+    cases |= {f"model {name}": {"model": m} for name, m in recipes.MODELS.items()}
+    cases["cosine"] = {"scheduler": recipes.cosine, "clip_norm": 0.3}
+    cases["one cycle"] = {"scheduler": recipes.one_cycle}
+    cases["transform"] = {"transform": recipes.jitter}
+    return cases
+
+
+@pytest.mark.parametrize("engine", ["products", "vmap"])
+@pytest.mark.parametrize("name", recipes_on_gpu())
+def test_trainings_at_once_on_the_gpu_are_those_of_the_cpu(name: str, engine: str) -> None:
+    """Most updates are replayed from a CUDA graph."""
+    import recipes
+
+    from whence.retrain import Training, measure
+
+    if engine == "products" and name == "model own":
+        pytest.skip("no stacked form")
+    recipe = recipes.recipe(epochs=10, **recipes_on_gpu()[name])
+    query = recipes.dataset(5, seed=9)
+    trainings = [Training(s % 2, np.arange(s, 40, 2)) for s in range(3)]
+    trainings += [Training(3, np.arange(25))]
+    wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
+    found = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
+    np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9)  # float64 is not graphed
+    again = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
+    assert np.array_equal(found, again)
+
+
+@pytest.mark.parametrize("engine", ["products", "vmap"])
+@pytest.mark.parametrize("name", recipes_on_gpu())
+def test_a_cuda_graph_makes_the_updates_that_it_stands_for(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, where most updates are replayed, beside the same without graphs."""
+    import recipes
+    from whence.retrain import Training, measure, stack
+
+    if engine == "products" and name == "model own":
+        pytest.skip("no stacked form")
+    settings = {"model": recipes.mlp} | recipes_on_gpu()[name]
+    make = settings.pop("model")
+    recipe = recipes.recipe(epochs=10, model=lambda: make().float(), **settings)
+    query = recipes.dataset(5, seed=9)
+    trainings = [Training(s % 2, np.arange(s, 40, 2)) for s in range(3)]
+    replayed = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(1), replay(graph))[1]
+    )
+    found = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
+    assert bool(replayed) == (name not in ("one cycle", "optimizer adagrad"))
+    monkeypatch.setattr(stack, "WARM_UP", 10**9)
+    wanted = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_stages_and_runs_on_the_gpu(tmp_path: Path) -> None:
+    import recipes
+
+    from whence.retrain import Training, measure
+
+    recipe = recipes.two_stages()
+    query = recipes.dataset(5, seed=9)
+    trainings = [Training(s, np.arange(20), "finetune") for s in range(3)]
+    wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
+    found = measure(recipe, query, trainings, device="cuda", progress=False)
+    np.testing.assert_allclose(found, wanted, rtol=1e-7)
+    here, there = (recipe.run(1, device=device) for device in ("cpu", "cuda"))
+    for name, weight in here.final.weights().items():
+        torch.testing.assert_close(weight, there.final.weights()[name], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("model", ["dropout", "batch_norm"])
+def test_one_at_a_time_on_the_gpu(model: str) -> None:
+    import recipes
+
+    from whence.retrain import Training, measure
+
+    recipe = recipes.recipe(model=getattr(recipes, model))
+    query = recipes.dataset(5, seed=9)
+    with pytest.warns(UserWarning, match="one at a time"):
+        found = measure(recipe, query, [Training(0), Training(1)], device="cuda", progress=False)
+    again = measure(recipe, query, [Training(1)], device="cuda", engine="single", progress=False)
+    assert np.array_equal(found[1], again[0])
+
+
+def test_too_many_models_for_the_memory_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    import recipes
+
+    from whence.retrain import Training, measure
+
+    room = sys.modules["whence.retrain.measure"]
+    real, asked = room.train_stack, []
+
+    def crowded(recipe: Any, trainings: Any, *rest: Any, **options: Any) -> Any:
+        if "updates" not in options:
+            asked.append(len(trainings))
+            if len(trainings) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(recipe, trainings, *rest, **options)
+
+    monkeypatch.setattr(room, "train_stack", crowded)
+    trainings = [Training(s, np.arange(20)) for s in range(7)]
+    query = recipes.dataset(5, seed=9)
+    with pytest.warns(UserWarning, match="do not fit into memory"):
+        found = measure(recipes.recipe(), query, trainings, device="cuda", progress=False)
+    assert asked[0] == 7 and np.isfinite(found).all() and found.shape == (7, 5)

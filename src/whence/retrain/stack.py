@@ -59,14 +59,15 @@ class Data:
 
     def __init__(self, batches: Batches, device: torch.device, dtype: torch.dtype) -> None:
         whole = batches.take(np.arange(len(batches)))
-        probe = np.arange(min(4, len(batches)))[::-1].copy()
+        probes = np.unique(np.linspace(0, len(batches) - 1, 16, dtype=int)).reshape(-1, 1)
         self.tree = whole
-        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(whole)) or (
+        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(whole)) or any(
             digest(self.rows(torch.from_numpy(probe))) != digest(batches.take(probe))
+            for probe in probes
         ):
             raise ValueError(
-                f"{batches.name} has no batch of all its examples (texts, or padding that hangs on "
-                "the batch)"
+                f"{batches.name} has no batch of all its examples that is made of theirs: it holds "
+                "texts, or its padding hangs on the batch (pad all examples to one length)"
             )
         self.tree = place(whole, device, dtype)
 
@@ -207,11 +208,9 @@ class _StageTraining:
                 mask[examples] = True
             self.masks = torch.from_numpy(masks).to(device)
         self.optimizer, self.schedule = _stack_optimizer(recipe, stage, stack, self.size, device)
-        self.graphed = (
-            device.type == "cuda"
-            and type(self.optimizer) in GRAPHED
-            and _only_rates_change(self.schedule)
-        )
+        self.graphed = all(
+            isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups
+        ) and _only_rates_change(self.schedule)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.seen: dict[int, int] = {}
 
@@ -317,7 +316,9 @@ def _stack_optimizer(
         settings = {**group, "params": [twins[id(p)] for p in group["params"]]}
         if type(plain) in FUSED and settings["fused"] is None and not settings["foreach"]:
             settings["fused"] = True  # the arithmetic of a plain step, in one pass over memory
-        if device.type == "cuda" and type(plain) in GRAPHED:
+        # a rate in a tensor is float32 to torch's fused kernels: too coarse for float64
+        double = any(p.dtype == torch.float64 for p in settings["params"])
+        if device.type == "cuda" and type(plain) in GRAPHED and not double:
             settings["lr"] = torch.tensor(float(group["lr"]), device=device)
             settings |= {"capturable": True} if "capturable" in settings else {}
         groups.append(settings)
