@@ -128,12 +128,42 @@ def _gpu_source_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _retraining_table(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| recipe | trainings | at once | seconds in all | trainings per second "
+        "| × a DataLoader loop | × a loop on tensors |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, r in found.items():
+        if name == "machine":
+            continue
+        each = r["seconds_each"]
+        cells = (
+            f"{name} ({r['updates']:,} updates, batch {r['batch']})",
+            f"{r['trainings']:,}",
+            f"{r['at_once']:,}",
+            f"{each['whence'] * r['trainings']:.2f}",
+            f"{1 / each['whence']:.1f}",
+            f"{each['DataLoader'] / each['whence']:.1f}",
+            f"{each['tensors'] / each['whence']:.1f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    m, rounds = found["machine"], {r["rounds"] for n, r in found.items() if n != "machine"}
+    lines += [
+        "",
+        f"{m['processor']}, torch {m['torch']}, {m['date']}; best of {max(rounds)} rounds.",
+    ]
+    return lines
+
+
 SECTIONS = {
     "kronfluence": ("against_kronfluence.json", _peer_table),
     "kronfluence notes": ("against_kronfluence.json", _notes),
     "source": ("source_cost.json", _source_table),
     "gpu": ("on_gpu.json", _gpu_table),
     "gpu source": ("on_gpu.json", _gpu_source_table),
+    "retraining cpu": ("retraining_cpu.json", _retraining_table),
+    "retraining cuda": ("retraining_cuda.json", _retraining_table),
 }
 
 

@@ -127,6 +127,7 @@ def test_a_cuda_graph_makes_the_updates_that_it_stands_for(
 ) -> None:
     """In float32, where most updates are replayed, beside the same without graphs."""
     import recipes
+
     from whence.retrain import Training, measure, stack
 
     if engine == "products" and name == "model own":

@@ -1,6 +1,6 @@
 """whence: where in its training data does a model's behaviour come from?"""
 
-from whence.methods import FastSource, Influence, Source, TracIn
+from whence.methods import FastSource, Influence, Random, Source, TracIn
 from whence.recipe import Recipe
 from whence.run import Recorder, Run
 from whence.scores import Scores
@@ -14,6 +14,7 @@ __all__ = [
     "FastSource",
     "Influence",
     "LanguageModeling",
+    "Random",
     "Recipe",
     "Recorder",
     "Regression",

@@ -2,7 +2,8 @@
 
 from whence.methods.fastsource import FastSource
 from whence.methods.influence import Influence
+from whence.methods.random import Random
 from whence.methods.source import Source
 from whence.methods.tracin import TracIn
 
-__all__ = ["FastSource", "Influence", "Source", "TracIn"]
+__all__ = ["FastSource", "Influence", "Random", "Source", "TracIn"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,9 @@ def _ray() -> Any:
     except ImportError as error:
         raise ImportError("executor='ray' needs Ray: pip install 'whence[ray]'") from error
     if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False)
+        # a cluster of this machine's own, whose workers find the modules that we find
+        here = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": here})
     return ray
 
 

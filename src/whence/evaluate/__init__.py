@@ -1,0 +1,22 @@
+"""Judging scores by what really happens: retrain on known subsets, and look."""
+
+from whence.evaluate.calibration import Calibration, calibration
+from whence.evaluate.lds import LDS, Comparison, compare, lds
+from whence.evaluate.mislabeled import Mislabeled, mislabeled
+from whence.evaluate.removal import SubsetRemoval, subset_removal
+from whence.retrain import Truth, ground_truth
+
+__all__ = [
+    "LDS",
+    "Calibration",
+    "Comparison",
+    "Mislabeled",
+    "SubsetRemoval",
+    "Truth",
+    "calibration",
+    "compare",
+    "ground_truth",
+    "lds",
+    "mislabeled",
+    "subset_removal",
+]

@@ -1,0 +1,175 @@
+"""Calibration: is the predicted change as large as the real one?
+
+    P[q, j] = Σ_{m ∈ S_j} values[q, m]        T[q, j] = mean measurement over the seeds
+    slope   = Σ P T / Σ P²                    both centred per query over the M subsets
+
+Scores predict f(S) up to a constant of the query, so each query's mean over the subsets is taken
+off both sides, and the line goes through zero. Axes as in `lds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.evaluate.lds import (
+    AT_ONCE,
+    SAME,
+    Floats,
+    Given,
+    check_bootstrap,
+    judged,
+    reliability,
+    resamples,
+    split,
+)
+from whence.table import Table, Tabled, estimate
+
+if TYPE_CHECKING:
+    from whence.retrain import Truth
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Calibration(Tabled):
+    """Predicted beside real differences between subsets.
+
+    The slope is that of the real on the predicted change: 1 is perfect, less than 1 means that
+    the scores exaggerate, more that they understate. That is so for methods that predict in the
+    measurement's unit (SOURCE, influence functions, unrolling); for scores without such a scale
+    (TracIn, TRAK, representation similarity) its size means nothing, only its sign.
+
+    Attributes:
+        slope: of all queries and subsets together.
+        interval: 95 % percentile bootstrap interval of the slope, over the subsets.
+        r2: share of the real variance that the predictions explain as they stand; below 0 when
+            predicting no change at all would be closer.
+        r2_line: the same after multiplying the predictions by ``slope``.
+        ceiling: the share of the real variance that is not noise of the seeds, from their split
+            halves: what r2 could reach at most. None with one seed.
+        slopes: (q,) each query's own slope; NaN where its predictions are constant.
+        predicted, real: (q, M), centred per query.
+        method, measurement, unit: whose scores, and what they are about.
+        subsets, seeds, alpha, diverged, lost, runs: as in `LDS`.
+    """
+
+    slope: float
+    interval: tuple[float, float]
+    r2: float
+    r2_line: float
+    ceiling: float | None
+    slopes: Floats
+    predicted: Floats
+    real: Floats
+    method: str
+    measurement: str
+    unit: str
+    subsets: int
+    seeds: int
+    alpha: float
+    diverged: int
+    lost: int
+    runs: int
+
+    @property
+    def quantiles(self) -> dict[float, float]:
+        """Quantiles of the queries' own slopes."""
+        found = np.nanquantile(self.slopes, QUANTILES)
+        return {q: float(value) for q, value in zip(QUANTILES, found, strict=True)}
+
+    def table(self) -> Table:
+        """Slope and R², and what they stand on."""
+        runs = "" if self.runs == 1 else f", mean of {self.runs} runs"
+        spread = ", ".join(f"{value:.2f} ({q:.0%})" for q, value in self.quantiles.items())
+        most = "" if self.ceiling is None else f"; at most {self.ceiling:.3f}, the rest is noise"
+        truth = f"{self.subsets} subsets × {self.seeds} seeds, α = {self.alpha:.4g}"
+        facts = [
+            ("slope", f"{estimate(self.slope, self.interval)}  (95 % over subsets; 1 is perfect)"),
+            ("by query", spread),
+            ("R²", f"{self.r2:.3f} as predicted, {self.r2_line:.3f} along the line{most}"),
+            ("measured", f"{self.measurement}, in {self.unit or 'its own unit'}"),
+            ("truth", f"{truth}, {len(self.real)} queries"),
+        ]
+        if self.diverged:
+            lost = f" and with them {self.lost} subsets" if self.lost else ""
+            facts.append(("left out", f"{self.diverged} diverged trainings{lost}"))
+        return Table(None, facts, title=f"Calibration of {self.method}{runs}")
+
+
+def calibration(
+    scores: Given | Sequence[Given],
+    truth: Truth,
+    *,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    exclude_diverged: bool = False,
+) -> Calibration:
+    """Predicted against real change over the truth's subsets: slope and R².
+
+    Args:
+        scores: Scores, a plain array (q, n), or a list of several runs', which are averaged.
+        truth: measurements on known subsets.
+        bootstrap: how many resamples of the subsets the slope's interval is made of.
+        seed: of the resamples.
+        exclude_diverged: leave out trainings that diverged, rather than refuse.
+    """
+    check_bootstrap(bootstrap)
+    found = judged(scores, truth, exclude_diverged)
+    p, t = (x - x.mean(1, keepdims=True) for x in (found.predicted.mean(0), found.measured))
+    pp, pt, tt = (float((x * y).sum()) for x, y in ((p, p), (p, t), (t, t)))
+    if pp == 0:
+        raise ValueError("the scores predict the same for all subsets: there is no slope")
+    if tt == 0:
+        raise ValueError("the truth measures the same for all subsets: there is nothing to predict")
+    slope = pt / pp
+    own = (p * p).sum(1)
+    random = np.random.default_rng(seed)
+    return Calibration(
+        slope=slope,
+        interval=_interval(p, t, resamples(p.shape[1], bootstrap, random)),
+        r2=1 - float(((t - p) ** 2).sum()) / tt,
+        r2_line=pt * pt / (pp * tt),
+        ceiling=_ceiling(truth, found.kept, random),
+        slopes=np.where(own > 0, (p * t).sum(1) / np.where(own > 0, own, 1.0), np.nan),
+        predicted=p,
+        real=t,
+        method=found.method,
+        measurement=truth.measurement,
+        unit=truth.unit,
+        subsets=found.subsets,
+        seeds=truth.measurements.shape[1],
+        alpha=float(truth.alpha),
+        diverged=found.diverged,
+        lost=found.lost,
+        runs=found.runs,
+    )
+
+
+def _interval(p: Floats, t: Floats, drawn: NDArray[np.float32]) -> tuple[float, float]:
+    """95 % of the slopes of resamples (M, B), each centred anew: Σ w P T − Σ w P Σ w T / M."""
+    queries, subsets = p.shape
+    weights = drawn.astype(np.float64)
+    pt, pp = (p * t).sum(0) @ weights, (p * p).sum(0) @ weights
+    step = max(1, AT_ONCE // weights.shape[1])
+    for start in range(0, queries, step):
+        a, b = p[start : start + step] @ weights, t[start : start + step] @ weights
+        pt -= (a * b).sum(0) / subsets
+        pp -= (a * a).sum(0) / subsets
+    some = pp > SAME * (p * p).sum()  # of few subsets, a resample may hold one alone
+    low, high = np.percentile(pt[some] / pp[some], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _ceiling(truth: Truth, kept: NDArray[np.bool_], random: np.random.Generator) -> float | None:
+    """The reliability of the mean over seeds, from halves of them, all queries together."""
+    sums = np.zeros(3)
+    for halves in split(truth, kept, random):
+        a, b = (half - half.mean(0) for half in halves)
+        sums += [(a * b).sum(), (a * a).sum(), (b * b).sum()]
+    ab, aa, bb = sums
+    return reliability(float(ab / np.sqrt(aa * bb)), kept.shape[1]) if aa * bb > 0 else None

@@ -1,0 +1,320 @@
+"""Subset removal (appendix B.3): does leaving out what helped a query turn its prediction wrong?
+
+Queries that are right under every seed of a training on all data are tried with growing k: remove
+the k examples that helped the query most, retrain under other seeds, and the query has flipped when
+its mean margin over the seeds falls below zero. One that has flipped is not tried again.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Subset
+
+from whence.data import Batches
+from whence.evaluate.lds import Floats, by_number, columns
+from whence.methods.random import Labels, classes, draws
+from whence.recipe import Recipe
+from whence.table import Table, Tabled, estimate
+from whence.retrain import Training, measure
+from whence.scores import Scores
+
+RANDOM = "Random"  # the floor's name among the methods
+Z = 1.959964  # a normal variable is within ± Z with 95 %
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SubsetRemoval(Tabled):
+    """Which queries flipped after removing at most k examples, by method.
+
+    Attributes:
+        k: numbers of examples removed, ascending, (I,).
+        margins: by method (I, queries): mean margin over the seeds after removing the method's k
+            most helpful examples; NaN where a query was not tried, having flipped before (or where
+            all of its trainings diverged).
+        queries: (queries,) which rows of the query set were tried.
+        right: how many rows were right under all selection seeds.
+        select_seeds, seeds: of the trainings on all data, and of those on what was not removed.
+        trainings: how many models were trained.
+        diverged: how many of these diverged. A mean is over the others; a query all of whose
+            trainings diverged has not flipped.
+        stage: whose examples were removed.
+    """
+
+    k: tuple[int, ...]
+    margins: dict[str, Floats]
+    queries: Ints
+    right: int
+    select_seeds: tuple[int, ...]
+    seeds: tuple[int, ...]
+    trainings: int
+    diverged: int
+    stage: str | None = None
+
+    def flipped(self, method: str) -> Floats:
+        """(I,) share of the queries that flipped after removing at most k examples."""
+        below = np.nan_to_num(self.margins[method]) < 0
+        return np.asarray(np.logical_or.accumulate(below, axis=0).mean(1))
+
+    def interval(self, method: str) -> Floats:
+        """(I, 2) 95 % intervals of ``flipped`` over the choice of queries (Wilson's)."""
+        p, count = self.flipped(method), len(self.queries)
+        middle = p + Z**2 / (2 * count)
+        spread = Z * np.sqrt(p * (1 - p) / count + Z**2 / (4 * count**2))
+        return np.stack([middle - spread, middle + spread], 1) / (1 + Z**2 / count)
+
+    def table(self) -> Table:
+        """One row per method, one column per k."""
+        rows = []
+        for name in self.margins:
+            cells = zip(self.flipped(name), self.interval(name), strict=True)
+            rows.append([name, *(estimate(p, around, 2) for p, around in cells)])
+        title = (
+            f"Share of {len(self.queries)} queries flipped by removing at most k examples"
+            f"{f' of {self.stage}' if self.stage else ''} [95 %]; {self.trainings} trainings"
+            + (f", {self.diverged} diverged" if self.diverged else "")
+        )
+        return Table(["k", *map(str, self.k)], rows, title=title)
+
+
+def subset_removal(
+    recipe: Recipe,
+    scores_by_method: Mapping[str, Scores],
+    query: Any,
+    k: Sequence[int],
+    *,
+    queries: int = 100,
+    select_seeds: int = 5,
+    seeds: int = 3,
+    random_floor: bool = True,
+    stage: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    memory: int | None = None,
+    executor: str | None = None,
+    engine: str = "auto",
+    progress: bool = True,
+    seed: int = 0,
+) -> SubsetRemoval:
+    """Retrain without each query's most helpful examples, and see whether it turns wrong.
+
+    Only the order of the scores counts, so they may be of any measurement of the same queries.
+
+    Args:
+        recipe: how to train; its task must measure a margin.
+        scores_by_method: Scores (q, n) by name; with `top`, at least max(k) must have been kept.
+        query: the dataset that the scores are of.
+        k: how many examples to remove, ascending.
+        queries: how many queries to try, drawn from those that are right under all selection seeds.
+        select_seeds: how many trainings on all data decide which queries are right.
+        seeds: over how many trainings without the removed examples a margin is averaged.
+        random_floor: also remove random examples of the query's class, under the name "Random".
+        stage: whose examples to remove (default: the first stage's).
+        out: folder for the trainings, one subfolder per round; the same call goes on from there.
+        device, memory, executor, engine, progress: as in `whence.retrain.measure`.
+        seed: the trainings have the seeds seed, seed + 1, ...: first those of the selection, then
+            the others; and it is the seed of the choice of queries and of the random floor.
+    """
+    task = recipe.task
+    if task.measurement != "margin" or not task.higher_is_better:
+        raise ValueError(
+            f"the recipe's task measures {task.measurement!r}: subset removal counts queries whose "
+            "margin falls below zero; use a task that measures it, such as Classification()"
+        )
+    for name, count in (("queries", queries), ("select_seeds", select_seeds), ("seeds", seeds)):
+        if count < 1:
+            raise ValueError(f"{name}={count}: there must be at least one")
+    own = recipe.stage(stage)
+    ks = _ascending(k, len(own.data), own.batch_size)
+    methods = [*scores_by_method, *([RANDOM] if random_floor else [])]
+    if len(set(methods)) < len(methods):
+        raise ValueError(
+            f"scores_by_method has a {RANDOM!r} of its own: rename it, or use random_floor=False"
+        )
+    if not methods:
+        raise ValueError("scores_by_method is empty and random_floor=False: nothing to remove")
+    asked = Batches("query", query, recipe.collate)
+    for name, scores in scores_by_method.items():
+        _check(name, scores, len(asked), ks[-1])
+    places = {
+        name: (
+            by_number("query_ids", scores.query_ids, "the query set"),
+            columns(scores, own.name, len(own.data), "the recipe"),
+        )
+        for name, scores in scores_by_method.items()
+    }
+
+    def margins_of(round_name: str, dataset: Any, trainings: Sequence[Training]) -> Floats:
+        """(trainings, q); a training that diverged is NaN throughout."""
+        found = measure(
+            recipe,
+            dataset,
+            trainings,
+            out=None if out is None else Path(out) / round_name,
+            device=device,
+            memory=memory,
+            executor=executor,
+            engine=engine,
+            progress=progress,
+        )
+        return np.where(np.isfinite(found).all(1, keepdims=True), found, np.nan)
+
+    selecting = range(seed, seed + select_seeds)
+    retraining = range(selecting.stop, selecting.stop + seeds)
+    full = margins_of("all-data", query, [Training(s) for s in selecting])
+    chosen, right = _choose(full, queries, seed)
+    orders = {}
+    for name, scores in scores_by_method.items():
+        down, across = places[name]
+        orders[name] = _most_helpful(scores, down[chosen], across, ks[-1])
+    if random_floor:
+        ours, theirs = classes(own.task, own.data), classes(task, asked)
+        _check_classes(ours, theirs, chosen, ks[-1])
+        values = draws(seed, own.number, chosen, theirs, len(own.data), ours)
+        orders[RANDOM] = np.argsort(-values, axis=1, kind="stable")[:, : ks[-1]]
+
+    margins = {name: np.full((len(ks), len(chosen)), np.nan) for name in orders}
+    trained, diverged = len(full), int(np.isnan(full[:, 0]).sum())
+    for step, count in enumerate(ks):
+        kept, tried = _round(orders, margins, count, len(own.data))
+        if not tried:
+            break
+        trainings = [Training(s, subset, own.name) for subset in kept.values() for s in retraining]
+        found = margins_of(f"without-{count}", Subset(query, chosen.tolist()), trainings)
+        trained, diverged = trained + len(found), diverged + int(np.isnan(found[:, 0]).sum())
+        of_subset = dict(zip(kept, found.reshape(len(kept), seeds, len(chosen)), strict=True))
+        for method, row, key in tried:
+            over_seeds = of_subset[key][:, row]
+            if not np.isnan(over_seeds).all():
+                margins[method][step, row] = np.nanmean(over_seeds)
+    return SubsetRemoval(
+        k=ks,
+        margins=margins,
+        queries=chosen,
+        right=right,
+        select_seeds=tuple(selecting),
+        seeds=tuple(retraining),
+        trainings=trained,
+        diverged=diverged,
+        stage=own.name if len(recipe.stages) > 1 else None,
+    )
+
+
+def _ascending(k: Sequence[int], examples: int, batch_size: int) -> tuple[int, ...]:
+    ks = tuple(operator.index(one) for one in k)
+    if not ks or ks[0] < 1 or any(a >= b for a, b in pairwise(ks)):
+        raise ValueError(f"k={list(ks)}: give numbers of examples to remove, ascending, from 1 up")
+    if examples - ks[-1] < batch_size:
+        raise ValueError(
+            f"k={ks[-1]} of {examples} examples leaves {examples - ks[-1]}, less than a batch of "
+            f"{batch_size}: use k<={examples - batch_size}"
+        )
+    return ks
+
+
+def _check(name: str, scores: Scores, queries: int, most: int) -> None:
+    if not isinstance(scores, Scores):
+        raise TypeError(f"the scores of {name!r} are {type(scores).__name__}: give whence.Scores")
+    if scores.is_self_influence:
+        raise ValueError(f"the scores of {name!r} are self-influence: attribute with query=")
+    if scores.shape[0] != queries:
+        raise ValueError(
+            f"the scores of {name!r} are of {scores.shape[0]} queries, but query has {queries}: "
+            "give the query set that was attributed"
+        )
+    if scores.top is None:
+        return
+    if scores.top.kept < most:
+        raise ValueError(
+            f"the scores of {name!r} keep only the top {scores.top.kept} of each query, but "
+            f"k={most}: attribute with top>={most}, or without"
+        )
+    if scores.stage is not None and len(set(scores.stage)) > 1:
+        raise ValueError(
+            f"the scores of {name!r} keep the top of several stages together: attribute with "
+            "stage=, or without top="
+        )
+
+
+def _choose(full: Floats, count: int, seed: int) -> tuple[Ints, int]:
+    """Queries (rows) that are right under every seed, at most so many; and how many are."""
+    sound = full[~np.isnan(full[:, 0])]
+    if len(sound) == 0:
+        raise ValueError(
+            f"all {len(full)} trainings on all data diverged: the recipe does not train"
+        )
+    right = np.flatnonzero((sound > 0).all(0))
+    if len(right) == 0:
+        raise ValueError(
+            f"none of the {full.shape[1]} queries is right under all {len(sound)} seeds: train "
+            "better, or give other queries"
+        )
+    if len(right) < count:
+        warnings.warn(
+            f"only {len(right)} of the {full.shape[1]} queries are right under all {len(sound)} "
+            f"seeds: trying those instead of {count}",
+            stacklevel=3,
+        )
+    random = np.random.default_rng(seed)
+    return np.sort(random.permutation(right)[:count]), len(right)
+
+
+def _round(
+    orders: Mapping[str, Ints], margins: Mapping[str, Floats], count: int, examples: int
+) -> tuple[dict[bytes, Ints], list[tuple[str, int, bytes]]]:
+    """Whom to try without so many examples: (method, query, subset); and the subsets, each once,
+    whoever asks for it."""
+    kept: dict[bytes, Ints] = {}
+    tried = []
+    for method, order in orders.items():
+        flipped = (np.nan_to_num(margins[method]) < 0).any(0)
+        for row in np.flatnonzero(~flipped):
+            removed = np.sort(order[row, :count])
+            key = removed.tobytes()
+            if key not in kept:
+                kept[key] = np.delete(np.arange(examples), removed)
+            tried.append((method, int(row), key))
+    return kept, tried
+
+
+def _most_helpful(scores: Scores, rows: Ints, across: Ints, count: int) -> Ints:
+    """The examples (queries, count) that helped each query most, most helpful first."""
+    if scores.top is not None:
+        return np.array([scores.helpful(int(row), count).examples for row in rows])
+    found = np.empty((len(rows), count), np.int64)
+    sign = -1.0 if scores.higher_is_better else 1.0
+    for place, row in enumerate(rows):
+        values = np.asarray(scores.values[row], dtype=np.float64)[across]
+        if np.isnan(values).any():
+            raise ValueError(
+                f"query {row} has {int(np.isnan(values).sum())} scores by {scores.method} that are "
+                "not numbers: they cannot be ranked"
+            )
+        found[place] = np.argsort(sign * values, kind="stable")[:count]
+    return found
+
+
+def _check_classes(ours: Labels | None, theirs: Labels | None, rows: Ints, most: int) -> None:
+    """There must be enough examples of each query's class to remove at random."""
+    if ours is None or theirs is None:
+        return
+    sizes = np.array([(ours == theirs[row]).sum() for row in rows])
+    least = int(sizes.argmin())
+    if sizes[least] < most:
+        raise ValueError(
+            f"k={most}, but class {theirs[rows[least]]} of query {rows[least]} has only "
+            f"{sizes[least]} training examples, and the random floor removes examples of the "
+            f"query's class: use k<={sizes[least]}, or random_floor=False"
+        )

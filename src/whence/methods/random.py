@@ -1,0 +1,152 @@
+"""The floor that every method must beat: random examples of the query's class.
+
+    values[q, m] = u_qm + [class of m is the class of q]       u uniform in (0, 1)
+
+Where the task has no classes, u alone. The sign is that of f(with m) - f(without m): positive for a
+measurement that is better high, negative for one that is better low.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from whence.curvature import key_of
+from whence.data import Batches, cut
+from whence.draws import Uniform
+from whence.scores import Scores, ScoreWriter
+from whence.study import Study
+from whence.task import Classification, Task
+
+READ_AT_ONCE = 1024  # examples, when labels are read
+AT_ONCE = 2**22  # draws held at a time
+
+Labels = NDArray[np.int64]
+
+
+class Random:
+    """Examples of the query's class in random order, then all others.
+
+    An example's draw depends on (seed, stage, query, example) alone.
+
+    Args:
+        seed: of the draws.
+        stage: attribute to this stage's examples only (default: all stages').
+    """
+
+    def __init__(self, seed: int = 0, stage: str | None = None) -> None:
+        self.seed, self.stage = seed, stage
+
+    def attribute(
+        self,
+        study: Study,
+        query: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        out: str | os.PathLike[str] | None = None,
+        top: int | None = None,
+        progress: bool = True,
+    ) -> Scores:
+        """Random scores of every training example for every query.
+
+        Args:
+            query: map-style dataset built like the training data; None is self-influence, shape
+                (n,).
+            device: where to draw (default: the CPU). The draws are the same everywhere.
+            dtype: float32 or float64.
+            out: folder for the scores; the same call again finds them there.
+            top: keep only each query's so many most helpful and most harmful examples.
+        """
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
+        if self.stage is not None and self.stage not in study.stages:
+            raise ValueError(f"stage={self.stage!r} is not in the run: it has {study.stages}")
+        stages = study.stages if self.stage is None else [self.stage]
+        data, last = {stage: study.data[stage] for stage in stages}, study.stages[-1]
+        task, queries = study.tasks[last], None if query is None else study.query(query)
+        sizes = {stage: len(own) for stage, own in data.items()}
+        for own in data.values():
+            own.refresh()
+        key = {
+            "method": repr(self),
+            "train": {stage: own.fingerprint() for stage, own in data.items()},
+            "query": None if queries is None else queries.fingerprint(),
+            "tasks": {stage: repr(study.tasks[stage]) for stage in [*stages, last]},
+        }
+        writer = ScoreWriter(
+            out,
+            None if queries is None else len(queries),
+            sum(sizes.values()),
+            key=key_of(key),
+            top=top,
+            dtype=np.float64 if dtype == torch.float64 else np.float32,
+        )
+        if writer.already is not None:
+            return writer.already
+        where = None if device is None else torch.device(device)
+        sign, start = 1.0 if task.higher_is_better else -1.0, 0
+        theirs = None if queries is None else classes(task, queries)
+        for stage, size in sizes.items():
+            columns, place = slice(start, start + size), study.stages.index(stage)
+            if queries is None:  # every example is of its own class
+                values = Uniform(self.seed, place, np.arange(size), where)(1)[:, 0].cpu().numpy()
+                writer.write(None, columns, sign * values)
+            else:
+                ours = classes(study.tasks[stage], data[stage])
+                blocks = cut(len(queries), max(1, AT_ONCE // size))
+                for rows in tqdm(blocks, desc="draws", disable=not progress, leave=False):
+                    values = draws(self.seed, place, rows, theirs, size, ours, where)
+                    writer.write(slice(int(rows[0]), int(rows[-1]) + 1), columns, sign * values)
+            start = columns.stop
+        return writer.finish(
+            method="Random",
+            settings={"seed": self.seed, "stage": self.stage},
+            measurement=task.measurement,
+            unit="none: a random order",
+            higher_is_better=task.higher_is_better,
+            query_ids=None if queries is None else np.arange(len(queries)),
+            train_ids=np.concatenate([np.arange(size) for size in sizes.values()]),
+            stage=[s for s, size in sizes.items() for _ in range(size)]
+            if len(study.stages) > 1
+            else None,
+        )
+
+    def __repr__(self) -> str:
+        return f"Random(seed={self.seed!r}, stage={self.stage!r})"
+
+
+def draws(
+    seed: int,
+    stage: int,
+    queries: NDArray[np.int64],
+    query_classes: Labels | None,
+    examples: int,
+    example_classes: Labels | None,
+    device: torch.device | None = None,
+) -> NDArray[np.float64]:
+    """(q, n) in (0, 2), higher is more helpful: above 1 where query and example share their class.
+
+    Args:
+        stage: the number of the examples' stage.
+        queries: the numbers of the queries, (q,).
+        query_classes, example_classes: the class of every query and of every example; None where
+            there are no classes.
+    """
+    found: NDArray[np.float64] = Uniform(seed, stage, queries, device)(examples).cpu().numpy()
+    if query_classes is not None and example_classes is not None:
+        found += query_classes[queries, None] == example_classes
+    return found
+
+
+def classes(task: Task, data: Batches) -> Labels | None:
+    """The class of every example, (n,); None for a task that is no classification."""
+    if not isinstance(task, Classification):
+        return None
+    blocks = cut(len(data), READ_AT_ONCE)
+    return np.concatenate([task.labels(data.take(block)).cpu().numpy() for block in blocks])

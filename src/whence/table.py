@@ -1,0 +1,94 @@
+"""Tables as plain text, Markdown and HTML: how results print, in a terminal, a notebook, a page.
+
+It knows rows and cells, and nothing else of whence: every room may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+
+class Table:
+    """Rows of cells. Text to the left in the first column, numbers to the right in the others.
+
+    Args:
+        heads: names of the columns; None for a sheet of facts: (name, text) rows, without a head.
+        rows: cells, as many as there are heads; None prints as a dash.
+        title: a line above the table.
+    """
+
+    def __init__(
+        self, heads: Sequence[str] | None, rows: Iterable[Sequence[object]], *, title: str = ""
+    ) -> None:
+        self.title = title
+        self.heads = None if heads is None else list(heads)
+        self.rows = [["–" if cell is None else str(cell) for cell in row] for row in rows]
+        columns = 2 if self.heads is None else len(self.heads)
+        for row in self.rows:
+            if len(row) != columns:
+                raise ValueError(f"a row has {len(row)} cells, but the table {columns} columns")
+
+    def __str__(self) -> str:
+        lines = self.rows if self.heads is None else [self.heads, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        drawn = [
+            "  ".join(
+                self._padded(k, *cell) for k, cell in enumerate(zip(row, widths, strict=True))
+            )
+            for row in lines
+        ]
+        if self.heads is not None:
+            drawn.insert(1, "  ".join("-" * width for width in widths))
+        if self.title:
+            drawn = [self.title, *("  " + line for line in drawn)]
+        return "\n".join(line.rstrip() for line in drawn)
+
+    def markdown(self) -> str:
+        """As a Markdown table, without the title."""
+        heads = ["", ""] if self.heads is None else self.heads
+        rules = ["---" if self._left(k) else "---:" for k in range(len(heads))]
+        lines = [heads, rules, *self.rows]
+        return "\n".join(
+            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines
+        )
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            made = (
+                f'<{tag} style="text-align:{"left" if self._left(k) else "right"}">'
+                f"{escape(cell)}</{tag}>"
+                for k, cell in enumerate(cells)
+            )
+            return f"<tr>{''.join(made)}</tr>"
+
+        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        head = "" if self.heads is None else f"<thead>{line('th', self.heads)}</thead>"
+        body = "".join(line("td", row) for row in self.rows)
+        return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
+
+    def _left(self, column: int) -> bool:
+        return column == 0 or self.heads is None
+
+    def _padded(self, column: int, cell: str, width: int) -> str:
+        return cell.ljust(width) if self._left(column) else cell.rjust(width)
+
+
+class Tabled:
+    """A result that prints as its table, in a terminal and in a notebook."""
+
+    def table(self) -> Table:
+        """What the result says, as a table."""
+        raise TypeError(f"{type(self).__name__} must define table()")
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def estimate(value: float, interval: Sequence[float], digits: int = 3) -> str:
+    """'0.412 [0.381, 0.441]'"""
+    low, high = interval
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
