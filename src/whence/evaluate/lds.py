@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.table import Table, Tabled, estimate
 from whence.scores import Scores
+from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
     from whence.retrain import Truth

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from whence.evaluate.lds import Floats, columns
-from whence.table import Table, Tabled
 from whence.scores import Scores
+from whence.table import Table, Tabled
 
 SHOWN = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the data, for the table
 

@@ -25,9 +25,9 @@ from whence.data import Batches
 from whence.evaluate.lds import Floats, by_number, columns
 from whence.methods.random import Labels, classes, draws
 from whence.recipe import Recipe
-from whence.table import Table, Tabled, estimate
 from whence.retrain import Training, measure
 from whence.scores import Scores
+from whence.table import Table, Tabled, estimate
 
 RANDOM = "Random"  # the floor's name among the methods
 Z = 1.959964  # a normal variable is within ± Z with 95 %
