@@ -156,6 +156,53 @@ def _retraining_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _unrolled_table(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| method | seconds | ms per update | of the peak | peak GiB | × the training itself |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, r in found["methods"].items():
+        cells = (
+            name,
+            f"{r['seconds']:.1f}",
+            f"{1e3 * r['seconds'] / found['updates']:.1f}",
+            f"{r['share_of_peak']:.0%}",
+            f"{r['memory_gib']:.1f}",
+            f"{r['seconds'] / found['training_seconds']:.1f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    m = found["machine"]
+    lines += [
+        "",
+        f"{found['train']:,} examples, {found['updates']:,} updates, {found['query']} queries; "
+        f"{found['device']}, torch {m['torch']}, {m['date']}, float32 products at "
+        f"{found['peak_tflops']:.0f} TFLOP/s.",
+    ]
+    return lines
+
+
+def _trak_table(found: dict[str, Any]) -> list[str]:
+    seconds, memory = found["seconds"], found["memory"]
+    return [
+        "| | CPU seconds | peak MiB |",
+        "|---|---:|---:|",
+        f"| traker | {seconds['theirs']:.1f} | {memory['theirs']:.0f} |",
+        f"| whence | {seconds['ours']:.1f} ({seconds['theirs'] / seconds['ours']:.1f}× faster) "
+        f"| {memory['ours']:.0f} |",
+    ]
+
+
+def _store_table(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| queries | whole call, ms | product, ms | of the read bandwidth |",
+        "|---:|---:|---:|---:|",
+    ]
+    for queries, r in found["queries"].items():
+        times = f"{1e3 * r['whole']:.0f} | {1e3 * r['product']:.0f}"
+        lines.append(f"| {queries} | {times} | {r['share']:.0%} |")
+    return lines
+
+
 SECTIONS = {
     "kronfluence": ("against_kronfluence.json", _peer_table),
     "kronfluence notes": ("against_kronfluence.json", _notes),
@@ -164,6 +211,9 @@ SECTIONS = {
     "gpu source": ("on_gpu.json", _gpu_source_table),
     "retraining cpu": ("retraining_cpu.json", _retraining_table),
     "retraining cuda": ("retraining_cuda.json", _retraining_table),
+    "trak": ("trak_cost.json", _trak_table),
+    "store": ("store_cost.json", _store_table),
+    "unrolled": ("unrolled_cost.json", _unrolled_table),
 }
 
 

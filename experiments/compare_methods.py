@@ -30,32 +30,31 @@ from whence.evaluate import calibration, ground_truth, lds
 
 RESULTS = Path(__file__).parent / "results"
 FIRST_RUN, FIRST_HALF, FIRST_DOWN = 1000, 2000, 3000  # seeds: none is one of the truth's
+STORE_DIMENSIONS = (64, 256, 1024, 4096)
 DOWNSAMPLED = 512  # half-data models (appendix B.4)
 TRAK_DIMENSIONS = {"digits": 512, "concrete": 512, "fashion_mnist": 4096}
 
-Attribution = Callable[[whence.Study], whence.Scores]
 
-
-def methods(task: str) -> dict[str, Any]:
+def methods(task: str) -> dict[str, Callable[[], Any]]:
     """Every method that works on a recorded run."""
     return {
-        "SOURCE, L = 3": whence.Source(segments=3),
-        "SOURCE, L = 1": whence.Source(segments=1),
-        "FastSource, L = 3": whence.FastSource(segments=3),
-        "influence (λ = 1e-8)": whence.Influence(),
-        'influence (λ = "source")': whence.Influence(damping="source"),
-        "influence, conjugate gradients": whence.Influence(damping=1e-3, solver="cg"),
-        "influence, Arnoldi": whence.Influence(damping=1e-3, solver="arnoldi"),
-        "DataInf": whence.Influence(solver="datainf"),
-        "TracIn": whence.TracIn(),
-        "TRAK": whence.Trak(dimension=TRAK_DIMENSIONS[task]),
-        "RepSim": whence.RepSim(),
-        "HYDRA": whence.Hydra(),
-        "Unrolled": whence.Unrolled(),
-        "Unrolled, expected, Gauss-Newton": whence.Unrolled(
+        "SOURCE, L = 3": lambda: whence.Source(segments=3),
+        "SOURCE, L = 1": lambda: whence.Source(segments=1),
+        "FastSource, L = 3": lambda: whence.FastSource(segments=3),
+        "influence (λ = 1e-8)": lambda: whence.Influence(),
+        'influence (λ = "source")': lambda: whence.Influence(damping="source"),
+        "influence, conjugate gradients": lambda: whence.Influence(solver="cg"),
+        "influence, Arnoldi": lambda: whence.Influence(damping="source", solver="arnoldi"),
+        "DataInf": lambda: whence.Influence(solver="datainf"),
+        "TracIn": lambda: whence.TracIn(),
+        "TRAK": lambda: whence.Trak(dimension=TRAK_DIMENSIONS[task]),
+        "RepSim": lambda: whence.RepSim(),
+        "HYDRA": lambda: whence.Hydra(),
+        "Unrolled": lambda: whence.Unrolled(),
+        "Unrolled, expected, Gauss-Newton": lambda: whence.Unrolled(
             curvature="gauss-newton", expected=True, curvature_batch=512
         ),
-        "Random": whence.Random(),
+        "Random": lambda: whence.Random(),
     }
 
 
@@ -117,7 +116,7 @@ class Comparison:
         return found
 
     def judge(self, name: str, method: Any, half: bool = False) -> None:
-        studies, seconds, scores = self.studies(half), [], []
+        studies, seconds, scores = self.studies(), [], []
         for study in studies:
             if self.device == "cuda":
                 torch.cuda.synchronize()
@@ -125,19 +124,16 @@ class Comparison:
             given = {} if isinstance(method, whence.Random) else {"device": self.device}
             scores.append(method.attribute(study, self.query, progress=False, **given))
             seconds.append(time.perf_counter() - start)
-        if half:  # a model alone, TRAK's ensemble is not a mean of scores
+        result = lds(scores, self.reference)
+        single = result.single or result
+        if half:  # TRAK's ensemble: of half-data models, and not a mean of scores
+            runs = [study.runs[0] for study in self.studies(half=True)]
             together = whence.Study(
-                studies[0].model,
-                self.recipe.task,
-                studies[0].train["train"],
-                [s.runs[0] for s in studies],
+                studies[0].model, self.recipe.task, studies[0].train["train"], runs
             )
-            ensemble = method.attribute(together, self.query, progress=False, device=self.device)
-            result, single = lds(ensemble, self.reference), lds(scores, self.reference).single
-        else:
-            result = lds(scores if len(scores) > 1 else scores[0], self.reference)
-            single = result.single or result
-        slope = calibration(ensemble if half else scores, self.reference).slope
+            scores = [method.attribute(together, self.query, progress=False, device=self.device)]
+            result = lds(scores, self.reference)
+        slope = calibration(scores, self.reference).slope
         self.keep(name, repr(method), result, single, min(seconds), slope)
 
     def keep(
@@ -160,11 +156,48 @@ class Comparison:
         )
 
     def save(self) -> None:
-        self.found["machine"] = machine()
-        self.found["device"] = torch.cuda.get_device_name() if self.device == "cuda" else "CPU"
-        self.found["task"] = self.options.task
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.found, indent=1) + "\n")
+        self.write(self.file, self.found)
+
+    def write(self, file: Path, found: dict[str, Any]) -> None:
+        found |= {
+            "task": self.options.task,
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else "CPU",
+            "machine": machine(),
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+    def stores(self) -> None:
+        """SOURCE from gradient stores of several dimensions."""
+        self.reference = self.truth()
+        rows = []
+        for projection in ("eigenbasis", "random"):
+            for dimension in STORE_DIMENSIONS:
+                scores, seconds = [], []
+                for k, study in enumerate(self.studies()):
+                    folder = self.work / f"store-{projection}-{dimension}-{k}"
+                    store = whence.GradientStore.build(
+                        study, folder, dimension, projection, device=self.device, progress=False
+                    )
+                    store.source(self.query, device=self.device, progress=False)  # once, to be warm
+                    start = time.perf_counter()
+                    scores.append(store.source(self.query, device=self.device, progress=False))
+                    seconds.append(time.perf_counter() - start)
+                found = lds(scores, self.reference)
+                single = found.single or found
+                rows.append(
+                    {
+                        "projection": projection,
+                        "dimension": dimension,
+                        "method": "SOURCE, L = 3",
+                        "lds": [single.value, *single.interval],
+                        "ensemble": [found.value, *found.interval],
+                        "seconds": min(seconds),
+                    }
+                )
+                print(projection, dimension, f"{single.value:.3f} {min(seconds):.2f} s", flush=True)
+        about = {"settings": self.settings, "ceiling": found.ceiling, "rows": rows}
+        self.write(self.file.with_name(f"store_{self.options.task}.json"), about)
 
     def run(self) -> None:
         self.reference = self.truth()
@@ -173,7 +206,7 @@ class Comparison:
         for name, method in methods(self.options.task).items():
             if (wanted and not any(w in name for w in wanted)) or name in self.found["methods"]:
                 continue
-            self.judge(name, method, half=name == "TRAK")
+            self.judge(name, method(), half=name == "TRAK")
         name = f"Downsampling, {DOWNSAMPLED} models"
         if name not in self.found["methods"] and (not wanted or "Downsampling" in wanted):
             start = time.perf_counter()
@@ -194,11 +227,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--queries", type=int, default=500)
     parser.add_argument("--only", nargs="+", default=None, help="methods whose name holds one")
+    parser.add_argument("--stores", action="store_true", help="gradient stores by dimension")
     parser.add_argument("--work", default="runs/compare", help="trainings, kept between calls")
     parser.add_argument("--results", default=str(RESULTS), help="folder of the result file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    Comparison(options).run()
+    comparison = Comparison(options)
+    if options.stores:
+        comparison.stores()
+    else:
+        comparison.run()
 
 
 if __name__ == "__main__":

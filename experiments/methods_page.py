@@ -42,18 +42,26 @@ def method_table(found: dict[str, Any]) -> str:
 def about(found: dict[str, Any]) -> str:
     s, m = found["settings"], found["machine"]
     return (
-        f"{s['subsets']} subsets of half the data × {s['seeds']} seeds, {s['queries']} queries, noise "
-        f"ceiling {found['ceiling']:.2f}. {found['device']}, torch {m['torch']}, {m['date']}."
+        f"{s['subsets']} subsets of half the data × {s['seeds']} seeds, {s['queries']} queries, "
+        f"noise ceiling {found['ceiling']:.2f}. {found['device']}, torch {m['torch']}, {m['date']}."
     )
 
 
 def store_table(found: dict[str, Any]) -> str:
     """LDS in projected space by dimension."""
     rows = [
-        [r["projection"], r["dimension"], r["method"], estimate(r["lds"][0], r["lds"][1:], 2)]
+        [
+            r["projection"],
+            f"{r['dimension']:,}",
+            estimate(r["lds"][0], r["lds"][1:], 2),
+            estimate(r["ensemble"][0], r["ensemble"][1:], 2),
+            f"{r['seconds']:.2f}",
+        ]
         for r in found["rows"]
     ]
-    return Table(["projection", "dimension", "method", "LDS"], rows).markdown()
+    runs = found["settings"]["runs"]
+    heads = ["projection", "dimension", "LDS, one model", f"LDS, {runs} models", "seconds, warm"]
+    return Table(heads, rows).markdown()
 
 
 def write() -> None:

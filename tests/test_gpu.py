@@ -34,6 +34,9 @@ METHODS = [
     whence.FastSource(2),
     whence.Influence(1e-3),
     whence.Influence("source"),
+    whence.Influence("source", solver="cg"),
+    whence.Influence("source", solver="arnoldi"),
+    whence.Influence(solver="datainf"),
     whence.TracIn(),
 ]
 
@@ -202,3 +205,28 @@ def test_too_many_models_for_the_memory_are_halved(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="do not fit into memory"):
         found = measure(recipes.recipe(), query, trainings, device="cuda", progress=False)
     assert asked[0] == 7 and np.isfinite(found).all() and found.shape == (7, 5)
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        whence.Unrolled(),
+        whence.Unrolled("gauss-newton", expected=True, curvature_batch=20, credit_every=8),
+        whence.Hydra(),
+    ],
+    ids=repr,
+)
+def test_unrolling_on_the_gpu_is_that_of_the_cpu(method: Any, optimizer: str) -> None:
+    """The products of most updates are replayed from CUDA graphs."""
+    import recipes
+
+    recipe = recipes.recipe(optimizer=recipes.OPTIMIZERS[optimizer])
+    run, data = recipe.run(0, device="cpu"), recipe.stages[0].data.dataset
+    study, query = whence.Study(recipe.build(0), recipe.task, data, run), recipes.dataset(5, 9)
+    options: Any = {"dtype": torch.float64, "progress": False}
+    wanted = method.attribute(study, query, device="cpu", **options).values
+    found = method.attribute(study, query, device="cuda", **options).values
+    np.testing.assert_allclose(found, wanted, rtol=1e-8, atol=1e-10 * np.abs(wanted).max())
+    again = method.attribute(study, query, device="cuda", **options).values
+    assert np.array_equal(found, again)

@@ -24,8 +24,8 @@ from whence.report import (
     plot_mislabeled,
     plot_removal,
 )
-from whence.table import estimate
 from whence.retrain import Truth
+from whence.table import estimate
 
 
 def lds_of(value: float, alpha: float = 0.5, **more: Any) -> LDS:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
+import re
 import tempfile
-import warnings
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,9 @@ Ints = NDArray[np.int64]
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer, int], Any]
 Transform = Callable[[Any, Uniform], Any]
+TRIED = 8  # examples by which a recipe's functions are known
+WIDENED = 10**8  # parameters of the largest model that is tried in float64
+_SEEDED = threading.Lock()  # torch's default generator is one for all threads
 SETTINGS = (
     "task",
     "train",
@@ -77,12 +83,26 @@ class StageRecipe:
         """What `transform` may be random by at an update: the same for the same example."""
         return Uniform(seed, self.number * 2**32 + step, ids, device=device)
 
+    def transformed(
+        self, batch: Any, seed: int | Tensor, step: int, ids: Ints | Tensor, like: Tensor
+    ) -> Any:
+        """The batch of an update after `transform`, where and of what kind the parameters are."""
+        if self.transform is None:
+            return batch
+        changed = self.transform(batch, self.draws(seed, step, ids, like.device))
+        return place(changed, like.device, like.dtype)
+
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = self.optimizer(model.parameters())
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer(parameters) returned {type(optimizer).__name__}: it must return a "
                 "torch.optim optimizer, such as lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS computes the loss several times in an update, which a recipe does once: use "
+                "another optimizer"
             )
         return optimizer
 
@@ -95,6 +115,8 @@ class StageRecipe:
                 "ReduceLROnPlateau follows a validation loss, which a recipe has not: use a "
                 "scheduler that depends on the update count alone"
             )
+        # torch warns of a schedule ahead of its updates, which `updates` and `schedule` mean to be
+        setattr(optimizer, "_opt_called", True)  # noqa: B010
         return scheduler
 
     def updates(
@@ -106,7 +128,7 @@ class StageRecipe:
         been made before: only the schedule follows them.
         """
         scheduler = self.make_scheduler(optimizer, len(examples))
-        first = next(model.parameters())
+        first, task = next(model.parameters()), copy.copy(self.task)  # which may keep something
         everyone, step = torch.from_numpy(examples), 0
         for epoch in range(self.epochs):
             order = self.order(seed, epoch, everyone).numpy()
@@ -116,21 +138,20 @@ class StageRecipe:
                     # what a model draws (dropout) then hangs on seed and update alone
                     _reseed(int(keys(seed, self.number, step)), first.device)
                     batch = place(self.data.take(block), first.device, first.dtype)
-                    if self.transform is not None:
-                        batch = self.transform(batch, self.draws(seed, step, block, first.device))
-                    optimizer.zero_grad(set_to_none=True)
-                    losses = self.task.losses(self.task.outputs(model, batch), batch)
+                    batch = self.transformed(batch, seed, step, block, first)
+                    model.zero_grad(set_to_none=True)
+                    losses = task.losses(task.outputs(model, batch), batch)
                     losses.mean().backward()  # type: ignore[no-untyped-call]
                     if self.clip_norm is not None:
                         nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
                     yield block
                     optimizer.step()
                 step += 1
-                if self.scheduler_every == "update":
-                    _advance(scheduler, step <= skip)
-            if self.scheduler_every == "epoch":
-                _advance(scheduler, step <= skip)
-        optimizer.zero_grad(set_to_none=True)
+                if scheduler is not None and self.scheduler_every == "update":
+                    scheduler.step()
+            if scheduler is not None and self.scheduler_every == "epoch":
+                scheduler.step()
+        model.zero_grad(set_to_none=True)
 
     def schedule(self, model: nn.Module, examples: int) -> list[list[dict[str, Any]]]:
         """The settings of each parameter group at each update, as the user's own scheduler makes
@@ -139,34 +160,27 @@ class StageRecipe:
         scheduler = self.make_scheduler(optimizer, examples)
         table = []
         for step in range(1, self.total_steps(examples) + 1):
-            table.append(
-                [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-            )
+            table.append([_settings(group) for group in optimizer.param_groups])
             every = 1 if self.scheduler_every == "update" else self.batches_per_epoch(examples)
-            if step % every == 0:
-                _advance(scheduler, True)
+            if scheduler is not None and step % every == 0:
+                scheduler.step()
         return table
 
     def identity(self, model: nn.Module) -> dict[str, Any]:
         """What this stage is, for the recipe's fingerprint."""
         optimizer, names = self.make_optimizer(model), optimizers.names_of(model)
+        table = self.schedule(model, len(self.data))
         rates = [
-            [optimizers.rate(group) for group in groups]
-            for groups in self.schedule(model, len(self.data))
+            [{k: v for k, v in now.items() if k == "lr" or v != then.get(k)} for now, then in rows]
+            for rows in (zip(groups, table[0], strict=True) for groups in table)
         ]
-        block = np.arange(min(8, len(self.data)))
-        changed = None
-        if self.transform is not None:
-            cpu = torch.device("cpu")
-            batch = place(self.data.take(block), cpu, next(model.parameters()).dtype)
-            changed = digest(self.transform(batch, self.draws(0, 0, block, cpu)))
         return {
             "data": self.data.fingerprint(),
-            "task": repr(self.task),
+            "task": _named(self.task),
             "batch_size": self.batch_size,
             "epochs": self.epochs,
             "clip_norm": self.clip_norm,
-            "transform": changed,
+            "transform": self._transforms(next(model.parameters())),
             "optimizer": optimizers.kind(optimizer),
             "groups": [
                 {
@@ -175,8 +189,25 @@ class StageRecipe:
                 }
                 for group in optimizer.param_groups
             ],
-            "rates": hashlib.sha256(json.dumps(rates).encode()).hexdigest(),
+            "rates": hashlib.sha256(json.dumps(rates, default=repr).encode()).hexdigest(),
         }
+
+    def _transforms(self, like: Tensor) -> str | None:
+        """What `transform` makes of the first examples."""
+        if self.transform is None:
+            return None
+        like, block = like.detach().cpu(), np.arange(min(TRIED, len(self.data)))
+        found = set()
+        with torch.random.fork_rng([]):
+            for _ in range(2):
+                batch = place(self.data.take(block), like.device, like.dtype)
+                found.add(digest(self.transformed(batch, 0, 0, block, like)))
+        if len(found) > 1:
+            raise ValueError(
+                "transform makes other batches of the same examples: it draws numbers by itself. "
+                "Draw them by the uniform(k) that it is given"
+            )
+        return found.pop()
 
 
 class Recipe:
@@ -248,6 +279,7 @@ class Recipe:
         self.model, self.collate = model, collate
         self.stages = _stages(given, stages, collate)
         self._checked = False
+        self._precise: Recipe | None = None
 
     @property
     def task(self) -> Task:
@@ -270,7 +302,8 @@ class Recipe:
         return self._built(seed)
 
     def _built(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng():
+        every = list(range(torch.cuda.device_count()))  # torch warns when it must find out itself
+        with _SEEDED, torch.random.fork_rng(every):
             torch.manual_seed(_seed(seed))
             model = self.model()
         if not isinstance(model, nn.Module):
@@ -285,6 +318,12 @@ class Recipe:
             raise ValueError(
                 "model() returns the same module every time: a second training would go on from "
                 "the first. Make a new one in the function (or return copy.deepcopy(...))"
+            )
+        shared = _shared(first, second)
+        if shared is not None:
+            raise ValueError(
+                f"model() gives {shared} the same memory every time: a second training would go on "
+                "from the first. Copy it in the function (tensor.clone(), copy.deepcopy(module))"
             )
         if weights_sha256(first) != weights_sha256(second):
             raise ValueError(
@@ -432,11 +471,44 @@ class Recipe:
                     f"{stage.data.name}[0] differs between two reads: the data is random "
                     "(augmented?). Give it as it is, and augmentation as transform="
                 )
-        model = self.build(0)
+        model, precise = self.build(0), self.precise()
         return {
             "initial": weights_sha256(model),
+            "model": hashlib.sha256(_named(model).encode()).hexdigest(),
+            "losses": {s.name: precise.tried(s.task, s.data, "losses") for s in self.stages},
             "stages": {s.name: s.identity(model) for s in self.stages},
         }
+
+    def precise(self) -> Recipe:
+        """This recipe in float64, for comparisons; as it is where its code is of one precision."""
+        if self._precise is None:
+            self._precise = self
+            if sum(p.numel() for p in self.build(0).parameters()) <= WIDENED:
+                wide = copy.copy(self)
+                wide.model, wide._precise = partial(_widened, self.model), wide
+                with suppress(Exception):  # such as of a float32 tensor that is made in forward
+                    for stage in self.stages:
+                        wide.tried(stage.task, stage.data, "losses")
+                    self._precise = wide
+        return self._precise
+
+    def tried(self, task: Task, data: Batches, what: str) -> list[str]:
+        """Losses or measurements of a few examples by the untrained model, rounded to what all
+        machines agree on: what the model's and the task's code does, whatever it is."""
+        model, task = self.build(0), copy.copy(task)
+        first, block = next(model.parameters()), np.arange(min(TRIED, len(data)))
+        model.train(what == "losses")
+        with torch.no_grad(), torch.random.fork_rng(_cuda(first.device)):
+            _reseed(0, first.device)
+            batch = place(data.take(block), first.device, first.dtype)
+            found = getattr(task, what)(task.outputs(model, batch), batch)
+        if what == "measurements" and found.shape != (len(block),):
+            raise ValueError(
+                f"{task!r} measures {tuple(found.shape)} for {len(block)} examples of "
+                f"{data.name}: measurements(outputs, batch) must give one number for each"
+            )
+        digits = {torch.float64: 6, torch.float32: 2}.get(first.dtype, 0)
+        return [f"{round(value, digits) + 0.0}" for value in found.double().flatten().tolist()]
 
     @property
     def fingerprint(self) -> str:
@@ -596,16 +668,32 @@ def _cuda(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _advance(scheduler: Any, ahead: bool) -> None:
-    """Step a scheduler; `ahead` of an optimizer that makes no update now, of which torch warns."""
-    if scheduler is None:
-        return
-    if not ahead:
-        scheduler.step()
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        scheduler.step()
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings as they are now: a rate in a tensor is changed in place."""
+    return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def _widened(make: Callable[[], nn.Module]) -> nn.Module:
+    return make().double()
+
+
+def _named(thing: object) -> str:
+    """The repr, without addresses."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+
+
+def _shared(first: nn.Module, second: nn.Module) -> str | None:
+    """The name of a tensor that training changes and that two models have in common, or None."""
+
+    def changed(model: nn.Module) -> dict[int, str]:
+        found = {p.data_ptr(): name for name, p in model.named_parameters() if p.requires_grad}
+        for path, module in model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                found |= {b.data_ptr(): f"{path}.{name}" for name, b in module.named_buffers()}
+        return found
+
+    own = changed(second)
+    return next((name for place, name in changed(first).items() if place and place in own), None)
 
 
 def _finished(out: Path, origin: Mapping[str, Any]) -> Run | None:

@@ -101,6 +101,13 @@ class Task:
             return mask if mask.dim() == 2 else None
         return None
 
+    def representations(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """What `RepSim` compares examples by, (n, r), or (n, t, r) to be averaged over positions.
+
+        None, the default, leaves it to `RepSim`: the input of the last tracked linear layer.
+        """
+        return None
+
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
         """Losses (n,) at drawn pseudo-targets, for the sampled Fisher.
 

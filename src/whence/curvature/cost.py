@@ -58,6 +58,16 @@ def eigenbasis(block: Block) -> float:
     return 18.0 * (block.o**3 + block.width**3)
 
 
+def products_along(block: Block, t: int, queries: int) -> float:
+    """Operations of one example's Gauss-Newton products: forward and back along each vector."""
+    return 8.0 * block.size * t * queries
+
+
+def products_by_columns(block: Block, t: int, queries: int, outputs: int) -> float:
+    """The same, by one gradient for each output: its inner product with, and share of, each."""
+    return 4.0 * block.size * outputs * (t + queries)
+
+
 def per_example_numbers(tracked: Tracked) -> int:
     """Numbers held for one example during a pass: captures, as many beside them, and outputs."""
     held = sum(3 * tracked.positions[b.name] * (b.i + b.o) for b in tracked.blocks)
@@ -76,9 +86,17 @@ def vector_numbers(tracked: Tracked) -> int:
 
 def pass_operations(tracked: Tracked, queries: int, factored: bool = False) -> dict[str, float]:
     """Operations per example of each kind of pass."""
-    work = {"covariances": 0.0, "eigenvalues": 0.0, "scores": 0.0}
+    work = dict.fromkeys(
+        ("covariances", "eigenvalues", "scores", "norms", "sums", "products", "steps"), 0.0
+    )
     for b in tracked.blocks:
         t = tracked.positions[b.name]
+        work["norms"] += forward_backward(b, t)
+        work["sums"] += forward_backward(b, t) + 2 * inner(b, t, queries)
+        for kind, count in (("products", queries), ("steps", 1)):
+            work[kind] += forward_backward(b, t) + min(
+                products_along(b, t, count), products_by_columns(b, t, count, tracked.outputs)
+            )
         work["covariances"] += forward_backward(b, t) + covariance(b, t)
         work["eigenvalues"] += forward_backward(b, t) + squares(b, t)
         work["scores"] += forward_backward(b, t) + inner(b, t, queries, factored)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whence.curvature.fit import BlockCurvature
+from whence.curvature.krylov import conjugate_gradients
 from whence.curvature.products import turn
 
 
@@ -45,29 +46,17 @@ def solve(
         turned = turn(x, None, curvature.basis).mul_(curvature.eigenvalues)
         return turn(turned, curvature.basis, None).add_(x * shift)
 
-    def inner(x: Tensor, y: Tensor) -> Tensor:
-        return (x * y).sum((1, 2), keepdim=True)
-
-    x = torch.zeros_like(right)
-    residual = right.clone()
-    conditioned = residual / scale
-    direction = conditioned.clone()
-    size = inner(residual, conditioned)
-    goal = tolerance**2 * size
-    for _ in range(most):
-        if bool((size <= goal).all()):
-            return x
-        along = product(direction)
-        step = (size / inner(direction, along)).nan_to_num(0.0)  # 0/0: already solved
-        x += step * direction
-        residual -= step * along
-        conditioned = residual / scale
-        before, size = size, inner(residual, conditioned)
-        direction = conditioned + (size / before).nan_to_num(0.0) * direction
-    left = float((size / goal.clamp_min(torch.finfo(goal.dtype).tiny)).sqrt().max()) * tolerance
-    warnings.warn(
-        f"the inverse of layer {name} is only known to {left:.0e} after {most} steps of conjugate "
-        "gradients: raise the damping, or use float64",
-        stacklevel=2,
+    found = conjugate_gradients(
+        lambda x: product(x.reshape(-1, *shift.shape)).flatten(1),
+        lambda x: x / scale.flatten(),
+        right.flatten(1),
+        most,
+        tolerance,
     )
-    return x
+    if bool((found.steps == most).any()):
+        warnings.warn(
+            f"the inverse of layer {name} is only known to {float(found.residuals.max()):.0e} "
+            f"after {most} steps of conjugate gradients: raise the damping, or use float64",
+            stacklevel=2,
+        )
+    return found.x.view_as(right)

@@ -129,9 +129,9 @@ class Bench:
             found.update(dict.fromkeys((b.name for b in site.blocks), both[site.weight]))
         return found
 
-    def fitter(self, stages: Sequence[str], **settings: Any) -> Fitter:
-        """Fits curvature on the data of these stages, pooled."""
-        parts = [
+    def parts(self, stages: Sequence[str]) -> list[Part]:
+        """The data of these stages that the run trained on, and what it goes through."""
+        return [
             Part(
                 self.passes[stage],
                 self.study.data[stage],
@@ -140,6 +140,10 @@ class Bench:
             )
             for stage in stages
         ]
+
+    def fitter(self, stages: Sequence[str], **settings: Any) -> Fitter:
+        """Fits curvature on the data of these stages, pooled."""
+        parts = self.parts(stages)
         return Fitter(parts, self.study.store(self.run), self.batch_size, **settings)
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

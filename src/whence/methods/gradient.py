@@ -1,37 +1,34 @@
-"""What SOURCE, influence functions and TracIn share: scores linear in training gradients.
+"""What SOURCE, influence functions, TracIn and TRAK share: scores linear in training gradients.
 
 A method says which checkpoints form its terms, and what the query vectors of each term are; the
-rest (layout, estimate, scoring, the account of what was done) is here and the same for all.
+scoring is here and the same for all.
 """
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from torch import Tensor
 
-from whence.curvature import cost, key_of
+from whence.curvature import cost
 from whence.data import Batches
-from whence.layers.passes import precision_as_asked
-from whence.methods.bench import Bench, Readouts, Term, allowance
+from whence.layers.passes import Signal, precision_as_asked
+from whence.methods.bench import LOSS, Bench, Readouts, Term
+from whence.methods.method import Method
 from whence.methods.scoring import Scoring, Tokens, by_token
-from whence.run import Run
-from whence.scores import Scores, ScoreWriter, ensemble
+from whence.scores import Scores
 from whence.study import Study
 
 
-class GradientMethod(ABC):
+class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
-    stage: str | None = None
     _factored = False  # whether the query vectors are plain gradients
 
     # -- what a method defines -----------------------------------------------------------------
@@ -56,65 +53,25 @@ class GradientMethod(ABC):
     ) -> list[Readouts]:
         """The vectors w of these queries, one set per term, to be used on so many examples."""
 
+    def training(self, bench: Bench, prepared: Any) -> tuple[Signal, Mapping[str, Tensor] | None]:
+        """What of an example is differentiated, and its weight if any, (n,) per stage."""
+        return LOSS, None
+
     def passes_needed(self, bench: Bench) -> dict[str, int]:
         """How many passes of each kind over the training data, for the estimate."""
         terms = [term for term in self.terms(bench) if term.stage in bench.stages]
         return {"scores": sum(len(term.checkpoints) for term in terms)}
 
+    def operations(self, bench: Bench, queries: int) -> dict[str, float]:
+        """What a pass of each kind costs per example, for the estimate."""
+        return cost.pass_operations(bench.any.tracked, queries, self._factored)
+
+    def numbers_held(self, bench: Bench, queries: int) -> int:
+        """How many numbers are in memory at once, for the estimate."""
+        tracked = bench.any.tracked
+        return 2 * cost.factor_numbers(tracked) + queries * cost.vector_numbers(tracked)
+
     # -- what all of them do -------------------------------------------------------------------
-
-    def attribute(
-        self,
-        study: Study,
-        query: Any = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        batch_size: int | None = None,
-        memory: int | str | None = None,
-        out: str | os.PathLike[str] | None = None,
-        top: int | None = None,
-        progress: bool = True,
-        by_segment: bool = False,
-        workers: int = 0,
-    ) -> Scores:
-        """Scores of every training example for every query.
-
-        Args:
-            query: map-style dataset built like the training data; None is self-influence, shape
-                (n,).
-            device: where to compute (default: where the model is).
-            dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
-            batch_size: examples per pass (default: chosen from memory). No score depends on it.
-            memory: what may be used, in bytes or like "8GB" (default: 40 % of the machine's).
-            out: folder for the scores, written block by block; the same call again goes on from
-                there.
-            top: keep only each query's so many most helpful and most harmful examples.
-            by_segment: keep the contribution of each segment (TracIn: of each checkpoint).
-            workers: processes that load data.
-        """
-        if len(study.runs) > 1 and top is not None:
-            raise ValueError(
-                f"top={top} with {len(study.runs)} runs: the strongest of a mean are not known "
-                "from the strongest of each run. Leave top out, or attribute one run"
-            )
-
-        def each() -> Iterator[Scores]:
-            for k, run in enumerate(study.runs):
-                place = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
-                with torch.no_grad(), precision_as_asked():
-                    bench = self._bench(
-                        study, run, query, device, dtype, batch_size, memory, progress, workers
-                    )
-                    scores = self._attribute_one(bench, place, top, by_segment)
-                yield scores
-
-        if len(study.runs) == 1:
-            return next(each())
-        mean = ensemble(each())
-        if out is not None:
-            mean.save(out)
-        return mean
 
     def tokens(
         self,
@@ -155,158 +112,23 @@ class GradientMethod(ABC):
             ready = self.vectors(bench, prepared, bench.query, last, rows, len(examples))
             return [by_token(bench, terms, ready, stage, example) for example in examples]
 
-    def _bench(
-        self,
-        study: Study,
-        run: Run,
-        query: Any,
-        device: torch.device | str | None,
-        dtype: torch.dtype,
-        batch_size: int | None,
-        memory: int | str | None,
-        progress: bool,
-        workers: int,
-    ) -> Bench:
-        if self.stage is not None and self.stage not in study.stages:
-            raise ValueError(f"stage={self.stage!r} is not in the run: it has {study.stages}")
-        own = next(study.model.parameters(), torch.zeros(()))
-        where = own.device if device is None else torch.device(device)
-        for data in study.data.values():
-            data.refresh()
-        queries = None if query is None else study.query(query)
-        passes = study.passes(
-            run,
-            device=where,
-            dtype=dtype,
-            workers=workers,
-            progress=progress,
-            shared=query is not None,
-        )
-        allowed = allowance(memory, where)
-        if batch_size is None:
-            numbers = cost.per_example_numbers(passes[study.stages[-1]].tracked) * dtype.itemsize
-            cap, share = (512, 2**28) if where.type == "cpu" else (4096, allowed // 2)
-            batch_size = int(min(cap, max(1, min(share, allowed // 2) // numbers)))
-            batch_size = 1 << (batch_size.bit_length() - 1)
-        elif batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
-        stages = study.stages if self.stage is None else [self.stage]
-        return Bench(study, run, queries, stages, passes, batch_size, allowed)
-
     def _attribute_one(
         self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
     ) -> Scores:
         terms = self.terms(bench)
-        writer = ScoreWriter(
-            out,
-            None if bench.query is None else len(bench.query),
-            sum(len(bench.study.data[stage]) for stage in bench.stages),
-            key=self._key(bench),
-            segments=len(terms) if by_segment else None,
-            top=top,
-            dtype=np.float64 if bench.any.dtype == torch.float64 else np.float32,
-        )
+        writer = self._writer(bench, out, top, len(terms) if by_segment else None)
         if writer.already is not None:
             return writer.already
-        bench.account = writer.account
-        self._announce(bench)
+        queries = 1 if bench.query is None else len(bench.query)
+        work, held = self.operations(bench, queries), self.numbers_held(bench, queries)
+        self._announce(bench, work, self.passes_needed(bench), held)
         prepared = self.prepare(bench, terms)
         vectors = partial(self.vectors, bench, prepared)
-        scoring = Scoring(bench, terms, vectors, writer, by_segment)
+        signal, weights = self.training(bench, prepared)
+        scoring = Scoring(bench, terms, vectors, writer, by_segment, signal, weights)
         with bench.any.clock("scores"):
             if bench.query is None:
                 scoring.selves()
             else:
                 scoring.queries(bench.query)
         return writer.finish(**self._metadata(bench))
-
-    def _key(self, bench: Bench) -> str:
-        tracked = bench.any.tracked
-        return key_of(
-            {
-                "method": repr(self),
-                "run": bench.run.fingerprint,
-                "train": {
-                    s: bench.study.identity(bench.run, s, tracked) for s in bench.study.stages
-                },
-                "query": None if bench.query is None else bench.query.fingerprint(),
-                "tasks": [repr(task) for task in bench.study.tasks.values()],
-                "measured": bench.study.probe[bench.study.stages[-1]]["measurements"],
-                "dtype": str(bench.any.dtype),
-            }
-        )
-
-    def _announce(self, bench: Bench) -> None:
-        """An estimate of time and memory, kept with the scores and shown before long work."""
-        tracked, dtype = bench.any.tracked, bench.any.dtype
-        examples = sum(len(bench.study.data[stage]) for stage in bench.stages)
-        queries = 1 if bench.query is None else len(bench.query)
-        work, passes = (
-            cost.pass_operations(tracked, queries, self._factored),
-            self.passes_needed(bench),
-        )
-        operations = examples * sum(work[kind] * count for kind, count in passes.items())
-        seconds = 1.5 * operations / cost.rate(bench.any.device, dtype)  # beside the products
-        numbers = 2 * cost.factor_numbers(tracked) + queries * cost.vector_numbers(tracked)
-        held = min(numbers * dtype.itemsize, bench.memory)
-        bench.diagnostics["estimate"] = {"seconds": seconds, "bytes": held, "passes": passes}
-        if bench.any.progress and seconds > 10:
-            kinds = ", ".join(f"{count} × {kind}" for kind, count in passes.items())
-            tqdm.write(
-                f"{self!r}: {examples:,} examples, {queries:,} queries; passes: {kinds}; "
-                f"about {_duration(seconds)} and {held / 2**30:.1f} GiB"
-            )
-
-    def _metadata(self, bench: Bench) -> dict[str, Any]:
-        study, tracked = bench.study, bench.any.tracked
-        task = study.tasks[study.stages[-1]]
-        sizes = bench.account["magnitudes"]  # Σ |contribution| of each term
-        for k, segment in enumerate(bench.diagnostics.get("segments", [])):
-            segment["share_of_score"] = sizes[k] / (sum(sizes) or 1.0)
-            if str(k) in bench.account.get("survival", {}):
-                segment["survival"] = bench.account["survival"][str(k)]
-        if "damping_sensitivity" in bench.account:
-            bench.diagnostics["damping_sensitivity"] = bench.account["damping_sensitivity"]
-        clock = bench.any.clock
-        bench.diagnostics |= {
-            "seconds": clock.seconds,
-            "cpu_seconds": clock.cpu_seconds,
-            "batch_size": bench.batch_size,
-            "tracked": tracked.summary(),
-        }
-        counts = {stage: len(study.data[stage]) for stage in bench.stages}
-        return {
-            "method": type(self).__name__,
-            "settings": self.settings(),
-            "measurement": task.measurement,
-            "unit": task.unit,
-            "higher_is_better": task.higher_is_better,
-            "query_ids": None if bench.query is None else np.arange(len(bench.query)),
-            "train_ids": np.concatenate([np.arange(count) for count in counts.values()]),
-            "stage": [s for s, c in counts.items() for _ in range(c)]
-            if len(study.stages) > 1
-            else None,
-            "diagnostics": bench.diagnostics,
-            "provenance": {
-                "run": bench.run.fingerprint,
-                "torch": torch.__version__,
-                "device": str(bench.any.device),
-                "dtype": str(bench.any.dtype),
-            },
-            "excluded": [asdict(e) for e in tracked.excluded],
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
-        )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,94 +1,140 @@
-"""Influence functions (Koh & Liang, 2017) with the EK-FAC curvature of Grosse et al. (2023).
+"""Influence functions (Koh & Liang, 2017), by default with the EK-FAC of Grosse et al. (2023).
 
     values[q, m] = -(1/N) ∇f(q, θ_T)ᵀ (H + λ)⁻¹ ∇L(m, θ_T)                                   (Eq. 6)
 
-On a run of several stages their data is pooled, as in the paper: influence functions cannot tell
-stages apart. The sign is that of f(with m) - f(without m).
+How (H + λ)⁻¹ is made is a solver's business (`methods/solvers`). On a run of several stages their
+data is pooled, as in the paper: influence functions cannot tell stages apart. The sign is that of
+f(with m) - f(without m).
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from whence.curvature import Curvature, check_choices, inverse
-from whence.curvature.solve import solve
+from whence.curvature import Part
 from whence.data import Batches
-from whence.methods.bench import Bench, Readouts, Term, Vectors
+from whence.methods.bench import Bench, Readouts, Term
 from whence.methods.gradient import GradientMethod
-from whence.methods.source import (
-    PRECONDITIONED,
-    block_durations,
-    fitting_passes,
-    known_optimizer,
-    preconditioner,
-)
+from whence.methods.solvers import SOLVERS, Damping, Solver
+from whence.methods.solvers.datainf import published_damping
+from whence.methods.source import PRECONDITIONED, block_durations, known_optimizer, preconditioner
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """H, its damping per block (λ, or λP̄⁻¹ as a matrix), and N."""
+    """(H + λ)⁻¹, and N."""
 
-    curvature: Curvature
-    damping: dict[str, float]
-    shifts: dict[str, Tensor] | None
+    inverse: Solver
     examples: int
 
 
 class Influence(GradientMethod):
     """The response of the optimum to the weight of an example, at the final model.
 
+    A setting that the chosen solver does not have is refused.
+
     Args:
-        damping: λ (default 1e-8, as in the paper), or "source" for λ = 1/(η̄K), and λP̄⁻¹ for a
-            preconditioned optimizer (appendix C): then it is close to SOURCE with one segment.
-        curvature, fisher, stage, seed: as in `Source`.
+        damping: λ, or "source" for λ = 1/(η̄K), and λP̄⁻¹ for a preconditioned optimizer (appendix
+            C): then it is close to SOURCE with one segment. Default: 1e-8, as in the paper;
+            "source" for "cg", which cannot reach λ far below the eigenvalues; for "datainf" 0.1 ×
+            the mean square of the entries of a layer's gradients, as published.
+        curvature, fisher: as in `Source`; of "ekfac", and of the preconditioner of "cg".
+        stage: attribute to this stage's examples only (default: all stages').
+        seed: of the pseudo-targets, of Arnoldi's start vector, of the choice of `examples`.
+        solver: "ekfac": H approximated layer by layer, inverted in closed form. "cg": the true
+            Gauss-Newton matrix of all tracked layers together, by conjugate gradients. "arnoldi":
+            the same matrix, on its leading eigenvectors only (Schioppa et al., 2022). "datainf": a
+            mean over the examples of inverses in closed form (Kwon et al., 2024).
+        rank: of "arnoldi": how many eigenvectors are kept (default 100).
+        iterations: of "arnoldi" (default 200), and at most for each query of "cg" (default 100).
+        tolerance: of "cg": the relative residual at which a query is solved (default 0.01).
+        examples: of "cg" and "arnoldi": H is taken on so many examples, chosen by the seed
+            (default: on all that the run trained on).
     """
+
+    damping: float | str | None
 
     def __init__(
         self,
-        damping: float | str = 1e-8,
-        curvature: str = "ekfac",
-        fisher: str = "sampled",
+        damping: float | str | None = None,
+        curvature: str | None = None,
+        fisher: str | None = None,
         stage: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
+        *,
+        solver: str = "ekfac",
+        rank: int | None = None,
+        iterations: int | None = None,
+        tolerance: float | None = None,
+        examples: int | None = None,
     ) -> None:
-        check_choices(curvature, fisher)
-        if damping != "source" and not (isinstance(damping, Real) and damping >= 0):
+        if solver not in SOLVERS:
+            known = ", ".join(map(repr, SOLVERS))
+            raise ValueError(f"solver={solver!r} is not known: use one of {known}")
+        asked = {
+            "damping": damping,
+            "curvature": curvature,
+            "fisher": fisher,
+            "seed": seed,
+            "rank": rank,
+            "iterations": iterations,
+            "tolerance": tolerance,
+            "examples": examples,
+        }
+        given = {name: value for name, value in asked.items() if value is not None}
+        for name in given.keys() - SOLVERS[solver].defaults.keys():
+            owners = [f"solver={k!r}" for k, kind in SOLVERS.items() if name in kind.defaults]
             raise ValueError(
-                f"damping={damping!r} must be zero or positive, or 'source' for λ = 1/(η̄K)"
+                f"{name}={given[name]!r} means nothing to solver={solver!r}: leave it out, or use "
+                + " or ".join(owners)
             )
-        self.damping, self.curvature, self.fisher, self.stage, self.seed = (
-            damping,
-            curvature,
-            fisher,
-            stage,
-            seed,
-        )
+        λ = given.get("damping")
+        if λ not in (None, "source") and not (isinstance(λ, Real) and λ >= 0):
+            raise ValueError(f"damping={λ!r} must be zero or positive, or 'source' for λ = 1/(η̄K)")
+        settings = SOLVERS[solver].defaults | given
+        SOLVERS[solver].check(**settings)
+        self.solver = solver
+        vars(self).update(settings, stage=stage)
 
     def terms(self, bench: Bench) -> list[Term]:
         return [Term(stage, [bench.run.final]) for stage in bench.study.stages]
 
     def prepare(self, bench: Bench, terms: list[Term]) -> Prepared:
-        fitter = bench.fitter(
-            bench.study.stages, kind=self.curvature, fisher=self.fisher, seed=self.seed
-        )
+        parts = bench.parts(bench.study.stages)
+        λ = self._damping(bench, parts)
+        numbers = λ.numbers.values()
+        bench.diagnostics["damping"] = {"least": min(numbers), "most": max(numbers)}
+        inverse = SOLVERS[self.solver].prepare(bench, parts, λ, **self._solver_settings)
+        return Prepared(inverse, sum(len(part.indices) for part in parts))
+
+    @property
+    def _solver_settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SOLVERS[self.solver].defaults}
+
+    def _damping(self, bench: Bench, parts: Sequence[Part]) -> Damping:
         trained = bench.rates(bench.run.peak_rate)
         if not any(trained.values()):
             raise ValueError(
                 "the run's learning rates are 0 for every tracked layer: nothing was trained, so "
                 "nothing can be attributed. Give the rates that were really applied"
             )
-        if isinstance(self.damping, str):
-            damping, shifts = self._from_source(bench)
+        matrices = None
+        if self.damping is None:
+            numbers = published_damping(bench, parts)
+        elif isinstance(self.damping, str):
+            numbers, matrices = self._from_source(bench)
         else:
-            damping, shifts = dict.fromkeys(bench.blocks, float(self.damping)), None
+            numbers = dict.fromkeys(bench.blocks, float(self.damping))
         # a frozen layer does not respond to the data: infinitely damped
-        λ = {name: x if trained[name] else float("inf") for name, x in damping.items()}
-        bench.diagnostics["damping"] = {"least": min(λ.values()), "most": max(λ.values())}
-        return Prepared(fitter.fit(terms[0].checkpoints), λ, shifts, fitter.examples)
+        frozen = {name: float("inf") for name, rate in trained.items() if not rate}
+        return Damping(numbers | frozen, matrices)
 
     @staticmethod
     def _from_source(bench: Bench) -> tuple[dict[str, float], dict[str, Tensor] | None]:
@@ -109,8 +155,23 @@ class Influence(GradientMethod):
             return λ, None
         return λ, {name: λ[name] / P for name, P in preconditioner(bench, *segments).items()}
 
+    def _metadata(self, bench: Bench) -> dict[str, Any]:
+        if "solver" in bench.account:
+            bench.diagnostics["solver"] = _summed(bench.account["solver"])
+        return super()._metadata(bench)
+
     def passes_needed(self, bench: Bench) -> dict[str, int]:
-        return {"scores": 1} | fitting_passes(self.curvature, 1)
+        stages = bench.study.stages
+        examples = sum(len(bench.study.used(bench.run, stage)) for stage in stages)
+        return SOLVERS[self.solver].passes(examples, **self._solver_settings) | {"scores": 1}
+
+    def operations(self, bench: Bench, queries: int) -> dict[str, float]:
+        work = super().operations(bench, queries)
+        if bench.query is None:  # every example is a query that has to be solved
+            everyone = sum(len(bench.study.data[stage]) for stage in bench.stages)
+            solved = super().operations(bench, everyone)
+            work |= {kind: solved[kind] for kind in ("sums", "products")}
+        return work
 
     def vectors(
         self,
@@ -121,18 +182,34 @@ class Influence(GradientMethod):
         indices: np.ndarray,
         examples: int,
     ) -> list[Readouts]:
-        H, λ, Δ = prepared.curvature, prepared.damping, prepared.shifts
-        bases = {name: None if Δ else block.basis for name, block in H.items()}
-        v = bench.gradients(data, stage, indices, bench.run.final, bases)
-        if Δ:
-            solved = {
-                name: solve(H[name], Δ[name], value, name)
-                if np.isfinite(λ[name])
-                else value.zero_()
-                for name, value in v.values.items()
-            }
-            w = Vectors(solved, v.bases)
-        else:
-            w = v.apply(H, lambda name, σ: inverse(σ, λ[name]), last=True)
+        bases = dict(prepared.inverse.bases)
+        v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
+        w, went = prepared.inverse.solve(v)  # (H + λ)⁻¹ v
+        if went:
+            _note(bench, f"{stage} {indices[0]}", went)
         ready = bench.readouts(w, -1.0 / prepared.examples, examples)
         return [ready for _ in bench.study.stages]
+
+
+def _note(bench: Bench, queries: str, went: dict[str, Any]) -> None:
+    """Keep how the queries from here on were solved; warn where it first went wrong."""
+    noted = bench.account.setdefault("solver", {})
+    if went["unconverged"] and not any(other["unconverged"] for other in noted.values()):
+        warnings.warn(
+            f"conjugate gradients have not converged for {went['unconverged']} of "
+            f"{went['queries']} queries (relative residual up to {went['residual']:.1e} after "
+            f"{went['iterations']} iterations): raise damping, iterations or tolerance, or use "
+            "dtype=torch.float64",
+            stacklevel=2,
+        )
+    noted[queries] = went
+
+
+def _summed(noted: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """How all queries were solved, from how each block of them was."""
+    return {
+        "queries": sum(went["queries"] for went in noted.values()),
+        "unconverged": sum(went["unconverged"] for went in noted.values()),
+        "iterations": max(went["iterations"] for went in noted.values()),
+        "residual": max(went["residual"] for went in noted.values()),
+    }

@@ -2,14 +2,17 @@
 
 values[q, m] = Σ_terms Σ_{c in term} ⟨w_{term,q}, ∇L(m, θ_c)⟩
 
+(or the gradient of another signal, times a weight of each example, where a method says so.)
+
 Queries are taken so many at once as memory allows; for each such block of queries, examples go by
 in chunks. A chunk is written when all its checkpoints are added up, so what is written is final.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +24,14 @@ from whence.curvature import cost
 from whence.curvature.fit import accumulator
 from whence.data import Batches, cut
 from whence.layers.capture import Pair
+from whence.layers.passes import Signal
 from whence.methods.bench import LOSS, Bench, Readouts, Term
 from whence.scores import ScoreWriter
 
-CHUNK = 1024  # examples between two notes of progress
+CHUNK = 1024  # examples
 
 #: the vectors of some queries: (data, stage, indices, examples they will meet) -> one set per term
-VectorsOf = Callable[[Batches, str, NDArray[np.int64], int], list[Readouts]]
+VectorsOf = Callable[[Batches, str, NDArray[np.int64], int], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,13 @@ class Scoring:
     vectors: VectorsOf
     writer: ScoreWriter
     by_segment: bool
+    signal: Signal = LOSS
+    weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
 
     def queries(self, query: Batches) -> None:
         """Every query against every example."""
         bench, stage = self.bench, self.bench.study.stages[-1]
-        columns = self._columns(
-            max(CHUNK, 4 * bench.batch_size) // bench.batch_size * bench.batch_size
-        )
+        columns = self._columns(self._chunk())
         examples = columns[-1].place.stop
         bar = tqdm(
             total=len(query) * examples,
@@ -100,7 +104,7 @@ class Scoring:
                 ready = self.vectors(data, chunk.stage, chunk.indices, count)
                 self._write(None, chunk, self._contributions(ready, chunk, None))
 
-    def _contributions(self, ready: list[Readouts], chunk: Columns, queries: int | None) -> Tensor:
+    def _contributions(self, ready: list[Any], chunk: Columns, queries: int | None) -> Tensor:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
         shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
         passes = self.bench.any
@@ -116,6 +120,8 @@ class Scoring:
                     total[here] += readout.paired(a, s, here)
                 else:
                     readout.add_inner(total[:, here], a, s)
+        if self.weights is not None:
+            totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
         return totals
 
     def _positions_of(
@@ -134,7 +140,7 @@ class Scoring:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
                 start = 0
-                for sweep in passes.sweeps(data, blocks, LOSS):
+                for sweep in passes.sweeps(data, blocks, self.signal):
                     here = slice(start, start + len(sweep.indices))
                     for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
                         yield here, pair.block.name, pair.a, pair.s
@@ -145,7 +151,7 @@ class Scoring:
             held: dict[str, list[Pair]] = {}
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
-                for sweep in passes.sweeps(data, [block], LOSS):
+                for sweep in passes.sweeps(data, [block], self.signal):
                     for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
                         held.setdefault(pair.block.name, []).append(pair)
             here = slice(start, start + len(block))
@@ -163,6 +169,11 @@ class Scoring:
         values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
         parts = contributions.cpu().numpy() if self.by_segment else None
         self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
+
+    def _chunk(self) -> int:
+        """How many examples are scored between two notes of progress: whole batches."""
+        batch = self.bench.batch_size
+        return max(CHUNK, 4 * batch) // batch * batch
 
     def _at_once(self) -> int:
         """How many queries' vectors fit: one for each term, and two on the way."""

@@ -51,7 +51,8 @@ def spread(
         from whence.retrain.measure import Workshop
 
         torch.set_num_threads(1)
-        return Workshop.open(recipe, query, None, engine or "single").make(todo)
+        how = "auto" if engine else "single"
+        return Workshop.open(recipe, query, None, how, settled=engine).make(todo)
 
     recipe, query = ray.put(workshop.recipe), ray.put(workshop.query)
     pending: dict[Any, list[str]] = {}

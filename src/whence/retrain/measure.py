@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from whence.data import Batches, cut, place
@@ -76,7 +77,11 @@ def measure(
 
 def identity(recipe: Recipe, query: Batches) -> dict[str, Any]:
     """What makes two folders of trainings the same."""
-    return {"recipe": recipe.identity(), "query": query.fingerprint()}
+    return {
+        "recipe": recipe.identity(),
+        "query": query.fingerprint(),
+        "measurements": recipe.precise().tried(recipe.task, query, "measurements"),
+    }
 
 
 def run_grid(
@@ -100,6 +105,8 @@ def run_grid(
     if world > 1 and grid.folder is None:
         raise ValueError(f"{world} processes need a folder to share: give out=")
     keys = [training.key for training in trainings]
+    if not keys:
+        return np.empty((0, len(query)))
     if any(key not in grid for key in keys):
         workshop = Workshop.open(recipe, query, device, engine, grid.notes.get("engine"))
         if executor == "ray":
@@ -168,15 +175,25 @@ class Workshop:
         engine: str = "auto",
         settled: str | None = None,
     ) -> Workshop:
-        where = training_device(device, recipe.build(0))
-        if engine == "auto" and settled is not None:
-            engine = settled
+        """`settled` is an engine that was found to do before."""
+        shop = cls(recipe, query, training_device(device, recipe.build(0)), None, None)
         if engine == "single":
-            return cls(recipe, query, where, None, None)
-        if engine != "auto":
-            return cls(recipe, query, where, engine, None)
-        chosen, why = choose_engine(recipe, query, where)
-        return cls(recipe, query, where, chosen, why)
+            return shop
+        if settled is not None and engine in ("auto", settled):
+            shop.engine = settled
+            return shop
+        try:
+            shop.data()
+        except ValueError as error:
+            shop.why = str(error)
+        else:
+            engines = ("products", "vmap") if engine == "auto" else (engine,)
+            shop.engine, shop.why = choose_engine(recipe, query, shop.device, engines)
+        if shop.engine is None:
+            shop._data.clear()
+        if engine != "auto" and shop.engine is None:
+            raise ValueError(f"engine={engine!r} cannot train this recipe: {shop.why}")
+        return shop
 
     def tell(self) -> None:
         if self.engine is None and self.why is not None:
@@ -185,6 +202,11 @@ class Workshop:
     @cached_property
     def dtype(self) -> torch.dtype:
         return next(self.recipe.build(0).parameters()).dtype
+
+    @property
+    def block(self) -> int:
+        """How many queries a model measures at a time: what it trains on at a time has room."""
+        return self.recipe.stages[-1].batch_size
 
     def data(self) -> dict[str, Data]:
         """Every stage's dataset, and the queries, on the device."""
@@ -200,12 +222,32 @@ class Workshop:
             return 1
         if self.device.type == "cpu":
             size = sum(p.numel() * p.element_size() for p in self.recipe.build(0).parameters())
-            fit = min(64, max(4, CACHED // (3 * size)))
-            if memory is not None:
-                fit = min(fit, memory // (6 * size))
+            each = 6 * size + 2 * self._activations()
+            room = (_free() // 2 if memory is None else memory) // torch.get_num_threads()
+            fit = min(64, max(4, CACHED // (3 * size)), room // each)
             return int(max(1, min(fit, -(-most // torch.get_num_threads()))))
         free = torch.cuda.mem_get_info(self.device)[0] * 0.85 if memory is None else memory
         return int(max(1, min(most, free // self._bytes_each(example))))
+
+    def _activations(self) -> int:
+        """The bytes that a model keeps of a batch for its backward pass, in the largest stage."""
+        model, most = self.recipe.build(0), 0
+        for stage in self.recipe.stages:
+            kept: dict[int, int] = {}
+
+            def keep(x: Tensor, kept: dict[int, int] = kept) -> Tensor:
+                kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                return x
+
+            task, batch = (
+                copy.copy(stage.task),
+                self.data()[stage.name].rows(slice(stage.batch_size)),
+            )
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                losses = task.losses(task.outputs(model, batch), batch)
+            most = max(most, sum(kept.values()))
+            del losses
+        return most
 
     def _bytes_each(self, example: Training) -> int:
         """What a model takes while it trains, with the copy that CUDA graphs hold."""
@@ -215,7 +257,7 @@ class Workshop:
         some = [Training(k, example.subset, example.stage) for k in range(PROBED)]
         assert self.engine is not None
         stack = train_stack(self.recipe, some, self.engine, self.device, data, updates=2)
-        stack.measurements(self.recipe.task, data[_QUERY], count)
+        stack.measurements(self.recipe.task, data[_QUERY], count, self.block)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del stack
         torch.cuda.empty_cache()
@@ -235,7 +277,8 @@ class Workshop:
             stack: Stack = train_stack(
                 self.recipe, trainings, self.engine, self.device, data, stop=stop
             )
-            return stack.measurements(self.recipe.task, data[_QUERY], len(self.query))
+            task = copy.copy(self.recipe.task)  # each thread's own
+            return stack.measurements(task, data[_QUERY], len(self.query), self.block)
         except torch.OutOfMemoryError:
             if len(trainings) == 1:
                 raise
@@ -283,14 +326,24 @@ class Workshop:
 
     @torch.no_grad()
     def _measurements(self, model: nn.Module) -> NDArray[np.float64]:
-        task, found = self.recipe.task, []
-        for block in cut(len(self.query), 256):
+        task, found = copy.copy(self.recipe.task), []
+        for block in cut(len(self.query), self.block):
             batch = place(self.query.take(block), self.device, self.dtype)
             found.append(task.measurements(task.outputs(model, batch), batch).double().cpu())
         return torch.cat(found).numpy()
 
 
 _QUERY = "#query"  # beside the stages' names
+
+
+def _free() -> int:
+    """Bytes of memory that this machine has left."""
+    try:
+        with open("/proc/meminfo") as file:
+            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return found["MemAvailable"]
+    except (OSError, KeyError):  # not Linux: assume a small machine
+        return 8 * 2**30
 
 
 def _work(workshop: Workshop, units: Sequence[Sequence[Training]], grid: Grid, bar: Any) -> None:
@@ -302,8 +355,8 @@ def _work(workshop: Workshop, units: Sequence[Sequence[Training]], grid: Grid, b
     cores = threads if workshop.device.type == "cpu" and workshop.engine is not None else 1
     if workshop.engine is not None:
         workshop.data()
-    queue = _Queue(units, grid, bar)
     stop = threading.Event()
+    queue = _Queue(units, grid, bar, stop)
     scratch = None if grid.folder is None else grid.folder / "unfinished"
     if cores == 1:
         queue.work(lambda todo: workshop.make(todo, stop, scratch))
@@ -329,13 +382,15 @@ def _work(workshop: Workshop, units: Sequence[Sequence[Training]], grid: Grid, b
 class _Queue:
     """Units still to be made, dealt out to threads; other processes' units are waited for."""
 
-    def __init__(self, units: Sequence[Sequence[Training]], grid: Grid, bar: Any) -> None:
-        self.grid, self.bar, self.guard = grid, bar, threading.Lock()
+    def __init__(
+        self, units: Sequence[Sequence[Training]], grid: Grid, bar: Any, stop: threading.Event
+    ) -> None:
+        self.grid, self.bar, self.stop, self.guard = grid, bar, stop, threading.Lock()
         self.waiting = [[t.key for t in unit] for unit in units]
         self.trainings = {t.key: t for unit in units for t in unit}
 
     def work(self, make: Callable[[Sequence[Training]], NDArray[np.float64]]) -> None:
-        while True:
+        while not self.stop.is_set():
             with self.guard:
                 keys = self.waiting.pop(0) if self.waiting else None
             if keys is None:
@@ -349,7 +404,7 @@ class _Queue:
                         self.bar.update(len(todo))
                     continue
             if todo:  # another process is at it
-                time.sleep(0.1)
+                self.stop.wait(0.1)
                 with self.guard:
                     self.grid.refresh()
                     self.bar.n = sum(key in self.grid for key in self.trainings)

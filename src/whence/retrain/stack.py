@@ -7,6 +7,7 @@ arithmetic is elementwise). Seeds and batch orders are those of `Recipe.run`.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from whence.data import Batches, digest, place
 from whence.recipe import Recipe, StageRecipe
-from whence.retrain.stacked import stack_modules, stack_parameters, unstackable
+from whence.retrain.stacked import (
+    make_vmappable,
+    stack_modules,
+    stack_parameters,
+    unstackable,
+)
 from whence.retrain.training import Training
 from whence.task import Task
 
@@ -45,8 +51,10 @@ MIXING = (
     nn.modules.instancenorm._InstanceNorm,
     nn.modules.dropout._DropoutNd,
 )
-AGREEMENT = 1e-2  # relative; a wrong gradient is off by much more, TF32 by less
-ROWS = {"cpu": 4096, "cuda": 2**17}  # of a pass over the queries
+# relative; what mixes two models a little mixes many of them more
+AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-2}  # TF32 is off by less than that
+NUDGE = 0.02  # added to the weights, so that what begins at zero is compared too
+HOW = ("fused", "foreach", "capturable", "differentiable")  # an update is made, not which
 WARM_UP = 2  # updates with batches of a size before they become a CUDA graph
 
 
@@ -58,21 +66,32 @@ class Data:
     """A whole dataset as one batch on a device, from which batches are gathered."""
 
     def __init__(self, batches: Batches, device: torch.device, dtype: torch.dtype) -> None:
-        whole = batches.take(np.arange(len(batches)))
-        probes = np.unique(np.linspace(0, len(batches) - 1, 16, dtype=int)).reshape(-1, 1)
-        self.tree = whole
-        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(whole)) or any(
-            digest(self.rows(torch.from_numpy(probe))) != digest(batches.take(probe))
-            for probe in probes
+        def taken(rows: NDArray[Any]) -> Any:
+            return place(batches.take(rows), torch.device("cpu"), dtype)
+
+        everyone = np.arange(len(batches)).reshape(-1, 1)
+        self.tree = taken(everyone.ravel())
+        probes = everyone[np.unique(np.linspace(0, len(batches) - 1, 16, dtype=int))]
+        # a collate of one's own may pad each batch to its longest example
+        alone = everyone if batches.collate is not None else probes
+        if (
+            not all(isinstance(leaf, Tensor) for leaf in tree_leaves(self.tree))
+            or any(_shapes(taken(k)) != _shapes(self.tree) for k in alone)
+            or any(digest(self.rows(torch.from_numpy(k))) != digest(taken(k)) for k in probes)
         ):
             raise ValueError(
                 f"{batches.name} has no batch of all its examples that is made of theirs: it holds "
                 "texts, or its padding hangs on the batch (pad all examples to one length)"
             )
-        self.tree = place(whole, device, dtype)
+        self.tree = place(self.tree, device, dtype)
 
     def rows(self, index: Tensor | slice) -> Any:
         return tree_map(lambda column: column[index], self.tree)
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    """Of one example's tensors."""
+    return [leaf.shape[1:] for leaf in tree_leaves(batch)]
 
 
 class Objective(nn.Module):
@@ -107,6 +126,8 @@ class Stack:
         template.to(device)
         if engine == "products":
             template = stack_modules(template, stacked)
+        else:
+            make_vmappable(template)
         return cls(template, stacked, engine, len(seeds))
 
     def values(self, what: str, task: Task, batch: Any) -> Tensor:
@@ -140,11 +161,10 @@ class Stack:
             parameter.grad = None if gradient is None else gradient.contiguous()
 
     @torch.no_grad()
-    def measurements(self, task: Task, query: Data, count: int) -> NDArray[np.float64]:
-        """Every query's measurement by every model, (S, q)."""
+    def measurements(self, task: Task, query: Data, count: int, block: int) -> NDArray[np.float64]:
+        """Every query's measurement by every model, (S, q), so many queries at a time."""
         self.template.eval()
         device = next(iter(self.parameters.values())).device
-        block = max(1, ROWS.get(device.type, 4096) // self.size)
         found = []
         for start in range(0, count, block):
             rows = torch.arange(start, min(start + block, count), device=device)
@@ -176,8 +196,11 @@ def train_stack(
         stop: raises Interrupted at the next update once it is set.
     """
     stack = Stack.of(recipe, [t.seed for t in trainings], engine, device)
+    model = recipe.build(0).to(device)  # for the optimizers' factories to look at
     for stage in recipe.stages:
-        _StageTraining(stack, stage, trainings, recipe, device, data[stage.name]).run(updates, stop)
+        examples = [recipe.examples(t.subset, t.stage)[stage.name] for t in trainings]
+        seeds = [t.seed for t in trainings]
+        _StageTraining(stack, stage, seeds, examples, model, data[stage.name]).run(updates, stop)
     return stack
 
 
@@ -188,18 +211,19 @@ class _StageTraining:
         self,
         stack: Stack,
         stage: StageRecipe,
-        trainings: Sequence[Training],
-        recipe: Recipe,
-        device: torch.device,
+        seeds: Sequence[int],
+        chosen: Sequence[NDArray[np.int64]],
+        model: nn.Module,
         data: Data,
     ) -> None:
-        self.stack, self.stage, self.device, self.data = stack, stage, device, data
-        seeds = [t.seed for t in trainings]
+        self.stack, self.stage, self.data = stack, stage, data
+        self.like = next(model.parameters())
+        self.device = device = self.like.device
+        self.task = copy.copy(stage.task)  # which may keep something between outputs and losses
         distinct = list(dict.fromkeys(seeds))
         self.distinct = torch.tensor(distinct, device=device).unsqueeze(1)
         self.whose = torch.tensor([distinct.index(seed) for seed in seeds], device=device)
         self.seeds = self.distinct[self.whose]
-        chosen = [recipe.examples(t.subset, t.stage)[stage.name] for t in trainings]
         self.size = len(chosen[0])
         self.masks = None
         if self.size < len(stage.data):
@@ -207,7 +231,7 @@ class _StageTraining:
             for mask, examples in zip(masks, chosen, strict=True):
                 mask[examples] = True
             self.masks = torch.from_numpy(masks).to(device)
-        self.optimizer, self.schedule = _stack_optimizer(recipe, stage, stack, self.size, device)
+        self.optimizer, self.schedule = _stack_optimizer(model, stage, stack, self.size)
         self.graphed = all(
             isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups
         ) and _only_rates_change(self.schedule)
@@ -271,9 +295,14 @@ class _StageTraining:
             return
         held = index.clone() if self.stage.transform is None else self._batch(index, step)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self.device)):
-            batch = self._batch(held, step) if self.stage.transform is None else held
-            self._descend(batch)
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self.device)):
+                batch = self._batch(held, step) if self.stage.transform is None else held
+                self._descend(batch)
+        except RuntimeError:  # as of a model that looks at its own numbers, with .item()
+            self.graphed = False
+            self._descend(self._batch(index, step))
+            return
         self.graphs[width] = (graph, held)
         graph.replay()  # capturing recorded the update, and did not make it
 
@@ -289,68 +318,79 @@ class _StageTraining:
 
     def _batch(self, index: Tensor, step: int) -> Any:
         rows = index.reshape(-1)
-        batch = self.data.rows(rows)
-        if self.stage.transform is not None:
-            seeds = self.seeds.expand(index.shape).reshape(-1)
-            draws = self.stage.draws(seeds, step, rows, self.device)
-            batch = self.stage.transform(batch, draws)
-        return batch
+        seeds = self.seeds.expand(index.shape).reshape(-1)
+        return self.stage.transformed(self.data.rows(rows), seeds, step, rows, self.like)
 
     def _descend(self, batch: Any) -> None:
-        self.stack.gradients(self.stage.task, batch, self.stage.clip_norm)
+        self.stack.gradients(self.task, batch, self.stage.clip_norm)
         self.optimizer.step()
 
 
 def _stack_optimizer(
-    recipe: Recipe, stage: StageRecipe, stack: Stack, examples: int, device: torch.device
+    model: nn.Module, stage: StageRecipe, stack: Stack, examples: int
 ) -> tuple[Optimizer, list[list[dict[str, Any]]]]:
     """The user's optimizer over the stacks, and the settings of its groups at every update.
 
-    The factory sees a plain model, so that it may sort parameters by name or shape.
+    The factory sees a plain model, so that it may sort parameters by name or shape, or freeze them.
     """
-    model = recipe.build(0).to(device)
     plain = stage.make_optimizer(model)
     twins = {id(p): stack.parameters[name] for name, p in model.named_parameters()}
-    groups = []
+    for parameter in model.parameters():
+        twins[id(parameter)].requires_grad_(parameter.requires_grad)
+    device, groups = next(model.parameters()).device, []
     for group in plain.param_groups:
         settings = {**group, "params": [twins[id(p)] for p in group["params"]]}
-        if type(plain) in FUSED and settings["fused"] is None and not settings["foreach"]:
+        kinds = {p.dtype for p in settings["params"]}
+        if (
+            type(plain) in FUSED
+            and settings["fused"] is None
+            and not settings["foreach"]
+            # on a CPU, torch's fused step leaves float16 and bfloat16 as they are
+            and (device.type == "cuda" or kinds <= {torch.float32, torch.float64})
+        ):
             settings["fused"] = True  # the arithmetic of a plain step, in one pass over memory
+        settings["lr"] = float(group["lr"])
         # a rate in a tensor is float32 to torch's fused kernels: too coarse for float64
-        double = any(p.dtype == torch.float64 for p in settings["params"])
-        if device.type == "cuda" and type(plain) in GRAPHED and not double:
-            settings["lr"] = torch.tensor(float(group["lr"]), device=device)
+        if device.type == "cuda" and type(plain) in GRAPHED and torch.float64 not in kinds:
+            settings["lr"] = torch.tensor(settings["lr"], device=device)
             settings |= {"capturable": True} if "capturable" in settings else {}
         groups.append(settings)
     kind: Any = type(plain)
-    return kind(groups), stage.schedule(model, examples)
+    stacked: Optimizer = kind(groups)
+    for own, state in plain.state.items():  # such as Adagrad's initial sums
+        stacked.state[twins[id(own)]] = {
+            name: value if name == "step" else torch.stack([value] * stack.size)
+            for name, value in state.items()
+        }
+    return stacked, stage.schedule(model, examples)
 
 
 def _set(group: dict[str, Any], now: dict[str, Any]) -> None:
     """Give a stacked group the settings of an update."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(float(now["lr"]))
-    else:
-        group["lr"] = now["lr"]
-    for name in ("momentum", "betas"):
-        if name in now:
-            group[name] = now[name]
+    for name, value in now.items():
+        if isinstance(group.get(name), Tensor):
+            group[name].fill_(value)
+        elif name not in HOW:
+            group[name] = value
 
 
 def _only_rates_change(schedule: list[list[dict[str, Any]]]) -> bool:
-    """Whether momenta stay as they are: a graph holds them as constants."""
+    """Whether all else stays as it is: a graph holds it as a constant."""
 
-    def momenta(groups: list[dict[str, Any]]) -> list[Any]:
-        return [(group.get("momentum"), group.get("betas")) for group in groups]
+    def others(groups: list[dict[str, Any]]) -> list[Any]:
+        return [[(k, v) for k, v in group.items() if k != "lr"] for group in groups]
 
-    return all(momenta(groups) == momenta(schedule[0]) for groups in schedule)
+    return all(others(groups) == others(schedule[0]) for groups in schedule)
 
 
 def choose_engine(
-    recipe: Recipe, query: Batches, device: torch.device
+    recipe: Recipe,
+    query: Batches,
+    device: torch.device,
+    engines: Sequence[str] = ("products", "vmap"),
 ) -> tuple[str | None, str | None]:
-    """How the recipe's models can be trained together, found out by trying: ("products" or "vmap",
-    why not the faster), or (None, why one at a time)."""
+    """How the recipe's models can be trained together, found out by trying: the first engine that
+    can, and why not those before it; or (None, why one at a time)."""
     model = recipe.build(0)
     for name, module in model.named_modules():
         if isinstance(module, MIXING) and not (
@@ -362,18 +402,22 @@ def choose_engine(
                 continue
             return None, f"{name} ({type(module).__name__}) mixes examples or draws numbers"
     for stage in recipe.stages:
-        kind = type(stage.make_optimizer(model))
+        optimizer = stage.make_optimizer(model)
+        kind = type(optimizer)
         if kind not in ELEMENTWISE:
             return None, f"{kind.__name__} is not known to be elementwise"
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        if any(hooks) or "step" in vars(optimizer):
+            return None, f"{kind.__name__} has hooks, or a step() that was replaced"
     reasons = []
     missing = unstackable(model)
-    if missing is not None:
-        reasons.append(f"{missing} has no stacked form")
-    for engine in ("products", "vmap"):
+    for engine in engines:
         if engine == "products" and missing is not None:
+            reasons.append(f"{missing} has no stacked form")
             continue
         try:
-            _check_engine(recipe, query, engine, device)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                _check_engine(recipe.precise(), query, engine, device)
         except Exception as error:  # whatever the user's model may raise under vmap
             reasons.append(f"{engine}: {str(error).splitlines()[0] if str(error) else error!r}")
             continue
@@ -390,40 +434,59 @@ def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.dev
         digest(list(model.buffers())) != digest(list(stack.template.buffers())) for model in plain
     ):
         raise ValueError("buffers differ from seed to seed")
-    dtype = next(plain[0].parameters()).dtype
-    for stage in recipe.stages:
-        count = min(stage.batch_size, 8, len(stage.data) // 2)
-        rows = np.arange(2 * count)
-        batch = place(stage.data.take(rows), device, dtype)
-        halves = [place(stage.data.take(half), device, dtype) for half in np.split(rows, 2)]
-        if stage.transform is not None:
-            seed = torch.tensor(seeds, device=device).repeat_interleave(count)
-            batch = stage.transform(batch, stage.draws(seed, 0, rows, device))
-            halves = [
-                stage.transform(half, stage.draws(s, 0, ids, device))
-                for half, s, ids in zip(halves, seeds, np.split(rows, 2), strict=True)
-            ]
-        stack.gradients(stage.task, batch, stage.clip_norm)
-        for k, (model, half) in enumerate(zip(plain, halves, strict=True)):
-            model.zero_grad(set_to_none=True)
-            stage.task.losses(stage.task.outputs(model, half), half).mean().backward()  # type: ignore[no-untyped-call]
-            if stage.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
-            for name, parameter in model.named_parameters():
-                found = stack.parameters[name].grad
-                _agree(
-                    f"the gradient of {name}", None if found is None else found[k], parameter.grad
-                )
+    for nudge in (0.0, NUDGE):
+        for k, model in enumerate(plain):
+            _nudge(model, nudge)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    stack.parameters[name][k].copy_(parameter)
+        for stage in recipe.stages:
+            _check_gradients(stack, plain, stage, seeds)
     if any(digest(list(m.buffers())) != digest(list(stack.template.buffers())) for m in plain):
         raise ValueError("the model changes its buffers while it trains")
+    dtype, task = next(plain[0].parameters()).dtype, copy.copy(recipe.task)
     some = np.arange(min(4, len(query)))
     held = Data(_Rows(query, some), device, dtype)
-    measured = torch.from_numpy(stack.measurements(recipe.task, held, len(some)))
+    measured = torch.from_numpy(stack.measurements(task, held, len(some), len(some)))
     with torch.no_grad():
         for k, model in enumerate(plain):
             batch = place(query.take(some), device, dtype)
-            alone = recipe.task.measurements(recipe.task.outputs(model.eval(), batch), batch)
-            _agree("the measurement", measured[k], alone.double().cpu())
+            alone = task.measurements(task.outputs(model.eval(), batch), batch)
+            _agree("the measurement", measured[k], alone.double().cpu(), dtype)
+
+
+def _check_gradients(
+    stack: Stack, plain: Sequence[nn.Module], stage: StageRecipe, seeds: Sequence[int]
+) -> None:
+    first, task = next(plain[0].parameters()), copy.copy(stage.task)
+    device, dtype = first.device, first.dtype
+    count = max(1, min(stage.batch_size, 8, len(stage.data) // 2))
+    rows = np.linspace(0, len(stage.data) - 1, 2 * count, dtype=int)
+    batch = place(stage.data.take(rows), device, dtype)
+    halves = [place(stage.data.take(half), device, dtype) for half in np.split(rows, 2)]
+    before = _drawn(device), _counts(stack.template, task)
+    seed = torch.tensor(seeds, device=device).repeat_interleave(count)
+    batch = stage.transformed(batch, seed, 0, rows, first)
+    halves = [
+        stage.transformed(half, s, 0, ids, first)
+        for half, s, ids in zip(halves, seeds, np.split(rows, 2), strict=True)
+    ]
+    stack.gradients(task, batch, stage.clip_norm)
+    if _drawn(device) != before[0]:
+        raise ValueError("random numbers are drawn in training")
+    if device.type == "cuda" and _counts(stack.template, task) != before[1]:
+        raise ValueError("the model or the task counts in Python, which a CUDA graph leaves out")
+    for k, (model, half) in enumerate(zip(plain, halves, strict=True)):
+        model.zero_grad(set_to_none=True)
+        task.losses(task.outputs(model, half), half).mean().backward()  # type: ignore[no-untyped-call]
+        if stage.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
+        slopes = [p.grad for p in model.parameters() if p.grad is not None]
+        whole = float(nn.utils.get_total_norm(slopes))
+        for name, parameter in model.named_parameters():
+            found = stack.parameters[name].grad
+            own = None if found is None else found[k]
+            _agree(f"the gradient of {name}", own, parameter.grad, dtype, whole)
 
 
 class _Rows(Batches):
@@ -433,11 +496,43 @@ class _Rows(Batches):
         super().__init__(batches.name, [batches.dataset[int(k)] for k in rows], batches.collate)
 
 
-def _agree(what: str, found: Tensor | None, wanted: Tensor | None) -> None:
+def _nudge(model: nn.Module, by: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=random).to(p), alpha=by)
+
+
+def _drawn(device: torch.device) -> list[bytes]:
+    """The states of the generators that a model may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes() for state in states]
+
+
+def _counts(model: nn.Module, task: Task) -> list[Any]:
+    """The plain numbers that modules and task keep."""
+    kept = [vars(thing).items() for thing in (*model.modules(), task)]
+    return [(k, v) for items in kept for k, v in items if isinstance(v, (bool, int, float))]
+
+
+def _agree(
+    what: str,
+    found: Tensor | None,
+    wanted: Tensor | None,
+    dtype: torch.dtype,
+    whole: float = 0.0,
+) -> None:
+    """`whole` is the norm of all that `wanted` is a part of: a gradient that is zero but for
+    rounding (a key's bias in attention) is no better known than that."""
     if found is None or wanted is None:
         if found is not wanted and (found if wanted is None else wanted).abs().max() > 0:  # type: ignore[union-attr]
             raise ValueError(f"{what} is missing")
         return
-    off = float((found - wanted).norm())
-    if not off <= AGREEMENT * float(wanted.norm()) + 1e-12:
+    norm = float(wanted.nan_to_num().norm()) + whole / 100
+    allowed = AGREEMENT.get(dtype, 0.1) * norm + 1e-12
+    off = float((found - wanted).nan_to_num().norm())
+    if off > allowed or not torch.equal(found.isnan(), wanted.isnan()):
         raise ValueError(f"{what} comes out differently for several models at once")

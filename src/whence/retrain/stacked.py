@@ -103,11 +103,35 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, axes: int) ->
 class StackedEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         models, rows = self.weight.shape[:2]
-        if self.padding_idx is not None or self.max_norm is not None or self.sparse:
-            raise ValueError("an Embedding with padding_idx, max_norm or sparse gradients")
+        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+            raise ValueError("an Embedding with max_norm, scale_grad_by_freq or sparse gradients")
         own = torch.arange(models, device=ids.device) * rows
         shifted = _by_model(ids, models) + own.reshape(models, *[1] * ids.dim())
-        return F.embedding(shifted.reshape(ids.shape), self.weight.flatten(0, 1))
+        found = F.embedding(shifted.reshape(ids.shape), self.weight.flatten(0, 1))
+        return _padded(found, ids, self.padding_idx)
+
+
+class VmappedEmbedding(nn.Embedding):
+    """One with padding, of which `torch.vmap` spares the first model's alone a gradient."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = F.embedding(
+            ids,
+            self.weight,
+            None,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+        return _padded(found, ids, self.padding_idx)
+
+
+def _padded(found: Tensor, ids: Tensor, padding: int | None) -> Tensor:
+    """Embeddings, of which the padding's has no gradient."""
+    if padding is None:
+        return found
+    return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
 
 
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
@@ -153,3 +177,16 @@ def stack_modules(template: nn.Module, parameters: Mapping[str, nn.Parameter]) -
         module.__class__ = STACKED.get(type(module), type(module))
         setattr(module, name, parameter)
     return stacked
+
+
+def make_vmappable(template: nn.Module) -> None:
+    """Swap the layers that `torch.vmap` gets wrong."""
+    for name, module in template.named_modules():
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.padding_idx is not None
+            and not isinstance(module, VmappedEmbedding)
+        ):
+            if type(module) is not nn.Embedding:
+                raise ValueError(f"{name} ({type(module).__name__}) has a padding_idx")
+            module.__class__ = VmappedEmbedding

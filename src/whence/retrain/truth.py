@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -173,9 +173,9 @@ def ground_truth(
         seed: of the subsets.
         device, memory, executor, engine, progress: as in `whence.retrain.measure`.
     """
-    chosen, data = recipe.stage(stage), Batches("query", query, recipe.collate)
+    chosen, data, alpha = recipe.stage(stage), Batches("query", query, recipe.collate), float(alpha)
     masks = draw_subsets(len(chosen.data), alpha, subsets, seed)
-    named = list(range(seeds)) if isinstance(seeds, int) else [index(s) for s in seeds]
+    named = [index(s) for s in (seeds if isinstance(seeds, Iterable) else range(seeds))]
     if not named:
         raise ValueError(f"seeds={seeds}: train each subset at least once")
     if len(set(named)) != len(named):

@@ -58,8 +58,9 @@ class Recorder:
         total_steps: number of updates planned, counted from the start of `stage`.
         stage: name of the (first) stage.
         size: number of training examples of that stage.
-        every_step: keep the weights after every update too, as Hydra and Unrolled need: T + 1
-            copies of the model on disk, 4 bytes × parameters × (T + 1) in float32.
+        every_step: keep the weights after every update too: T + 1 copies of the model on disk, 4
+            bytes × parameters × (T + 1) in float32. (Hydra and Unrolled need only `step(indices)`:
+            they replay the updates.)
         subset: the training indices used, when not all.
         subset_stage: the stage whose examples they are (default: the first).
         origin: what makes this run, as plain JSON values; what another made is not gone

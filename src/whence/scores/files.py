@@ -72,7 +72,7 @@ def load_array(path: Path, shape: tuple[int, ...], dtype: str) -> Any:
         raise ValueError(f"{path} is truncated or damaged ({error})") from error
     if array.shape != shape or str(array.dtype) != dtype:
         raise ValueError(
-            f"{path} is {array.dtype} of shape {array.shape}, but the file beside it says {dtype} of "
-            f"shape {shape}: the two files do not belong together"
+            f"{path} is {array.dtype} of shape {array.shape}, but the file beside it says {dtype} "
+            f"of shape {shape}: the two files do not belong together"
         )
     return array

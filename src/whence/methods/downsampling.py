@@ -1,0 +1,171 @@
+"""Empirical influence (Feldman & Zhang, 2020), or Downsampling: what retraining itself says.
+
+    values[q, m] = mean of f(q) over the subsets with m - mean of f(q) over those without it
+
+(appendix B.4, with the other sign: this is f(with m) - f(without m)). Nothing is approximated, but
+whatever else differs between two subsets is noise: hundreds of trainings give a rough answer. All
+subsets have one size, so that an example's presence is another's absence: scores are relative to
+the mean of the others'.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.data import Batches, cut
+from whence.retrain import Truth
+from whence.scores import Scores
+from whence.study import Study
+
+AT_ONCE = 2**22  # numbers of a block of scores
+
+Floats = NDArray[np.float64]
+
+
+class Downsampling:
+    """The difference between models that were trained with and without an example.
+
+    Args:
+        truth: measurements on random subsets (`whence.evaluate.ground_truth`), or their folder. Not
+            the one that the scores will be judged by.
+        exclude_diverged: leave out trainings that diverged (and subsets of which all did), rather
+            than refuse.
+    """
+
+    def __init__(
+        self, truth: Truth | str | os.PathLike[str], exclude_diverged: bool = False
+    ) -> None:
+        self.truth = truth if isinstance(truth, Truth) else Truth.load(truth)
+        self.exclude_diverged = exclude_diverged
+
+    def attribute(
+        self,
+        study: Study | None = None,
+        query: Any = None,
+        *,
+        out: str | os.PathLike[str] | None = None,
+    ) -> Scores:
+        """Scores of every example of the truth's stage for every query that the truth measured.
+
+        `spread` holds their standard errors, of a difference of two means. An example that is in
+        all subsets, or in none, scores 0 with an infinite standard error, and is named.
+
+        Args:
+            study, query: only to be sure that the truth is of this training data and these queries.
+            out: folder to save the scores in.
+        """
+        truth = self.truth
+        self._check(study, query)
+        masks, measured, lost = self._kept()
+        subsets, examples = masks.shape
+        counts = masks.sum(0)
+        known = (counts > 0) & (counts < subsets)
+        unknown = {
+            "in_every_subset": np.flatnonzero(counts == subsets).tolist(),
+            "in_no_subset": np.flatnonzero(counts == 0).tolist(),
+        }
+        if not known.any():
+            raise ValueError(
+                f"each of the {examples} examples is in all of the {subsets} subsets, or in none: "
+                "give a truth with more subsets"
+            )
+        for where, which in unknown.items():
+            if which:
+                named = ", ".join(map(str, which[:5])) + (", ..." if len(which) > 5 else "")
+                warnings.warn(
+                    f"{len(which)} of {examples} examples are {where.replace('_', ' ')} (of "
+                    f"{subsets}), so that nothing is known about them: {named}. They score 0; make "
+                    "a truth with more subsets",
+                    stacklevel=2,
+                )
+        queries = measured.shape[1]
+        values, errors = np.empty((queries, examples)), np.empty((queries, examples))
+        for columns in cut(examples, max(1, AT_ONCE // max(queries, subsets))):
+            values[:, columns], errors[:, columns] = differences(masks[:, columns], measured)
+        values[:, ~known], errors[:, ~known] = 0.0, np.inf
+        scores = Scores(
+            values,
+            method="Downsampling",
+            settings={"exclude_diverged": self.exclude_diverged},
+            measurement=truth.measurement,
+            unit=truth.unit,
+            higher_is_better=truth.higher_is_better,
+            stage=[truth.stage] * examples if truth.stage is not None else None,
+            spread=errors,
+            diagnostics={
+                "spread": "standard error of the difference of two means over subsets",
+                "subsets": subsets,
+                "seeds": truth.seeds,
+                "alpha": truth.alpha,
+                "diverged": lost,
+                **unknown,
+            },
+            provenance={"recipe": truth.recipe, "query": truth.query},
+        )
+        if out is not None:
+            scores.save(out)
+        return scores
+
+    def _check(self, study: Study | None, query: Any) -> None:
+        """Refuse a study or queries that the truth is not of."""
+        truth = self.truth
+        examples, queries = truth.masks.shape[1], truth.measurements.shape[2]
+        if study is not None:
+            stage = truth.stage or study.stages[0]
+            if stage not in study.stages:
+                raise ValueError(
+                    f"the truth is of stage {stage!r}, and the study has {study.stages}"
+                )
+            if len(study.data[stage]) != examples:
+                raise ValueError(
+                    f"the truth is of {examples} training examples, and the study has "
+                    f"{len(study.data[stage])}: give the truth of the study's own data"
+                )
+        if query is not None:
+            data = Batches("query", query, None if study is None else study.collate)
+            if len(data) != queries or (truth.query and data.fingerprint() != truth.query):
+                raise ValueError(
+                    f"the truth has measured {queries} other queries than these {len(data)}: make "
+                    "one with them, or leave query out for those it has"
+                )
+
+    def _kept(self) -> tuple[NDArray[np.bool_], Floats, int]:
+        """(masks (M, n), mean measurements (M, q), trainings left out)."""
+        truth = self.truth
+        sound = ~truth.diverged
+        lost = int((~sound).sum())
+        if not lost:
+            return truth.masks, truth.means, 0
+        if not self.exclude_diverged:
+            raise ValueError(
+                f"{lost} of the truth's {sound.size} trainings diverged: leave them out with "
+                "exclude_diverged=True"
+            )
+        left = sound.any(1)
+        sums = np.where(sound[:, :, None], truth.measurements, 0.0).sum(1)
+        return truth.masks[left], sums[left] / sound[left].sum(1)[:, None], lost
+
+    def __repr__(self) -> str:
+        return f"Downsampling({self.truth!r}, exclude_diverged={self.exclude_diverged})"
+
+
+def differences(masks: NDArray[np.bool_], measured: Floats) -> tuple[Floats, Floats]:
+    """Mean of `measured` (M, q) with, less without, each example of `masks` (M, n): (q, n).
+
+    And its standard error s √(1/M_m + 1/(M - M_m)), s² the variance within both groups together.
+    """
+    inside = masks.astype(np.float64)
+    subsets = len(masks)
+    centred = measured - measured.mean(0)
+    k = inside.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        there, missing = centred.T @ inside / k, centred.T @ (1 - inside) / (subsets - k)
+        total = np.square(centred).sum(0)[:, None]
+        within = total - k * there**2 - (subsets - k) * missing**2
+        variance = np.maximum(within, 0.0) / (subsets - 2) if subsets > 2 else np.inf
+        return there - missing, np.sqrt(variance * (1 / k + 1 / (subsets - k)))

@@ -1,0 +1,70 @@
+"""HYDRA (Chen et al., 2021), the fast version: unrolled differentiation with the Hessian dropped.
+
+For plain SGD (the last equation of appendix B.4, with the sign and scale of a prediction)
+
+    values[q, m] = - Σ_t (η_t/B_t) [m in batch t] ∇f(q, θ_T) · ∇L(m, θ_t)
+
+What the optimizer makes of a gradient after update t (momentum, weight decay, Adam's averages) is
+carried along, coordinate by coordinate: one vector c_t for all queries, in place of -η_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from whence.methods.objective import Tensors
+from whence.methods.replay import Adjoint
+from whence.methods.unrolling import (
+    Block,
+    Credit,
+    ReplayBench,
+    Unrolling,
+    forward_operations,
+    update_credits,
+)
+from whence.methods.updates import WEIGHT
+
+
+class Hydra(Unrolling):
+    """What each update on an example added to the final measurement, had nothing come after it.
+
+    Needs a run that has recorded its batches (`recorder.step(indices)`). Weights that were kept
+    (`every_step=True`) are used, others are replayed.
+
+    Args:
+        stage: attribute to this stage's examples only (default: all stages').
+    """
+
+    _modelled = False
+
+    def __init__(self, stage: str | None = None) -> None:
+        self.stage = stage
+
+    def sweep(
+        self,
+        bench: ReplayBench,
+        block: Block,
+        gradients: Tensors,
+        adjoint: Adjoint | None,
+        last: int,
+    ) -> Iterator[Credit]:
+        if adjoint is None:
+            adjoint = {name: {WEIGHT: torch.ones_like(g[:1])} for name, g in gradients.items()}
+        first, size = block.first(bench.run), bench.at_once(len(block.indices))
+        for update in bench.replay.backward(last, first, size=size):
+            adjoint, pulls = update.pull_back(adjoint)
+            if update.stage.name in block.wanted and pulls:
+                directions = update.unclip({n: c * gradients[n] for n, c in pulls.items()})
+                objective, weights = (
+                    bench.replay.objectives[update.stage.name],
+                    update.point.weights,
+                )
+                slopes = [objective.slopes(weights, directions, batch) for _, batch in update.parts]
+                yield from update_credits(update, slopes, adjoint)
+
+    def operations(self, bench: ReplayBench, queries: int) -> float:
+        replay = bench.replay
+        drawn = sum(map(len, replay.batches[: replay.steps]))
+        return forward_operations(bench) * drawn * (6 + 2 * queries)

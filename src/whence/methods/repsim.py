@@ -1,0 +1,141 @@
+"""RepSim: similarity of hidden representations (Caruana et al., 1999; Hanawa et al., 2021).
+
+    values[q, m] = ± similarity(h(q, θ_T), h(m, θ_T))
+
+with h the input of the last linear layer at the final model, averaged over positions. A similarity
+knows nothing of the measurement: more similar counts as more helpful. So the sign is + where the
+measurement is better high and - where it is better low (a loss, an error), as for every other
+method: `helpful` ranks the most similar first, and f(S) ≈ const + Σ values has the right sign.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from whence.curvature import cost
+from whence.data import Batches, cut
+from whence.layers.representation import representations
+from whence.methods.bench import Bench
+from whence.methods.method import Method
+from whence.scores import Scores
+
+AT_ONCE = 2**22  # scores
+SELVES = 256  # examples whose scores on each other are made for their scores on themselves
+
+
+def cosine(left: Tensor, right: Tensor) -> Tensor:
+    """(q, r), (n, r) -> (q, n); 0 for a vector of zeros."""
+    return F.normalize(left, dim=1) @ F.normalize(right, dim=1).T
+
+
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    return left @ right.T
+
+
+def negative_squared_distance(left: Tensor, right: Tensor) -> Tensor:
+    """In float64 inside: the distance of near duplicates is a small difference."""
+    a, b = left.double(), right.double()
+    squares = a.square().sum(1, keepdim=True) + b.square().sum(1)
+    return torch.addmm(-squares, a, b.T, alpha=2).clamp_max(0).to(left.dtype)
+
+
+METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cosine": cosine,
+    "dot": dot,
+    "l2": negative_squared_distance,
+}
+
+
+class RepSim(Method):
+    """How alike the final model finds a query and a training example.
+
+    Args:
+        metric: "cosine" (as in the paper), "dot", or "l2", the negative squared distance.
+        layer: the module whose input is compared, by its name in the model. Default: what
+            `Task.representations` returns if it is overridden, else the input of the last tracked
+            linear layer.
+        stage: attribute to this stage's examples only (default: all stages').
+    """
+
+    _own_layers = True  # each stage has its own last layer
+
+    def __init__(
+        self, metric: str = "cosine", layer: str | None = None, stage: str | None = None
+    ) -> None:
+        if metric not in METRICS:
+            known = ", ".join(map(repr, METRICS))
+            raise ValueError(f"metric={metric!r} is not known: use one of {known}")
+        self.metric, self.layer, self.stage = metric, layer, stage
+
+    def _attribute_one(
+        self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
+    ) -> Scores:
+        writer = self._writer(bench, out, top, 1 if by_segment else None)
+        if writer.already is not None:
+            return writer.already
+        tracked = bench.any.tracked
+        forward = sum(
+            cost.forward_backward(b, tracked.positions[b.name]) / 2 for b in tracked.blocks
+        )
+        self._announce(bench, {"forward": forward}, {"forward": 1}, 0)
+        sign = 1.0 if bench.any.task.higher_is_better else -1.0
+        similarity, last = METRICS[self.metric], bench.study.stages[-1]
+        with bench.any.clock("scores"):
+            queries, rows, step = None, None, SELVES
+            if bench.query is not None:
+                queries = self._of(bench, last, bench.query, np.arange(len(bench.query)))
+                rows = slice(0, len(queries))
+                step = max(bench.batch_size, AT_ONCE // len(queries))
+            start = 0
+            for stage in bench.stages:
+                data = bench.study.data[stage]
+                blocks = cut(len(data), step)
+                for indices in tqdm(blocks, disable=not bench.any.progress, leave=False):
+                    columns = slice(start, start + len(indices))
+                    start = columns.stop
+                    if writer.done(rows, columns):
+                        continue
+                    examples = self._of(bench, stage, data, indices)
+                    if queries is None:
+                        values = similarity(examples, examples).diagonal()
+                    else:
+                        self._check_widths(bench, queries, examples, stage)
+                        values = similarity(queries, examples)
+                    found = (sign * values).cpu().numpy()
+                    writer.write(rows, columns, found, found[None] if by_segment else None)
+        return writer.finish(**self._metadata(bench))
+
+    def _of(self, bench: Bench, stage: str, data: Batches, indices: np.ndarray) -> Tensor:
+        """h at the final model, (n, r)."""
+        passes, found = bench.passes[stage], []
+        passes.load(bench.run.final)
+        blocks = [indices[b] for b in cut(len(indices), bench.batch_size)]
+        for block, batch in data.stream(blocks, passes.device, passes.dtype, passes.workers):
+            h, place = representations(passes, batch, self.layer)
+            bad = block[(~h.isfinite().all(1)).cpu().numpy()]
+            if len(bad):
+                named = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+                raise FloatingPointError(
+                    f"the representation at {place} is NaN or infinite for {data.name} example "
+                    f"{named}: mend or leave out the example"
+                )
+            found.append(h)
+            bench.diagnostics.setdefault("representation", {})[stage] = place
+        return torch.cat(found)
+
+    @staticmethod
+    def _check_widths(bench: Bench, queries: Tensor, examples: Tensor, stage: str) -> None:
+        if queries.shape[1] != examples.shape[1]:
+            places = bench.diagnostics["representation"]
+            raise ValueError(
+                f"the queries' representations ({places[bench.study.stages[-1]]}) have "
+                f"{queries.shape[1]} numbers, those of stage {stage!r} ({places[stage]}) "
+                f"{examples.shape[1]}: name a layer that both have, RepSim(layer=...)"
+            )

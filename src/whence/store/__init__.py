@@ -1,0 +1,5 @@
+"""Projected gradients kept on disk, and the methods that answer from them."""
+
+from whence.store.store import GradientStore
+
+__all__ = ["GradientStore"]

@@ -1,0 +1,117 @@
+"""A large matrix on disk, one row per training example: written once, block by block; then mapped.
+
+NAME.npy is a finished one. While it is made, or made longer, NAME.npy.partial holds the new one,
+and a note how many of its rows are good is kept elsewhere (the store's own file).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+FEW = 6  # vectors for which products one by one are faster (they hang on memory alone) ...
+CACHED = 128  # ... on so many rows at a time, which then stay in the processor's cache
+LEAST = 16  # columns below which a matrix product wastes time
+
+
+def finished(path: Path, dimension: int, dtype: np.dtype[np.floating]) -> int:
+    """How many rows a finished matrix has; 0 if there is none."""
+    if not path.exists():
+        return 0
+    return len(_mapped(path, "r", dimension, dtype))
+
+
+def mapped(path: Path, examples: int, dimension: int, dtype: np.dtype[np.floating]) -> Tensor:
+    """A finished matrix (n, d), not in memory. Its pages are private: nothing changes the file."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: the store is not whole. Build it again")
+    array = _mapped(path, "c", dimension, dtype)
+    if len(array) != examples:
+        raise ValueError(
+            f"{path} has {len(array)} rows, but the store is of {examples} examples: it was cut "
+            "off or exchanged. Delete it, and build the store again"
+        )
+    return torch.from_numpy(array)
+
+
+def _mapped(
+    path: Path, mode: Literal["r", "c"], dimension: int, dtype: np.dtype[np.floating]
+) -> NDArray[np.floating]:
+    try:
+        array: NDArray[np.floating] = np.load(path, mmap_mode=mode, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(
+            f"{path} is truncated or damaged ({error}): delete it, and build the store again"
+        ) from error
+    if array.ndim != 2 or array.shape[1] != dimension or array.dtype != dtype:
+        raise ValueError(
+            f"{path} holds {array.dtype} of shape {array.shape}, not {dtype} of dimension "
+            f"{dimension}: it belongs to another store. Delete it, and build the store again"
+        )
+    return array
+
+
+class Rows:
+    """A matrix (n, d) that is being made.
+
+    Args:
+        path: of the finished matrix. If there is one with fewer rows, it is made longer.
+        good: rows of a partial matrix that are known to be good.
+    """
+
+    def __init__(
+        self, path: Path, examples: int, dimension: int, dtype: np.dtype[np.floating], good: int
+    ) -> None:
+        self.path, self.partial = path, path.with_name(path.name + ".partial")
+        old = finished(path, dimension, dtype)
+        self.array: np.memmap | None = None
+        if self.partial.exists() and good > old:
+            try:
+                found = np.lib.format.open_memmap(self.partial, mode="r+")
+            except ValueError:
+                found = None
+            if found is not None and found.shape == (examples, dimension) and found.dtype == dtype:
+                self.array, self.start = found, good
+        if self.array is None:
+            self.array = np.lib.format.open_memmap(
+                self.partial, mode="w+", dtype=dtype, shape=(examples, dimension)
+            )
+            if old:
+                self.array[:old] = _mapped(path, "r", dimension, dtype)
+            self.start = old
+
+    def write(self, first: int, values: Tensor) -> None:
+        assert self.array is not None
+        self.array[first : first + len(values)] = values.cpu().numpy()
+
+    def flush(self) -> None:
+        assert self.array is not None
+        self.array.flush()
+
+    def finish(self) -> None:
+        self.flush()
+        self.array = None
+        os.replace(self.partial, self.path)
+
+
+def inner(rows: Tensor, vectors: Tensor) -> Tensor:
+    """vectors (q, d) times rows (n, d): (q, n), at the speed of memory for a few vectors."""
+    q, n = len(vectors), len(rows)
+    if rows.device.type != "cpu" or q >= LEAST:
+        return vectors @ rows.T
+    if q > FEW:
+        padded = vectors.new_zeros(LEAST, vectors.shape[1])
+        padded[:q] = vectors
+        return (padded @ rows.T)[:q]
+    found = vectors.new_empty(q, n)
+    for start in range(0, n, n if q == 1 else CACHED):
+        part = rows[start : start + (n if q == 1 else CACHED)]
+        for vector, out in zip(vectors, found, strict=True):
+            torch.mv(part, vector, out=out[start : start + len(part)])
+    return found

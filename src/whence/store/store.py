@@ -1,0 +1,712 @@
+"""GradientStore: every training example's gradient in few dimensions, written once.
+
+    store/
+      store.json                 settings, fingerprints, what is done
+      gradients/0-00000188.npy   P∇L(m, θ_c), (n, d), of stage 0 at step 188
+      factors/                   second moments (d, d), and the eigenbasis
+      decompositions/            what answers have made of the second moments
+
+Gradients are projected in the order of the data, a block at a time; a build that was killed goes on
+where it stopped, and one that is made again after the data has grown at its end adds the rows that
+are missing. Afterwards TracIn, influence functions, TRAK and SOURCE answer queries from the rows
+and the second moments alone (see `answers`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from whence.curvature import FISHERS, Part, Store, cost, key_of
+from whence.curvature.fit import accumulator
+from whence.curvature.products import Basis, add_gram, mirror
+from whence.data import Batches, cut
+from whence.layers.passes import Signal, Weights, precision_as_asked
+from whence.methods.bench import LOSS, MEASUREMENT, Bench
+from whence.methods.method import announce, lay_out
+from whence.methods.trak import check_dimension, random_projection, trained_blocks, try_out
+from whence.project import Eigenbasis, Projection, moments, projected
+from whence.project.eigenbasis import Kept, leading
+from whence.run import Run
+from whence.run.checkpoint import Checkpoint
+from whence.scores import Scores
+from whence.scores.files import make_folder, write_json
+from whence.store.answers import StoredInfluence, StoredSource, StoredTracIn, StoredTrak
+from whence.store.rows import Rows, finished, mapped
+from whence.study import MEASURED, Study
+
+SCHEMA = 1
+METHODS = ("tracin", "influence", "trak", "source")
+PROJECTIONS = ("random", "eigenbasis")
+NOTED_EVERY = 5.0  # seconds between two notes of progress
+KEPT = 4 * 2**30  # bytes of decompositions that are held in memory
+AGREES = 1e-3  # relative: how well a row that is made again must agree with the stored one
+
+
+class How(TypedDict, total=False):
+    """What every answer takes besides its own settings: see `Method.attribute`."""
+
+    device: torch.device | str | None
+    batch_size: int | None
+    memory: int | str | None
+    out: str | os.PathLike[str] | None
+    top: int | None
+    progress: bool
+    by_segment: bool
+    workers: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One matrix of rows: a stage's examples at a checkpoint."""
+
+    stage: str
+    checkpoint: Checkpoint
+    name: str
+
+
+class GradientStore:
+    """Projected per-example gradients of one run, on disk, and the methods that answer from them.
+
+    Made by `build`, found again by `open`. It holds one run: for an ensemble make one store for
+    each, and average their scores with `whence.scores.ensemble`.
+    """
+
+    def __init__(self, path: Path, study: Study, about: dict[str, Any]) -> None:
+        self.path, self.study, self._about = path, study, about
+        self.benches: dict[str, Bench] = {}  # where answers are worked out, by their settings
+        self._factors, self._made = Store(path / "factors"), Store(path / "decompositions")
+        self._projections: dict[str, Projection] = {}
+        self._rows: dict[str, Tensor] = {}
+        self._kept: dict[str, list[Tensor]] = {}
+        self._verified: set[str] = set()
+
+    # -- making and finding --------------------------------------------------------------------
+
+    @classmethod
+    def build(
+        cls,
+        study: Study,
+        path: str | os.PathLike[str],
+        dimension: int = 4096,
+        projection: str = "random",
+        *,
+        joint: bool = True,
+        fisher: str = "empirical",
+        seed: int = 0,
+        methods: Sequence[str] = METHODS,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        batch_size: int | None = None,
+        memory: int | str | None = None,
+        progress: bool = True,
+        workers: int = 0,
+    ) -> GradientStore:
+        """Project the gradients of all training examples, or what is missing of them.
+
+        Args:
+            path: a folder. If it holds a store of the same run, data and settings, it is completed:
+                after an interruption, for further methods, or for examples that were added at the
+                end of the data.
+            dimension: d, of all layers together.
+            projection: "random" signs, or "eigenbasis": the d leading coordinates in the
+                eigenbases of the layers' curvature, which is far cheaper to apply.
+            joint: one curvature matrix (and random projection) for all layers, or one for each.
+            fisher: how the curvature is measured. "empirical" needs no pass of its own, because
+                the rows are what it is made of; "sampled" and "exact" as in `Source`.
+            seed: of the random signs, and of the pseudo-targets.
+            methods: what the store must be able to answer. "tracin" and "source" need all
+                checkpoints, "influence" and "trak" the last; all but "tracin" second moments.
+            device, dtype, batch_size, memory, progress, workers: as in `Method.attribute`.
+        """
+        run = _only_run(study)
+        _check_choices(projection, fisher, methods)
+        folder = Path(path)
+        with torch.no_grad(), precision_as_asked():
+            bench = lay_out(
+                study,
+                run,
+                device=device,
+                dtype=dtype,
+                batch_size=batch_size,
+                memory=memory,
+                progress=progress,
+                workers=workers,
+            )
+            check_dimension(dimension, trained_blocks(bench), bench.memory)
+            settings = {
+                "dimension": dimension,
+                "projection": projection,
+                "joint": bool(joint),
+                "fisher": fisher,
+                "seed": seed,
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            identity = _identity(bench)
+            if (folder / "store.json").exists():
+                about = _read(folder)
+                _same(folder, about, {"settings": settings, "identity": identity})
+                for stage, data in study.data.items():
+                    _check_data(folder, stage, about["data"][stage], data)
+                about["methods"] = [m for m in METHODS if m in {*about["methods"], *methods}]
+            else:
+                if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                    raise ValueError(f"{folder} is not empty, and no store: choose another path")
+                about = {"schema": SCHEMA, "settings": settings, "identity": identity}
+                about |= {"methods": [m for m in METHODS if m in methods]}
+                about |= {"data": {}, "partial": {}, "moments": {}}
+            before = about["data"]
+            about["data"] = {
+                stage: {"examples": len(data), "sha256": _digest(data, len(data))}
+                for stage, data in study.data.items()
+            }
+            if before != about["data"]:  # what answers made of fewer examples is of no use
+                shutil.rmtree(folder / "decompositions", ignore_errors=True)
+            about["complete"] = False
+            store = cls(folder, study, about)
+            store._complete(bench)
+        return store
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], study: Study) -> GradientStore:
+        """A store that was built, for the study it was built from.
+
+        Model, task, run and data are compared with what the store was made of, once; later queries
+        do not touch the training data.
+        """
+        folder = Path(path)
+        about = _read(folder)
+        run = _only_run(study)
+        if not about["complete"]:
+            raise ValueError(
+                f"the store in {folder} is not finished: make the same GradientStore.build call "
+                "again, and it goes on where it stopped"
+            )
+        dtype = getattr(torch, about["settings"]["dtype"])
+        with torch.no_grad(), precision_as_asked():
+            bench = lay_out(study, run, dtype=dtype, progress=False)
+            _same(folder, about, {"identity": _identity(bench)})
+        for stage, data in study.data.items():
+            _check_data(folder, stage, about["data"][stage], data)
+            if len(data) > about["data"][stage]["examples"]:
+                raise ValueError(
+                    f"the store in {folder} is of {about['data'][stage]['examples']} examples, and "
+                    f"{data.name} has {len(data)}: GradientStore.build adds the others"
+                )
+        store = cls(folder, study, about)
+        for unit in store._units(run):
+            store.rows(unit.stage, unit.checkpoint)
+        return store
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def tracin(self, query: Any, *, stage: str | None = None, **how: Unpack[How]) -> Scores:
+        """`TracIn` in the projected space."""
+        return self._answer("tracin", StoredTracIn(self, stage), query, how)
+
+    def influence(
+        self,
+        query: Any,
+        damping: float | str = "source",
+        *,
+        stage: str | None = None,
+        **how: Unpack[How],
+    ) -> Scores:
+        """`Influence` in the projected space, where the curvature is a whole matrix.
+
+        Args:
+            damping: λ, or "source" for λ = 1/(η̄K). A measured d × d matrix has many eigenvalues
+                near zero, which a λ as small as the paper's would let rule the scores.
+        """
+        return self._answer("influence", StoredInfluence(self, damping, stage), query, how)
+
+    def trak(
+        self, query: Any, damping: float = 0.0, *, stage: str | None = None, **how: Unpack[How]
+    ) -> Scores:
+        """`Trak`: the same scores, from a random store of the same dimension and seed."""
+        return self._answer("trak", StoredTrak(self, damping, stage), query, how)
+
+    def source(
+        self,
+        query: Any,
+        segments: int | str | Sequence[int] = 3,
+        *,
+        stage: str | None = None,
+        **how: Unpack[How],
+    ) -> Scores:
+        """`Source` in the projected space (SGD, with or without momentum).
+
+        Args:
+            segments: as in `Source`, but not "auto".
+        """
+        return self._answer("source", StoredSource(self, segments, stage), query, how)
+
+    def _answer(self, name: str, method: Any, query: Any, how: How) -> Scores:
+        if name not in self._about["methods"]:
+            raise ValueError(
+                f"the store was built for {', '.join(self._about['methods'])}, not for {name}: "
+                f"build it again with methods=[..., {name!r}], and what is missing is added"
+            )
+        dtype = getattr(torch, self._about["settings"]["dtype"])
+        scores: Scores = method.attribute(self.study, query, dtype=dtype, **how)
+        return scores
+
+    # -- what the answers are made of ----------------------------------------------------------
+
+    @property
+    def dimension(self) -> int:
+        return int(self._about["settings"]["dimension"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the store was built with."""
+        return dict(self._about["settings"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that its numbers depend on."""
+        return key_of({k: self._about[k] for k in ("settings", "identity", "data")})
+
+    def projection(self, bench: Bench) -> Projection:
+        """P, on the bench's device."""
+        place = str(bench.any.device)
+        if place not in self._projections:
+            s = self._about["settings"]
+            if s["projection"] == "random":
+                made = random_projection(bench, s["dimension"], s["joint"], s["seed"])
+            else:
+                kept = self._eigenbasis(bench)
+                parts = [kept] if s["joint"] else [{name: k} for name, k in kept.items()]
+                made = Projection([Eigenbasis(part) for part in parts])
+            self._projections[place] = made
+        return self._projections[place]
+
+    def rows(self, stage: str, checkpoint: Weights) -> Tensor:
+        """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
+        name = self._name(stage, checkpoint.step)
+        if name not in self._rows:
+            count = self._about["data"][stage]["examples"]
+            self._rows[name] = mapped(self._path(name), count, self.dimension, self._dtype)
+        return self._rows[name]
+
+    def curvature(self, bench: Bench, stage: str, checkpoint: Weights) -> list[Tensor]:
+        """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""
+        return self._moments(bench, stage, checkpoint, self._fisher)
+
+    def measured(self, bench: Bench, stage: str) -> list[Tensor]:
+        """Σ φφᵀ over all examples of a stage, φ = P∇f, for each part of P."""
+        return self._moments(bench, stage, bench.run.final, MEASUREMENT)
+
+    def projected(
+        self, bench: Bench, data: Batches, indices: NDArray[np.int64], checkpoint: Weights
+    ) -> Tensor:
+        """P∇f(q, θ_c) of these queries, (q, d)."""
+        passes = bench.any
+        passes.load(checkpoint)
+        batches = [indices[b] for b in cut(len(indices), bench.batch_size)]
+        pieces = projected(
+            passes, data, batches, MEASUREMENT, self.projection(bench), bench.memory // 4
+        )
+        return torch.cat([piece.rows for piece in pieces])
+
+    def kept(
+        self,
+        bench: Bench,
+        about: Mapping[str, Any],
+        fit: Callable[[], list[Tensor]],
+        on_disk: bool = False,
+    ) -> list[Tensor]:
+        """What an answer makes of the second moments: made once, kept as long as there is room.
+
+        Args:
+            on_disk: keep it with the store too, because making it takes long.
+        """
+        key = key_of({**about, "store": self.fingerprint})
+        place = f"{key} {bench.any.device}"
+        if place not in self._kept:
+            found = self._made.get(key) if on_disk else None
+            if found is None:
+                with bench.any.clock("decomposition"):
+                    found = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
+                if on_disk:
+                    self._keep_on_disk(key, found, about)
+            self._kept[place] = [found[f"{k}"].to(bench.any.device) for k in range(len(found))]
+        self._kept[place] = self._kept.pop(place)  # the last to be thrown away
+        sizes = {k: sum(value.nbytes for value in held) for k, held in self._kept.items()}
+        while sum(sizes.values()) > KEPT and len(sizes) > 1:
+            oldest = next(iter(sizes))
+            del self._kept[oldest], sizes[oldest]
+        return self._kept[place]
+
+    def _keep_on_disk(
+        self, key: str, found: Mapping[str, Tensor], about: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._made.put(key, found, about)
+        except PermissionError as error:
+            warnings.warn(
+                f"a decomposition cannot be kept with the store ({error}): the next process will "
+                "make it again",
+                stacklevel=2,
+            )
+
+    def verify(self, bench: Bench) -> None:
+        """Make one stored row again, once per device: model, data, P and store belong together."""
+        place = str(bench.any.device)
+        if place in self._verified:
+            return
+        unit = self._units(bench.run)[-1]
+        passes, data = bench.passes[unit.stage], self.study.data[unit.stage]
+        passes.load(unit.checkpoint)
+        first = [np.arange(1)]
+        (piece,) = projected(passes, data, first, LOSS, self.projection(bench), bench.memory)
+        stored = self.rows(unit.stage, unit.checkpoint)[0].to(piece.rows)
+        off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
+        if not off < max(AGREES, 8 * torch.finfo(bench.any.dtype).eps):
+            raise ValueError(
+                f"the store in {self.path} does not belong to this study: example 0 of {data.name} "
+                f"at step {unit.checkpoint.step} has another gradient now (off by {off:.1e})"
+            )
+        self._verified.add(place)
+
+    # -- building ------------------------------------------------------------------------------
+
+    def _complete(self, bench: Bench) -> None:
+        """Make whatever is missing."""
+        make_folder(self.path / "gradients")
+        self._check_room()
+        self._announce(bench)
+        self._note()
+        projection = self.projection(bench)
+        if self._about["settings"]["projection"] == "random":
+            try_out(bench, projection)
+        for unit in self._units(bench.run):
+            self._write_rows(bench, unit)
+        for unit, signal in self._wanted_moments(bench.run):
+            self._add_moments(bench, unit, signal)
+        self._about["complete"] = True
+        self._note()
+
+    def _units(self, run: Run) -> list[Unit]:
+        """Which rows the methods need; the last are at the final model."""
+        stages, every = self.study.stages, {"tracin", "source"} & {*self._about["methods"]}
+        pairs = [(c.stage, c) for c in run.checkpoints] if every else []
+        if {"influence", "trak"} & {*self._about["methods"]}:
+            pairs += [(s, run.final) for s in stages if not every or s != run.final.stage]
+        return [Unit(stage, c, self._name(stage, c.step)) for stage, c in pairs]
+
+    def _wanted_moments(self, run: Run) -> list[tuple[Unit, Signal]]:
+        methods = {*self._about["methods"]}
+        found = []
+        for unit in self._units(run):
+            final = unit.checkpoint.step == run.final.step
+            own = unit.checkpoint.stage == unit.stage
+            if ("source" in methods and own) or ("influence" in methods and final):
+                found.append((unit, self._fisher))
+            if "trak" in methods and final:
+                found.append((unit, MEASUREMENT))
+        return found
+
+    def _write_rows(self, bench: Bench, unit: Unit) -> None:
+        path, data = self._path(unit.name), self.study.data[unit.stage]
+        if finished(path, self.dimension, self._dtype) == len(data):
+            return
+        good = self._about["partial"].get(unit.name, 0)
+        rows = Rows(path, len(data), self.dimension, self._dtype, good)
+        passes, noted = bench.passes[unit.stage], monotonic()
+        passes.load(unit.checkpoint)
+        left = np.arange(rows.start, len(data))
+        batches = [left[b] for b in cut(len(left), bench.batch_size)]
+        label, room = f"gradients, step {unit.checkpoint.step}", bench.memory // 4
+        with passes.clock("projection"):
+            for piece in projected(
+                passes, data, batches, LOSS, self.projection(bench), room, label
+            ):
+                self._refuse_bad(piece.rows, piece.indices, data, unit.checkpoint)
+                rows.write(int(piece.indices[0]), piece.rows)
+                if monotonic() - noted > NOTED_EVERY:
+                    rows.flush()
+                    self._about["partial"][unit.name] = int(piece.indices[-1]) + 1
+                    self._note()
+                    noted = monotonic()
+        rows.finish()
+        self._about["partial"].pop(unit.name, None)
+        self._note()
+
+    @staticmethod
+    def _refuse_bad(
+        rows: Tensor, indices: NDArray[np.int64], data: Batches, checkpoint: Weights
+    ) -> None:
+        bad = indices[(~rows.isfinite().all(1)).cpu().numpy()]
+        if len(bad):
+            named = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+            raise FloatingPointError(
+                f"checkpoint at step {checkpoint.step}: the projected gradient is NaN or infinite "
+                f"for {data.name} example {named}. Mend or leave out the example, or use float64"
+            )
+
+    def _add_moments(self, bench: Bench, unit: Unit, signal: Signal) -> None:
+        """Second moments of the examples that are not in them yet."""
+        ranges = self._about["moments"].setdefault(self._moments_name(unit, signal), [])
+        first, last = ranges[-1][1] if ranges else 0, len(self.study.data[unit.stage])
+        if first == last:
+            return
+        chosen = np.arange(last)
+        if signal != MEASUREMENT:
+            chosen = self.study.used(bench.run, unit.stage)
+        chosen = chosen[(chosen >= first) & (chosen < last)]
+        about = self._moments_key(unit, signal, [first, last])
+        if signal == LOSS and len(chosen):  # the stored rows are what it is made of
+            found = self._row_moments(bench, self.rows(unit.stage, unit.checkpoint), chosen)
+            self._factors.put(key_of(about), found, about)
+        elif len(chosen):
+            part = Part(bench.passes[unit.stage], self.study.data[unit.stage], chosen, {})
+            room, batch = bench.memory // 4, bench.batch_size
+            projection = self.projection(bench)
+            moments([part], unit.checkpoint, signal, projection, self._factors, about, batch, room)
+        ranges.append([first, last, len(chosen)])
+        self._note()
+
+    def _row_moments(
+        self, bench: Bench, rows: Tensor, chosen: NDArray[np.int64]
+    ) -> dict[str, Tensor]:
+        found = {}
+        for k, where in enumerate(self.projection(bench).columns):
+            d = where.stop - where.start
+            total = torch.zeros(d, d, dtype=torch.float64, device=bench.any.device)
+            for block in cut(len(chosen), 4 * bench.batch_size):
+                add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
+            found[f"{k}"] = mirror(total)
+        return found
+
+    def _moments(
+        self, bench: Bench, stage: str, checkpoint: Weights, signal: Signal
+    ) -> list[Tensor]:
+        unit = next(
+            u
+            for u in self._units(bench.run)
+            if u.stage == stage and u.checkpoint.step == checkpoint.step
+        )
+        ranges = self._about["moments"].get(self._moments_name(unit, signal), [])
+        if not ranges or ranges[-1][1] != self._about["data"][stage]["examples"]:
+            raise ValueError(
+                f"the store has no second moments of {signal.name} gradients of {stage} at step "
+                f"{checkpoint.step} (for TRAK: of this measurement). Build it again, and they are "
+                "added"
+            )
+        sums: list[Tensor] = []
+        for first, last, count in ranges:
+            if count == 0:  # none of these examples was trained on
+                continue
+            found = self._factors.get(key_of(self._moments_key(unit, signal, [first, last])))
+            if found is None:
+                raise FileNotFoundError(
+                    f"the store in {self.path} is not whole: second moments at step "
+                    f"{checkpoint.step} are missing. Delete it, and build it again"
+                )
+            parts = [found[f"{k}"].to(bench.any.device) for k in range(len(found))]
+            sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+        return sums
+
+    def _moments_name(self, unit: Unit, signal: Signal) -> str:
+        what = signal.name
+        if signal == MEASUREMENT:
+            what += f" {self.study.tasks[unit.stage]!r}"
+        return f"{unit.name} {what}"
+
+    def _moments_key(self, unit: Unit, signal: Signal, examples: list[int]) -> dict[str, Any]:
+        return {
+            "what": "second moments",
+            "of": self._moments_name(unit, signal),
+            "examples": examples,
+        }
+
+    def _eigenbasis(self, bench: Bench) -> dict[str, Kept]:
+        """The kept coordinates, fitted at the first build and never again."""
+        device, dtype = bench.any.device, bench.any.dtype
+        key = key_of({"eigenbasis": self._about["settings"]})
+        found = self._factors.get(key)
+        if found is None:
+            if self._about["partial"] or any((self.path / "gradients").iterdir()):
+                raise ValueError(
+                    f"the eigenbasis of the store in {self.path} is missing: delete the store, and "
+                    "build it again"
+                )
+            s = self._about["settings"]
+            fitter = bench.fitter(
+                self.study.stages, kind="ekfac", fisher=s["fisher"], seed=s["seed"]
+            )
+            checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units(bench.run)}
+            curvature = fitter.fit(list(checkpoints.values()))
+            found = {}
+            for name, kept in leading(curvature, trained_blocks(bench), s["dimension"]).items():
+                found |= {f"{name}/outputs": kept.basis.outputs, f"{name}/rows": kept.rows}
+                found |= {f"{name}/inputs": kept.basis.inputs, f"{name}/columns": kept.columns}
+            self._factors.put(key, found, {"what": "eigenbasis"})
+        placed = {}
+        for name in (b.name for b in trained_blocks(bench)):
+            if f"{name}/rows" in found:
+                basis = Basis(found[f"{name}/outputs"], found[f"{name}/inputs"]).to(device, dtype)
+                rows, columns = (found[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
+                placed[name] = Kept(basis, rows, columns)
+        return placed
+
+    def _announce(self, bench: Bench) -> None:
+        s, blocks = self._about["settings"], bench.any.tracked.blocks
+        forward = sum(cost.forward_backward(b, bench.positions[b.name]) for b in blocks)
+        work = 2.0 * sum(b.size for b in blocks) * s["dimension"]
+        if s["projection"] == "eigenbasis":
+            work = sum(cost.rotate_examples(b, bench.positions[b.name], 1) for b in blocks)
+        made = sum(signal != LOSS for _, signal in self._wanted_moments(bench.run))
+        passes = {"gradients": len(self._units(bench.run)), "second moments": made}
+        each = dict.fromkeys(passes, forward + work)
+        announce(self, bench, each, passes, 3 * s["dimension"] ** 2)
+
+    def _check_room(self) -> None:
+        d, units = self.dimension, self._units(_only_run(self.study))
+        rows = sum(len(self.study.data[u.stage]) for u in units if not self._path(u.name).exists())
+        needed = rows * d * self._dtype.itemsize + 8 * d * d
+        free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise OSError(
+                f"the store needs {needed / 2**30:.1f} GiB in {self.path}, where "
+                f"{free / 2**30:.1f} GiB are free: choose another path, or a smaller dimension"
+            )
+
+    @property
+    def _fisher(self) -> Signal:
+        s = self._about["settings"]
+        return LOSS if s["fisher"] == "empirical" else Signal(s["fisher"], s["seed"])
+
+    @property
+    def _dtype(self) -> np.dtype[np.floating]:
+        wide = accumulator(getattr(torch, self._about["settings"]["dtype"]))
+        return np.dtype(np.float64 if wide == torch.float64 else np.float32)
+
+    def _name(self, stage: str, step: int) -> str:
+        return f"{self.study.stages.index(stage)}-{step:08d}"
+
+    def _path(self, name: str) -> Path:
+        return self.path / "gradients" / f"{name}.npy"
+
+    def _note(self) -> None:
+        write_json(self.path / "store.json", self._about)
+
+    def __repr__(self) -> str:
+        s = self._about["settings"]
+        counts = ", ".join(f"{k}: {v['examples']:,}" for k, v in self._about["data"].items())
+        return (
+            f"GradientStore({self.path}: {s['projection']}, dimension {s['dimension']}, examples "
+            f"{{{counts}}}, for {', '.join(self._about['methods'])})"
+        )
+
+
+# -- what a store was made of ------------------------------------------------------------------
+
+
+def _only_run(study: Study) -> Run:
+    if len(study.runs) != 1:
+        raise ValueError(
+            f"a store holds one run, and the study has {len(study.runs)}: make a store for each, "
+            "and average their scores with whence.scores.ensemble"
+        )
+    return study.runs[0]
+
+
+def _check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
+    given = [("projection", projection, PROJECTIONS), ("fisher", fisher, FISHERS)]
+    given += [("methods", name, METHODS) for name in methods]
+    for name, value, options in given:
+        if value not in options:
+            known = ", ".join(map(repr, options))
+            raise ValueError(f"{name}={value!r} is not known: use one of {known}")
+    if not methods:
+        raise ValueError(f"methods is empty: name at least one of {', '.join(METHODS)}")
+
+
+def _identity(bench: Bench) -> dict[str, Any]:
+    """Weights, model, task and layers; the data is compared apart, for it may grow."""
+    study = bench.study
+    tasks = {}
+    for stage in study.stages:
+        task = study.tasks[stage]
+        settings = {k: v for k, v in vars(task).items() if k not in MEASURED}
+        tasks[stage] = f"{type(task).__qualname__} {settings!r}"
+    return {
+        "run": bench.run.fingerprint,
+        "models": {
+            s: hashlib.sha256(repr(m).encode()).hexdigest() for s, m in study.models.items()
+        },
+        "tasks": tasks,
+        "layers": [[b.name, b.o, b.width] for b in trained_blocks(bench)],
+    }
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / "store.json"
+    if not file.is_file():
+        what = "has no store.json" if folder.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{folder} {what}: give a folder that GradientStore.build made")
+    try:
+        about = dict(json.loads(file.read_text()))
+        schema = about["schema"]
+        known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
+        missing = known - about.keys()
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the description of a store ({error})") from error
+    if schema != SCHEMA:
+        raise ValueError(f"{file} has schema {schema!r}, and this whence reads {SCHEMA}")
+    if missing:
+        raise ValueError(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
+    return about
+
+
+def _same(folder: Path, about: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a store that was made of something else, naming what."""
+    words = {
+        "run": "other weights or rates of the run",
+        "models": "another model",
+        "tasks": "another task",
+        "layers": "other layers",
+    }
+    for group, values in wanted.items():
+        mine = json.loads(json.dumps(values))
+        differs = [k for k in mine if about[group].get(k) != mine[k]]
+        if differs:
+            said = [words.get(k, f"{k}={about[group].get(k)!r}, not {mine[k]!r}") for k in differs]
+            raise ValueError(
+                f"the store in {folder} was made with {'; '.join(said)}. Choose another path, or "
+                "delete that folder"
+            )
+
+
+def _check_data(folder: Path, stage: str, known: Mapping[str, Any], data: Batches) -> None:
+    """The store's examples must be the first of the data's."""
+    count = known["examples"]
+    if len(data) < count or _digest(data, count) != known["sha256"]:
+        raise ValueError(
+            f"the store in {folder} was made of other data: the first {count} examples of "
+            f"{data.name} are not those it was made of (the data may only grow at its end)"
+        )
+
+
+def _digest(data: Batches, count: int) -> str:
+    """SHA-256 of the first examples."""
+    first: Any = Subset(data.dataset, range(count))
+    if type(data.dataset) is TensorDataset:
+        first = TensorDataset(*(tensor[:count] for tensor in data.dataset.tensors))
+    return Batches(data.name, first, data.collate).fingerprint()
