@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
@@ -276,6 +277,21 @@ def descent(parameters: Any) -> torch.optim.Optimizer:
     return SGD(parameters, lr=0.05)
 
 
+def test_a_model_that_works_on_its_input_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(INPUTS, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x.mul_(2.0))
+
+    before = [t.clone() for t in (*recipes.dataset().tensors, *QUERY.tensors)]
+    data = recipes.dataset()
+    assert_right(recipes.recipe(model=lambda: InPlace().double(), train=data), engine="products")
+    assert all(map(torch.equal, before, (*data.tensors, *QUERY.tensors)))
+
+
 def test_a_forced_engine_must_do() -> None:
     for model in (recipes.dropout, recipes.batch_norm):
         with pytest.raises(
@@ -357,9 +373,12 @@ def test_optimizers(settings: dict[str, Any], engine: str) -> None:
     np.testing.assert_allclose(alone, plainly_measured(recipe, training, QUERY), rtol=1e-9)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+def test_optimizers_that_are_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS computes the loss several times"):
         recipes.recipe(optimizer=torch.optim.LBFGS).run(0)
+    temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        recipes.recipe(optimizer=lambda p: SGD([*p, temperature], lr=0.1)).run(0)
 
 
 # --- data --------------------------------------------------------------------------------------
@@ -387,6 +406,21 @@ def test_a_few_short_texts_among_long_ones() -> None:
         model=lambda: Words().double(), train=rows, collate=pad, batch_size=1, epochs=1
     )
     assert_right(recipe, rows[:3], engine="single")
+
+
+def test_batches_that_hold_more_than_examples() -> None:
+    def collate(rows: list[Any]) -> Any:
+        ids, labels = default_collate(rows)
+        return {"ids": ids, "scale": torch.tensor(1.0), "labels": labels}
+
+    class Scaled(Words):
+        def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(ids) * scale
+
+    recipe = recipes.recipe(
+        model=lambda: Scaled().double(), train=list(tokens(40)), collate=collate
+    )
+    assert_right(recipe, list(tokens(4, 1)), engine="single")
 
 
 def test_mappings_of_any_kind_are_stacked() -> None:
@@ -468,6 +502,17 @@ def test_the_memory_of_activations_counts() -> None:
     assert shop.at_once(Training(0), None, 256) > 10
     assert shop.at_once(Training(0), 10 * each * threads, 256) < 10
     assert shop.at_once(Training(0), 1, 256) == 1
+
+
+def test_a_long_training_of_few_updates_is_kept_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipes.recipe(model=recipes.dropout, epochs=1)
+    trainings = [Training(0), Training(1)]
+    wanted = measure(recipe, QUERY, trainings, engine="single", progress=False)
+    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", -1.0)
+    kept = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
+    assert np.array_equal(kept, wanted)
 
 
 # --- recipes -----------------------------------------------------------------------------------

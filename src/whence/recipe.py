@@ -104,6 +104,12 @@ class StageRecipe:
                 "LBFGS computes the loss several times in an update, which a recipe does once: use "
                 "another optimizer"
             )
+        own = {id(p) for p in model.parameters()}
+        if not own.issuperset(id(p) for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "optimizer(parameters) trains a tensor that is none of the model's parameters: a "
+                "second training would go on from the first. Make it a parameter of the model"
+            )
         return optimizer
 
     def make_scheduler(self, optimizer: Optimizer, examples: int) -> Any:

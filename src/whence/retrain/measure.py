@@ -184,8 +184,8 @@ class Workshop:
             return shop
         try:
             shop.data()
-        except ValueError as error:
-            shop.why = str(error)
+        except Exception as error:  # whatever a collate may raise on all examples at once
+            shop.why = str(error) or repr(error)
         else:
             engines = ("products", "vmap") if engine == "auto" else (engine,)
             shop.engine, shop.why = choose_engine(recipe, query, shop.device, engines)
@@ -239,10 +239,8 @@ class Workshop:
                 kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
                 return x
 
-            task, batch = (
-                copy.copy(stage.task),
-                self.data()[stage.name].rows(slice(stage.batch_size)),
-            )
+            task, rows = copy.copy(stage.task), torch.arange(stage.batch_size)
+            batch = self.data()[stage.name].rows(rows)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 losses = task.losses(task.outputs(model, batch), batch)
             most = max(most, sum(kept.values()))
@@ -311,7 +309,7 @@ class Workshop:
         totals = [s.total_steps(len(examples[s.name])) for s in self.recipe.stages]
         # the same update counts whenever it is gone on with
         ends = np.cumsum(totals)
-        steps = sorted({*np.linspace(0, ends[-1], 17, dtype=int)[1:].tolist(), *ends.tolist()})
+        steps = sorted({*np.linspace(0, ends[-1], 17, dtype=int).tolist(), *ends.tolist()} - {0})
         run = self.recipe.run(
             training.seed,
             folder,

@@ -85,7 +85,8 @@ class Data:
             )
         self.tree = place(self.tree, device, dtype)
 
-    def rows(self, index: Tensor | slice) -> Any:
+    def rows(self, index: Tensor) -> Any:
+        """A copy of these rows: a model may work on its input in place."""
         return tree_map(lambda column: column[index], self.tree)
 
 
