@@ -432,3 +432,14 @@ def test_mislabeled_bad_input(suspicion: Any, flipped: Any, message: str) -> Non
 def test_a_share_outside_the_data() -> None:
     with pytest.raises(ValueError, match="share=2: it must be between 0 and 1"):
         mislabeled(np.arange(4.0), [0]).found_after(2)
+
+
+def test_scores_of_other_queries_are_refused(values: Array, truth: Truth) -> None:
+    """By what the queries hold, where scores and truth know it."""
+    scores = scores_of(values)
+    scores.provenance["query"] = "these"
+    truth.query = "those"
+    with pytest.raises(ValueError, match="other queries than the truth"):
+        lds(scores, truth)
+    truth.query = "these"
+    lds(scores, truth)

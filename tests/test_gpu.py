@@ -35,7 +35,7 @@ METHODS = [
     whence.Influence(1e-3),
     whence.Influence("source"),
     whence.Influence("source", solver="cg"),
-    whence.Influence("source", solver="arnoldi"),
+    whence.Influence("source", solver="arnoldi", rank=5, iterations=30),
     whence.Influence(solver="datainf"),
     whence.TracIn(),
 ]

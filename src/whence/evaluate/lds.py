@@ -425,6 +425,12 @@ def _group_predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
                     f"the scores have {name}={ours!r}, the truth {name}={theirs!r}: attribute with "
                     "the task that the truth was measured with"
                 )
+        asked = scores.provenance.get("query")
+        if asked and truth.query and asked != truth.query:
+            raise ValueError(
+                "the scores were made for other queries than the truth (their contents differ, or "
+                "their order): attribute the queries that the truth was measured on"
+            )
         values: NDArray[Any] = scores.values
         across = columns(scores, truth.stage, n, "the truth")
         down = by_number("query_ids", scores.query_ids, "the truth")

@@ -198,6 +198,7 @@ class Method(ABC):
             "diagnostics": bench.diagnostics,
             "provenance": {
                 "run": bench.run.fingerprint,
+                "query": None if bench.query is None else bench.query.fingerprint(),
                 "torch": torch.__version__,
                 "device": str(bench.any.device),
                 "dtype": str(bench.any.dtype),

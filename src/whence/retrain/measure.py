@@ -28,7 +28,7 @@ from whence.retrain.stack import Data, Interrupted, Stack, choose_engine, train_
 from whence.retrain.training import Training
 
 ENGINES = ("auto", "products", "vmap", "single")
-CACHED = 16 * 2**20  # bytes of parameters, gradients and momenta that a CPU core keeps at hand
+CACHED = 32 * 2**20  # bytes of parameters, gradients and momenta that a CPU core keeps at hand
 LONG = 60.0  # seconds; longer trainings, made one at a time, are kept on the way
 PROBED = 8  # models whose memory is measured
 
