@@ -10,7 +10,7 @@ demo: .venv/.installed-demo
 	$(BIN)/python -m whence.demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 	$(BIN)/mkdocs build --strict
 
 lint: .venv/.installed-test
