@@ -501,7 +501,10 @@ def test_the_memory_of_activations_counts() -> None:
     threads = torch.get_num_threads()
     assert shop.at_once(Training(0), None, 256) > 10
     assert shop.at_once(Training(0), 10 * each * threads, 256) < 10
-    assert shop.at_once(Training(0), 1, 256) == 1
+    assert shop.at_once(Training(0), "1MB", 256) == 1
+    for memory in (1, "much"):
+        with pytest.raises(ValueError, match="use bytes, or a text like '8GB'"):
+            shop.at_once(Training(0), memory, 256)
 
 
 def test_a_long_training_of_few_updates_is_kept_too(

@@ -102,7 +102,7 @@ def subset_removal(
     stage: str | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     executor: str | None = None,
     engine: str = "auto",
     progress: bool = True,

@@ -68,7 +68,7 @@ class LeaveOneOut:
         *,
         out: str | os.PathLike[str] | None = None,
         device: torch.device | str | None = None,
-        memory: int | None = None,
+        memory: int | str | None = None,
         executor: str | None = None,
         engine: str = "auto",
         progress: bool = True,

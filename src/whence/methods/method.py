@@ -20,7 +20,8 @@ from tqdm import tqdm
 from whence.curvature import cost, key_of
 from whence.data import Batches
 from whence.layers.passes import precision_as_asked
-from whence.methods.bench import Bench, allowance
+from whence.memory import allowance
+from whence.methods.bench import Bench
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.study import Study

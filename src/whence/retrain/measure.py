@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from whence.data import Batches, cut, place
+from whence.memory import allowance, free_and_total
 from whence.recipe import Recipe, training_device
 from whence.retrain.grid import Grid
 from whence.retrain.stack import Data, Interrupted, Stack, choose_engine, train_stack
@@ -30,6 +31,7 @@ from whence.retrain.training import Training
 ENGINES = ("auto", "products", "vmap", "single")
 CACHED = 32 * 2**20  # bytes of parameters, gradients and momenta that a CPU core keeps at hand
 LONG = 60.0  # seconds; longer trainings, made one at a time, are kept on the way
+SHARE = {"cuda": 0.85, "cpu": 0.5}  # of free memory, that models take by default
 PROBED = 8  # models whose memory is measured
 
 
@@ -40,7 +42,7 @@ def measure(
     *,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     executor: str | None = None,
     engine: str = "auto",
     progress: bool = True,
@@ -55,7 +57,8 @@ def measure(
         out: folder in which every finished training is kept; the same call goes on from there, and
             several processes may share it.
         device: where to train (default: a GPU when there is one).
-        memory: bytes that models trained at once may take (default: most of what is free).
+        memory: what models trained at once may take, in bytes or like "8GB" (default: most of what
+            is free).
         executor: None for this process (under torchrun, for each of its processes), "ray" for a
             Ray cluster.
         engine: "auto"; or how to train at once: "products", "vmap", or "single" for one by one.
@@ -91,7 +94,7 @@ def run_grid(
     grid: Grid,
     *,
     device: torch.device | str | None,
-    memory: int | None,
+    memory: int | str | None,
     executor: str | None,
     engine: str,
     progress: bool,
@@ -216,18 +219,21 @@ class Workshop:
             self._data[_QUERY] = Data(self.query, self.device, self.dtype)
         return self._data
 
-    def at_once(self, example: Training, memory: int | None, most: int) -> int:
+    def at_once(self, example: Training, memory: int | str | None, most: int) -> int:
         """How many models to train together: as many as fit; on a CPU, as its caches hold."""
         if self.engine is None:
             return 1
+        if memory is None:
+            room = int(free_and_total(self.device)[0] * SHARE.get(self.device.type, 0.5))
+        else:
+            room = allowance(memory, self.device)
         if self.device.type == "cpu":
             size = sum(p.numel() * p.element_size() for p in self.recipe.build(0).parameters())
             each = 6 * size + 2 * self._activations()
-            room = (_free() // 2 if memory is None else memory) // torch.get_num_threads()
+            room //= torch.get_num_threads()
             fit = min(64, max(4, CACHED // (3 * size)), room // each)
             return int(max(1, min(fit, -(-most // torch.get_num_threads()))))
-        free = torch.cuda.mem_get_info(self.device)[0] * 0.85 if memory is None else memory
-        return int(max(1, min(most, free // self._bytes_each(example))))
+        return int(max(1, min(most, room // self._bytes_each(example))))
 
     def _activations(self) -> int:
         """The bytes that a model keeps of a batch for its backward pass, in the largest stage."""
@@ -332,16 +338,6 @@ class Workshop:
 
 
 _QUERY = "#query"  # beside the stages' names
-
-
-def _free() -> int:
-    """Bytes of memory that this machine has left."""
-    try:
-        with open("/proc/meminfo") as file:
-            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-        return found["MemAvailable"]
-    except (OSError, KeyError):  # not Linux: assume a small machine
-        return 8 * 2**30
 
 
 def _work(workshop: Workshop, units: Sequence[Sequence[Training]], grid: Grid, bar: Any) -> None:

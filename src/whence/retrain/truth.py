@@ -155,7 +155,7 @@ def ground_truth(
     out: str | os.PathLike[str] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     executor: str | None = None,
     engine: str = "auto",
     progress: bool = True,
