@@ -14,7 +14,7 @@ own (see `dynamics`). The sign is that of f(with m) - f(without m).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -106,7 +106,14 @@ class Source(GradientMethod):
             examples = len(bench.study.used(bench.run, term.stage))
             dynamics = self._dynamics(bench, segment, term.checkpoints)
             prepared.append(Prepared(segment, term.checkpoints, dynamics, examples))
-        bench.diagnostics["segments"] = [_diagnosed(p) for p in prepared]
+        bench.diagnostics["segments"] = [
+            described(
+                p.segment,
+                [x for name, x in p.dynamics.durations.items() if name in p.dynamics.curvature],
+                p.dynamics.exponents().values(),
+            )
+            for p in prepared
+        ]
         return prepared
 
     def passes_needed(self, bench: Bench) -> dict[str, int]:
@@ -280,21 +287,21 @@ def _check_moments(
                 )
 
 
-def _diagnosed(p: Prepared) -> dict[str, Any]:
-    """η̄K and the spread of η̄Kσ, for people to read."""
+def described(
+    segment: Segment, durations: Iterable[float], exponents: Iterable[Tensor]
+) -> dict[str, Any]:
+    """A segment's η̄K and the spread of η̄Kσ, for people to read."""
     levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.95, 1.0], dtype=torch.float64)
-    exponents = torch.cat([x.double().flatten().cpu() for x in p.dynamics.exponents().values()])
-    exponents = exponents.sort().values
-    chosen = exponents[(levels * (len(exponents) - 1)).round().long()]
-    durations = [x for name, x in p.dynamics.durations.items() if name in p.dynamics.curvature]
+    x = torch.cat([part.double().flatten().cpu() for part in exponents]).sort().values
+    chosen, times = x[(levels * (len(x) - 1)).round().long()], list(durations)
     return {
-        "start": p.segment.start,
-        "end": p.segment.end,
-        "stage": p.segment.stage.name,
-        "checkpoints": [c.step for c in p.segment.checkpoints],
-        "duration": {"least": min(durations), "most": max(durations)},
+        "start": segment.start,
+        "end": segment.end,
+        "stage": segment.stage.name,
+        "checkpoints": [c.step for c in segment.checkpoints],
+        "duration": {"least": min(times), "most": max(times)},
         "duration_times_eigenvalue": {
-            f"{level:.2f}": float(x) for level, x in zip(levels, chosen, strict=True)
+            f"{level:.2f}": float(value) for level, value in zip(levels, chosen, strict=True)
         },
     }
 

@@ -27,7 +27,13 @@ from whence.layers.passes import Weights
 from whence.methods.bench import Bench, Term
 from whence.methods.method import Method, asked_stages
 from whence.methods.scoring import Columns, Scoring
-from whence.methods.source import PRECONDITIONED, Source, block_durations, known_optimizer
+from whence.methods.source import (
+    PRECONDITIONED,
+    Source,
+    block_durations,
+    described,
+    known_optimizer,
+)
 from whence.methods.trak import check_rank, cholesky
 from whence.run import Run, Segment
 from whence.scores import Scores
@@ -274,7 +280,15 @@ class StoredSource(Stored):
         segments = bench.run.segments(self.segments)
         stretches = [self._stretches(bench, segment) for segment in segments]
         bench.diagnostics.setdefault(
-            "segments", [_diagnosed(s, p) for s, p in zip(segments, stretches, strict=True)]
+            "segments",
+            [
+                described(
+                    segment,
+                    torch.cat([part.T for part in parts]).tolist(),
+                    [part.x for part in parts],
+                )
+                for segment, parts in zip(segments, stretches, strict=True)
+            ],
         )
         columns = self._store.projection(bench).columns
         v = projected(bench.run.final).to(stretches[-1][0].V.dtype)
@@ -351,21 +365,3 @@ def solve(factors: list[Tensor], φ: Tensor) -> Tensor:
         solved.append(torch.cholesky_solve(part.T, factor).T)
         start += len(factor)
     return torch.cat(solved, 1)
-
-
-def _diagnosed(segment: Segment, parts: list[Stretch]) -> dict[str, Any]:
-    """η̄K and the spread of η̄Kσ, for people to read."""
-    levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.95, 1.0], dtype=torch.float64)
-    x = torch.cat([part.x.double().cpu() for part in parts]).sort().values
-    chosen = x[(levels * (len(x) - 1)).round().long()]
-    T = torch.cat([part.T for part in parts])
-    return {
-        "start": segment.start,
-        "end": segment.end,
-        "stage": segment.stage.name,
-        "checkpoints": [c.step for c in segment.checkpoints],
-        "duration": {"least": float(T.min()), "most": float(T.max())},
-        "duration_times_eigenvalue": {
-            f"{level:.2f}": float(value) for level, value in zip(levels, chosen, strict=True)
-        },
-    }
