@@ -15,9 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-FEW = 6  # vectors for which products one by one are faster (they hang on memory alone) ...
-CACHED = 128  # ... on so many rows at a time, which then stay in the processor's cache
-LEAST = 16  # columns below which a matrix product wastes time
+CACHED = 8 * 2**20  # bytes of rows that meet the vectors at a time, out of the processor's cache
 
 
 def finished(path: Path, dimension: int, dtype: np.dtype[np.floating]) -> int:
@@ -102,16 +100,10 @@ class Rows:
 
 def inner(rows: Tensor, vectors: Tensor) -> Tensor:
     """vectors (q, d) times rows (n, d): (q, n), at the speed of memory for a few vectors."""
-    q, n = len(vectors), len(rows)
-    if rows.device.type != "cpu" or q >= LEAST:
+    if rows.device.type != "cpu" or len(vectors) == 1:
         return vectors @ rows.T
-    if q > FEW:
-        padded = vectors.new_zeros(LEAST, vectors.shape[1])
-        padded[:q] = vectors
-        return (padded @ rows.T)[:q]
-    found = vectors.new_empty(q, n)
-    for start in range(0, n, n if q == 1 else CACHED):
-        part = rows[start : start + (n if q == 1 else CACHED)]
-        for vector, out in zip(vectors, found, strict=True):
-            torch.mv(part, vector, out=out[start : start + len(part)])
+    found = vectors.new_empty(len(vectors), len(rows))
+    step = max(1, CACHED // (rows.shape[1] * rows.element_size()))
+    for start in range(0, len(rows), step):
+        found[:, start : start + step] = vectors @ rows[start : start + step].T
     return found
