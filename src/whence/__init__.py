@@ -1,5 +1,6 @@
 """whence: where in its training data does a model's behaviour come from?"""
 
+from whence import evaluate, layers, report, retrain
 from whence.methods import (
     Downsampling,
     FastSource,
@@ -44,4 +45,8 @@ __all__ = [
     "TracIn",
     "Trak",
     "Unrolled",
+    "evaluate",
+    "layers",
+    "report",
+    "retrain",
 ]
