@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +11,8 @@ from torch.utils.data import TensorDataset
 
 import whence
 from experiments import data
+
+Task = tuple[whence.Recipe, TensorDataset]  # a recipe and its queries
 
 
 def mlp(*sizes: int) -> nn.Module:
@@ -23,48 +23,35 @@ def mlp(*sizes: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def momentum(rate: float, weight_decay: float) -> Callable[[Any], torch.optim.Optimizer]:
-    return partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=weight_decay)
+def with_momentum(
+    sets: tuple[TensorDataset, TensorDataset],
+    task: whence.Task,
+    sizes: tuple[int, ...],
+    rate: float,
+    weight_decay: float,
+    batch_size: int,
+) -> Task:
+    """An MLP, trained with momentum for 20 epochs."""
+    train, query = sets
+    optimizer = partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=weight_decay)
+    model = partial(mlp, *sizes)
+    return whence.Recipe(model, task, train, optimizer, batch_size, epochs=20), query
 
 
-def digits() -> tuple[whence.Recipe, TensorDataset]:
+def digits() -> Task:
     """scikit-learn's digits; not in the paper, but on every machine."""
-    train, query = data.digits()
-    recipe = whence.Recipe(
-        partial(mlp, 64, 128, 128, 128, 10),
-        whence.Classification(),
-        train,
-        momentum(3e-2, 1e-3),
-        batch_size=64,
-        epochs=20,
-    )
-    return recipe, query
+    sizes = (64, 128, 128, 128, 10)
+    return with_momentum(data.digits(), whence.Classification(), sizes, 3e-2, 1e-3, 64)
 
 
-def fashion_mnist() -> tuple[whence.Recipe, TensorDataset]:
-    train, query = data.fashion_mnist()
-    recipe = whence.Recipe(
-        partial(mlp, 784, 512, 256, 128, 10),
-        whence.Classification(),
-        train,
-        momentum(3e-2, 1e-3),
-        batch_size=64,
-        epochs=20,
-    )
-    return recipe, query
+def fashion_mnist() -> Task:
+    sizes = (784, 512, 256, 128, 10)
+    return with_momentum(data.fashion_mnist(), whence.Classification(), sizes, 3e-2, 1e-3, 64)
 
 
-def concrete() -> tuple[whence.Recipe, TensorDataset]:
-    train, query = data.concrete()
-    recipe = whence.Recipe(
-        partial(mlp, 8, 128, 128, 128, 1),
-        whence.Regression(),
-        train,
-        momentum(3e-2, 1e-5),
-        batch_size=32,
-        epochs=20,
-    )
-    return recipe, query
+def concrete() -> Task:
+    sizes = (8, 128, 128, 128, 1)
+    return with_momentum(data.concrete(), whence.Regression(), sizes, 3e-2, 1e-5, 32)
 
 
 TASKS = {"digits": digits, "fashion_mnist": fashion_mnist, "concrete": concrete}
