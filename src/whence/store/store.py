@@ -14,8 +14,6 @@ and the second moments alone (see `answers`).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -29,9 +27,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
 
-from whence.curvature import FISHERS, Part, Store, cost, key_of
+from whence.curvature import Part, Store, cost, key_of
 from whence.curvature.fit import accumulator
 from whence.curvature.products import Basis, add_gram, mirror
 from whence.data import Batches, cut
@@ -46,12 +43,20 @@ from whence.run.checkpoint import Checkpoint
 from whence.scores import Scores
 from whence.scores.files import make_folder, write_json
 from whence.store.answers import StoredInfluence, StoredSource, StoredTracIn, StoredTrak
+from whence.store.identity import (
+    METHODS,
+    SCHEMA,
+    check_choices,
+    check_data,
+    check_same,
+    digest_of,
+    identity_of,
+    only_run,
+    read,
+)
 from whence.store.rows import Rows, finished, mapped
-from whence.study import MEASURED, Study
+from whence.study import Study
 
-SCHEMA = 1
-METHODS = ("tracin", "influence", "trak", "source")
-PROJECTIONS = ("random", "eigenbasis")
 NOTED_EVERY = 5.0  # seconds between two notes of progress
 KEPT = 4 * 2**30  # bytes of decompositions that are held in memory
 AGREES = 1e-3  # relative: how well a row that is made again must agree with the stored one
@@ -133,8 +138,8 @@ class GradientStore:
                 checkpoints, "influence" and "trak" the last; all but "tracin" second moments.
             device, dtype, batch_size, memory, progress, workers: as in `Method.attribute`.
         """
-        run = _only_run(study)
-        _check_choices(projection, fisher, methods)
+        run = only_run(study)
+        check_choices(projection, fisher, methods)
         folder = Path(path)
         with torch.no_grad(), precision_as_asked():
             bench = lay_out(
@@ -156,12 +161,12 @@ class GradientStore:
                 "seed": seed,
                 "dtype": str(dtype).removeprefix("torch."),
             }
-            identity = _identity(bench)
+            identity = identity_of(bench)
             if (folder / "store.json").exists():
-                about = _read(folder)
-                _same(folder, about, {"settings": settings, "identity": identity})
+                about = read(folder)
+                check_same(folder, about, {"settings": settings, "identity": identity})
                 for stage, data in study.data.items():
-                    _check_data(folder, stage, about["data"][stage], data)
+                    check_data(folder, stage, about["data"][stage], data)
                 about["methods"] = [m for m in METHODS if m in {*about["methods"], *methods}]
             else:
                 if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -171,7 +176,7 @@ class GradientStore:
                 about |= {"data": {}, "partial": {}, "moments": {}}
             before = about["data"]
             about["data"] = {
-                stage: {"examples": len(data), "sha256": _digest(data, len(data))}
+                stage: {"examples": len(data), "sha256": digest_of(data, len(data))}
                 for stage, data in study.data.items()
             }
             if before != about["data"]:  # what answers made of fewer examples is of no use
@@ -189,8 +194,8 @@ class GradientStore:
         do not touch the training data.
         """
         folder = Path(path)
-        about = _read(folder)
-        run = _only_run(study)
+        about = read(folder)
+        run = only_run(study)
         if not about["complete"]:
             raise ValueError(
                 f"the store in {folder} is not finished: make the same GradientStore.build call "
@@ -199,9 +204,9 @@ class GradientStore:
         dtype = getattr(torch, about["settings"]["dtype"])
         with torch.no_grad(), precision_as_asked():
             bench = lay_out(study, run, dtype=dtype, progress=False)
-            _same(folder, about, {"identity": _identity(bench)})
+            check_same(folder, about, {"identity": identity_of(bench)})
         for stage, data in study.data.items():
-            _check_data(folder, stage, about["data"][stage], data)
+            check_data(folder, stage, about["data"][stage], data)
             if len(data) > about["data"][stage]["examples"]:
                 raise ValueError(
                     f"the store in {folder} is of {about['data'][stage]['examples']} examples, and "
@@ -577,7 +582,7 @@ class GradientStore:
         announce(self, bench, each, passes, 3 * s["dimension"] ** 2)
 
     def _check_room(self) -> None:
-        d, units = self.dimension, self._units(_only_run(self.study))
+        d, units = self.dimension, self._units(only_run(self.study))
         rows = sum(len(self.study.data[u.stage]) for u in units if not self._path(u.name).exists())
         needed = rows * d * self._dtype.itemsize + 8 * d * d
         free = shutil.disk_usage(self.path).free
@@ -616,97 +621,3 @@ class GradientStore:
 
 
 # -- what a store was made of ------------------------------------------------------------------
-
-
-def _only_run(study: Study) -> Run:
-    if len(study.runs) != 1:
-        raise ValueError(
-            f"a store holds one run, and the study has {len(study.runs)}: make a store for each, "
-            "and average their scores with whence.scores.ensemble"
-        )
-    return study.runs[0]
-
-
-def _check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
-    given = [("projection", projection, PROJECTIONS), ("fisher", fisher, FISHERS)]
-    given += [("methods", name, METHODS) for name in methods]
-    for name, value, options in given:
-        if value not in options:
-            known = ", ".join(map(repr, options))
-            raise ValueError(f"{name}={value!r} is not known: use one of {known}")
-    if not methods:
-        raise ValueError(f"methods is empty: name at least one of {', '.join(METHODS)}")
-
-
-def _identity(bench: Bench) -> dict[str, Any]:
-    """Weights, model, task and layers; the data is compared apart, for it may grow."""
-    study = bench.study
-    tasks = {}
-    for stage in study.stages:
-        task = study.tasks[stage]
-        settings = {k: v for k, v in vars(task).items() if k not in MEASURED}
-        tasks[stage] = f"{type(task).__qualname__} {settings!r}"
-    return {
-        "run": bench.run.fingerprint,
-        "models": {
-            s: hashlib.sha256(repr(m).encode()).hexdigest() for s, m in study.models.items()
-        },
-        "tasks": tasks,
-        "layers": [[b.name, b.o, b.width] for b in trained_blocks(bench)],
-    }
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    file = folder / "store.json"
-    if not file.is_file():
-        what = "has no store.json" if folder.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{folder} {what}: give a folder that GradientStore.build made")
-    try:
-        about = dict(json.loads(file.read_text()))
-        schema = about["schema"]
-        known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
-        missing = known - about.keys()
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not the description of a store ({error})") from error
-    if schema != SCHEMA:
-        raise ValueError(f"{file} has schema {schema!r}, and this whence reads {SCHEMA}")
-    if missing:
-        raise ValueError(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
-    return about
-
-
-def _same(folder: Path, about: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse a store that was made of something else, naming what."""
-    words = {
-        "run": "other weights or rates of the run",
-        "models": "another model",
-        "tasks": "another task",
-        "layers": "other layers",
-    }
-    for group, values in wanted.items():
-        mine = json.loads(json.dumps(values))
-        differs = [k for k in mine if about[group].get(k) != mine[k]]
-        if differs:
-            said = [words.get(k, f"{k}={about[group].get(k)!r}, not {mine[k]!r}") for k in differs]
-            raise ValueError(
-                f"the store in {folder} was made with {'; '.join(said)}. Choose another path, or "
-                "delete that folder"
-            )
-
-
-def _check_data(folder: Path, stage: str, known: Mapping[str, Any], data: Batches) -> None:
-    """The store's examples must be the first of the data's."""
-    count = known["examples"]
-    if len(data) < count or _digest(data, count) != known["sha256"]:
-        raise ValueError(
-            f"the store in {folder} was made of other data: the first {count} examples of "
-            f"{data.name} are not those it was made of (the data may only grow at its end)"
-        )
-
-
-def _digest(data: Batches, count: int) -> str:
-    """SHA-256 of the first examples."""
-    first: Any = Subset(data.dataset, range(count))
-    if type(data.dataset) is TensorDataset:
-        first = TensorDataset(*(tensor[:count] for tensor in data.dataset.tensors))
-    return Batches(data.name, first, data.collate).fingerprint()

@@ -1,0 +1,118 @@
+"""What a store is of, and whether a folder holds just that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Subset, TensorDataset
+
+from whence.curvature import FISHERS
+from whence.data import Batches
+from whence.methods.bench import Bench
+from whence.methods.trak import trained_blocks
+from whence.run import Run
+from whence.study import MEASURED, Study
+
+SCHEMA = 1
+METHODS = ("tracin", "influence", "trak", "source")
+PROJECTIONS = ("random", "eigenbasis")
+
+
+def only_run(study: Study) -> Run:
+    if len(study.runs) != 1:
+        raise ValueError(
+            f"a store holds one run, and the study has {len(study.runs)}: make a store for each, "
+            "and average their scores with whence.scores.ensemble"
+        )
+    return study.runs[0]
+
+
+def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
+    given = [("projection", projection, PROJECTIONS), ("fisher", fisher, FISHERS)]
+    given += [("methods", name, METHODS) for name in methods]
+    for name, value, options in given:
+        if value not in options:
+            known = ", ".join(map(repr, options))
+            raise ValueError(f"{name}={value!r} is not known: use one of {known}")
+    if not methods:
+        raise ValueError(f"methods is empty: name at least one of {', '.join(METHODS)}")
+
+
+def identity_of(bench: Bench) -> dict[str, Any]:
+    """Weights, model, task and layers; the data is compared apart, for it may grow."""
+    study = bench.study
+    tasks = {}
+    for stage in study.stages:
+        task = study.tasks[stage]
+        settings = {k: v for k, v in vars(task).items() if k not in MEASURED}
+        tasks[stage] = f"{type(task).__qualname__} {settings!r}"
+    return {
+        "run": bench.run.fingerprint,
+        "models": {
+            s: hashlib.sha256(repr(m).encode()).hexdigest() for s, m in study.models.items()
+        },
+        "tasks": tasks,
+        "layers": [[b.name, b.o, b.width] for b in trained_blocks(bench)],
+    }
+
+
+def read(folder: Path) -> dict[str, Any]:
+    file = folder / "store.json"
+    if not file.is_file():
+        what = "has no store.json" if folder.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{folder} {what}: give a folder that GradientStore.build made")
+    try:
+        about = dict(json.loads(file.read_text()))
+        schema = about["schema"]
+        known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
+        missing = known - about.keys()
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the description of a store ({error})") from error
+    if schema != SCHEMA:
+        raise ValueError(f"{file} has schema {schema!r}, and this whence reads {SCHEMA}")
+    if missing:
+        raise ValueError(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
+    return about
+
+
+def check_same(
+    folder: Path, about: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Refuse a store that was made of something else, naming what."""
+    words = {
+        "run": "other weights or rates of the run",
+        "models": "another model",
+        "tasks": "another task",
+        "layers": "other layers",
+    }
+    for group, values in wanted.items():
+        mine = json.loads(json.dumps(values))
+        differs = [k for k in mine if about[group].get(k) != mine[k]]
+        if differs:
+            said = [words.get(k, f"{k}={about[group].get(k)!r}, not {mine[k]!r}") for k in differs]
+            raise ValueError(
+                f"the store in {folder} was made with {'; '.join(said)}. Choose another path, or "
+                "delete that folder"
+            )
+
+
+def check_data(folder: Path, stage: str, known: Mapping[str, Any], data: Batches) -> None:
+    """The store's examples must be the first of the data's."""
+    count = known["examples"]
+    if len(data) < count or digest_of(data, count) != known["sha256"]:
+        raise ValueError(
+            f"the store in {folder} was made of other data: the first {count} examples of "
+            f"{data.name} are not those it was made of (the data may only grow at its end)"
+        )
+
+
+def digest_of(data: Batches, count: int) -> str:
+    """SHA-256 of the first examples."""
+    first: Any = Subset(data.dataset, range(count))
+    if type(data.dataset) is TensorDataset:
+        first = TensorDataset(*(tensor[:count] for tensor in data.dataset.tensors))
+    return Batches(data.name, first, data.collate).fingerprint()
