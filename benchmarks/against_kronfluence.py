@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 import whence
 from benchmarks.models import GPT, WORKLOADS, Workload, final_run
-from benchmarks.report import RESULTS, machine, write_readme
+from benchmarks.report import RESULTS, write_readme
+from experiments.machine import machine
 from whence.curvature import cost
 
 STAGES = ("covariances", "eigendecomposition", "eigenvalues", "scores")

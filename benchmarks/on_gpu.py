@@ -28,7 +28,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import whence
 from benchmarks.against_kronfluence import DAMPING, STAGES, floors
 from benchmarks.models import GPT, WORKLOADS, Workload, documents, final_run, run_of
-from benchmarks.report import RESULTS, machine, write_readme
+from benchmarks.report import RESULTS, write_readme
+from experiments.machine import machine
 from benchmarks.source_cost import METHODS, plain_pass
 
 GPT2 = replace(

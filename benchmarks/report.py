@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
-
-
-def machine() -> dict[str, str]:
-    """Where and with what a result was made."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "processor": model,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def _peer_table(results: dict[str, Any]) -> list[str]:

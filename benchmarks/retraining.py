@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 import whence
-from benchmarks.report import RESULTS, machine, write_readme
+from benchmarks.report import RESULTS, write_readme
+from experiments.machine import machine
 from experiments.tasks import TASKS
 from whence.retrain import Training, ground_truth, measure
 from whence.retrain.truth import draw_subsets

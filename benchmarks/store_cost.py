@@ -27,7 +27,8 @@ import torch
 
 import whence
 from benchmarks.models import final_run, vectors
-from benchmarks.report import RESULTS, machine, write_readme
+from benchmarks.report import RESULTS, write_readme
+from experiments.machine import machine
 from benchmarks.trak_cost import fashion_mlp
 from whence.scores import Scores
 from whence.store import GradientStore

@@ -25,7 +25,8 @@ from torch.utils.data import TensorDataset
 
 import whence
 from benchmarks.on_gpu import product_rate, settle
-from benchmarks.report import RESULTS, machine
+from benchmarks.report import RESULTS
+from experiments.machine import machine
 from experiments.tasks import mlp
 from whence.methods.hydra import Hydra
 from whence.methods.unrolled import CURVATURE_BATCH, STRETCHES, Unrolled

@@ -1,57 +1,586 @@
-"""The paper's tasks (appendix B.1): a recipe and the queries it is asked about."""
+"""The paper's tasks (appendix B.1): a recipe each, the queries it is asked about, and how much of
+its evaluation is done here."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import whence
-from experiments import data
 
-Task = tuple[whence.Recipe, TensorDataset]  # a recipe and its queries
+from . import data, models
 
+RESULTS = Path(__file__).parent / "results"
+Held = TensorDataset  # queries from its front, validation examples from its back
+Made = tuple[whence.Recipe, Held]
 
-def mlp(*sizes: int) -> nn.Module:
-    """Linear layers with ReLUs between them."""
-    layers: list[nn.Module] = []
-    for entering, leaving in pairwise(sizes):
-        layers += [nn.Linear(entering, leaving), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def with_momentum(
-    sets: tuple[TensorDataset, TensorDataset],
-    task: whence.Task,
-    sizes: tuple[int, ...],
-    rate: float,
-    weight_decay: float,
-    batch_size: int,
-) -> Task:
-    """An MLP, trained with momentum for 20 epochs."""
-    train, query = sets
-    optimizer = partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=weight_decay)
-    model = partial(mlp, *sizes)
-    return whence.Recipe(model, task, train, optimizer, batch_size, epochs=20), query
+# The order is that of tables and figures.
+PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1", "SOURCE")
+STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
+LINEAR = ("TracIn", "influence", "SOURCE, L = 1")
 
 
-def digits() -> Task:
-    """scikit-learn's digits; not in the paper, but on every machine."""
-    sizes = (64, 128, 128, 128, 10)
-    return with_momentum(data.digits(), whence.Classification(), sizes, 3e-2, 1e-3, 64)
+@dataclass(frozen=True)
+class Removal:
+    """Subset removal (appendix B.3): how many queries, how many examples to remove, seeds."""
+
+    queries: int = 100
+    k: tuple[int, ...] = ()
+    seeds: int = 3
+    select_seeds: int = 5
+    methods: tuple[str, ...] = ("TracIn", "TRAK", "influence", "SOURCE")
 
 
-def fashion_mnist() -> Task:
-    sizes = (784, 512, 256, 128, 10)
-    return with_momentum(data.fashion_mnist(), whence.Classification(), sizes, 3e-2, 1e-3, 64)
+@dataclass(frozen=True)
+class Scale:
+    """How much of a task is done.
+
+    Attributes:
+        subsets, seeds: M and R of the truth at α = ½.
+        queries: how many.
+        runs: models in an ensemble.
+        dear_runs: the same, for methods in `Experiment.dear`.
+        alphas: other sampling ratios at which the LDS is measured; 1.0 stands for 1 - 1/N.
+        epochs: numbers of epochs at which it is measured anew at α = 0.9.
+        downsampled: half-data models for Downsampling.
+        removal: subset removal.
+        panels: queries whose most helpful and harmful examples are kept.
+    """
+
+    subsets: int = 100
+    seeds: int = 10
+    queries: int = 500
+    runs: int = 10
+    dear_runs: int = 3
+    alphas: tuple[float, ...] = ()
+    epochs: tuple[int, ...] = ()
+    downsampled: int = 0
+    removal: Removal | None = None
+    panels: int = 0
 
 
-def concrete() -> Task:
-    sizes = (8, 128, 128, 128, 1)
-    return with_momentum(data.concrete(), whence.Regression(), sizes, 3e-2, 1e-5, 32)
+@dataclass(frozen=True)
+class Experiment:
+    """One task.
+
+    Attributes:
+        make: the recipe and the held-out data, small or not, with a rate and a weight decay.
+        setting: model and training, in words.
+        paper_seeds: R of the paper.
+        differs: what is not as in the paper.
+        group: "converged", "not converged", "two stages", "linear", or "not in the paper".
+        rates: learning rate and weight decay; None where `experiments.search` found them.
+        grid: what it searches: rates and weight decays.
+        segments, checkpoints, trak: L, C and TRAK's dimension.
+        methods: judged on every run; `dear` ones on fewer.
+        stage: whose data is attributed to and resampled.
+        gpu: whether the whole needs one to be done in a sitting.
+        kept: whether fitted factors are kept between methods (then `seconds` are not from scratch).
+        panel: what the examples are: "image", "text" or None.
+    """
+
+    name: str
+    title: str
+    make: Callable[[bool, float, float], Made]
+    setting: str
+    full: Scale
+    quick: Scale
+    group: str = "converged"
+    paper_seeds: int | None = None
+    differs: tuple[str, ...] = ()
+    rates: tuple[float, float] | None = None
+    grid: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    segments: int = 3
+    checkpoints: int = 6
+    trak: int = 4096
+    methods: tuple[str, ...] = PAPER
+    dear: tuple[str, ...] = ()
+    stage: str | None = None
+    gpu: bool = False
+    kept: bool = False
+    panel: str | None = None
+
+    def recipe(self, quick: bool = False) -> Made:
+        """The recipe at the rates that are given, or were found."""
+        return self.make(quick, *self.found_rates())
+
+    def found_rates(self) -> tuple[float, float]:
+        if self.rates is not None:
+            return self.rates
+        file = RESULTS / "search" / f"{self.name}.json"
+        if not file.exists():
+            raise FileNotFoundError(
+                f"{file} is not there: python -m experiments.search {self.name} finds the rate and "
+                "weight decay of this task"
+            )
+        best = json.loads(file.read_text())["best"]
+        return best["rate"], best["weight_decay"]
 
 
-TASKS = {"digits": digits, "fashion_mnist": fashion_mnist, "concrete": concrete}
+def sgd(rate: float, weight_decay: float, momentum: float = 0.9) -> Callable[[Any], Any]:
+    return partial(torch.optim.SGD, lr=rate, momentum=momentum, weight_decay=weight_decay)
+
+
+def adamw(rate: float, weight_decay: float) -> Callable[[Any], Any]:
+    return partial(torch.optim.AdamW, lr=rate, weight_decay=weight_decay)
+
+
+def to_zero(optimizer: Any, total_steps: int) -> Any:
+    """A rate that falls linearly to zero, as in the Transformers library's scripts."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+
+
+def rise_and_fall(optimizer: Any, total_steps: int) -> Any:
+    """A rate that rises for a fifth of the updates, and falls to zero (TRAK's CIFAR example)."""
+
+    def at(step: int) -> float:
+        done = (step + 1) / (total_steps + 1)
+        return min(done / 0.2, (1 - done) / 0.8)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, at)
+
+
+def crop_and_flip(batch: Any, uniform: Any) -> Any:
+    """A random 32 × 32 crop of the image padded by 4, flipped half of the time."""
+    images, labels = batch
+    drawn: Tensor = uniform(3)
+    count, _, height, width = images.shape
+    padded = F.pad(images, (4, 4, 4, 4))
+    down, right = ((drawn[:, k] * 9).long().clamp(max=8) for k in (0, 1))
+    rows = down[:, None] + torch.arange(height, device=images.device)
+    columns = right[:, None] + torch.arange(width, device=images.device)
+    columns = torch.where(drawn[:, 2:] < 0.5, columns.flip(1), columns)
+    each = torch.arange(count, device=images.device)[:, None, None]
+    cropped = padded[each, :, rows[:, :, None], columns[:, None, :]]  # (n, h, w, c)
+    return cropped.permute(0, 3, 1, 2), labels
+
+
+def first(dataset: TensorDataset, count: int | None) -> TensorDataset:
+    """The first so many examples; None for all."""
+    return TensorDataset(*(column[:count] for column in dataset.tensors))
+
+
+def frequent(sets: Sequence[TensorDataset], vocabulary: int) -> list[TensorDataset]:
+    """Token blocks in a vocabulary of the first set's most frequent tokens; the others are one."""
+    counts = torch.bincount(sets[0].tensors[0].flatten(), minlength=2**16)
+    place = torch.full_like(counts, vocabulary - 1)
+    place[counts.argsort(descending=True, stable=True)[: vocabulary - 1]] = torch.arange(
+        vocabulary - 1
+    )
+    return [TensorDataset(place[own.tensors[0]]) for own in sets]
+
+
+def regression(load: Callable[[], Any], epochs: int, quick: bool, rate: float, wd: float) -> Made:
+    train, held = load()
+    sizes = (train.tensors[0].shape[1], 128, 128, 128, 1)
+    return (
+        whence.Recipe(
+            partial(models.mlp, *sizes), whence.Regression(), train, sgd(rate, wd), 32, epochs
+        ),
+        held,
+    )
+
+
+def linear(load: Callable[[], Any], task: whence.Task, quick: bool, rate: float, wd: float) -> Made:
+    train, held = load()
+    outputs = 2 if isinstance(task, whence.Classification) else 1
+    model = partial(models.mlp, train.tensors[0].shape[1], outputs)
+    return whence.Recipe(model, task, train, sgd(rate, wd, 0.0), 32, epochs=3), held
+
+
+def perceptron(name: str, noisy: bool, epochs: int, quick: bool, rate: float, wd: float) -> Made:
+    train, held = data.images(name, 1200 if quick else 6000, noisy=noisy)
+    sizes = (784, 128, 64, 10) if quick else (784, 512, 256, 128, 10)
+    return (
+        whence.Recipe(
+            partial(models.mlp, *sizes), whence.Classification(), train, sgd(rate, wd), 64, epochs
+        ),
+        held,
+    )
+
+
+def digits(quick: bool, rate: float, wd: float) -> Made:
+    train, held = data.digits()
+    model = partial(models.mlp, 64, 128, 128, 128, 10)
+    return whence.Recipe(model, whence.Classification(), train, sgd(rate, wd), 64, 20), held
+
+
+def rotated(quick: bool, rate: float, wd: float) -> Made:
+    train, held = data.rotated_mnist(1500 if quick else 12_500)
+    sizes = (784, 128, 64, 10) if quick else (784, 512, 256, 128, 10)
+    recipe = whence.Recipe(
+        partial(models.mlp, *sizes),
+        whence.Classification(),
+        train,
+        sgd(rate, wd),
+        batch_size=128,
+        epochs={"first": 20, "second": 10},
+    )
+    return recipe, held
+
+
+def cifar10(quick: bool, rate: float, wd: float) -> Made:
+    train, held = data.cifar10(1000 if quick else 10_000)
+    recipe = whence.Recipe(
+        partial(models.ResNet9, width=16 if quick else 64),
+        whence.Classification(),
+        train,
+        sgd(rate, wd),
+        batch_size=100 if quick else 512,
+        epochs=8 if quick else 25,
+        scheduler=rise_and_fall,
+        transform=crop_and_flip,
+    )
+    return recipe, held
+
+
+def pacs(quick: bool, rate: float, wd: float) -> Made:
+    stages, held = data.pacs()
+    drawn = {"first": 7, "second": 4}  # every 7th image: the domains lie one after the other
+    train = {
+        name: TensorDataset(*(c[:: drawn[name] if quick else 1] for c in own.tensors))
+        for name, own in stages.items()
+    }
+    recipe = whence.Recipe(
+        partial(models.ResNet9, classes=7, stem_stride=2, width=16 if quick else 64),
+        whence.Classification(),
+        train,
+        sgd(rate, wd),
+        batch_size=64 if quick else 128,
+        epochs={"first": 6, "second": 3} if quick else {"first": 30, "second": 10},
+    )
+    return recipe, held
+
+
+def glue(name: str, length: int, train: int | None, quick: bool, rate: float, wd: float) -> Made:
+    own, held = data.glue(name, 48 if quick else length, 160 if quick else train)
+    recipe = whence.Recipe(
+        models.minilm,
+        models.TextClassification(),
+        own,
+        adamw(rate, wd),
+        batch_size=16 if quick else 32,
+        epochs=3,
+        scheduler=to_zero,
+    )
+    return recipe, held
+
+
+def wikitext2(quick: bool, rate: float, wd: float) -> Made:
+    length, vocabulary = (64, 1024) if quick else (512, 8192)
+    own, held = frequent(data.wikitext2(length), vocabulary)
+    size = (2, 64, 2) if quick else (4, 256, 4)
+    recipe = whence.Recipe(
+        partial(models.gpt2, vocabulary, *size, length),
+        whence.LanguageModeling(),
+        first(own, 400 if quick else None),
+        adamw(rate, wd),
+        batch_size=8,
+        epochs=5,
+        scheduler=to_zero,
+    )
+    return recipe, held
+
+
+def _named(*experiments: Experiment) -> Mapping[str, Experiment]:
+    return {experiment.name: experiment for experiment in experiments}
+
+
+QUICK = Scale(subsets=40, seeds=3, queries=50, runs=2, dear_runs=1)
+SLOW = Scale(subsets=16, seeds=1, queries=30, runs=1, dear_runs=1)  # where one training is slow
+SHARES = (0.1, 0.3, 0.7, 0.9, 1.0)
+SGDM = (3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)  # the upper part of the paper's grid
+SMALL_IMAGES = "the first 6,000 images of the training split (the paper: about 10 %)"
+
+TASKS: Mapping[str, Experiment] = _named(
+    Experiment(
+        "concrete",
+        "Concrete",
+        partial(regression, data.concrete, 20),
+        "MLP 8-128-128-128-1, SGD with momentum 3e-2, weight decay 1e-5, batch 32, 20 epochs",
+        Scale(seeds=100, queries=103),
+        QUICK,
+        paper_seeds=100,
+        rates=(3e-2, 1e-5),
+        trak=512,
+    ),
+    Experiment(
+        "parkinsons",
+        "Parkinsons",
+        partial(regression, data.parkinsons, 20),
+        "MLP 19-128-128-128-1, SGD with momentum 1e-2, weight decay 3e-5, batch 32, 20 epochs",
+        Scale(seeds=100),
+        Scale(subsets=24, seeds=2, queries=50, runs=1),
+        paper_seeds=100,
+        rates=(1e-2, 3e-5),
+    ),
+    Experiment(
+        "mnist",
+        "MNIST",
+        partial(perceptron, "mnist", False, 20),
+        "MLP 784-512-256-128-10, SGD with momentum 3e-2, weight decay 1e-3, batch 64, 20 epochs",
+        Scale(),
+        QUICK,
+        paper_seeds=10,
+        differs=(SMALL_IMAGES,),
+        rates=(3e-2, 1e-3),
+        gpu=True,
+    ),
+    Experiment(
+        "fashion_mnist",
+        "FashionMNIST",
+        partial(perceptron, "fashion_mnist", False, 20),
+        "MLP 784-512-256-128-10, SGD with momentum 3e-2, weight decay 1e-3, batch 64, 20 epochs",
+        Scale(
+            alphas=SHARES,
+            downsampled=512,
+            removal=Removal(k=(20, 40, 80, 160, 240, 320)),
+            panels=6,
+        ),
+        Scale(
+            subsets=40,
+            seeds=3,
+            queries=50,
+            runs=2,
+            dear_runs=1,
+            alphas=(0.3, 0.7),
+            downsampled=64,
+            removal=Removal(10, (20, 40, 80), 1, 2),
+            panels=3,
+        ),
+        paper_seeds=10,
+        differs=(SMALL_IMAGES,),
+        rates=(3e-2, 1e-3),
+        methods=(*PAPER, 'influence (λ = "source")', "DataInf", "Random"),
+        dear=(
+            "HYDRA",
+            "Unrolled",
+            "Unrolled, expected, Gauss-Newton",
+            "influence, conjugate gradients",
+            "influence, Arnoldi",
+        ),
+        gpu=True,
+        panel="image",
+    ),
+    Experiment(
+        "cifar10",
+        "CIFAR-10",
+        cifar10,
+        "ResNet-9, crop and flip, SGD with momentum, batch 512, 25 epochs, cyclic rate",
+        Scale(subsets=100, seeds=1, queries=500, runs=3, removal=Removal(10, (100, 400), 1, 2)),
+        SLOW,
+        paper_seeds=20,
+        differs=("10,000 of the 50,000 training images", "trained in bfloat16 (autocast)"),
+        grid=((1.0, 0.5, 0.2), (3e-3, 1e-3)),
+        gpu=True,
+        kept=True,
+        panel="image",
+    ),
+    Experiment(
+        "rte",
+        "RTE",
+        partial(glue, "RTE", 128, None),
+        "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
+        Scale(subsets=100, seeds=3, queries=150, runs=5, removal=Removal(15, (50, 150, 300), 1, 3)),
+        SLOW,
+        paper_seeds=5,
+        differs=(
+            "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
+            "texts of at most 128 tokens",
+        ),
+        grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
+        trak=1024,
+        gpu=True,
+        kept=True,
+        panel="text",
+    ),
+    Experiment(
+        "sst2",
+        "SST-2",
+        partial(glue, "SST-2", 48, 5000),
+        "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
+        Scale(subsets=100, seeds=1, queries=200, runs=3),
+        SLOW,
+        paper_seeds=5,
+        differs=(
+            "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
+            "the first 5,000 examples (the paper: 51,200), at most 48 tokens",
+        ),
+        grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
+        gpu=True,
+        kept=True,
+        panel="text",
+    ),
+    Experiment(
+        "qnli",
+        "QNLI",
+        partial(glue, "QNLI", 128, 4000),
+        "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
+        Scale(subsets=100, seeds=1, queries=200, runs=3),
+        SLOW,
+        paper_seeds=5,
+        differs=(
+            "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
+            "4,000 examples of the development split (the paper: 51,200 of the training split), "
+            "at most 128 tokens",
+        ),
+        grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
+        trak=2048,
+        gpu=True,
+        kept=True,
+        panel="text",
+    ),
+    Experiment(
+        "wikitext2",
+        "WikiText-2",
+        wikitext2,
+        "GPT-2 of 4 layers and width 256 from scratch, AdamW, batch 8, length 512, 5 epochs",
+        Scale(subsets=100, seeds=1, queries=100, runs=3),
+        SLOW,
+        paper_seeds=5,
+        differs=(
+            "a GPT-2 of 4 layers, width 256, trained from scratch for 5 epochs",
+            "the 8,191 most frequent tokens; the others are one",
+            "the first 539,000 words of WikiText-103's training split in place of WikiText-2's",
+        ),
+        grid=((3e-3, 1e-3, 3e-4), (1e-1, 1e-2)),
+        trak=512,
+        gpu=True,
+        kept=True,
+        panel="text",
+    ),
+    Experiment(
+        "concrete_n",
+        "Concrete-N",
+        partial(regression, partial(data.concrete, noisy=True), 3),
+        "as Concrete, 30 % of the targets replaced by noise, 3 epochs",
+        Scale(seeds=100, queries=103),
+        QUICK,
+        group="not converged",
+        paper_seeds=100,
+        rates=(3e-2, 1e-5),
+        trak=512,
+        checkpoints=3,
+    ),
+    Experiment(
+        "fashion_mnist_n",
+        "FashionMNIST-N",
+        partial(perceptron, "fashion_mnist", True, 3),
+        "as FashionMNIST, 30 % of the labels drawn anew, rate 1e-2, weight decay 3e-5, 3 epochs",
+        Scale(),
+        QUICK,
+        group="not converged",
+        paper_seeds=10,
+        differs=(SMALL_IMAGES,),
+        rates=(1e-2, 3e-5),
+        checkpoints=3,
+        gpu=True,
+    ),
+    Experiment(
+        "rotated_mnist",
+        "RotatedMNIST",
+        rotated,
+        "MLP 784-512-256-128-10, SGD with momentum 1e-1, weight decay 1e-5, batch 128; first 0°, "
+        "15°, 45°, 60° (20 epochs), then 30° (10 epochs)",
+        Scale(seeds=5, removal=Removal(50, (40, 80, 160, 320, 640), 3, 5), panels=6),
+        Scale(
+            subsets=40,
+            seeds=2,
+            queries=50,
+            runs=2,
+            removal=Removal(8, (30, 60), 1, 2),
+            panels=3,
+        ),
+        group="two stages",
+        paper_seeds=20,
+        differs=("2,500 images per angle",),
+        rates=(1e-1, 1e-5),
+        segments=2,
+        methods=STAGED,
+        stage="first",
+        gpu=True,
+        panel="image",
+    ),
+    Experiment(
+        "pacs",
+        "PACS",
+        pacs,
+        "ResNet-9 (stride 2 at the stem), SGD with momentum, batch 128; first cartoon, photo, "
+        "sketch (30 epochs), then art paintings (10 epochs)",
+        Scale(subsets=60, seeds=1, queries=150, runs=2),
+        SLOW,
+        group="two stages",
+        paper_seeds=20,
+        differs=(
+            "a ResNet-9 trained from scratch in place of a pretrained ResNet-50",
+            "64 × 64 images",
+            "trained in bfloat16 (autocast)",
+        ),
+        grid=((3e-1, 1e-1, 3e-2, 1e-2), (3e-3, 3e-4)),
+        segments=2,
+        trak=4096,
+        methods=STAGED,
+        stage="first",
+        gpu=True,
+        kept=True,
+        panel="image",
+    ),
+    Experiment(
+        "linear_regression",
+        "linear regression (Concrete)",
+        partial(linear, data.concrete, whence.Regression()),
+        "linear, SGD, batch 32, 3 epochs",
+        Scale(seeds=100, queries=103, alphas=SHARES, epochs=(1, 2, 3, 5, 10, 20, 50)),
+        Scale(subsets=40, seeds=5, queries=103, runs=2, alphas=(0.7,), epochs=(1, 10)),
+        group="linear",
+        paper_seeds=100,
+        differs=("rate and weight decay are not given in the paper: found by its grid search",),
+        grid=((3e-2, 1e-2, 3e-3, 1e-3, 3e-4), (1e-3, 1e-5, 0.0)),
+        segments=1,
+        checkpoints=3,
+        methods=LINEAR,
+    ),
+    Experiment(
+        "logistic_regression",
+        "logistic regression (Pima diabetes)",
+        partial(linear, data.pima, whence.Classification()),
+        "linear, SGD, batch 32, 3 epochs",
+        Scale(seeds=100, queries=77, alphas=SHARES, epochs=(1, 2, 3, 5, 10, 20, 50)),
+        Scale(subsets=40, seeds=5, queries=77, runs=2, alphas=(0.7,), epochs=(1, 10)),
+        group="linear",
+        paper_seeds=100,
+        differs=("rate and weight decay are not given in the paper: found by its grid search",),
+        grid=((3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3), (1e-3, 1e-5, 0.0)),
+        segments=1,
+        checkpoints=3,
+        methods=LINEAR,
+    ),
+    Experiment(
+        "digits",
+        "Digits",
+        digits,
+        "scikit-learn's 8 × 8 digits, MLP 64-128-128-128-10, trained as FashionMNIST is",
+        Scale(queries=50, runs=2, downsampled=512, dear_runs=2),
+        QUICK,
+        group="not in the paper",
+        rates=(3e-2, 1e-3),
+        trak=512,
+        methods=(*PAPER, 'influence (λ = "source")', "DataInf", "Random"),
+        dear=(
+            "HYDRA",
+            "Unrolled",
+            "Unrolled, expected, Gauss-Newton",
+            "influence, conjugate gradients",
+            "influence, Arnoldi",
+        ),
+    ),
+)

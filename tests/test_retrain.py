@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-from whence.data import Batches
+from whence.data import Batches, digest
 from whence.retrain import Training, Truth, ground_truth, measure
 from whence.retrain.stack import Data, choose_engine, train_stack
 from whence.retrain.truth import draw_subsets
@@ -676,3 +676,9 @@ def test_tensor_rows() -> None:
     held = Data(Batches("train", data), CPU, torch.float64)
     x, y = held.rows(torch.tensor([2, 0]))
     assert x.tolist() == [[4, 5], [0, 1]] and y.tolist() == [2, 0] and x.dtype == torch.float64
+
+
+def test_data_cut_out_of_a_strided_table_has_the_digest_of_its_copy() -> None:
+    table = torch.arange(14)[::7]
+    for rows in (table, table[:1], table[:1].reshape(1, 1)):
+        assert digest(rows) == digest(rows.clone(memory_format=torch.contiguous_format))

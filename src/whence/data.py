@@ -160,7 +160,9 @@ def digest(value: Any) -> str:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous()
         sha.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
-        sha.update(flat.reshape(-1).view(torch.uint8).numpy().data if flat.numel() else b"")
+        # a row cut out of a strided table counts as contiguous, but its stride is not 1
+        row = flat.as_strided((flat.numel(),), (1,))
+        sha.update(row.view(torch.uint8).numpy().data if flat.numel() else b"")
     elif isinstance(value, Mapping):
         for key in sorted(value):
             sha.update(f"{key}={digest(value[key])}".encode())

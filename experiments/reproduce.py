@@ -1,0 +1,496 @@
+"""The paper's evaluation of one task, piece by piece, resumable.
+
+A result file holds what was found, each entry with the sizes it was found at. What it holds already
+is not done again; larger sizes are. Trainings, runs and scores are kept in the work folder, so that
+a run that was killed goes on from where it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+import whence
+from whence.evaluate import calibration, ground_truth, lds, subset_removal
+from whence.memory import allowance
+from whence.scores.ensemble import ensemble
+from whence.scores.files import write_json
+
+from .machine import machine
+from .optimum import at_the_optimum
+from .tasks import Experiment, Scale
+
+SCHEMA = 2
+FIRST_RUN, FIRST_HALF, FIRST_DOWN = 1000, 2000, 3000  # seeds: none is one of the truth's
+SHOWN = 5  # examples at either end in a panel
+IN_PANELS = ("RepSim", "TracIn", "TRAK", "influence", "SOURCE")
+OVER_EPOCHS = 0.9  # α of the LDS over the number of epochs
+
+Tell = Callable[[str], None]
+
+
+class OtherResult(ValueError):
+    """A result file that is not of this task as it is now."""
+
+
+def method(name: str, experiment: Experiment, examples: int) -> Any:
+    """A method by its name in the tables."""
+    stage, segments = experiment.stage, experiment.segments
+    made: Mapping[str, Callable[[], Any]] = {
+        "SOURCE": lambda: whence.Source(segments=segments, stage=stage),
+        "SOURCE, L = 1": lambda: whence.Source(segments=1, stage=stage),
+        "FastSource": lambda: whence.FastSource(segments=segments, stage=stage),
+        "SOURCE, λP⁻¹": lambda: whence.Source(
+            segments=segments, stage=stage, damping="preconditioner"
+        ),
+        "influence": lambda: whence.Influence(stage=stage),
+        'influence (λ = "source")': lambda: whence.Influence(damping="source", stage=stage),
+        "influence, Arnoldi": lambda: whence.Influence(
+            damping="source", solver="arnoldi", stage=stage
+        ),
+        "influence, conjugate gradients": lambda: whence.Influence(solver="cg", stage=stage),
+        "DataInf": lambda: whence.Influence(solver="datainf", stage=stage),
+        "TracIn": lambda: whence.TracIn(stage=stage),
+        "TRAK": lambda: whence.Trak(min(experiment.trak, examples), stage=stage),
+        "RepSim": lambda: whence.RepSim(stage=stage),
+        "HYDRA": lambda: whence.Hydra(stage=stage),
+        "Unrolled": lambda: whence.Unrolled(stage=stage),
+        "Unrolled, expected, Gauss-Newton": lambda: whence.Unrolled(
+            curvature="gauss-newton", expected=True, curvature_batch=512, stage=stage
+        ),
+        "Random": lambda: whence.Random(stage=stage),
+    }
+    if name not in made:
+        raise ValueError(f"no method is called {name!r}: {', '.join(made)}")
+    return made[name]()
+
+
+@dataclass
+class Place:
+    """Where things are: trainings under `work`, the result in `file`."""
+
+    work: Path
+    file: Path
+
+
+class Reproduction:
+    """One task's evaluation.
+
+    Args:
+        experiment: which.
+        quick: the small version.
+        scale: how much (default: the experiment's own).
+        work: folder for trainings, runs and scores.
+        results: folder of the result file.
+        only: methods to judge (default: all of the experiment's).
+        command: how it was called, for the record.
+        tell: is told what is going on.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        quick: bool = False,
+        scale: Scale | None = None,
+        work: Path,
+        results: Path,
+        device: str = "cpu",
+        only: tuple[str, ...] | None = None,
+        command: str = "",
+        progress: bool = False,
+        tell: Tell = print,
+    ) -> None:
+        self.experiment, self.quick, self.device = experiment, quick, device
+        self.scale = scale or (experiment.quick if quick else experiment.full)
+        name = experiment.name + ("-quick" if quick else "")
+        self.place = Place(Path(work) / name, Path(results) / f"{name}.json")
+        self.only, self.command, self.tell, self.progress = only, command, tell, progress
+        self.recipe, held = experiment.recipe(quick)
+        self.query: Dataset[Any] = Subset(held, range(min(self.scale.queries, len(held))))
+        self.examples = len(self.recipe.stage(experiment.stage).data)
+        self.found = self._open()
+        self._truths: dict[tuple[float, int], Any] = {}
+
+    def _open(self) -> dict[str, Any]:
+        """The result file, if it is of this task as it is now."""
+        own = {
+            "schema": SCHEMA,
+            "task": self.experiment.name,
+            "quick": self.quick,
+            "recipe": self.recipe.fingerprint,
+        }
+        if self.place.file.exists():
+            try:
+                found: dict[str, Any] = json.loads(self.place.file.read_bytes())
+            except json.JSONDecodeError as error:
+                raise OtherResult(f"{self.place.file} is damaged ({error}): remove it") from None
+            other = {k: found.get(k) for k in own if found.get(k) != own[k]}
+            if other:
+                told = ", ".join(f"its {k} is {v!r}, not {own[k]!r}" for k, v in other.items())
+                raise OtherResult(
+                    f"{self.place.file} is of another version or recipe ({told}): move it away, or "
+                    "give another folder of results"
+                )
+            return found
+        rate, weight_decay = self.experiment.found_rates()
+        return own | {"rate": rate, "weight_decay": weight_decay, "lds": {}, "seconds": {}}
+
+    def save(self) -> None:
+        on_gpu = self.device.startswith("cuda")
+        self.found |= {
+            "examples": self.examples,
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "machine": machine() | {"whence": whence.__version__},
+            "command": self.command,
+        }
+        self.place.file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.place.file, self.found)
+
+    def run(self) -> dict[str, Any]:
+        """All parts; the result is saved after every piece."""
+        scale = self.scale
+        for name in self.experiment.methods:
+            if self.wanted(name):
+                self.judge(name, scale.runs)
+        if scale.downsampled and self.wanted("Downsampling"):
+            self.downsampling()
+        for share in scale.alphas:
+            self.at_alpha(share)
+        if scale.epochs:
+            for epochs in scale.epochs:
+                self.at_epochs(epochs)
+            self.optimum()
+        if scale.panels:
+            self.panels()
+        if scale.removal is not None:
+            self.removal()
+        for name in self.experiment.dear:
+            if self.wanted(name):
+                self.judge(name, scale.dear_runs)
+        return self.found
+
+    def wanted(self, name: str) -> bool:
+        return self.only is None or name in self.only
+
+    # ---- pieces -----------------------------------------------------------------------------
+
+    def truth(self, alpha: float = 0.5, recipe: Any = None, name: str = "") -> Any:
+        """M subsets × R seeds; 1.0 stands for leaving out one example."""
+        share = 1 - 1 / self.examples if alpha == 1.0 else alpha
+        with self.timed(f"truth {name or format(alpha, 'g')}"):
+            return ground_truth(
+                recipe or self.recipe,
+                self.query,
+                share,
+                self.scale.subsets,
+                self.scale.seeds,
+                self.experiment.stage,
+                out=self.place.work / f"truth-{name or format(alpha, 'g')}",
+                device=self.device,
+                progress=self.progress,
+            )
+
+    def reference(self, alpha: float = 0.5) -> Any:
+        if (alpha, self.scale.subsets) not in self._truths:
+            self._truths[alpha, self.scale.subsets] = self.truth(alpha)
+        return self._truths[alpha, self.scale.subsets]
+
+    def study(self, k: int, half: bool = False, recipe: Any = None, name: str = "") -> whence.Study:
+        """The k-th run: on all data, or (for TRAK's ensembles) on half of it."""
+        recipe = recipe or self.recipe
+        seed, subset = (FIRST_HALF if half else FIRST_RUN) + k, None
+        if half:
+            order = np.random.default_rng(seed).permutation(self.examples)
+            subset = np.sort(order[: self.examples // 2])
+        folder = self.place.work / f"run-{name}{seed}"
+        with self.timed("runs"):
+            run = recipe.run(
+                seed,
+                folder,
+                self.experiment.checkpoints,
+                subset,
+                stage=self.experiment.stage,
+                device=self.device,
+                progress=self.progress,
+            )
+        data = {stage.name: stage.data.dataset for stage in recipe.stages}
+        train = data if len(data) > 1 else next(iter(data.values()))
+        held = run if self.experiment.kept else run.in_memory()
+        return whence.Study(recipe.build(0), recipe.task, train, held)
+
+    def attribute(self, name: str, study: whence.Study, folder: str) -> Any:
+        """Scores of a method, made once; in less memory where it is short."""
+        chosen = method(name, self.experiment, self.examples)
+        given: dict[str, Any] = {"device": self.device, "progress": self.progress}
+        out = self.place.work / "scores" / folder
+        if isinstance(chosen, whence.Random):
+            return chosen.attribute(study, self.query, out=out, progress=self.progress)
+        room = allowance(None, torch.device(self.device))
+        for shrunk in range(6):
+            try:
+                return chosen.attribute(study, self.query, out=out, **given)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                given["memory"] = room >> (shrunk + 1)
+                self.tell(f"{name}: out of memory; trying with {given['memory'] >> 20} MiB")
+        raise MemoryError(f"{name} does not fit into the memory of {self.device}")
+
+    def scores(self, name: str, runs: int) -> list[Any]:
+        """One for each run; the seconds of each are noted."""
+        seconds = self.found["seconds"].setdefault("methods", {}).setdefault(name, {})
+        made = []
+        for k in range(runs):
+            study = self.study(k)
+            start = time.perf_counter()
+            made.append(self.attribute(name, study, f"{_slug(name)}-{FIRST_RUN + k}"))
+            _wait(self.device)
+            seconds.setdefault(str(k), time.perf_counter() - start)
+        return made
+
+    def together(self, name: str, runs: int) -> Any:
+        """Scores of an ensemble: the mean; for TRAK its own, of half-data models."""
+        if name != "TRAK":
+            return ensemble(self.scores(name, runs))
+        studies = [self.study(k, half=True) for k in range(runs)]
+        first = studies[0]
+        train = first.train if len(first.train) > 1 else next(iter(first.train.values()))
+        everyone = [study.runs[0] for study in studies]
+        whole = whence.Study(first.model, self.recipe.task, train, everyone)
+        return self.attribute(name, whole, f"{_slug(name)}-half-{runs}")
+
+    def of(self, runs: int) -> dict[str, int]:
+        """The sizes that an entry was found at."""
+        s = self.scale
+        return {
+            "subsets": s.subsets,
+            "seeds": s.seeds,
+            "queries": len(self.query),  # type: ignore[arg-type]
+            "runs": runs,
+        }
+
+    def judge(self, name: str, runs: int) -> None:
+        """LDS and calibration of a method, single and ensemble, at α = ½."""
+        of = self.of(runs)
+        if self.found["lds"].get(name, {}).get("of") == of:
+            return
+        truth = self.reference()
+        made = self.scores(name, runs)
+        result = lds(made, truth)
+        single = result.single or result
+        if name == "TRAK" and runs > 1:
+            made = [self.together(name, runs)]
+            result = lds(made, truth)
+        entry = self.entry(result, single, of) | {
+            "method": repr(method(name, self.experiment, self.examples)),
+            "slope": calibration(made, truth).slope,
+            "seconds": min(self.found["seconds"]["methods"][name].values()),
+        }
+        if runs == 1:
+            entry["ensemble"] = None
+        self.keep("lds", name, entry)
+
+    def entry(self, result: Any, single: Any, of: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "single": None if single is None else [single.value, *single.interval],
+            "ensemble": [result.value, *result.interval],
+            "ceiling": result.ceiling,
+            "diverged": result.diverged,
+            "of": dict(of),
+        }
+
+    def keep(self, part: str, name: str, entry: dict[str, Any], under: str | None = None) -> None:
+        place = self.found.setdefault(part, {})
+        if under is not None:
+            place = place.setdefault(under, {})
+        place[name] = entry
+        self.save()
+        if "ensemble" in entry:
+            one, more = entry["single"], entry["ensemble"]
+            told = f"one {one[0]:.3f}  " if one else ""
+            told += f"{entry['of']['runs']} models {more[0]:.3f}" if more else ""
+            self.tell(f"{part} {under or ''} {name}: {told}")
+
+    def downsampling(self) -> None:
+        name, of = "Downsampling", self.of(0) | {"models": self.scale.downsampled}
+        if self.found["lds"].get(name, {}).get("of") == of:
+            return
+        start = time.perf_counter()
+        with self.timed("downsampling"):
+            resampled = ground_truth(
+                self.recipe,
+                self.query,
+                0.5,
+                self.scale.downsampled,
+                [FIRST_DOWN],
+                out=self.place.work / "downsampled",
+                seed=1,
+                device=self.device,
+                progress=self.progress,
+            )
+            scores = whence.Downsampling(resampled).attribute()
+        seconds = time.perf_counter() - start
+        result = lds(scores, self.reference())
+        entry = self.entry(result, None, of) | {
+            "method": "Downsampling(truth)",
+            "slope": calibration(scores, self.reference()).slope,
+            "seconds": seconds,
+        }
+        self.keep("lds", name, entry)
+
+    def at_alpha(self, share: float) -> None:
+        """LDS of the paper's methods at another sampling ratio."""
+        runs, under = self.scale.runs, format(share, "g")
+        for name in self.experiment.methods:
+            if not self.wanted(name) or name in ("Random", "DataInf"):
+                continue
+            if self.found.get("alpha", {}).get(under, {}).get(name, {}).get("of") == self.of(runs):
+                continue
+            made = self.scores(name, runs)
+            result = lds(made, self.reference(share))
+            self.keep("alpha", name, self.entry(result, result.single, self.of(runs)), under)
+
+    def at_epochs(self, epochs: int) -> None:
+        """LDS of models trained for so many epochs, at α = 0.9, the truth made anew."""
+        recipe = copy.copy(self.recipe)
+        recipe.stages = tuple(replace(stage, epochs=epochs) for stage in recipe.stages)
+        recipe._precise = None
+        runs, under, truth = self.scale.runs, str(epochs), None
+        for name in self.experiment.methods:
+            done = self.found.get("epochs", {}).get(under, {}).get(name, {}).get("of")
+            if not self.wanted(name) or done == self.of(runs):
+                continue
+            if truth is None:
+                truth = self.truth(OVER_EPOCHS, recipe, f"epochs-{epochs}")
+            made = []
+            for k in range(runs):
+                study = self.study(k, recipe=recipe, name=f"epochs-{epochs}-")
+                folder = f"epochs-{epochs}-{_slug(name)}-{FIRST_RUN + k}"
+                made.append(self.attribute(name, study, folder))
+            result = lds(made, truth)
+            self.keep("epochs", name, self.entry(result, result.single, self.of(runs)), under)
+
+    def optimum(self) -> None:
+        """Influence where the optimum itself is computed, with all data and with subsets."""
+        of = self.of(1) | {"seeds": 1}
+        for share in (0.5, *self.scale.alphas):
+            under = format(share, "g")
+            known = self.found.get("optimum", {}).get(under, {})
+            if known and all(entry["of"] == of for entry in known.values()):
+                continue
+            left = 1 - 1 / self.examples if share == 1.0 else share
+            truth, all_scores = at_the_optimum(self.recipe, self.query, left, self.scale.subsets)
+            for name, scores in all_scores.items():
+                result = lds(scores, truth)
+                self.keep("optimum", name, self.entry(result, result, of), under)
+
+    def removal(self) -> None:
+        """Subset removal by the mean scores of the runs."""
+        asked = self.scale.removal
+        assert asked is not None
+        of = json.loads(json.dumps(asdict(asked))) | {"runs": self.scale.runs}
+        if self.found.get("removal", {}).get("of") == of:
+            return
+        by_method = {name: self.together(name, self.scale.runs) for name in asked.methods}
+        with self.timed("removal"):
+            result = subset_removal(
+                self.recipe,
+                by_method,
+                self.query,
+                asked.k,
+                queries=asked.queries,
+                select_seeds=asked.select_seeds,
+                seeds=asked.seeds,
+                stage=self.experiment.stage,
+                out=self.place.work / "removal",
+                device=self.device,
+                progress=self.progress,
+            )
+        self.found["removal"] = {
+            "of": of,
+            "k": list(result.k),
+            "queries": len(result.queries),
+            "right": result.right,
+            "trainings": result.trainings,
+            "diverged": result.diverged,
+            "flipped": {name: result.flipped(name).tolist() for name in result.margins},
+            "interval": {name: result.interval(name).tolist() for name in result.margins},
+        }
+        self.save()
+        self.tell(str(result))
+
+    def panels(self) -> None:
+        """The most helpful and most harmful examples of a few queries, by the runs' mean scores."""
+        of = {"queries": self.scale.panels, "runs": self.scale.runs}
+        if self.found.get("panels", {}).get("of") == of:
+            return
+        names = [n for n in IN_PANELS if n in self.experiment.methods and self.wanted(n)]
+        by_method = {name: self.together(name, self.scale.runs) for name in names}
+        self.found["panels"] = {
+            "of": of,
+            "methods": {
+                name: [
+                    {
+                        "helpful": scores.helpful(row, SHOWN).examples,
+                        "harmful": scores.harmful(row, SHOWN).examples,
+                    }
+                    for row in range(self.scale.panels)
+                ]
+                for name, scores in by_method.items()
+            },
+        }
+        self.save()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add up the seconds of a kind of work, over all calls."""
+        start = time.perf_counter()
+        yield
+        spent = self.found["seconds"]
+        spent[what] = spent.get(what, 0.0) + time.perf_counter() - start
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+
+
+def command_line() -> str:
+    """How this program was called."""
+    return " ".join(["whence", *sys.argv[1:]])
+
+
+def seconds_here(experiment: Experiment, scale: Scale, device: str) -> float:
+    """About how long the trainings would take one by one on this machine: a few updates are made
+    and timed. Trained many at a time they take less."""
+    recipe, _ = experiment.recipe()
+    model, total, per_update = recipe.build(0).to(device), 0.0, 0.0
+    shares = [0.5, *scale.alphas]
+    for stage in recipe.stages:
+        updates = stage.updates(model, stage.make_optimizer(model), 0, np.arange(len(stage.data)))
+        next(updates)
+        start = time.perf_counter()
+        for _ in range(3):
+            next(updates)
+        per_update = (time.perf_counter() - start) / 3
+        whole = stage.total_steps(len(stage.data)) * per_update
+        own = stage.name == recipe.stage(experiment.stage).name
+        total += whole * 2 * scale.runs
+        total += scale.subsets * scale.seeds * sum(whole * (a if own else 1) for a in shares)
+        total += scale.downsampled * whole / 2
+    return total

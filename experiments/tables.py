@@ -1,0 +1,138 @@
+"""Results as tables: what `whence reproduce` prints, and what the results page is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from whence.table import Table, estimate
+
+from .tasks import Experiment
+
+Found = Mapping[str, Any]
+
+
+def shown(value: list[float] | None, digits: int = 2) -> str | None:
+    """'0.46 [0.44, 0.48]'"""
+    return None if value is None else estimate(value[0], value[1:], digits)
+
+
+def lds_table(found: Found, experiment: Experiment) -> Table:
+    """One row per method, in the order in which they were judged."""
+    rows = [
+        [
+            label(name, experiment),
+            shown(entry["single"]),
+            shown(entry["ensemble"]),
+            entry["of"]["runs"] or f"{entry['of']['models']} half-data",
+            f"{entry['slope']:.2g}",
+            f"{entry['seconds']:.1f}",
+        ]
+        for name, entry in found["lds"].items()
+    ]
+    heads = ["method", "LDS, one model", "LDS, ensemble", "models", "slope", "seconds"]
+    return Table(heads, rows)
+
+
+def label(name: str, experiment: Experiment) -> str:
+    """A method's name with what is special to the task."""
+    many = name in ("SOURCE", "FastSource") and experiment.segments > 1
+    return f"{name}, L = {experiment.segments}" if many else name
+
+
+def over(found: Found, part: str) -> Table | None:
+    """LDS over α or over the number of epochs, one column each; of one model."""
+    if part not in found:
+        return None
+    by_column: dict[float, Any] = {float(k): v for k, v in found[part].items()}
+    if part == "alpha":
+        by_column[0.5] = found["lds"]
+    columns = sorted(by_column)
+    names = list(dict.fromkeys(name for k in columns if k != 0.5 for name in by_column[k]))
+    names = names or list(found["lds"])
+    rows = []
+    for name in names:
+        cells = [by_column[k].get(name) for k in columns]
+        rows.append([name, *(c and shown(c["single"] or c["ensemble"]) for c in cells)])
+    heads = ["1 − 1/N" if k == 1 and part != "epochs" else format(k, "g") for k in columns]
+    return Table(["epochs" if part == "epochs" else "α", *heads], rows)
+
+
+def removal_table(found: Found) -> Table | None:
+    """Share of the queries that flipped, by method and k."""
+    if "removal" not in found:
+        return None
+    r = found["removal"]
+    rows = [
+        [
+            name,
+            *(shown([p, *around]) for p, around in zip(shares, r["interval"][name], strict=True)),
+        ]
+        for name, shares in r["flipped"].items()
+    ]
+    return Table(["removed, at most", *map(str, r["k"])], rows)
+
+
+def about(found: Found) -> str:
+    """On what the numbers stand."""
+    first = next(iter(found["lds"].values()))
+    of, m = first["of"], found["machine"]
+    ceiling = first["ceiling"]
+    text = (
+        f"{found['examples']:,} training examples, {of['queries']} queries; truth: "
+        f"{of['subsets']} subsets × {of['seeds']} seeds"
+    )
+    text += "" if ceiling is None else f", noise ceiling {ceiling:.2f}"
+    if first["diverged"]:
+        text += f"; {first['diverged']} trainings diverged"
+    return (
+        f"{text}. Rate {found['rate']:g}, weight decay {found['weight_decay']:g}. "
+        f"{found['device']}, torch {m['torch']}, whence {m['whence']}, {m['date']}: "
+        f"`{found['command']}`"
+    )
+
+
+def result(found: Found, experiment: Experiment) -> str:
+    """All of a result, as text."""
+    parts = [f"{experiment.title}{' (quick)' if found['quick'] else ''}", about(found)]
+    if found["lds"]:
+        parts.append(str(lds_table(found, experiment)))
+    for part, title in (
+        ("alpha", "LDS over α"),
+        ("epochs", "LDS over epochs, α = 0.9"),
+        ("optimum", "LDS at the optimum, over α"),
+    ):
+        table = over(found, part)
+        if table is not None:
+            parts.append(f"{title}\n{table}")
+    table = removal_table(found)
+    if table is not None:
+        r = found["removal"]
+        parts.append(f"Share of {r['queries']} queries flipped by removal\n{table}")
+    return "\n\n".join(parts)
+
+
+def overview(tasks: Mapping[str, Experiment], folders: Iterable[Path]) -> Table:
+    """Every experiment, where it can run, and what is known of it."""
+    rows = []
+    for name, experiment in tasks.items():
+        known = []
+        for folder in folders:
+            for quick in (False, True):
+                file = Path(folder) / f"{name}{'-quick' if quick else ''}.json"
+                if file.is_file():
+                    found = json.loads(file.read_text())
+                    count = len(found.get("lds", {}))
+                    known.append(f"{count} methods{', quick' if quick else ''} ({folder})")
+        rows.append(
+            [
+                name,
+                experiment.title,
+                experiment.group,
+                "GPU" if experiment.gpu else "CPU",
+                "; ".join(known) or None,
+            ]
+        )
+    return Table(["task", "in the paper", "kind", "whole on", "found"], rows)
