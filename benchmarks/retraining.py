@@ -64,7 +64,7 @@ def settle(device: str) -> None:
 
 
 def compare(name: str, count: int, rounds: int, device: str) -> dict[str, Any]:
-    recipe, query = TASKS[name]()
+    recipe, query = TASKS[name].recipe()
     subsets = -(-count // SEEDS)
     masks = draw_subsets(len(recipe.stages[0].data), 0.5, subsets)
     trainings = [Training(seed, np.flatnonzero(masks[seed])) for seed in range(PLAIN)]

@@ -27,7 +27,7 @@ import whence
 from benchmarks.on_gpu import product_rate, settle
 from benchmarks.report import RESULTS
 from experiments.machine import machine
-from experiments.tasks import mlp
+from experiments.models import mlp
 from whence.methods.hydra import Hydra
 from whence.methods.unrolled import CURVATURE_BATCH, STRETCHES, Unrolled
 from whence.recipe import Recipe

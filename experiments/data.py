@@ -92,14 +92,13 @@ def _download(folder: str) -> None:
     fetch = FETCH.get(folder)
     if fetch is None:
         raise RuntimeError("there is no download that can be made by a program")
-    into = cache() / folder
-    into.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=into, prefix=".download-") as scratch:
-        made = Path(scratch)
-        fetch(made)
-        for file in sorted(made.iterdir()):
+    cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache(), prefix=".download-") as scratch:
+        fetch(Path(scratch))
+        (cache() / folder).mkdir(parents=True, exist_ok=True)
+        for file in sorted(Path(scratch).iterdir()):
             if file.is_file():
-                os.replace(file, into / file.name)
+                os.replace(file, cache() / folder / file.name)
 
 
 def _broken(path: Path, folder: str, why: object) -> ValueError:
@@ -367,11 +366,10 @@ def glue(name: str, length: int, train: int | None = None) -> Pair:
         length: tokens, with padding.
         train: use the first so many (default: 51,200 if there are as many, as in the paper).
     """
-    tokenizer = _wordpiece()
+    sentences, tokenizer, made = _glue(name, train), _wordpiece(), []
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)
-    made = []
-    for texts, labels in _glue(name, train):
+    for texts, labels in sentences:
         found = tokenizer.encode_batch([t if len(t) > 1 else t[0] for t in texts])
         columns = ([e.ids for e in found], [e.attention_mask for e in found])
         types = [e.type_ids for e in found]

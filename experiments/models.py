@@ -199,8 +199,8 @@ def minilm(classes: int = 2, dropout: float = 0.0) -> Encoder:
     )
     try:
         model.bert.load_state_dict(weights)
-    except RuntimeError as error:
-        raise _not_minilm(folder, error) from None
+    except RuntimeError as error:  # which lists every weight
+        raise _not_minilm(folder, str(error).splitlines()[-1].strip()) from None
     return Encoder(model)
 
 

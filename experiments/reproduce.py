@@ -93,6 +93,7 @@ class Reproduction:
         scale: how much (default: the experiment's own).
         work: folder for trainings, runs and scores.
         results: folder of the result file.
+        tf32: let trainings round matrix products to TF32 on a GPU; attribution never does.
         only: methods to judge (default: all of the experiment's).
         command: how it was called, for the record.
         tell: is told what is going on.
@@ -107,12 +108,13 @@ class Reproduction:
         work: Path,
         results: Path,
         device: str = "cpu",
+        tf32: bool = False,
         only: tuple[str, ...] | None = None,
         command: str = "",
         progress: bool = False,
         tell: Tell = print,
     ) -> None:
-        self.experiment, self.quick, self.device = experiment, quick, device
+        self.experiment, self.quick, self.device, self.tf32 = experiment, quick, device, tf32
         self.scale = scale or (experiment.quick if quick else experiment.full)
         name = experiment.name + ("-quick" if quick else "")
         self.place = Place(Path(work) / name, Path(results) / f"{name}.json")
@@ -121,7 +123,8 @@ class Reproduction:
         self.query: Dataset[Any] = Subset(held, range(min(self.scale.queries, len(held))))
         self.examples = len(self.recipe.stage(experiment.stage).data)
         self.found = self._open()
-        self._truths: dict[tuple[float, int], Any] = {}
+        self._truths: dict[float, Any] = {}
+        self._scores: dict[tuple[str, int], Any] = {}
 
     def _open(self) -> dict[str, Any]:
         """The result file, if it is of this task as it is now."""
@@ -152,6 +155,7 @@ class Reproduction:
         self.found |= {
             "examples": self.examples,
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "tf32": self.tf32,
             "machine": machine() | {"whence": whence.__version__},
             "command": self.command,
         }
@@ -189,7 +193,7 @@ class Reproduction:
     def truth(self, alpha: float = 0.5, recipe: Any = None, name: str = "") -> Any:
         """M subsets × R seeds; 1.0 stands for leaving out one example."""
         share = 1 - 1 / self.examples if alpha == 1.0 else alpha
-        with self.timed(f"truth {name or format(alpha, 'g')}"):
+        with self.training(f"truth {name or format(alpha, 'g')}"):
             return ground_truth(
                 recipe or self.recipe,
                 self.query,
@@ -203,9 +207,9 @@ class Reproduction:
             )
 
     def reference(self, alpha: float = 0.5) -> Any:
-        if (alpha, self.scale.subsets) not in self._truths:
-            self._truths[alpha, self.scale.subsets] = self.truth(alpha)
-        return self._truths[alpha, self.scale.subsets]
+        if alpha not in self._truths:
+            self._truths[alpha] = self.truth(alpha)
+        return self._truths[alpha]
 
     def study(self, k: int, half: bool = False, recipe: Any = None, name: str = "") -> whence.Study:
         """The k-th run: on all data, or (for TRAK's ensembles) on half of it."""
@@ -215,7 +219,7 @@ class Reproduction:
             order = np.random.default_rng(seed).permutation(self.examples)
             subset = np.sort(order[: self.examples // 2])
         folder = self.place.work / f"run-{name}{seed}"
-        with self.timed("runs"):
+        with self.training("runs"):
             run = recipe.run(
                 seed,
                 folder,
@@ -250,18 +254,20 @@ class Reproduction:
     def scores(self, name: str, runs: int) -> list[Any]:
         """One for each run; the seconds of each are noted."""
         seconds = self.found["seconds"].setdefault("methods", {}).setdefault(name, {})
-        made = []
         for k in range(runs):
+            if (name, k) in self._scores:
+                continue
             study = self.study(k)
             start = time.perf_counter()
-            made.append(self.attribute(name, study, f"{_slug(name)}-{FIRST_RUN + k}"))
+            made = self.attribute(name, study, f"{_slug(name)}-{FIRST_RUN + k}")
             _wait(self.device)
             seconds.setdefault(str(k), time.perf_counter() - start)
-        return made
+            self._scores[name, k] = made
+        return [self._scores[name, k] for k in range(runs)]
 
     def together(self, name: str, runs: int) -> Any:
         """Scores of an ensemble: the mean; for TRAK its own, of half-data models."""
-        if name != "TRAK":
+        if name != "TRAK" or runs == 1:
             return ensemble(self.scores(name, runs))
         studies = [self.study(k, half=True) for k in range(runs)]
         first = studies[0]
@@ -327,7 +333,7 @@ class Reproduction:
         if self.found["lds"].get(name, {}).get("of") == of:
             return
         start = time.perf_counter()
-        with self.timed("downsampling"):
+        with self.training("downsampling"):
             resampled = ground_truth(
                 self.recipe,
                 self.query,
@@ -403,7 +409,7 @@ class Reproduction:
         if self.found.get("removal", {}).get("of") == of:
             return
         by_method = {name: self.together(name, self.scale.runs) for name in asked.methods}
-        with self.timed("removal"):
+        with self.training("removal"):
             result = subset_removal(
                 self.recipe,
                 by_method,
@@ -453,10 +459,14 @@ class Reproduction:
         self.save()
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Add up the seconds of a kind of work, over all calls."""
-        start = time.perf_counter()
-        yield
+    def training(self, what: str) -> Iterator[None]:
+        """Train, at the precision that was asked for; seconds are added up over all calls."""
+        start, before = time.perf_counter(), torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.tf32 else before)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
         spent = self.found["seconds"]
         spent[what] = spent.get(what, 0.0) + time.perf_counter() - start
 

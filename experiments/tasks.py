@@ -26,6 +26,8 @@ Made = tuple[whence.Recipe, Held]
 # The order is that of tables and figures.
 PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1", "SOURCE")
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
+# with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: λP⁻¹ stands beside it
+ADAM = (*PAPER, "SOURCE, λP⁻¹")
 LINEAR = ("TracIn", "influence", "SOURCE, L = 1")
 
 
@@ -399,6 +401,7 @@ TASKS: Mapping[str, Experiment] = _named(
         ),
         grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
         trak=1024,
+        methods=ADAM,
         gpu=True,
         kept=True,
         panel="text",
@@ -416,6 +419,7 @@ TASKS: Mapping[str, Experiment] = _named(
             "the first 5,000 examples (the paper: 51,200), at most 48 tokens",
         ),
         grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
+        methods=ADAM,
         gpu=True,
         kept=True,
         panel="text",
@@ -435,6 +439,7 @@ TASKS: Mapping[str, Experiment] = _named(
         ),
         grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
         trak=2048,
+        methods=ADAM,
         gpu=True,
         kept=True,
         panel="text",
@@ -454,6 +459,7 @@ TASKS: Mapping[str, Experiment] = _named(
         ),
         grid=((3e-3, 1e-3, 3e-4), (1e-1, 1e-2)),
         trak=512,
+        methods=ADAM,
         gpu=True,
         kept=True,
         panel="text",
@@ -544,7 +550,7 @@ TASKS: Mapping[str, Experiment] = _named(
         group="linear",
         paper_seeds=100,
         differs=("rate and weight decay are not given in the paper: found by its grid search",),
-        grid=((3e-2, 1e-2, 3e-3, 1e-3, 3e-4), (1e-3, 1e-5, 0.0)),
+        grid=((3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3), (1e-3, 1e-5, 0.0)),
         segments=1,
         checkpoints=3,
         methods=LINEAR,

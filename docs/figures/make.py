@@ -26,6 +26,32 @@ def demo() -> None:
         shutil.copyfile(Path(folder) / "figure.png", HERE / "demo.png")
 
 
+def front(kept: int = 4, rows: int = 2) -> None:
+    """The demo's answer for the front page, few enough to be read there."""
+    with tempfile.TemporaryDirectory() as folder:
+        whence.demo.main(["--out", folder, "--quiet"])
+        scores = whence.Scores.load(Path(folder) / "scores/source")
+        data = whence.demo.digits(seed=0)
+        figure, axes = plt.subplots(rows, 1 + 2 * kept, figsize=(7.6, 1.3 * rows + 0.25))
+        for row, query in zip(axes, whence.demo._telling(scores, data, rows), strict=True):
+            cells = [(data.test.tensors, query, "test digit", "black")]
+            for ranking, colour in ((scores.helpful, BLUE), (scores.harmful, ORANGE)):
+                found = ranking(query, kept)
+                cells += [(data.train.tensors, e.example, f"{e.value:+.2f}", colour) for e in found]
+            for axis, (tensors, index, title, colour) in zip(row, cells, strict=True):
+                axis.imshow(tensors[0][index].view(8, 8), cmap="gray_r")
+                wrong = tensors is data.train.tensors and data.flipped[index]
+                axis.set_title(title, fontsize=9, color=colour)
+                axis.set_xlabel(f"“{int(tensors[1][index])}”", fontsize=9, labelpad=2)
+                if wrong:
+                    axis.xaxis.label.set(color=ORANGE, fontweight="bold")
+                axis.set(xticks=[], yticks=[])
+                axis.spines[:].set(color=colour, linewidth=1.2)
+        figure.tight_layout(pad=0.4, w_pad=0.6)
+        figure.savefig(HERE / "front.png", dpi=200)
+        plt.close(figure)
+
+
 def responses(rate: float = 0.1, updates: int = 100) -> None:
     """SOURCE's F_r beside the influence function's F_inv with λ = 1/(η̄K), as in the paper."""
     duration = rate * updates
@@ -64,3 +90,4 @@ def responses(rate: float = 0.1, updates: int = 100) -> None:
 if __name__ == "__main__":
     responses()
     demo()
+    front()

@@ -1,27 +1,56 @@
 """whence: where in its training data does a model's behaviour come from?"""
 
-from whence import evaluate, layers, report, retrain
-from whence.methods import (
-    Downsampling,
-    FastSource,
-    Hydra,
-    Influence,
-    LeaveOneOut,
-    Random,
-    RepSim,
-    Source,
-    TracIn,
-    Trak,
-    Unrolled,
-)
-from whence.recipe import Recipe
-from whence.run import Recorder, Run
-from whence.scores import Scores
-from whence.store import GradientStore
-from whence.study import Study
-from whence.task import Classification, LanguageModeling, Regression, Task
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from whence import evaluate, layers, report, retrain
+    from whence.methods import (
+        Downsampling,
+        FastSource,
+        Hydra,
+        Influence,
+        LeaveOneOut,
+        Random,
+        RepSim,
+        Source,
+        TracIn,
+        Trak,
+        Unrolled,
+    )
+    from whence.recipe import Recipe
+    from whence.run import Recorder, Run
+    from whence.scores import Scores
+    from whence.store import GradientStore
+    from whence.study import Study
+    from whence.task import Classification, LanguageModeling, Regression, Task
+
+# Where each name lives. They are imported when they are first used: `whence --help` must not wait
+# for torch.
+_HOMES = {
+    "whence.methods": (
+        "Downsampling",
+        "FastSource",
+        "Hydra",
+        "Influence",
+        "LeaveOneOut",
+        "Random",
+        "RepSim",
+        "Source",
+        "TracIn",
+        "Trak",
+        "Unrolled",
+    ),
+    "whence.recipe": ("Recipe",),
+    "whence.run": ("Recorder", "Run"),
+    "whence.scores": ("Scores",),
+    "whence.store": ("GradientStore",),
+    "whence.study": ("Study",),
+    "whence.task": ("Classification", "LanguageModeling", "Regression", "Task"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Classification",
@@ -50,3 +79,20 @@ __all__ = [
     "report",
     "retrain",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of the package (`whence.run`), at its first use."""
+    if name in _HOME:
+        globals()[name] = value = getattr(import_module(_HOME[name]), name)
+        return value
+    try:
+        return import_module(f"whence.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"whence.{name}":
+            raise
+        raise AttributeError(f"module 'whence' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

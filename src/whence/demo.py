@@ -1,6 +1,6 @@
 """A minute's tour: train on digits with some labels flipped, and find out who did it.
 
-    python -m whence.demo [--out whence-demo] [--seed 0]
+    python -m whence.demo [--out whence-demo] [--seed 0] [--json]
 
 Trains a small MLP on scikit-learn's bundled digits through a `Recorder`, attributes its test
 predictions with SOURCE, influence functions and TracIn, prints who helped and who harmed, and how
@@ -10,7 +10,9 @@ many of the flipped labels are among the most harmful examples.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import whence
 
@@ -43,7 +45,7 @@ def digits(seed: int) -> Digits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise SystemExit("the demo needs scikit-learn: pip install 'whence[demo]'") from error
+        raise ImportError("the demo needs scikit-learn: pip install 'whence[demo]'") from error
     images, labels = load_digits(return_X_y=True)
     random = np.random.default_rng(seed)
     order = random.permutation(len(labels))
@@ -75,11 +77,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="whence-demo", help="folder for run, scores and figure")
     parser.add_argument("--seed", type=int, default=0, help="of data, flips and training")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--json", action="store_true", help="what was found as JSON, for machines")
     options = parser.parse_args(arguments)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model is fastest on one, above all on a busy machine
     try:
-        return _tour(options)
+        with redirect_stdout(sys.stderr if options.json else sys.stdout):
+            found = _tour(options)
+        if options.json:
+            print(json.dumps(found, indent=2))
+        return 0
+    except ImportError as error:
+        print(f"whence: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted; what was fitted is in {options.out}", file=sys.stderr)
         return 130
@@ -87,8 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(threads)
 
 
-def _tour(options: argparse.Namespace) -> int:
-    """Train, attribute, tell."""
+def _tour(options: argparse.Namespace) -> dict[str, Any]:
+    """Train, attribute, tell; and what was found."""
     out, progress = Path(options.out), not options.quiet
 
     data = digits(options.seed)
@@ -109,9 +119,10 @@ def _tour(options: argparse.Namespace) -> int:
     with torch.no_grad():
         x, y = data.test.tensors
         predicted = model(x).argmax(1)
+    accuracy = float((predicted == y).float().mean())
     print(
         f"Trained on {TRAIN} digits, {int(data.flipped.sum())} of them with a wrong label on "
-        f"purpose; test accuracy {float((predicted == y).float().mean()):.1%}."
+        f"purpose; test accuracy {accuracy:.1%}."
     )
 
     study = whence.Study(model, whence.Classification(), train=data.train, runs=out / "run")
@@ -128,15 +139,21 @@ def _tour(options: argparse.Namespace) -> int:
     for query in shown:
         _describe(scores["SOURCE"], data, query, int(predicted[query]))
     print("\nMost harmful to the test set as a whole (mean score over all test digits):")
-    count = int(data.flipped.sum())
+    count, wrong = int(data.flipped.sum()), {}
     for name, found in scores.items():
         worst = np.argsort(found.values.mean(0))[:count]  # margins: harm is what lowers them
-        wrong = int(data.flipped[worst].sum())
-        print(f"  {name:<20} {wrong:>3} of the {count} worst have a flipped label")
+        wrong[name] = int(data.flipped[worst].sum())
+        print(f"  {name:<20} {wrong[name]:>3} of the {count} worst have a flipped label")
     print(f"  {'by chance':<20} {count * FLIPPED:>3.0f}")
     figure = _draw(scores["SOURCE"], data, shown, out / "figure.png")
     print(f"\nRun, scores and figure: {out / 'run'}, {out / 'scores'}, {figure}")
-    return 0
+    return {
+        "out": str(out),
+        "accuracy": accuracy,
+        "flipped": count,
+        "flipped_among_the_worst": wrong,
+        "figure": str(figure),
+    }
 
 
 def _telling(scores: whence.Scores, data: Digits, count: int) -> list[int]:
@@ -169,7 +186,7 @@ def _draw(scores: whence.Scores, data: Digits, queries: list[int], path: Path) -
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise SystemExit("the figure needs matplotlib: pip install 'whence[demo]'") from error
+        raise ImportError("the figure needs matplotlib: pip install 'whence[demo]'") from error
     kept = 5
     figure, axes = plt.subplots(
         len(queries),

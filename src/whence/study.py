@@ -20,6 +20,7 @@ from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Loaded, Passes, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.run import Run, RunError
+from whence.table import Table
 from whence.task import Task
 
 Runs = Run | str | os.PathLike[str]
@@ -244,6 +245,16 @@ class Study:
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
         name = type(self.model).__name__
         return f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
+
+    def _repr_html_(self) -> str:
+        numbers = sum(p.numel() for p in self.model.parameters())
+        facts = [
+            ("model", f"{type(self.model).__name__}, {numbers:,} parameters"),
+            ("task", ", ".join(dict.fromkeys(map(repr, self.tasks.values())))),
+            *((f"{data.name}", f"{len(data):,} examples") for data in self.data.values()),
+            *(("run", repr(run)) for run in self.runs),
+        ]
+        return Table(None, facts, title="Study")._repr_html_()
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -50,6 +50,9 @@ def reproduce(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1 [a GPU if there is one]")
     ] = None,
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="train in TF32 on a GPU: faster, rounds more")
+    ] = False,
     only: Annotated[
         list[str] | None, typer.Option(help="judge this method only; may be repeated")
     ] = None,
@@ -90,7 +93,9 @@ def reproduce(
 
         near = difflib.get_close_matches(name, tasks.TASKS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"there is no experiment {task!r}: {hint}They are {', '.join(tasks.TASKS)}")
+        raise ValueError(
+            f"there is no experiment {task!r}: {hint}They are {', '.join(tasks.TASKS)}"
+        )
 
     import torch
 
@@ -111,8 +116,8 @@ def reproduce(
         if seconds > TOO_LONG:
             raise ValueError(
                 f"{experiment.title} needs a GPU: its trainings would take about "
-                f"{seconds / 3600:.0f} hours on this machine, one by one. Use --quick for a smaller "
-                f"version in minutes, or --anyway to begin nevertheless"
+                f"{seconds / 3600:.0f} hours on this machine, one by one. Use --quick for a "
+                "smaller version in minutes, or --anyway to begin nevertheless"
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what was left out is kept with the scores
@@ -123,6 +128,7 @@ def reproduce(
             work=out,
             results=results or out / "results",
             device=chosen,
+            tf32=tf32,
             only=tuple(only) if only else None,
             command=engine.command_line(),
             progress=sys.stderr.isatty(),

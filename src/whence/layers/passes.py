@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.data import Batches
 from whence.layers.capture import Pair, Site, Tape

@@ -20,7 +20,7 @@ from whence.curvature import cost
 from whence.data import Batches
 from whence.layers.passes import Signal, precision_as_asked
 from whence.methods.bench import LOSS, Bench, Readouts, Term
-from whence.methods.method import Method
+from whence.methods.method import Method, lay_out
 from whence.methods.scoring import Scoring, Tokens, by_token
 from whence.scores import Scores
 from whence.study import Study
@@ -73,6 +73,59 @@ class GradientMethod(Method):
 
     # -- what all of them do -------------------------------------------------------------------
 
+    def fit(
+        self,
+        study: Study,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        batch_size: int | None = None,
+        memory: int | str | None = None,
+        progress: bool = True,
+        workers: int = 0,
+    ) -> None:
+        """Fit now what `attribute` needs besides queries, into the study's cache.
+
+        `attribute` with the same settings finds it there. The arguments are those of `attribute`.
+        """
+        for run in study.runs:
+            with torch.no_grad(), precision_as_asked():
+                bench = lay_out(
+                    study,
+                    run,
+                    stage=self.stage,
+                    device=device,
+                    dtype=dtype,
+                    batch_size=batch_size,
+                    memory=memory,
+                    progress=progress,
+                    workers=workers,
+                )
+                self.prepare(bench, self.terms(bench))
+
+    def estimate(
+        self,
+        study: Study,
+        query: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        batch_size: int | None = None,
+        memory: int | str | None = None,
+    ) -> dict[str, Any]:
+        """What `attribute` would take of each run: seconds, bytes, and passes over the data."""
+        with torch.no_grad(), precision_as_asked():
+            bench = self._bench(
+                study, study.runs[0], query, device, dtype, batch_size, memory, False, 0
+            )
+            self._announce_work(bench)
+        return dict(bench.diagnostics["estimate"])
+
+    def _announce_work(self, bench: Bench) -> None:
+        queries = 1 if bench.query is None else len(bench.query)
+        work, held = self.operations(bench, queries), self.numbers_held(bench, queries)
+        self._announce(bench, work, self.passes_needed(bench), held)
+
     def tokens(
         self,
         study: Study,
@@ -119,9 +172,7 @@ class GradientMethod(Method):
         writer = self._writer(bench, out, top, len(terms) if by_segment else None)
         if writer.already is not None:
             return writer.already
-        queries = 1 if bench.query is None else len(bench.query)
-        work, held = self.operations(bench, queries), self.numbers_held(bench, queries)
-        self._announce(bench, work, self.passes_needed(bench), held)
+        self._announce_work(bench)
         prepared = self.prepare(bench, terms)
         vectors = partial(self.vectors, bench, prepared)
         signal, weights = self.training(bench, prepared)

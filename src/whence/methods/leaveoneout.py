@@ -143,7 +143,11 @@ class LeaveOneOut:
                 "trainings": len(rows),
                 "diverged": seeds * len(examples) - int(counted.sum()),
             },
-            provenance={"recipe": recipe.fingerprint},
+            provenance={
+                "recipe": recipe.fingerprint,
+                "train": {self.stage: self._stage.data.fingerprint()},
+                "collated": self._stage.data.collate is not None,
+            },
         )
         if out is not None:
             scores.save(out)

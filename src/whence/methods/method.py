@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.curvature import cost, key_of
 from whence.data import Batches
@@ -199,6 +199,8 @@ class Method(ABC):
             "diagnostics": bench.diagnostics,
             "provenance": {
                 "run": bench.run.fingerprint,
+                "train": self._data(bench),
+                "collated": study.collate is not None,
                 "query": None if bench.query is None else bench.query.fingerprint(),
                 "torch": torch.__version__,
                 "device": str(bench.any.device),
@@ -206,6 +208,10 @@ class Method(ABC):
             },
             "excluded": [asdict(e) for e in tracked.excluded],
         }
+
+    def _data(self, bench: Bench) -> dict[str, str]:
+        """Fingerprints of the data whose examples are scored, by stage."""
+        return {stage: bench.study.data[stage].fingerprint() for stage in bench.stages}
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.curvature import key_of
 from whence.data import Batches, cut
@@ -115,6 +115,11 @@ class Random:
             stage=[s for s, size in sizes.items() for _ in range(size)]
             if len(study.stages) > 1
             else None,
+            provenance={
+                "train": key["train"],
+                "collated": study.collate is not None,
+                "query": key["query"],
+            },
         )
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.curvature import cost
 from whence.data import Batches, cut

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.curvature import cost
 from whence.curvature.fit import accumulator

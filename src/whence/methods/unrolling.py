@@ -22,7 +22,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.curvature import cost, key_of
 from whence.data import Batches, cut

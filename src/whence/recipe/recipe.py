@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.data import Batches, Collate, digest, place
 from whence.recipe.stage import (

@@ -1,5 +1,7 @@
-"""Results as pictures and tables."""
+"""Results as pictures, tables and pages."""
 
+from whence.report.check import check_data
+from whence.report.examples import HTML, Examples
 from whence.report.plots import (
     plot_calibration,
     plot_lds,
@@ -10,7 +12,10 @@ from whence.report.plots import (
 from whence.table import Table
 
 __all__ = [
+    "HTML",
+    "Examples",
     "Table",
+    "check_data",
     "plot_calibration",
     "plot_lds",
     "plot_lds_over_alpha",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.data import Batches, cut, place
 from whence.memory import allowance, free_and_total

@@ -26,6 +26,7 @@ from whence.scores.files import (
     save_array,
     write_json,
 )
+from whence.table import Table, Tabled
 
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
 
@@ -59,6 +60,12 @@ class Ranking(list[Entry]):
     def examples(self) -> list[int]:
         return [entry.example for entry in self]
 
+    def _repr_html_(self) -> str:
+        rows = [(e.example, f"{e.value:+.4e}", e.stage) for e in self]
+        staged = any(e.stage is not None for e in self)
+        heads = ["example", "value", "stage"] if staged else ["example", "value"]
+        return Table(heads, [row[: len(heads)] for row in rows])._repr_html_()
+
     def __repr__(self) -> str:
         rows = [f"{e.example:>10}  {e.value:+.4e}  {e.stage or ''}".rstrip() for e in self]
         return "\n".join([f"{'example':>10}  value", *rows])
@@ -81,7 +88,7 @@ class Top:
         return int(self.values.shape[-1])
 
 
-class Scores:
+class Scores(Tabled):
     """Query x train scores, with ids, unit, direction, provenance and diagnostics.
 
     ``values[q, m]`` estimates what having training example ``m`` did to the measurement of query
@@ -229,7 +236,74 @@ class Scores:
             self.to_numpy(), index=pd.Index(self.query_ids, name="query"), columns=examples
         )
 
-    def __repr__(self) -> str:
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        train: Any = None,
+        query: Any = None,
+        study: Any = None,
+        queries: Sequence[int] | None = None,
+        k: int = 10,
+        labels: Any = None,
+        classes: Sequence[str] | Mapping[int, str] | None = None,
+        columns: Sequence[str] | None = None,
+        tokenizer: Any = None,
+        renderer: Any = None,
+        tokens: Any = None,
+        title: str | None = None,
+        collate: Any = None,
+        check: bool = True,
+    ) -> Path:
+        """Write one HTML file to look at: every query with who helped and who harmed it.
+
+        It opens from disk and needs no network. Images, texts and rows of tables are recognised;
+        anything else needs a ``renderer``.
+
+        Args:
+            path: the file.
+            train: the training data, or ``{stage: dataset}`` (default: the study's). Without it
+                examples are shown by their numbers.
+            query: the queries.
+            study: predicts and measures the queries with its final checkpoint.
+            queries: rows to show (default: the first 1,000).
+            k: examples at either end.
+            labels: of the training examples, in place of those in ``train``; or ``{stage: ...}``.
+            classes: names of the classes, by number.
+            columns: names of the features of tabular data.
+            tokenizer: makes text of token ids.
+            renderer: makes of an example what is to be shown: text, an array, a mapping, or
+                ``whence.report.HTML``.
+            tokens: what ``method.tokens(study, query, examples)`` returned: colours the tokens of
+                these examples.
+            title: of the page.
+            collate: the study's, where ``study`` is not given: the data is checked as batches.
+            check: whether ``train`` and ``query`` are compared with what the scores were made
+                with, content and order. False compares only lengths, and the page says so.
+        """
+        from whence.report.page import write_report
+
+        return write_report(
+            self,
+            path,
+            train=train,
+            query=query,
+            study=study,
+            queries=queries,
+            k=k,
+            labels=labels,
+            classes=classes,
+            columns=columns,
+            tokenizer=tokenizer,
+            renderer=renderer,
+            tokens=tokens,
+            title=title,
+            collate=collate,
+            check=check,
+        )
+
+    def table(self) -> Table:
+        """What the scores are, as a sheet of facts."""
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         if self.is_self_influence:
             size = f"{self.shape[0]} training examples, each on its own measurement"
@@ -239,21 +313,20 @@ class Scores:
             size += f"; only the top {self._kept} at either end are kept"
         else:
             size += f", {self.values.dtype}"
-        lines = [
-            f"Scores by {self.method}({settings})",
-            f"  measurement  {self.measurement}, "
-            f"{'higher' if self.higher_is_better else 'lower'} is better",
-            f"  unit         {self.unit}",
-            f"  sign         {SIGN}",
-            f"  shape        {self.shape}: {size}",
-        ]
+        left = "nothing"
         if self.excluded:
             share = sum(float(part.get("share", 0.0)) for part in self.excluded)
             names = [part.get("name", "?") for part in self.excluded]
-            lines.append(f"  left out     {share:.1%} of the parameters: {_some(names)}")
-        else:
-            lines.append("  left out     nothing")
-        return "\n".join(lines)
+            left = f"{share:.1%} of the parameters: {_some(names)}"
+        better = "higher" if self.higher_is_better else "lower"
+        facts = [
+            ("measurement", f"{self.measurement}, {better} is better"),
+            ("unit", self.unit),
+            ("sign", SIGN),
+            ("shape", f"{self.shape}: {size}"),
+            ("left out", left),
+        ]
+        return Table(None, facts, title=f"Scores by {self.method}({settings})")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a folder: scores.npy and the like, and last scores.json. Scores that are already

@@ -282,6 +282,11 @@ class GradientStore:
         return dict(self._about["settings"])
 
     @property
+    def data(self) -> dict[str, dict[str, Any]]:
+        """Of each stage how many examples there are, and their SHA-256."""
+        return dict(self._about["data"])
+
+    @property
     def fingerprint(self) -> str:
         """Of everything that its numbers depend on."""
         return key_of({k: self._about[k] for k in ("settings", "identity", "data")})

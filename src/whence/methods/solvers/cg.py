@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from whence.curvature import Curvature, Part, inverse
 from whence.curvature.gaussnewton import GaussNewton, Layout

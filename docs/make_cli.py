@@ -1,0 +1,172 @@
+"""Writes docs/cli.md: the words here, and a reference made of what the commands say themselves.
+
+python docs/make_cli.py
+"""
+
+# ruff: noqa: E501 (lines of Markdown)
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from whence.cli import settings
+from whence.cli.app import build
+from whence.cli.huggingface import KEYS
+
+PAGE = Path(__file__).with_name("cli.md")
+INTRO = """# The command line
+
+```console
+$ pip install 'whence[cli]'
+$ whence demo                                # a minute's tour, which needs 'whence[demo]'
+```
+
+Everything else begins with a **study file**: one Python file that says what was trained.
+
+```python
+# study.py
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import whence
+
+x, y = torch.randn(500, 8), torch.randint(0, 3, (500,))
+train, query = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+recipe = whence.Recipe(
+    make_model, whence.Classification(), train,
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=50, epochs=10,
+)
+study = whence.Study(
+    make_model(), whence.Classification(), train,
+    runs=recipe.run(seed=0, out="runs/0"),   # trains once; from then on it only opens the run
+)
+```
+
+```console
+$ whence doctor study.py                     # is it sound? how long will it take?
+$ whence attribute study.py --method source --segments 3 --out scores/source
+$ whence top scores/source --query 3 --study study.py
+$ whence report scores/source --study study.py -o report.html
+$ whence explore scores/source --study study.py
+$ whence truth study.py --subsets 100 --seeds 10 --out truth/0
+$ whence lds scores/* --truth truth/0
+```
+
+## The study file
+
+It must define `study`, a [`whence.Study`](api.md). It may define
+
+| name | |
+|---|---|
+| `query` | the queries, a dataset built like the training data. Others by name: `--query NAME` |
+| `recipe` | a `whence.Recipe`, for `truth`, `removal`, `--method leaveoneout` and the explorer's *what if* |
+| `classes`, `columns`, `labels` | names of classes and features; labels to show in place of the data's |
+| `tokenizer`, `renderer` | what makes text of token ids; what makes of an example something to show |
+
+The run may as well be one that a [Recorder](record.md) has written: `runs="runs/mnist"`. The file is
+imported, so that a training script can be its own study file, with the training under
+`if __name__ == "__main__":`. Paths in it are seen from where the command is run. It runs with your
+rights: use only files that you trust.
+
+### A YAML for Hugging Face folders
+
+What a `transformers.Trainer` has left needs no Python. Extras: `whence[cli,huggingface]`.
+
+```yaml
+# study.yaml
+output_dir: out/my-model               # with its checkpoint-* folders
+task: causal-lm                        # or sequence-classification
+train: train.jsonl                     # as the Trainer saw it: .jsonl, .csv, or .txt line by line
+query: questions.jsonl
+columns: {text: answer, prompt: question}   # a prompt's tokens have no loss
+max_length: 512
+```
+
+KEYS
+
+Tokenizer and architecture are those of the last checkpoint, unless named; nothing is fetched from the
+network, and nothing is unpickled. The Trainer's data must be given whole and in any fixed order; a model
+with adapters (PEFT), another task or another collator needs a `study.py`.
+
+## For machines
+
+- `--json` prints the answer, and nothing else, on stdout. Progress, warnings and whatever a study file
+  prints go to stderr. NaN is `null`.
+- Exit codes: 0 fine, 1 failed, 2 bad input (a wrong option, file or setting), 130 interrupted.
+- Progress bars, with the time left, are shown on a terminal; `--progress` and `--no-progress` decide.
+- `fit`, `attribute`, `truth`, `removal` and `reproduce` **go on where they stopped**: after Ctrl-C, or a
+  killed job, give the same command again. The result has the same bits as without interruption.
+- `WHENCE_DEBUG=1` in front of a command shows tracebacks.
+"""
+
+
+def page() -> str:
+    """The page as a text."""
+    program: Any = typer.main.get_command(build())
+    keys = "\n".join(["| key | |", "|---|---|", *(f"| `{k}` | {v} |" for k, v in KEYS.items())])
+    parts = [INTRO.replace("KEYS", keys).rstrip(), "## Reference"]
+    for name, command in program.commands.items():
+        if name not in ("demo", "reproduce"):
+            parts.append(_command(name, command))
+    parts += ["### Settings of the methods", *(_method(name) for name in settings.methods())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _command(name: str, command: Any) -> str:
+    text = re.sub(r"^Examples:$", "", command.help or "", flags=re.M)
+    said, _, examples = text.partition("\n- ")
+    lines = [f"### whence {name}", " ".join(said.split())]
+    if examples:
+        found = re.findall(r"`(whence [^`]*)`", examples)
+        lines.append("```console\n" + "\n".join(f"$ {line}" for line in found) + "\n```")
+    rows = []
+    for parameter in command.params:
+        panel = getattr(parameter, "rich_help_panel", None) or ""
+        if parameter.hidden or panel.startswith("Settings of") or parameter.name == "help":
+            continue
+        rows.append(f"| {_names(parameter)} | {_cell(parameter.help or '')}{_default(parameter)} |")
+    lines.append("\n".join(["| argument | |", "|---|---|", *rows]))
+    if name in ("fit", "attribute"):
+        lines.append("And the method's own settings: [below](#settings-of-the-methods).")
+    return "\n\n".join(lines)
+
+
+def _names(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar or parameter.name.upper()}`"
+    names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+    return names if parameter.is_flag or not parameter.metavar else f"{names} {parameter.metavar}"
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    plain = isinstance(value, (str, int, float, Path)) and not isinstance(value, bool)
+    return f" Default: {value}." if plain and "Default" not in (parameter.help or "") else ""
+
+
+def _method(name: str) -> str:
+    rows = [
+        f"| `{s.option}`{'' if s.flag else f' {s.metavar}'} | {_cell(s.help)} |"
+        for s in settings.methods()[name].values()
+        if s.name not in settings.FROM_STUDY
+    ]
+    return "\n".join([f"`--method {name}`:", "", "| setting | |", "|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    text = re.sub(r"\[(\S+)\]$", r"Default: \1.", text)
+    return text.replace("|", "\\|").replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

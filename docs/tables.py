@@ -1,0 +1,312 @@
+"""Tables of the documentation that are made of committed results: python docs/tables.py
+
+In a page, what stands between `<!-- table: NAME -->` and `<!-- end -->` is written by the function
+of that name here. `tests/test_cost_page.py` checks that the pages hold what this makes, and that
+predicted and measured costs agree as well as the page says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+if str(ROOT) not in sys.path:  # benchmarks is found from the root
+    sys.path.insert(0, str(ROOT))
+
+import whence  # noqa: E402
+from benchmarks.against_kronfluence import floors  # noqa: E402
+from benchmarks.models import WORKLOADS, final_run  # noqa: E402
+from whence.curvature import cost  # noqa: E402
+
+MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
+TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
+SLOPES = (
+    "SOURCE, L = 3",
+    "FastSource, L = 3",
+    'influence (λ = "source")',
+    "influence (λ = 1e-8)",
+    "influence, conjugate gradients",
+    "Unrolled, expected, Gauss-Newton",
+)
+# C checkpoints and L segments of the benchmarked methods
+CHECKPOINTS = {"influence": (1, 1), "SOURCE, C = 6, L = 3": (6, 3), "FastSource, L = 3": (3, 3)}
+# What the page says: measured / counted seconds are at most this, by kind; never far below 1.
+AT_MOST = {"float32": 3.0, "low precision": 25.0, "updates": 12.0}
+AT_LEAST = 0.9
+MEMORY = (0.2, 2.0)  # measured / counted bytes
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A measurement beside the formula."""
+
+    what: str
+    kind: str  # of AT_MOST, or "bytes"
+    counted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.counted
+
+
+def results(file: str) -> Any:
+    return json.loads((ROOT / "benchmarks/results" / f"{file}.json").read_text())
+
+
+@cache
+def operations(name: str, train: int, query: int) -> dict[str, float]:
+    """Counted operations of each stage of influence functions on a workload."""
+    torch.manual_seed(0)
+    work = WORKLOADS[name]
+    return floors(work, work.model().eval(), train, query)
+
+
+def total(stages: dict[str, float], checkpoints: int = 1, segments: int = 1) -> float:
+    """C passes of each kind, L eigendecompositions."""
+    passes = sum(value for stage, value in stages.items() if stage != "eigendecomposition")
+    return checkpoints * passes + segments * stages["eigendecomposition"]
+
+
+def seconds() -> list[Compared]:
+    """Every timed benchmark beside operations over the rate of a matrix product."""
+    found = []
+    peers = results("against_kronfluence")
+    for r in peers.values():
+        name = f"influence, {r['workload']} ({r['train']:,} × {r['query']}), CPU"
+        counted = total(operations(r["workload"], r["train"], r["query"])) / (r["gflops"] * 1e9)
+        found.append(Compared(name, "float32", counted, sum(r["whence"].values())))
+    cpu = peers["mlp-full"]["gflops"] * 1e9  # the same machine, on the same day
+    for workload, r in results("source_cost").items():
+        for method, (c, segments) in CHECKPOINTS.items() if workload != "machine" else ():
+            name = f"{method}, {workload} ({r['train']:,} × {r['query']}), CPU"
+            counted = total(operations(workload, r["train"], r["query"]), c, segments) / cpu
+            found.append(Compared(name, "float32", counted, r["seconds"][method]))
+    gpu = results("on_gpu")
+    for key, r in gpu["runs"].items():
+        workload, precision = key.split()
+        stages = r["stages"].values()
+        name = f"influence, {workload} ({r['train']:,} × {r['query']:,}), GPU, {precision}"
+        counted = sum(s["share_of_peak"] * s["seconds"] for s in stages)
+        kind = "float32" if precision == "float32" else "low precision"
+        found.append(Compared(name, kind, counted, sum(s["seconds"] for s in stages)))
+    for precision, r in gpu["source"].items():
+        whole = gpu["runs"][f"gpt2-small {precision}"]
+        stages = {s: v["share_of_peak"] * v["seconds"] for s, v in whole["stages"].items()}
+        for stage in stages.keys() - {"eigendecomposition"}:
+            stages[stage] *= r["train"] / whole["train"]
+        for method, (c, segments) in CHECKPOINTS.items():
+            name = f"{method}, gpt2-small ({r['train']} × {r['query']}), GPU, {precision}"
+            kind = "float32" if precision == "float32" else "low precision"
+            counted = total(stages, c, segments)
+            found.append(Compared(name, kind, counted, r["work"][method]["seconds"]))
+    r = results("trak_cost")
+    p, n, q, d = (r[key] for key in ("parameters", "train", "query", "dimension"))
+    counted = ((n + q) * 2 * p * d + n * (2 * 4 * p + 2 * p * q)) / cpu
+    name = f"TRAK, d = {d:,}, MLP of {p:,} parameters ({n} × {q}), CPU"
+    found.append(Compared(name, "float32", counted, r["seconds"]["ours"]))
+    r = results("store_cost")
+    for q, v in r["queries"].items():
+        read = r["bytes"] / r["bandwidth"]
+        counted = read + 2 * r["examples"] * r["dimension"] * int(q) / cpu
+        name = f"gradient store, {r['examples']:,} × {r['dimension']:,}, {q} queries, CPU"
+        found.append(Compared(name, "float32", counted, v["whole"]))
+    r = results("unrolled_cost")
+    for method, v in r["methods"].items():
+        name = f"{method} ({r['updates']:,} updates, {r['query']} queries), GPU"
+        found.append(Compared(name, "updates", v["share_of_peak"] * v["seconds"], v["seconds"]))
+    return found
+
+
+def gpt2_small() -> Any:
+    """The shapes of its tracked layers, without making the model."""
+    shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
+    blocks = [
+        SimpleNamespace(name=f"{k}", o=o, i=i, width=i + 1, size=o * (i + 1))
+        for k, (o, i) in enumerate(shapes)
+    ]
+    positions = {b.name: 512 for b in blocks}
+    untracked = (50257 + 512) * 768
+    return SimpleNamespace(
+        blocks=blocks, positions=positions, outputs=512 * 50257, untracked=untracked
+    )
+
+
+@cache
+def tracked(name: str) -> Any:
+    """The tracked layers of a workload."""
+    if name == "gpt2-small":
+        return gpt2_small()
+    work = WORKLOADS[name]
+    model = work.model().eval()
+    study = whence.Study(model, work.task, train=work.data(4, 0), runs=final_run(model))
+    cpu = torch.device("cpu")
+    passes = study.passes(study.runs[0], device=cpu, dtype=torch.float32, quiet=True)["train"]
+    every = sum(p.numel() for p in model.parameters())
+    layers = passes.tracked
+    return SimpleNamespace(
+        blocks=layers.blocks,
+        positions=layers.positions,
+        outputs=layers.outputs,
+        untracked=every - cost.vector_numbers(layers),
+    )
+
+
+def held(name: str, queries: int, batch: int, segments: int = 1) -> float:
+    """Bytes: weights, factors, query vectors, a batch."""
+    layers = tracked(name)
+    vector = cost.vector_numbers(layers)
+    numbers = layers.untracked + vector + batch * cost.per_example_numbers(layers)
+    return 4.0 * (numbers + segments * (2 * cost.factor_numbers(layers) + queries * vector))
+
+
+def memory() -> list[Compared]:
+    """Every measured peak beside the formula, in GiB."""
+    found = []
+    for r in results("against_kronfluence").values():
+        work = WORKLOADS[r["workload"]]
+        query = work.reduced[1]
+        name = f"influence, {work.name} ({query} queries, batch {work.batch}), CPU"
+        counted = held(work.name, query, work.batch) / 2**30
+        found.append(Compared(name, "bytes", counted, r["memory"]["ours"] / 2**10))
+    gpu = results("on_gpu")
+    for key, r in gpu["runs"].items():
+        workload, precision = key.split()
+        if precision == "float32":
+            name = f"influence, {workload} ({r['query']:,} queries, batch {r['batch']:,}), GPU"
+            counted = held(workload, r["query"], r["batch"]) / 2**30
+            found.append(Compared(name, "bytes", counted, r["memory_gib"]))
+    r, batch = gpu["source"]["float32"], gpu["runs"]["gpt2-small float32"]["batch"]
+    for method, (_, segments) in CHECKPOINTS.items():
+        name = f"{method}, gpt2-small ({r['query']} queries, batch {batch}), GPU"
+        counted = held("gpt2-small", r["query"], batch, segments) / 2**30
+        found.append(Compared(name, "bytes", counted, r["work"][method]["memory_gib"]))
+    return found
+
+
+def _rows(found: list[Compared], unit: str) -> list[str]:
+    lines = [
+        f"| | counted, {unit} | measured, {unit} | measured / counted |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [f"| {c.what} | {c.counted:.3g} | {c.measured:.3g} | {c.ratio:.2g} |" for c in found]
+    return lines
+
+
+def time_table() -> list[str]:
+    """What was measured in float32."""
+    return _rows([c for c in seconds() if c.kind == "float32"], "s")
+
+
+def faster_table() -> list[str]:
+    """In TF32 and bfloat16, and update by update: other things than products take the time."""
+    return _rows([c for c in seconds() if c.kind != "float32"], "s")
+
+
+def memory_table() -> list[str]:
+    return _rows(memory(), "GiB")
+
+
+def range_table() -> list[str]:
+    """How far measured times are from counted ones."""
+    names = {
+        "float32": "float32 products",
+        "low precision": "TF32 and bfloat16 products",
+        "updates": "`Unrolled` and `Hydra`, update by update",
+    }
+    lines = ["| | measured / counted | the page's factor |", "|---|---:|---:|"]
+    for kind, name in names.items():
+        ratios = [c.ratio for c in seconds() if c.kind == kind]
+        lines.append(f"| {name} | {min(ratios):.1f} to {max(ratios):.1f} | {AT_MOST[kind]:g} |")
+    ratios = [c.ratio for c in memory()]
+    lines.append(
+        f"| memory | {min(ratios):.2f} to {max(ratios):.1f} | {MEMORY[0]:g} to {MEMORY[1]:g} |"
+    )
+    return lines
+
+
+def epoch_table() -> list[str]:
+    """Methods from scratch, in plain passes over the same data."""
+    lines = [f"| | {' | '.join(CHECKPOINTS)} |", "|---|" + "---:|" * len(CHECKPOINTS)]
+    timed = {
+        f"{name} ({r['train']:,} × {r['query']}), CPU": r["seconds"]
+        for name, r in results("source_cost").items()
+        if name != "machine"
+    }
+    for precision, r in results("on_gpu")["source"].items():
+        found = {name: v["seconds"] for name, v in r["work"].items()}
+        timed[f"gpt2-small ({r['train']} × {r['query']}), GPU, {precision}"] = found
+    for name, found in timed.items():
+        cells = [f"{found[method] / found['plain pass']:.0f}" for method in CHECKPOINTS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def retraining_table() -> list[str]:
+    lines = ["| | updates of a training | trainings per second |", "|---|---:|---:|"]
+    for file, device in (("retraining_cpu", "two cores"), ("retraining_cuda", "GPU")):
+        for name, r in results(file).items():
+            if name != "machine":
+                rate = 1 / r["seconds_each"]["whence"]
+                lines.append(f"| {name}, {device} | {r['updates']:,} | {rate:,.0f} |")
+    return lines
+
+
+def slope_table() -> list[str]:
+    """The slopes of real on predicted change, of the methods that predict in a unit."""
+    found = {}
+    for task, title in TASKS.items():
+        file = ROOT / f"experiments/results/methods_{task}.json"
+        found[title] = json.loads(file.read_text())
+    lines = [f"| slope of real on predicted change | {' | '.join(found)} |"]
+    lines.append("|---|" + "---:|" * len(found))
+    for method in SLOPES:
+        cells = [f"{r['methods'][method]['slope']:.2g}" for r in found.values()]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    ceilings = [f"{r['ceiling']:.2f}" for r in found.values()]
+    return [*lines, f"| *noise ceiling of the LDS* | {' | '.join(ceilings)} |"]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "time": time_table,
+    "faster": faster_table,
+    "memory": memory_table,
+    "ranges": range_table,
+    "epochs": epoch_table,
+    "retraining": retraining_table,
+    "slopes": slope_table,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables."""
+
+    def table(mark: re.Match[str]) -> str:
+        return f"{mark[1]}\n" + "\n".join(TABLES[mark[2]]()) + f"\n\n{mark[4]}"
+
+    return MARKED.sub(table, text)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text()
+        if MARKED.search(text):
+            path.write_text(filled(text))
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

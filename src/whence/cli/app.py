@@ -1,0 +1,114 @@
+"""The commands, and how they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from whence.cli import attributing, doctor, judging, looking, settings
+from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, guarded, say
+
+OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def build(given: Sequence[str] = ()) -> typer.Typer:
+    """All commands. What their help shows, and whether that of `reproduce` is imported, hangs on
+    the arguments that are given."""
+    app = typer.Typer(
+        name="whence",
+        help="Where in its training data does a model's behaviour come from?",
+        epilog="Start with `whence demo`, or with a study file: `whence doctor study.py`.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(_version)
+    app.command("demo", context_settings=OTHERS, rich_help_panel="Start here")(_demo)
+    app.command("doctor", rich_help_panel="Start here")(doctor.doctor)
+    layers, fit, attribute, top = attributing.commands(_shown(given))
+    panels = {
+        "Attribute": [layers, fit, attribute],
+        "Look": [top, looking.report, looking.explore],
+        "Judge": [judging.truth, judging.lds, judging.removal],
+    }
+    for panel, functions in panels.items():
+        for function in functions:
+            app.command(function.__name__, rich_help_panel=panel)(function)
+    last = _reproduce_or_why() if list(given[:1]) == ["reproduce"] else _reproduce
+    app.command("reproduce", rich_help_panel="Judge")(last)
+    return app
+
+
+def run(given: Sequence[str]) -> int:
+    """The exit code of `whence` with these arguments."""
+    program = typer.main.get_command(build(given))
+    try:
+        code = program.main(args=list(given), prog_name="whence", standalone_mode=False)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "whence"
+        message = " ".join(error.format_message().split())
+        if message:
+            say(f"{path}: {message} (see {path} --help)")
+        return BAD_INPUT
+    return code if isinstance(code, int) else FINE
+
+
+def _shown(given: Sequence[str]) -> str:
+    """The method that is asked for, as far as it can be told before the options are read."""
+    for before, word in pairwise(["", *given]):
+        name = word.removeprefix("--method=") if before != "--method" else word
+        if name != word or before == "--method":
+            with suppress(CommandError):
+                return settings.find(name)
+    return "source"
+
+
+def _version(
+    version: Annotated[
+        bool | None,
+        typer.Option("--version", is_eager=True, help="Say the version.", show_default=False),
+    ] = None,
+) -> None:
+    if version:
+        from whence import __version__
+
+        print(f"whence {__version__}")
+        raise typer.Exit
+
+
+def _demo(context: typer.Context) -> int:
+    """A minute's tour on digits: train, attribute, find flipped labels."""
+    from whence.demo import main
+
+    return main(context.args)
+
+
+def _reproduce() -> None:
+    """Run the paper's experiments again, and compare."""
+
+
+def _reproduce_or_why() -> Any:
+    try:
+        return guarded(import_module("whence.cli.reproduce").reproduce)
+    except ImportError as error:
+        message = (
+            f"whence: `reproduce` cannot be loaded ({error}): it needs the repository's folder"
+        )
+
+        def tell() -> int:
+            say(message)
+            return BAD_INPUT
+
+        tell.__doc__ = _reproduce.__doc__
+        return tell

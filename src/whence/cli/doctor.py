@@ -1,0 +1,325 @@
+"""`whence doctor`: what is installed, which device, how much memory; and is a study file sound?"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whence.cli import settings
+from whence.cli.options import Device, device_of
+from whence.cli.screen import FAILED, FINE, Answer, command
+
+if TYPE_CHECKING:
+    from whence.cli.studyfile import StudyFile
+
+NEEDED = ("torch", "numpy", "safetensors", "tqdm")
+FOR_DEVELOPERS = ("test", "docs")
+TRIED = 8  # examples of a batch that is tried
+SOUND, NOTE, BAD = "sound", "note", "bad"
+MARKS = {SOUND: ("✓", "green"), NOTE: ("!", "yellow"), BAD: ("✗", "bold red")}
+
+Finding = tuple[str, str]  # verdict, what was found
+
+
+@command()
+def doctor(
+    study: Annotated[
+        Path | None, typer.Argument(metavar="[STUDY]", help="A study file to look over.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(metavar="METHOD", help="Whose time and memory to estimate.")
+    ] = "source",
+    device: Device = None,
+) -> Answer:
+    """What is installed, which device, how much memory; and is a study file sound?
+
+    A study file is loaded, a batch tried, every checkpoint compared with the model, and the time of
+    attribution estimated, before hours are spent. The exit code is 1 when something is wrong.
+
+    Examples:
+
+    - `whence doctor`
+    - `whence doctor study.py --method influence --device cuda`
+    """
+    method = settings.find(method)
+    where = device_of(device)
+    machine = {"versions": _versions(), "extras": _extras(), "devices": _devices()}
+    if study is None:
+        return Answer(machine, _lines(_machine_lines(machine)))
+    from whence.cli.studyfile import load_study
+
+    file = load_study(study)
+    checks = [
+        {"check": name, "verdict": verdict, "message": message}
+        for name, verdict, message in look_over(file, method, where)
+    ]
+    bad = sum(check["verdict"] == BAD for check in checks)
+    sound = f"{study}: " + ("nothing is wrong with it" if not bad else f"{bad} things are wrong")
+    lines = [*_machine_lines(machine), ("", ""), *_study_lines(checks), ("", sound)]
+    data = machine | {"study": {"path": study, "sound": not bad, "checks": checks}}
+    return Answer(data, _lines(lines), FAILED if bad else FINE)
+
+
+def look_over(file: StudyFile, method: str, device: Any = None) -> Iterator[tuple[str, str, str]]:
+    """(check, verdict, what was found), one after another; what raises is bad, and the rest goes
+    on."""
+    study = file.study
+    checks: list[tuple[str, Callable[[], Finding]]] = [("study", lambda: (SOUND, repr(study)))]
+    for k, run in enumerate(study.runs):
+        name = f"run {k}" if len(study.runs) > 1 else "run"
+        checks.append((name, lambda run=run: _run(run)))  # type: ignore[misc]
+        checks.append((f"{name}, weights", lambda run=run: _weights(study, run)))  # type: ignore[misc]
+    for stage in study.stages:
+        name = "data" if len(study.stages) == 1 else f"data of {stage}"
+        checks.append((name, lambda stage=stage: _data(study, stage)))  # type: ignore[misc]
+    checks += [
+        ("query", lambda: _query(file)),
+        ("layers", lambda: _layers(study)),
+        ("batch", lambda: _batch(study)),
+        ("cost", lambda: _cost(file, method, device)),
+        ("recipe", lambda: _recipe(file)),
+    ]
+    import warnings
+
+    for name, check in checks:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                verdict, message = check()
+            except Exception as error:
+                kind = (
+                    "" if isinstance(error, (ValueError, OSError)) else type(error).__name__ + ": "
+                )
+                verdict, message = BAD, kind + " ".join(str(error).split())
+        yield name, verdict, message
+        for text in dict.fromkeys(str(warning.message) for warning in caught):
+            if name != "cost" or "tracked" not in text:  # what is left out is said by layers
+                yield name, NOTE, " ".join(text.split())
+
+
+def _run(run: Any) -> Finding:
+    adaptive = {s: o for s, o in run.optimizers.items() if o in ("adam", "adamw", "rmsprop")}
+    bare = [c.step for c in run.checkpoints if c.stage in adaptive and c.moments is None]
+    if bare:
+        return BAD, (
+            f"{run!r}: the checkpoints at {bare} have no second moments, which SOURCE needs for "
+            f"{', '.join(adaptive.values())}; TracIn and Influence(damping=1e-8) do not"
+        )
+    return (SOUND if run.finished else NOTE), repr(run)
+
+
+def _weights(study: Any, run: Any) -> Finding:
+    from whence.layers.passes import load_weights
+    from whence.study import copied
+
+    models = {stage: copied(model) for stage, model in study.models.items()}
+    for checkpoint in run.checkpoints:
+        weights = checkpoint.weights()
+        load_weights(models[checkpoint.stage], weights, checkpoint.step)
+        wrong = [n for n, w in weights.items() if w.is_floating_point() and not w.isfinite().all()]
+        if wrong:
+            return BAD, f"at step {checkpoint.step}, {wrong[0]} is NaN or infinite: it diverged"
+    return SOUND, f"all {len(run.checkpoints)} checkpoints are whole and fit the model"
+
+
+def _data(study: Any, stage: str) -> Finding:
+    from whence.data import structure
+
+    data = study.data[stage]
+    built = structure(data.take(range(min(TRIED, len(data)))))
+    if not data.steady:
+        return BAD, f"{data.name}[0] differs between two reads: give it without augmentation"
+    return SOUND, f"{len(data):,} examples; a batch is {built}"
+
+
+def _query(file: StudyFile) -> Finding:
+    if file.query is None:
+        return NOTE, "none is defined: attribute with --query NAME, or --query self"
+    return SOUND, f"{len(file.study.query(file.query)):,} queries, built like the training data"
+
+
+def _layers(study: Any) -> Finding:
+    from whence.cli.attributing import tracked_layers
+
+    tracked = tracked_layers(study)
+    return (SOUND if tracked.share > 0.5 else NOTE), tracked.summary()
+
+
+def _batch(study: Any) -> Finding:
+    import torch
+
+    from whence.data import place
+    from whence.layers.passes import load_weights
+    from whence.study import copied
+
+    stage = study.stages[-1]
+    model, task, data = (
+        copied(study.model).float().eval().cpu(),
+        study.tasks[stage],
+        study.data[stage],
+    )
+    load_weights(model, study.runs[0].final.weights(), study.runs[0].final.step)
+    batch = place(data.take(range(min(TRIED, len(data)))), torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        outputs = task.outputs(model, batch)
+        losses, measured = task.losses(outputs, batch), task.measurements(outputs, batch)
+    text = (
+        f"the final model's loss on {len(losses)} training examples is {float(losses.mean()):.4g}, "
+        f"their {task.measurement} {float(measured.mean()):.4g} {task.unit}"
+    )
+    return (SOUND if bool(losses.isfinite().all()) else BAD), text
+
+
+def _cost(file: StudyFile, method: str, device: Any) -> Finding:
+    from whence.methods.method import _duration
+
+    study, kind = file.study, settings.kind(method)
+    if not hasattr(kind, "estimate"):
+        return NOTE, f"no estimate is made for {method}"
+    least = min(len(run.checkpoints) for run in study.runs)
+    more = {"segments": min(3, least)} if "segments" in settings.methods()[method] else {}
+    chosen = kind(**more)
+    found = chosen.estimate(study, file.query, device=device)
+    seconds = len(study.runs) * found["seconds"]
+    queries = 0 if file.query is None else len(file.query)
+    examples = sum(len(data) for data in study.data.values())
+    size = max(1, queries) * examples * 4
+    free = shutil.disk_usage(Path.cwd()).free
+    passes = ", ".join(f"{count} × {kind}" for kind, count in found["passes"].items() if count)
+    text = (
+        f"{chosen!r}: about {_duration(seconds)}, {_size(found['bytes'])} of memory, "
+        f"{_size(size)} of scores; passes over the data: {passes}"
+    )
+    return (SOUND if size < free else BAD), text + (
+        "" if size < free else f". Only {_size(free)} are free here: use --top"
+    )
+
+
+def _recipe(file: StudyFile) -> Finding:
+    recipe, study = file.recipe, file.study
+    if recipe is None:
+        return NOTE, "none is defined: truth, removal and leave-one-out need one"
+    for stage in recipe.stages:
+        theirs = study.data.get(stage.name if len(recipe.stages) > 1 else study.stages[0])
+        if theirs is None or theirs.fingerprint() != stage.data.fingerprint():
+            return BAD, f"its training data of stage {stage.name!r} is not the study's"
+    run = study.runs[0]
+    if run.origin and run.origin.get("recipe") == recipe.fingerprint:
+        return SOUND, f"it is what made the run, with seed {run.origin['seed']}"
+    if run.initial is None:
+        return NOTE, "the run has not kept its initial weights: whether it starts so is unknown"
+    seed = int(run.origin.get("seed", 0)) if run.origin else 0
+    own, kept = recipe.build(seed).state_dict(), run.initial.weights()
+    other = [n for n, w in kept.items() if n not in own or own[n].shape != w.shape]
+    if other:
+        return BAD, f"its model is another than the run's: {other[0]} differs"
+    moved = [n for n, w in kept.items() if not bool((own[n].cpu() == w).all())]
+    if moved:
+        return NOTE, (
+            f"with seed {seed} it does not start from the run's initial weights ({moved[0]} "
+            "differs): other draws, or another way to make the model. Retraining is of the recipe, "
+            "so use study runs=recipe.run(seed, out) to be sure that both are the same training"
+        )
+    return SOUND, f"with seed {seed} it starts from the run's initial weights"
+
+
+def _versions() -> dict[str, str | None]:
+    from whence import __version__
+
+    found: dict[str, str | None] = {
+        "whence": __version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+    return found | {name: _version(name) for name in NEEDED}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _extras() -> dict[str, dict[str, str | None]]:
+    """{extra: {package: its version, None if missing}}, as whence's own metadata has it."""
+    found: dict[str, dict[str, str | None]] = {}
+    try:
+        required = metadata.requires("whence") or []
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        return {}
+    for line in required:
+        match = re.match(r"([\w.-]+)(?:\[[^\]]*\])?.*;.*extra == ['\"]([\w-]+)['\"]", line)
+        if match and match[2] not in FOR_DEVELOPERS and match[1] != "whence":
+            found.setdefault(match[2], {})[match[1]] = _version(match[1])
+    return found
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    from whence.memory import free_and_total
+
+    names = {"cpu": f"{torch.get_num_threads()} threads"}
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        names |= {f"cuda:{k}": torch.cuda.get_device_name(k) for k in range(count)}
+    found = []
+    for name, about in names.items():
+        free, total = free_and_total(torch.device(name))
+        found.append({"device": name, "about": about, "free": free, "total": total})
+    if torch.backends.mps.is_available():
+        found.append({"device": "mps", "about": "Apple GPU", "free": None, "total": None})
+    return found
+
+
+def _machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [("", versions)]
+    for device in machine["devices"]:
+        room = ""
+        if device["total"]:
+            room = f", {_size(device['free'])} free of {_size(device['total'])}"
+        lines.append((SOUND, f"{device['device']}: {device['about']}{room}"))
+    if len(machine["devices"]) == 1:
+        lines.append((NOTE, "no GPU is found: everything runs on the CPU"))
+    for extra, packages in machine["extras"].items():
+        missing = [name for name, version in packages.items() if version is None]
+        if missing:
+            how = f"pip install 'whence[{extra}]'"
+            lines.append((NOTE, f"{extra}: {', '.join(missing)} missing: {how}"))
+        else:
+            have = ", ".join(f"{name} {version}" for name, version in packages.items())
+            lines.append((SOUND, f"{extra}: {have}"))
+    if not machine["extras"]:
+        lines.append((NOTE, "whence is not installed as a package: its extras are not known"))
+    return lines
+
+
+def _study_lines(checks: list[dict[str, str]]) -> list[tuple[str, str]]:
+    return [(check["verdict"], f"{check['check']}: {check['message']}") for check in checks]
+
+
+def _lines(lines: list[tuple[str, str]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    for verdict, text in lines:
+        mark, style = MARKS.get(verdict, ("", ""))
+        table.add_row(Text(mark, style=style), Text(text))
+    return table
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

@@ -1,0 +1,294 @@
+"""Start the explorer: scores, data and recipe together, a free port, a browser."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import threading
+import time
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from whence.explore.explorer import Explorer
+from whence.explore.jobs import Jobs
+from whence.explore.state import Explored, Given, open_scores
+from whence.report.check import check_data
+from whence.scores import Scores
+
+if TYPE_CHECKING:
+    from whence.recipe import Recipe
+    from whence.study import Study
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+FOLDER = "explore"  # beside the first scores' own files
+
+
+class Running:
+    """An explorer at work in a thread: for notebooks, where `serve` would wait for ever.
+
+        with whence.explore.start({"SOURCE": scores}, study=study, query=query) as page:
+            print(page.url)
+
+    Attributes:
+        url: the address, with the token.
+        explorer: what answers.
+    """
+
+    def __init__(self, explorer: Explorer, host: str, port: int) -> None:
+        import uvicorn
+
+        from whence.explore.server import create_app
+
+        self.explorer, self._token = explorer, secrets.token_urlsafe(32)
+        self._socket = bind(host, port)
+        self.port = int(self._socket.getsockname()[1])
+        names = {"[::1]" if host == "::1" else "127.0.0.1", "localhost"}
+        hosts = frozenset(f"{name}:{self.port}" for name in names)
+        shown = "[::1]" if host == "::1" else host
+        self.address = f"http://{shown}:{self.port}"
+        self.url = f"{self.address}/?token={self._token}"
+        config = uvicorn.Config(
+            create_app(explorer, self._token, hosts),
+            log_level="warning",
+            access_log=False,  # the first address holds the token
+            lifespan="off",
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=3,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self.run, name="explorer", daemon=True)
+
+    @property
+    def token(self) -> str:
+        return self._token
+
+    @property
+    def started(self) -> bool:
+        return bool(self._server.started)
+
+    def run(self) -> None:
+        """Answer until told to stop (Ctrl-C in the main thread)."""
+        self.explorer.start()
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self.explorer.close()
+            self._socket.close()
+
+    def start(self) -> Running:
+        self._thread.start()
+        while not self.started:
+            if not self._thread.is_alive():
+                raise RuntimeError(f"the explorer could not be started at {self.address}")
+            time.sleep(0.01)
+        return self
+
+    def close(self) -> None:
+        """Stop. A retraining that is at work is gone on with at the next start."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(30)
+        elif not self.started:
+            self.explorer.close()
+            self._socket.close()
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serve(
+    scores: Given,
+    *,
+    train: Any = None,
+    query: Any = None,
+    study: Study | None = None,
+    recipe: Recipe | None = None,
+    labels: Any = None,
+    renderer: Callable[[Any], Any] | None = None,
+    classes: Sequence[str] | Mapping[int, str] | None = None,
+    columns: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    check: bool = True,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    open_browser: bool = True,
+    out: str | os.PathLike[str] | None = None,
+) -> None:
+    """Explore scores in the browser, until Ctrl-C.
+
+    Args:
+        scores: Scores by name, or folders of them, or one of either; all of the same queries, or
+            self-influence.
+        train: the training data, or `{stage: dataset}` (default: the study's).
+        query: the queries that the scores are of.
+        study: for what the model predicts.
+        recipe: for retraining without chosen examples.
+        labels: of the training examples, or `{stage: labels}`, in place of those in the data.
+        renderer: makes of an example what is to be shown: text, image, row, `whence.report.HTML`.
+        classes, columns, tokenizer: names of classes and features, and what makes text of token
+            ids.
+        check: False compares only lengths of data, for what is read at random, or texts shown in
+            place of their tokens.
+        host: this machine's own address; the page is never served to a network.
+        port: 0 takes a free one.
+        open_browser: False only prints the address.
+        out: folder for retrainings (default: `explore` in the first scores' folder, or
+            `whence-explore` here).
+    """
+    page = prepare(
+        scores,
+        train=train,
+        query=query,
+        study=study,
+        recipe=recipe,
+        labels=labels,
+        renderer=renderer,
+        classes=classes,
+        columns=columns,
+        tokenizer=tokenizer,
+        check=check,
+        host=host,
+        port=port,
+        out=out,
+    )
+    print(f"Exploring at {page.url}")
+    if page.explorer.refused is None:
+        jobs = page.explorer.jobs
+        assert jobs is not None
+        print(f"Retrainings are kept in {jobs.folder}.")
+    else:
+        print(f"No retraining here: {page.explorer.refused}.")
+    print("Ctrl-C ends it.", flush=True)
+    if open_browser:
+        threading.Thread(target=_open, args=(page,), daemon=True).start()
+    with suppress(KeyboardInterrupt):
+        page.run()
+    jobs = page.explorer.jobs
+    cut = [] if jobs is None else [j for j in jobs.all() if j.state in ("running", "waiting")]
+    print("\nStopped." + (" The retraining goes on at the next start." if cut else ""))
+
+
+def start(scores: Given, **settings: Any) -> Running:
+    """`serve` in a thread, for notebooks: the same settings but `open_browser`; close it after."""
+    return prepare(scores, **settings).start()
+
+
+def prepare(
+    scores: Given,
+    *,
+    train: Any = None,
+    query: Any = None,
+    study: Study | None = None,
+    recipe: Recipe | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    out: str | os.PathLike[str] | None = None,
+    **looks: Any,
+) -> Running:
+    """All that can be wrong is found here, before anything is served."""
+    try:
+        import fastapi
+        import uvicorn
+    except ImportError as error:
+        raise ImportError(
+            "the explorer needs FastAPI and uvicorn: pip install 'whence[explore]'"
+        ) from error
+    del fastapi, uvicorn
+    if host not in LOCAL:
+        raise ValueError(
+            f"host={host!r} would show your training data to the network: the explorer is served "
+            f"to this machine alone ({', '.join(LOCAL)}). From another machine, tunnel to it: "
+            f"ssh -L PORT:localhost:PORT, the same port on both sides"
+        )
+    named = open_scores(scores)
+    explored = Explored(named, train=train, query=query, study=study, **looks)
+    folder = Path(out) if out is not None else default_folder(scores)
+    jobs, refused = make_jobs(explored, recipe, query, folder)
+    explorer = Explorer(explored, jobs, refused)
+    try:
+        return Running(explorer, host, port)
+    except BaseException:
+        explorer.close()
+        raise
+
+
+def default_folder(scores: Given) -> Path:
+    if isinstance(scores, Scores | Mapping) or not scores:
+        return Path("whence-explore")
+    return Path(scores if isinstance(scores, str | os.PathLike) else scores[0]) / FOLDER
+
+
+def make_jobs(
+    explored: Explored, recipe: Recipe | None, query: Any, folder: Path
+) -> tuple[Jobs | None, str | None]:
+    """The retrainings, or why there are none. That is no reason not to explore."""
+    if recipe is None:
+        return None, "there is no recipe (give recipe=, or define it in the study file)"
+    if query is None or not explored.sets:
+        return None, "there are no queries to measure (give query= and scores of it)"
+    train = {stage.name: stage.data.dataset for stage in recipe.stages}
+    for name, scores in explored.sets.items():
+        task = recipe.task
+        if (scores.measurement, scores.higher_is_better) != (
+            task.measurement,
+            task.higher_is_better,
+        ):
+            return None, (
+                f"{name} are scores of the {scores.measurement}, but the recipe's task measures "
+                f"the {task.measurement}: give a recipe with the task they were attributed with"
+            )
+        try:
+            check_data(scores, train, query, collate=recipe.collate)
+        except ValueError as error:
+            return None, f"the recipe does not fit {name}: {error}"
+    try:
+        return Jobs(folder, recipe, query), None
+    except Exception as error:  # a user's recipe may raise anything
+        return None, f"it cannot be done: {type(error).__name__}: {error}"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at the port; 0 takes a free one."""
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port={port}: use a number up to 65535, or 0 for a free port")
+    made = socket.socket(socket.AF_INET6 if host == "::1" else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(
+                error.errno,
+                f"port {port} is in use, perhaps by another explorer: close that, choose another "
+                "port, or port=0 for a free one",
+            ) from error
+        if error.errno == errno.EACCES:
+            raise OSError(
+                error.errno, f"port {port} may not be used by you: choose one above 1023, or 0"
+            ) from error
+        raise
+    return made
+
+
+def _open(page: Running) -> None:
+    for _ in range(500):
+        if page.started:
+            webbrowser.open(page.url)
+            return
+        time.sleep(0.02)

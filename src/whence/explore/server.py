@@ -1,0 +1,333 @@
+"""The web server: who may ask, and which address gives which answer.
+
+Whoever knows the token may read; what changes something is a POST with the token in a header, which
+no other page can send. A request that came by another name than the one served (DNS rebinding), or
+from another origin, is refused before anything is looked at.
+"""
+
+from __future__ import annotations
+
+import hmac
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from http.cookies import CookieError, SimpleCookie
+from importlib.resources import files
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs, quote
+
+from fastapi import Body, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
+
+from whence.explore.explorer import Explorer
+from whence.explore.reading import Busy
+
+TOKEN = "x-whence-token"  # the header
+BODY = 2**20  # bytes of a request
+STATIC = {
+    "views.js": ("whence.report", "text/javascript"),
+    "whence.css": ("whence.report", "text/css"),
+    "explore.js": ("whence.explore", "text/javascript"),
+    "explore.css": ("whence.explore", "text/css"),
+}
+Text = Annotated[str, Query(max_length=1000)]
+Count = Annotated[int, Query(ge=0, le=2**40)]
+Sign = Literal["", "helpful", "harmful"]
+Places = Annotated[str, Query(max_length=60000)]  # "3,14,15"
+Send = Callable[[Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+
+
+def static_file(package: str, name: str) -> str:
+    return (files(package) / "static" / name).read_text("utf-8")
+
+
+class Guard:
+    """Lets in what comes from this machine's browser with the token; adds headers to what goes out.
+
+    Args:
+        app: what is guarded.
+        token: the secret.
+        hosts: names and ports it is served as, such as "127.0.0.1:8765".
+        cookie: the name of the cookie that holds the token.
+        styled: whether examples hold HTML by the user's own renderer, with style attributes.
+    """
+
+    def __init__(
+        self, app: Any, token: str, hosts: frozenset[str], cookie: str, styled: bool = False
+    ) -> None:
+        self.app, self.hosts, self.cookie = app, hosts, cookie
+        self._token = token.encode()
+        attributes = "; style-src-attr 'unsafe-inline'" if styled else ""
+        policy = (
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            f"{attributes}"
+        )
+        self.headers = {
+            "content-security-policy": policy,
+            "x-content-type-options": "nosniff",
+            "x-frame-options": "DENY",
+            "referrer-policy": "no-referrer",  # the first address holds the token
+            "cross-origin-resource-policy": "same-origin",
+            "cross-origin-opener-policy": "same-origin",
+            "cache-control": "no-store",
+        }
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # no websockets here
+            return
+
+        async def answer(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                own = [(k.encode(), v.encode()) for k, v in self.headers.items()]
+                message = {**message, "headers": [*message.get("headers", []), *own]}
+            await send(message)
+
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        status, why = self.refuse(scope["method"], scope["path"], scope["query_string"], headers)
+        if status:
+            body = f"{why}\n".encode()
+            kind = [(b"content-type", b"text/plain; charset=utf-8")]
+            await answer({"type": "http.response.start", "status": status, "headers": kind})
+            await answer({"type": "http.response.body", "body": body})
+            return
+        await self.app(scope, receive, answer)
+
+    def refuse(
+        self, method: str, path: str, query: bytes, headers: Mapping[str, str]
+    ) -> tuple[int, str]:
+        """(status, why) of what is not let in; (0, "") otherwise."""
+        if headers.get("host", "").lower() not in self.hosts:
+            return 403, "403: this page is only served by the address that whence explore printed"
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
+            return 403, "403: requests from other pages are refused"
+        if method not in ("GET", "HEAD", "POST"):
+            return 405, "405: only GET and POST"
+        opened = path == "/" and method in ("GET", "HEAD")
+        # A link on another page may open this one; it may not ask it for anything else.
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not opened:
+            return 403, "403: requests from other pages are refused"
+        given = [headers.get(TOKEN, "")]
+        if method != "POST":
+            given.append(_cookie(headers.get("cookie", ""), self.cookie))
+        if opened:
+            given += parse_qs(query.decode("latin-1")).get("token", [])
+        if not any(hmac.compare_digest(g.encode(), self._token) for g in given):
+            return 403, (
+                "403: the token is missing or wrong. Open the address that whence explore printed, "
+                "with ?token=... at its end"
+            )
+        if method == "POST":
+            length = headers.get("content-length", "")
+            if not length.isdecimal() or len(length) > 9 or int(length) > BODY:
+                return 413, f"413: say how long the request is; {BODY} bytes at most"
+        return 0, ""
+
+
+def _cookie(header: str, name: str) -> str:
+    try:
+        found = SimpleCookie(header).get(name)
+    except CookieError:
+        return ""
+    return "" if found is None else found.value
+
+
+def create_app(explorer: Explorer, token: str, hosts: frozenset[str]) -> Guard:
+    """The guarded web application.
+
+    Args:
+        explorer: gives the answers.
+        token: whoever has it may ask.
+        hosts: names and ports that it is served as, such as "127.0.0.1:8765".
+    """
+    # cookies know no ports: two explorers in one browser need two names
+    ports = {host.rpartition(":")[2] for host in hosts}
+    cookie = f"whence-token-{'-'.join(sorted(ports))}"
+    app = FastAPI(title="whence", docs_url=None, redoc_url=None, openapi_url=None)
+    _pages(app, token, cookie)
+    _reading(app, explorer)
+    _retraining(app, explorer)
+    _errors(app)
+    return Guard(app, token, hosts, cookie, explorer.explored.renders_html)
+
+
+def _pages(app: FastAPI, token: str, cookie: str) -> None:
+    @app.get("/")
+    def index() -> Response:
+        page = static_file("whence.explore", "index.html").replace("{{token}}", token)
+        answer = HTMLResponse(page)
+        answer.set_cookie(cookie, token, httponly=True, samesite="strict", path="/")
+        return answer
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in STATIC:
+            return PlainTextResponse("there is no such file", 404)
+        package, kind = STATIC[name]
+        return Response(static_file(package, name), media_type=kind)
+
+
+def _reading(app: FastAPI, explorer: Explorer) -> None:
+    explored = explorer.explored
+
+    @app.get("/api/overview")
+    def overview() -> dict[str, Any]:
+        return explorer.overview()
+
+    @app.get("/api/queries")
+    def queries(
+        text: Text = "",
+        label: Text = "",
+        wrong: bool = False,
+        order: Text = "number",
+        offset: Count = 0,
+        limit: Count = 50,
+    ) -> dict[str, Any]:
+        return explored.list_queries(
+            text=text, label=label, wrong=wrong, order=order, offset=offset, limit=limit
+        )
+
+    @app.get("/api/query")
+    def query(scores: Text, row: Count, k: Count = 10) -> dict[str, Any]:
+        return explorer.query(scores, row, k)
+
+    @app.get("/api/examples")
+    def examples(
+        scores: Text,
+        row: Count | None = None,
+        text: Text = "",
+        label: Text = "",
+        stage: Text = "",
+        sign: Sign = "",
+        order: Text = "helpful",
+        offset: Count = 0,
+        limit: Count = 50,
+    ) -> dict[str, Any]:
+        return explored.list_examples(
+            scores,
+            row,
+            text=text,
+            label=label,
+            stage=stage,
+            sign=sign,
+            order=order,
+            offset=offset,
+            limit=limit,
+        )
+
+    @app.get("/api/example")
+    def example(place: Count, scores: Text = "") -> dict[str, Any]:
+        return explorer.example(scores, place)
+
+    @app.get("/api/rows")
+    def rows(rows: Places = "") -> list[dict[str, Any]]:
+        return explorer.queries(_places(rows))
+
+    @app.get("/api/chosen")
+    def chosen(places: Places = "") -> list[dict[str, Any]]:
+        return explorer.examples(_places(places))
+
+    @app.get("/api/compare")
+    def compare(a: Text, b: Text, row: Count, k: Count = 10) -> dict[str, Any]:
+        return explorer.compare(a, b, row, k)
+
+    @app.get("/api/compare/overall")
+    def overall(a: Text, b: Text, k: Count = 10) -> dict[str, Any]:
+        return explorer.overall(a, b, k)
+
+    @app.get("/api/audit")
+    def audit(
+        scores: Text,
+        text: Text = "",
+        label: Text = "",
+        stage: Text = "",
+        offset: Count = 0,
+        limit: Count = 50,
+    ) -> dict[str, Any]:
+        return explorer.audit(
+            scores, text=text, label=label, stage=stage, offset=offset, limit=limit
+        )
+
+    @app.get("/api/audit.csv")
+    def audit_csv(
+        scores: Text, text: Text = "", label: Text = "", stage: Text = ""
+    ) -> StreamingResponse:
+        lines = explorer.audit_csv(scores, text, label, stage)
+        name = quote(f"audit-{scores.replace('/', '-')}.csv")
+        return StreamingResponse(
+            lines,
+            media_type="text/csv; charset=utf-8",
+            headers={"content-disposition": f"attachment; filename*=UTF-8''{name}"},
+        )
+
+    @app.get("/api/whatif")
+    def whatif(places: Places = "") -> dict[str, Any]:
+        return explorer.what_if(_places(places))
+
+
+def _retraining(app: FastAPI, explorer: Explorer) -> None:
+    @app.get("/api/jobs")
+    def jobs() -> dict[str, Any]:
+        return explorer.list_jobs()
+
+    @app.get("/api/jobs/{name}")
+    def job(name: str) -> dict[str, Any]:
+        return explorer.job(name)
+
+    @app.post("/api/jobs")
+    def ask(places: Annotated[list[int], Body()], seeds: Annotated[int, Body()]) -> dict[str, Any]:
+        return explorer.ask(places, seeds)
+
+    @app.post("/api/jobs/{name}/cancel")
+    def cancel(name: str) -> dict[str, Any]:
+        return explorer.cancel(name)
+
+    @app.post("/api/jobs/{name}/go-on")
+    def go_on(name: str) -> dict[str, Any]:
+        return explorer.go_on(name)
+
+    @app.post("/api/jobs/{name}/forget")
+    def forget(name: str) -> dict[str, Any]:
+        return explorer.forget(name)
+
+
+def _errors(app: FastAPI) -> None:
+    """Every error is one sentence that the page shows."""
+
+    def said(status: int) -> Callable[[Request, Exception], JSONResponse]:
+        return lambda _, error: JSONResponse({"error": str(error.args[0])}, status)
+
+    def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        parts = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
+        return JSONResponse({"error": "; ".join(parts)}, 422)
+
+    def broken(_: Request, error: Exception) -> JSONResponse:
+        traceback.print_exception(error)
+        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+
+    app.add_exception_handler(Busy, said(503))
+    app.add_exception_handler(ValueError, said(400))
+    app.add_exception_handler(KeyError, said(404))
+    app.add_exception_handler(PermissionError, said(409))
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, broken)
+
+
+def _places(given: str) -> list[int]:
+    """ "3,14,15" """
+    parts = [part for part in given.split(",") if part]
+    if not all(part.isdecimal() and len(part) < 16 for part in parts):
+        raise ValueError("places must be numbers with commas between them")
+    return [int(part) for part in parts]

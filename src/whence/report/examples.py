@@ -1,0 +1,359 @@
+"""How an example looks on a page: an image, a text, a row of a table, or what a renderer makes.
+
+Nothing in a dataset is trusted: what comes out is plain data (strings, numbers, a PNG that is
+written here), and the page puts it in as text. Only a user's own renderer can give HTML.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from whence.task import LABEL_KEYS
+
+Renderer = Callable[[Any], Any]
+Rendered = dict[str, Any]
+
+CHARACTERS = 2000  # of a text that are shown
+CELLS = 60  # of a row that are shown
+# lengths of flat vectors that are images more likely than rows: shape (c, h, w)
+FLAT = {64: (1, 8, 8), 256: (1, 16, 16), 784: (1, 28, 28), 1024: (1, 32, 32)}
+FLAT |= {3072: (3, 32, 32), 4096: (1, 64, 64), 12288: (3, 64, 64)}
+PICTURES = ("image", "img", "pixel_values", "picture")
+WORDS = ("text", "sentence", "content", "prompt", "document")
+
+
+class HTML(str):
+    """What a renderer returns for its text to be put into the page as HTML, as it is.
+
+    Scripts in it do not run. Escape what comes from data yourself (`html.escape`).
+    """
+
+
+class Examples:
+    """A dataset whose examples can be shown.
+
+    Args:
+        dataset: map-style; None where there is none to show, and examples are only numbers.
+        renderer: makes of an example what is to be shown: text, an array or PIL image, a mapping
+            (a row of a table), or `HTML`.
+        labels: one label per example, in place of those in the dataset.
+        classes: names of the classes, by number.
+        columns: names of the features: the examples are rows of a table.
+        tokenizer: makes text of token ids (its `decode` is called).
+        size: the longer side of an image in pixels, at most.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        renderer: Renderer | None = None,
+        labels: Sequence[Any] | None = None,
+        classes: Sequence[str] | Mapping[int, str] | None = None,
+        columns: Sequence[str] | None = None,
+        tokenizer: Any = None,
+        size: int = 64,
+    ) -> None:
+        if isinstance(columns, str) or isinstance(classes, str):
+            raise TypeError("columns and classes are lists of names, not one string")
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise TypeError(f"tokenizer is a {type(tokenizer).__name__}: it must have decode(ids)")
+        if labels is not None and dataset is not None and len(labels) != len(dataset):
+            raise ValueError(
+                f"labels has {len(labels)} entries, but the dataset {len(dataset)}: give one label "
+                "per example"
+            )
+        self.dataset, self.renderer, self.labels = dataset, renderer, labels
+        self.classes = dict(enumerate(classes)) if isinstance(classes, Sequence) else classes or {}
+        self.columns = None if columns is None else [str(name) for name in columns]
+        self.tokenizer, self.size = tokenizer, size
+        self._warned = False
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else len(self.dataset)
+
+    def render(self, index: int) -> Rendered:
+        """What to show of an example, as plain data.
+
+        Always `id`, `kind` and `label` (text or None); by kind `image` (a data URI), `text`, `row`
+        ([name, value] pairs) or `html`; `note` where something must be said, `more` for how much
+        of a text or row was cut.
+        """
+        shown: Rendered = {"id": int(index), "kind": "missing", "label": None}
+        if self.dataset is None:
+            return shown
+        try:
+            example = self.dataset[int(index)]
+            shown["label"] = self._label(example, index)
+            content = _input(example) if self.renderer is None else self.renderer(example)
+            return shown | self._content(content)
+        except Exception as error:
+            # One example that cannot be shown must not cost the page.
+            what = "reading" if self.renderer is None else "rendering"
+            shown["note"] = _cut(f"{what} it failed: {type(error).__name__}: {error}", 200)[0]
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"example {index} is not shown: {shown['note']}", stacklevel=2)
+            return shown
+
+    def label(self, index: int) -> str | None:
+        """The example's label as text."""
+        if self.dataset is None:
+            return None
+        try:
+            example = None if self.labels is not None else self.dataset[int(index)]
+            return self._label(example, index)
+        except Exception:  # said by render
+            return None
+
+    def class_name(self, number: int) -> str:
+        """The name of a class."""
+        return str(self.classes.get(number, number))
+
+    def pieces(self, index: int) -> list[str] | None:
+        """The example's tokens one by one as text, padding empty; None if it has no token ids."""
+        if self.dataset is None:
+            return None
+        content = _input(self.dataset[int(index)])
+        ids, there = _token_ids(content)
+        if ids is None:
+            return None
+        pairs = zip(ids.tolist(), there.tolist(), strict=True)
+        return [self._word(token) if real else "" for token, real in pairs]
+
+    def _word(self, token: int) -> str:
+        if self.tokenizer is None:
+            return f"{token} "
+        return _cut(str(self.tokenizer.decode([token])), 100)[0]
+
+    # -- guessing ------------------------------------------------------------------------------
+
+    def _content(self, content: Any) -> Rendered:
+        if isinstance(content, HTML):
+            return {"kind": "custom", "html": str(content)}
+        if isinstance(content, str):
+            return _text(content)
+        if isinstance(content, bytes):
+            return _text(content[: 4 * CHARACTERS].decode(errors="replace"))
+        if isinstance(content, Mapping):
+            return self._mapping(content)
+        if isinstance(content, (list, tuple)) and not _numbers(content):
+            return _row([[str(k), _value(v)] for k, v in enumerate(content)])
+        array = _array(content)
+        if array is None:
+            return _text(str(content))
+        return self._from_array(array)
+
+    def _mapping(self, content: Mapping[Any, Any]) -> Rendered:
+        fields = {str(k): v for k, v in content.items() if k not in LABEL_KEYS}
+        for name in PICTURES:
+            array = _array(fields.get(name))
+            if array is not None and array.ndim in (2, 3):
+                return self._from_array(array)
+        ids, there = _token_ids(content)
+        if self.tokenizer is not None and ids is not None:
+            return self._decoded(ids[there])
+        words = [name for name, value in fields.items() if isinstance(value, str)]
+        named = [name for name in WORDS if name in words]
+        if named or fields.keys() == {*words[:1]}:
+            return _text(fields[(named or words)[0]])
+        if not words and ids is not None:
+            return self._decoded(ids[there])
+        return _row([[name, _value(value)] for name, value in fields.items()])
+
+    def _from_array(self, array: NDArray[Any]) -> Rendered:
+        if array.ndim == 0:
+            return _row([[(self.columns or ["value"])[0], _value(array.item())]])
+        if array.ndim == 1:
+            return self._vector(array)
+        if array.ndim == 2 and min(array.shape) > 0:
+            return _image(array[None], self.size)
+        if array.ndim == 3 and min(array.shape) > 0:
+            if array.shape[0] <= 4:
+                return _image(array, self.size)
+            if array.shape[2] <= 4:
+                return _image(array.transpose(2, 0, 1), self.size)
+        return _row([["array", _value(array)]])
+
+    def _vector(self, array: NDArray[Any]) -> Rendered:
+        if self.columns is not None and len(self.columns) == len(array):
+            cells = zip(self.columns, array.tolist(), strict=True)
+            return _row([[name, _value(value)] for name, value in cells])
+        if self.columns is None and array.dtype.kind == "i" and array.dtype.itemsize >= 4:
+            return self._decoded(array)
+        if self.columns is None and len(array) in FLAT:
+            return _image(array.reshape(FLAT[len(array)]), self.size)
+        row = _row([[f"x{k}", _value(value)] for k, value in enumerate(array.tolist())])
+        if self.columns is not None:
+            row["note"] = f"columns has {len(self.columns)} names for {len(array)} values"
+        return row
+
+    def _decoded(self, ids: NDArray[Any]) -> Rendered:
+        if self.tokenizer is None:
+            return _text(" ".join(map(str, ids.tolist())))
+        return _text(str(self.tokenizer.decode(ids.tolist())))
+
+    def _label(self, example: Any, index: int) -> str | None:
+        label = self.labels[index] if self.labels is not None else _target(example)
+        if isinstance(label, (Tensor, np.ndarray, np.generic)):
+            if math.prod(label.shape) != 1:
+                return None
+            label = label.item()
+        if label is None or isinstance(label, (list, tuple, Mapping)):
+            return None
+        if isinstance(label, float) and not label.is_integer():
+            return f"{label:.4g}"
+        if isinstance(label, (bool, int, float)) and math.isfinite(label):
+            return self.class_name(int(label))
+        return _cut(str(label), 80)[0] or None
+
+
+# -- what an example is made of ------------------------------------------------------------------
+
+
+def _input(example: Any) -> Any:
+    """An example without its label."""
+    if isinstance(example, (tuple, list)) and not _numbers(example) and len(example):
+        return example[0] if len(example) <= 2 else example[:-1]
+    return example
+
+
+def _target(example: Any) -> Any:
+    if isinstance(example, Mapping):
+        return next((example[key] for key in LABEL_KEYS if key in example), None)
+    if isinstance(example, (tuple, list)) and len(example) > 1 and not _numbers(example[:-1]):
+        return example[-1]
+    return None
+
+
+def _numbers(values: Sequence[Any]) -> bool:
+    return len(values) > 0 and all(isinstance(v, (int, float, np.number)) for v in values)
+
+
+def _array(value: Any) -> NDArray[Any] | None:
+    """Tensors, arrays, numbers and PIL images as an array of numbers; None for all else."""
+    if isinstance(value, Tensor):
+        found = value.detach().cpu()
+        value = (found.float() if found.dtype == torch.bfloat16 else found).numpy()
+    elif hasattr(value, "convert") and hasattr(value, "getbands"):  # a PIL image
+        value = np.asarray(value.convert("RGB" if len(value.getbands()) > 2 else "L"))
+    elif isinstance(value, (list, tuple, int, float, np.number)):
+        try:
+            value = np.asarray(value)
+        except ValueError:  # ragged
+            return None
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return value
+    return None
+
+
+def _token_ids(content: Any) -> tuple[NDArray[Any] | None, NDArray[np.bool_]]:
+    """Token ids (t,) and which of them are not padding; None if there are no token ids."""
+    mask = None
+    if isinstance(content, Mapping):
+        mask = _array(content.get("attention_mask"))
+        content = content.get("input_ids")
+    ids = _array(content)
+    if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        return None, np.zeros(0, dtype=bool)
+    if mask is None or mask.shape != ids.shape:
+        return ids, np.ones(len(ids), dtype=bool)
+    return ids, mask.astype(bool)
+
+
+# -- what is shown of it -------------------------------------------------------------------------
+
+
+def _cut(text: str, limit: int) -> tuple[str, int]:
+    """A text and how many characters were cut off it; lone surrogates are replaced."""
+    more = max(0, len(text) - limit)
+    kept = text[:limit] + ("…" if more else "")
+    return kept.encode("utf-8", "replace").decode(), more
+
+
+def _text(text: str) -> Rendered:
+    kept, more = _cut(text, CHARACTERS)
+    return {"kind": "text", "text": kept} | ({"more": f"{more:,} more characters"} if more else {})
+
+
+def _row(cells: list[list[str]]) -> Rendered:
+    more = len(cells) - CELLS
+    shown = [[_cut(name, 80)[0], _cut(value, 300)[0]] for name, value in cells[:CELLS]]
+    return {"kind": "row", "row": shown} | ({"more": f"{more:,} more values"} if more > 0 else {})
+
+
+def _value(value: Any) -> str:
+    """A cell: numbers in few digits, arrays as what they are."""
+    array = _array(value)
+    if isinstance(value, (bool, str)) or array is None:
+        return str(value)
+    if array.ndim:
+        return f"{array.dtype} of shape {' × '.join(map(str, array.shape))}"
+    number = array.item()
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+
+def _image(array: NDArray[Any], size: int) -> Rendered:
+    """A small PNG of (c, h, w), c ≤ 4, of any range: what it holds goes to 0..255.
+
+    Bytes stay as they are, and so do numbers in [0, 1] but for the factor; anything else is
+    stretched from its least to its greatest finite value. What is not finite is grey.
+    """
+    pixels = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+    finite = pixels.isfinite()
+    low, high = 0.0, 255.0 if array.dtype == np.uint8 else 1.0
+    if finite.any():
+        least, most = float(pixels[finite].min()), float(pixels[finite].max())
+        if least < 0 or most > high:
+            low, high = least, most
+    # halves, because the difference of two doubles may overflow
+    span = high / 2 - low / 2
+    scaled = (pixels / 2 - low / 2) / span if span > 0 else torch.full_like(pixels, 0.5)
+    scaled = torch.where(finite, scaled, 0.5)
+    notes = [] if bool(finite.all()) else [f"{int((~finite).sum()):,} values are not finite"]
+    channels, height, width = scaled.shape
+    if channels == 2:
+        scaled = scaled.mean(0, keepdim=True)
+        notes.append("mean of 2 channels")
+    scaled = scaled[:3]
+    longer = max(height, width)
+    if longer > size:
+        small = (max(1, round(height * size / longer)), max(1, round(width * size / longer)))
+        scaled = adaptive_avg_pool2d(scaled, small)
+    if longer > 4 * min(height, width) or longer > size:
+        notes.append(f"{height} × {width}")
+    data = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+    uri = "data:image/png;base64," + base64.b64encode(png(data)).decode()
+    return {"kind": "image", "image": uri} | ({"note": "; ".join(notes)} if notes else {})
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    """(h, w, 1) or (h, w, 3) as a PNG file: grey or RGB, 8 bits, the smaller of three filters."""
+    height, width, channels = pixels.shape
+    left = np.diff(pixels, axis=1, prepend=np.zeros((height, 1, channels), np.uint8))
+    above = np.diff(pixels, axis=0, prepend=np.zeros((1, width, channels), np.uint8))
+    packed = []
+    for kind, rows in enumerate((pixels, left, above)):
+        lines = np.full((height, 1 + width * channels), kind, np.uint8)
+        lines[:, 1:] = rows.reshape(height, -1)
+        packed.append(zlib.compress(lines.tobytes(), 9))
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        check = zlib.crc32(name + data)
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
+    parts = [(b"IHDR", head), (b"IDAT", min(packed, key=len)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)

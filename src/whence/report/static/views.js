@@ -1,0 +1,571 @@
+// Views of scores: plain data in, DOM out. Used by the one-file report and by the explorer.
+//
+// Nothing in the data is trusted: all of it goes in through textContent, but for `html`, which only
+// a user's own renderer can make (whence.report.HTML). Styles are set through the CSSOM, so that a
+// strict Content-Security-Policy holds.
+//
+// ctx, what a host gives to every view:
+//   overview            what `overview(scores)` returned
+//   examples            {column: rendered example}; a column that is not there shows as its number
+//   ids                 {column: [id, stage]} of columns that are not in examples (optional)
+//   onExample(column)   a training example was chosen (optional)
+//   onQuery(row)        a query was chosen (optional)
+//   extra(entry)        a node to add to an entry's card, or null (optional)
+"use strict";
+
+var Whence = (typeof Whence === "undefined") ? {} : Whence;
+
+Whence.views = (() => {
+  const SVG = "http://www.w3.org/2000/svg";
+
+  // -- building blocks -----------------------------------------------------------------------
+
+  function add(node, children) {
+    for (const child of children.flat(2)) {
+      if (child === null || child === undefined || child === false) continue;
+      node.append(child instanceof Node ? child : String(child));
+    }
+    return node;
+  }
+
+  function set(node, attributes) {
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (value === null || value === undefined || value === false) continue;
+      if (name === "class") node.setAttribute("class", value);
+      else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else node.setAttribute(name, value === true ? "" : String(value));
+    }
+    return node;
+  }
+
+  const el = (tag, attributes, ...children) =>
+    add(set(document.createElement(tag), attributes), children);
+  const svg = (tag, attributes, ...children) =>
+    add(set(document.createElementNS(SVG, tag), attributes), children);
+
+  // Text of unknown direction, kept from reordering what stands beside it.
+  const bdi = (text, attributes) => el("bdi", { dir: "auto", ...attributes }, text);
+
+  function number(value, digits = 3) {
+    if (value === null || value === undefined) return "not a number";
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    let text;
+    if (size >= 1e5 || size < 1e-4) {
+      const [mantissa, power] = size.toExponential(digits - 1).split("e");
+      text = `${mantissa} × 10${superscript(Number(power))}`;
+    } else {
+      text = size >= 10 ** digits ? count(Math.round(size)) : size.toPrecision(digits);
+    }
+    return (value < 0 ? "−" : "") + text;
+  }
+
+  function superscript(power) {
+    const signs = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+    return (power < 0 ? "⁻" : "") + [...String(Math.abs(power))].map((d) => signs[d]).join("");
+  }
+
+  const signed = (value, digits) => (value > 0 ? "+" : "") + number(value, digits);
+  const count = (value) => value.toLocaleString("en-US");
+  const plural = (n, word) => `${count(n)} ${n === 1 ? word : word.replace(/y$/, "ie") + "s"}`;
+  const helps = (value, ctx) => (ctx.overview.higher_is_better ? value : -value) > 0;
+  const side = (value, ctx) => (helps(value, ctx) ? "helpful" : "harmful");
+
+  function panel(title, note, ...children) {
+    const head = el("div", { class: "panel-head" }, el("h3", {}, title),
+      note ? el("p", { class: "muted" }, note) : null);
+    return el("section", { class: "panel" }, head, ...children);
+  }
+
+  // -- examples ------------------------------------------------------------------------------
+
+  // What an example looks like. `large` is for a query or a dialog, otherwise it is a thumbnail.
+  function example(shown, { large = false, lazy = false, entry = null, ctx = null } = {}) {
+    const box = el("div", { class: `example ${shown.kind}${large ? " large" : ""}` });
+    if (entry && entry.tokens && shown.pieces) {
+      box.classList.add("text");
+      add(box, [tokens(shown.pieces, entry.tokens, ctx)]);
+    } else if (shown.kind === "image") {
+      const image = el("img", {
+        src: shown.image, alt: altText(shown), decoding: "async", loading: lazy ? "lazy" : null, draggable: "false",
+      });
+      image.addEventListener("load", () => {
+        if (image.naturalWidth <= 40 && image.naturalHeight <= 64) image.classList.add("pixels");
+      });
+      add(box, [image]);
+    } else if (shown.kind === "text") {
+      add(box, [el("p", { class: "words", dir: "auto" }, shown.text || "(empty text)")]);
+    } else if (shown.kind === "row") {
+      const rows = large ? shown.row : shown.row.slice(0, 12);
+      add(box, [el("dl", { class: "cells" }, rows.map(([name, value]) =>
+        el("div", {}, el("dt", {}, bdi(name)), el("dd", {}, bdi(value)))))]);
+      if (rows.length < shown.row.length) {
+        add(box, [el("p", { class: "muted small" }, `and ${shown.row.length - rows.length} more values`)]);
+      }
+    } else if (shown.kind === "custom") {
+      box.innerHTML = shown.html; // made by the user's own renderer, and marked as HTML there
+    } else {
+      add(box, [el("p", { class: "muted" }, `#${shown.id}`)]);
+    }
+    if (large && shown.more) add(box, [el("p", { class: "muted small" }, `… ${shown.more}`)]);
+    if (shown.note && (large || shown.kind === "missing")) {
+      add(box, [el("p", { class: "muted small" }, bdi(shown.note))]);
+    }
+    return box;
+  }
+
+  const altText = (shown) => `image ${shown.id}${shown.label === null ? "" : `, label ${shown.label}`}`;
+
+  // A text whose tokens are marked by what they did: solid line helped, wavy line harmed.
+  function tokens(pieces, values, ctx) {
+    const most = Math.max(...values.map((v) => Math.abs(v || 0))) || 1;
+    const text = el("p", { class: "words tokens", dir: "auto" });
+    pieces.forEach((piece, k) => {
+      const value = values[k];
+      const weight = Math.abs(value || 0) / most;
+      if (value === undefined || weight < 0.15) return text.append(piece);
+      const mark = el("span", { class: `token ${side(value, ctx)}`, title: signed(value) }, piece);
+      mark.style.setProperty("--weight", weight.toFixed(2));
+      text.append(mark);
+    });
+    return text;
+  }
+
+  function shownOf(column, ctx) {
+    if (ctx.examples[column]) return ctx.examples[column];
+    const [id, stage] = (ctx.ids && ctx.ids[column]) || [column, null];
+    return { id, stage, kind: "missing", label: null };
+  }
+
+  const naming = (shown) => `#${shown.id}${shown.stage ? ` of ${shown.stage}` : ""}`;
+
+  // One training example in a ranking.
+  function card(entry, strongest, ctx) {
+    const shown = shownOf(entry.column, ctx);
+    const which = side(entry.value, ctx);
+    const bar = el("span", { class: `bar ${which}`, "aria-hidden": "true" });
+    bar.style.setProperty("--length", `${(100 * Math.abs(entry.value / strongest)).toFixed(1)}%`);
+    const spread = entry.spread === undefined ? null
+      : el("span", { class: "muted" }, ` ± ${entry.spread === null ? "∞" : number(entry.spread, 2)}`);
+    const open = ctx.onExample && (() => ctx.onExample(entry.column, entry));
+    return el("li", { class: `card ${shown.kind}` },
+      el(open ? "button" : "div", {
+        class: "card-face", type: open ? "button" : null, onclick: open || null,
+        "aria-label": `training example ${naming(shown)}, ${which === "helpful" ? "helped" : "harmed"}, `
+          + `score ${signed(entry.value)}${shown.label === null ? "" : `, label ${shown.label}`}`,
+      },
+        example(shown, { entry, ctx }),
+        el("span", { class: "card-facts" },
+          el("span", { class: "card-line" },
+            shown.label === null ? el("span", { class: "muted" }, naming(shown))
+              : el("span", { class: "label", title: `label ${shown.label}` }, bdi(shown.label)),
+            el("span", { class: `value ${which}` }, signed(entry.value), spread)),
+          el("span", { class: "track" }, bar),
+          entry.segments ? timeline(entry.segments, ctx) : null,
+          shown.label === null ? null : el("span", { class: "card-id muted" }, naming(shown)))),
+      ctx.extra ? ctx.extra(entry) : null);
+  }
+
+  function ranking(title, mark, which, entries, empty, ctx) {
+    const strongest = Math.max(...entries.map((entry) => Math.abs(entry.value)), 0) || 1;
+    const kinds = new Set(entries.map((entry) => shownOf(entry.column, ctx).kind));
+    const wide = kinds.has("text") || kinds.has("row") || kinds.has("custom");
+    return el("section", { class: `ranking ${which}` },
+      el("h3", {}, el("span", { class: `mark ${which}`, "aria-hidden": "true" }, mark), title),
+      entries.length ? el("ol", { class: `cards${wide ? " wide" : ""}` },
+        entries.map((entry) => card(entry, strongest, ctx)))
+        : el("p", { class: "muted" }, empty));
+  }
+
+  // -- charts --------------------------------------------------------------------------------
+
+  // What each segment contributed: up helped, down harmed.
+  function timeline(parts, ctx) {
+    const width = 14 * parts.length, height = 20;
+    const most = Math.max(...parts.map((part) => Math.abs(part || 0))) || 1;
+    const names = ctx.overview.segments.map((segment) => segment.name);
+    const step = width / parts.length;
+    const said = parts.map((part, k) => `${names[k]}: ${signed(part)}`).join("; ");
+    const chart = svg("svg", {
+      class: "timeline", width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
+      preserveAspectRatio: "none",
+      "aria-label": `when it mattered: ${said}`,
+    }, svg("title", {}, `When it mattered\n${said.replaceAll("; ", "\n")}`));
+    parts.forEach((part, k) => {
+      const size = (Math.abs(part || 0) / most) * (height / 2 - 1);
+      chart.append(svg("rect", {
+        class: part ? side(part, ctx) : "none", x: k * step + 1, width: Math.max(1, step - 2),
+        y: part && helps(part, ctx) ? height / 2 - size : height / 2, height: Math.max(size, 0.5),
+      }));
+    });
+    chart.append(svg("line", { class: "axis", x1: 0, x2: width, y1: height / 2, y2: height / 2 }));
+    return chart;
+  }
+
+  // How many scores there are of each size; heights are logarithmic, for most are about zero.
+  function histogram(found, ctx) {
+    const width = 320, height = 120, bottom = 18;
+    const { low, width: step, counts } = found;
+    const most = Math.log1p(Math.max(...counts));
+    const total = counts.reduce((sum, n) => sum + n, 0);
+    const at = (value) => ((value - low) / (step * counts.length)) * width;
+    const zero = at(0);
+    const chart = svg("svg", {
+      class: "histogram", viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": `distribution of ${count(total)} scores from ${number(low)} to `
+        + `${number(low + step * counts.length)}`,
+    });
+    counts.forEach((n, k) => {
+      if (!n) return;
+      const size = Math.max(1.5, (Math.log1p(n) / most) * (height - bottom - 4));
+      const middle = low + (k + 0.5) * step;
+      chart.append(svg("rect", {
+        class: side(middle, ctx), x: at(low + k * step) + 0.5, y: height - bottom - size,
+        width: Math.max(0.5, width / counts.length - 1), height: size,
+      }, svg("title", {}, `${plural(n, "score")} from ${number(low + k * step)} to ${number(low + (k + 1) * step)}`)));
+    });
+    const line = height - bottom;
+    chart.append(svg("line", { class: "axis", x1: 0, x2: width, y1: line, y2: line }),
+      svg("line", { class: "axis zero", x1: zero, x2: zero, y1: 0, y2: line + 4 }));
+    const end = low + step * counts.length;
+    const label = (x, text, anchor) => chart.append(svg("text", { x, y: height - 4, "text-anchor": anchor }, text));
+    if (zero > 60) label(0, number(low, 2), "start");
+    if (zero < width - 60) label(width, number(end, 2), "end");
+    label(Math.min(Math.max(zero, 6), width - 6), "0", "middle");
+    return chart;
+  }
+
+  // Labels of the examples shown, counted.
+  function mix(classes, ctx) {
+    const most = Math.max(...["helpful", "harmful"].flatMap((s) => classes[s].map(([, n]) => n)), 1);
+    const half = (which, title) => el("div", { class: "mix" },
+      el("h4", {}, title),
+      classes[which].length ? el("ul", {}, classes[which].map(([name, n]) => {
+        const bar = el("span", { class: `bar ${which}`, "aria-hidden": "true" });
+        bar.style.setProperty("--length", `${((100 * n) / most).toFixed(1)}%`);
+        return el("li", {}, el("span", { class: "mix-name" }, bdi(name)),
+          el("span", { class: "track" }, bar), el("span", { class: "mix-count" }, n));
+      })) : el("p", { class: "muted small" }, "none"));
+    const [first, second] = ctx.overview.self ? ["Memorised", "Other end"] : ["▲ Helped", "▼ Harmed"];
+    return el("div", { class: "mixes" }, half("helpful", first), half("harmful", second));
+  }
+
+  // When in training all examples together helped and harmed.
+  function when(parts, ctx) {
+    const width = 320, height = 130, top = 2, bottom = 30;
+    const middle = (height - bottom + top) / 2;
+    const most = Math.max(...parts.flat().map((part) => Math.abs(part || 0))) || 1;
+    const step = width / parts.length;
+    const chart = svg("svg", {
+      class: "when", viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": parts.map(([helped, harmed], k) =>
+        `${ctx.overview.segments[k].name}: helped ${number(helped)}, harmed ${number(harmed)}`).join("; "),
+    });
+    parts.forEach(([helped, harmed], k) => {
+      const segment = ctx.overview.segments[k];
+      const bar = Math.min(step - 6, 64), x = k * step + (step - bar) / 2;
+      const title = () => svg("title", {}, `${segment.name}${segment.stage ? ` (${segment.stage})` : ""}\n`
+        + `helped ${signed(helped)}, harmed ${signed(harmed)}`);
+      const up = (Math.abs(helped || 0) / most) * (middle - top);
+      const down = (Math.abs(harmed || 0) / most) * (middle - top);
+      chart.append(
+        svg("rect", { class: "helpful", x, y: middle - up, width: bar, height: up }, title()),
+        svg("rect", { class: "harmful", x, y: middle, width: bar, height: down }, title()));
+      const words = segment.end === null ? String(k + 1)
+        : segment.start === null ? `to ${segment.end}` : `${segment.start}–${segment.end}`;
+      if (step >= 50) {
+        chart.append(svg("text", { x: k * step + step / 2, y: height - 16, "text-anchor": "middle" }, words));
+        if (segment.stage) {
+          chart.append(svg("text", { x: k * step + step / 2, y: height - 3, "text-anchor": "middle" }, segment.stage));
+        }
+      }
+    });
+    chart.append(svg("line", { class: "axis", x1: 0, x2: width, y1: middle, y2: middle }));
+    return chart;
+  }
+
+  function charts(view, ctx) {
+    const panels = [];
+    if (view.histogram) {
+      panels.push(panel("Distribution of scores", "number of training examples (logarithmic) by score", histogram(view.histogram, ctx)));
+    }
+    if (view.segments) {
+      panels.push(panel("When it mattered", "sum over all training examples, by updates", when(view.segments, ctx)));
+    }
+    if (view.classes) {
+      panels.push(panel("Classes", "labels of the examples shown", mix(view.classes, ctx)));
+    }
+    return panels.length ? el("div", { class: "charts" }, panels) : null;
+  }
+
+  // -- whole views ---------------------------------------------------------------------------
+
+  const wrong = (view) => view.prediction !== null && view.prediction !== undefined
+    && view.label !== null && view.comparable && view.prediction !== view.label;
+
+  function fact(name, ...value) {
+    return el("div", { class: "fact" }, el("dt", {}, name), el("dd", {}, ...value));
+  }
+
+  // One query: what it is, who helped, who harmed.
+  function query(view, ctx) {
+    const { overview } = ctx;
+    const facts = el("dl", { class: "facts" });
+    if (view.label !== null) add(facts, [fact("label", bdi(view.label))]);
+    if (view.prediction !== null && view.prediction !== undefined) {
+      add(facts, [fact("prediction", bdi(view.prediction),
+        view.probability === null ? null : el("span", { class: "muted" }, ` ${percent(view.probability)}`),
+        wrong(view) ? el("span", { class: "wrong" }, "✗ wrong") : null)]);
+    }
+    if (view.measurement !== null && view.measurement !== undefined) {
+      add(facts, [fact(overview.measurement.replaceAll("_", " "), number(view.measurement), el("span", { class: "muted" }, ` ${overview.unit}`))]);
+    }
+    if (view.helped !== null) {
+      add(facts, [
+        fact("helped, in sum", el("span", { class: "value helpful" }, signed(view.helped))),
+        fact("harmed, in sum", el("span", { class: "value harmful" }, signed(view.harmed)))]);
+    }
+    const bad = view.not_numbers ? el("p", { class: "notice" },
+      `${plural(view.not_numbers, "score")} of this query ${view.not_numbers === 1 ? "is not a number" : "are not numbers"} and left out.`) : null;
+    return el("article", { class: "query-view" },
+      el("header", { class: "query-head" },
+        view.query.kind === "missing" && !view.query.note ? null : example(view.query, { large: true }),
+        el("div", { class: "query-about" }, el("h2", {}, `Query ${view.id}`), facts, bad)),
+      el("div", { class: "rankings" },
+        ranking("Most helpful", "▲", "helpful", view.helpful, "No training example helped this query.", ctx),
+        ranking("Most harmful", "▼", "harmful", view.harmful, "No training example harmed this query.", ctx)),
+      charts(view, ctx));
+  }
+
+  const percent = (value) => `${(100 * value).toFixed(value > 0.9995 || value < 0.0005 ? 2 : 1)} %`;
+
+  // Self-influence: what the model had to memorise, strongest first.
+  function audit(view, ctx) {
+    const predicted = view.helpful.some((entry) => shownOf(entry.column, ctx).prediction !== undefined);
+    const row = (entry, rank) => {
+      const shown = shownOf(entry.column, ctx);
+      return el("tr", {},
+        el("td", { class: "rank" }, rank + 1),
+        exampleCell(entry, shown, ctx),
+        el("td", {}, shown.label === null ? "–" : bdi(shown.label)),
+        predicted ? el("td", {}, predictionOf(shown)) : null,
+        el("td", { class: "numeric" }, el("span", { class: `value ${side(entry.value, ctx)}` }, signed(entry.value)),
+          entry.spread ? el("span", { class: "muted" }, ` ± ${number(entry.spread, 2)}`) : null),
+        entry.segments ? el("td", {}, timeline(entry.segments, ctx)) : null);
+    };
+    const heads = ["", "example", "label", predicted && "prediction", "self-influence", view.segments && "when"].filter((head) => head !== false && head !== null);
+    return el("article", {},
+      el("header", { class: "plain-head" }, el("h2", {}, "Most memorised training examples"),
+        el("p", { class: "muted" }, "What having each example in the training set did to its own "
+          + `${ctx.overview.measurement.replaceAll("_", " ")}. At the top stand those that the model could not have got `
+          + "from the others: rare, hard, or mislabelled ones. Worth a look before trusting their labels.")),
+      charts(view, ctx),
+      table(heads, view.helpful.map(row), "most memorised training examples"));
+  }
+
+  function predictionOf(shown) {
+    if (shown.prediction === undefined || shown.prediction === null) return "";
+    const differs = shown.comparable && shown.label !== null && shown.prediction !== shown.label;
+    return [bdi(shown.prediction), differs ? el("span", { class: "wrong" }, "✗ differs") : null];
+  }
+
+  function exampleCell(entry, shown, ctx) {
+    return el("td", { class: "example-cell" }, el("button", {
+      type: "button", class: "example-button", onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
+      "aria-label": `training example ${naming(shown)}`,
+    }, shown.kind === "missing" && !shown.note ? null : example(shown), el("span", { class: "muted small" }, naming(shown))));
+  }
+
+  function table(heads, rows, caption) {
+    return el("div", { class: "table-frame", tabindex: "0", role: "region", "aria-label": caption },
+      el("table", { class: "listing" },
+        el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+        el("tbody", {}, rows)));
+  }
+
+  // Most harmful over all queries: candidates for relabelling.
+  function harmful(view, ctx) {
+    const { overview } = ctx;
+    const predicted = view.entries.some((entry) => shownOf(entry.column, ctx).prediction !== undefined);
+    const rows = view.entries.map((entry, rank) => {
+      const shown = shownOf(entry.column, ctx);
+      const known = !ctx.hasQuery || ctx.hasQuery(entry.worst);
+      return el("tr", {},
+        el("td", { class: "rank" }, rank + 1),
+        exampleCell(entry, shown, ctx),
+        el("td", {}, shown.label === null ? "–" : bdi(shown.label)),
+        predicted ? el("td", {}, predictionOf(shown)) : null,
+        el("td", { class: "numeric" }, el("span", { class: "value harmful" }, signed(entry.value))),
+        el("td", { class: "numeric" }, plural(entry.queries, "query")),
+        el("td", {}, ctx.onQuery && known
+          ? el("button", { type: "button", class: "link", onclick: () => ctx.onQuery(entry.worst) }, `query ${entry.worst}`)
+          : `query ${entry.worst}`,
+          el("span", { class: "muted" }, ` ${signed(entry.worst_value)}`)),
+        ctx.extra ? el("td", {}, ctx.extra(entry)) : null);
+    });
+    const heads = ["", "example", "label", predicted && "prediction", "mean score", `in top ${view.near} of`,
+      "harmed most", ctx.extra ? "" : false].filter((head) => head !== false);
+    return el("article", {},
+      el("header", { class: "plain-head" }, el("h2", {}, "Most harmful over all queries"),
+        el("p", { class: "muted" }, `Training examples with the worst mean score over ${plural(view.over, "query")}, `
+          + `in ${overview.unit}. Candidates for relabelling: look at the label before the score.`)),
+      rows.length ? table(heads, rows, "most harmful training examples")
+        : el("p", { class: "muted" }, "No training example is harmful on the mean."));
+  }
+
+  // What the scores are.
+  function about(ctx) {
+    const { overview } = ctx;
+    const better = overview.higher_is_better ? "higher is better" : "lower is better";
+    const facts = (rows) => el("dl", { class: "sheet" }, rows.map(([name, value]) =>
+      [el("dt", {}, name), el("dd", {}, value instanceof Node ? value : bdi(value))]));
+    const shape = overview.self ? `${count(overview.examples)} training examples, each on itself`
+      : `${plural(overview.queries, "query")} × ${plural(overview.examples, "training example")}`;
+    const segments = overview.segments.filter((segment) => segment.share !== null);
+    const part = (title, node) => (node ? el("section", { class: "panel" }, el("h3", {}, title), node) : null);
+    return el("article", { class: "about" },
+      el("header", { class: "plain-head" }, el("h2", {}, "About these scores")),
+      overview.notes.length ? el("ul", { class: "notices" }, overview.notes.map((note) => el("li", { class: "notice" }, note))) : null,
+      part("What the number means", facts([
+        ["method", overview.method],
+        ["measurement", `${overview.measurement.replaceAll("_", " ")}, ${better}`],
+        ["unit", overview.unit],
+        ["sign", `${overview.sign}: ${overview.higher_is_better ? "positive helped, negative harmed" : "negative helped, positive harmed"}`],
+        ["shape", shape],
+        ...(overview.stages.length ? [["stages", overview.stages.join(", ")]] : []),
+      ])),
+      part("Settings", overview.settings.length ? facts(overview.settings) : null),
+      part("Segments", segments.length ? facts(segments.map((segment) =>
+        [segment.name, `${percent(segment.share)} of the scores${segment.stage ? `, stage ${segment.stage}` : ""}`])) : null),
+      part("What was left out", overview.excluded.length ? facts(overview.excluded.map((left) =>
+        [left.name, `${left.share === null ? "" : `${percent(left.share)} of the parameters`}${left.reason ? `: ${left.reason}` : ""}`]))
+        : el("p", { class: "muted" }, "Nothing: every parameter has a part in the scores.")),
+      part("Diagnostics", overview.diagnostics.length ? facts(overview.diagnostics) : null),
+      part("Where they come from", overview.provenance.length ? facts(overview.provenance) : null));
+  }
+
+  // A training example alone: large, with the queries it appears at. related: [[row, value], ...]
+  function detail(column, related, ctx, entry = null) {
+    const shown = shownOf(column, ctx);
+    const link = ([row, value]) => el("li", {},
+      el("button", { type: "button", class: "link", onclick: () => ctx.onQuery(row) }, `query ${row}`),
+      el("span", { class: `value ${side(value, ctx)}` }, ` ${signed(value)}`));
+    const groups = [["▲ Among the most helpful for", related.filter(([, v]) => helps(v, ctx))],
+      ["▼ Among the most harmful for", related.filter(([, v]) => !helps(v, ctx))]];
+    return el("div", { class: "detail" },
+      el("h2", {}, `Training example ${naming(shown)}`),
+      example(shown, { large: true, entry, ctx }),
+      el("dl", { class: "facts" },
+        shown.label === null ? null : fact("label", bdi(shown.label)),
+        shown.prediction ? fact("prediction", predictionOf(shown)) : null,
+        entry ? fact("score", el("span", { class: `value ${side(entry.value, ctx)}` }, signed(entry.value))) : null),
+      groups.map(([title, rows]) => (rows.length && ctx.onQuery
+        ? el("section", {}, el("h4", {}, `${title} ${plural(rows.length, "query")}`),
+          el("ul", { class: "related" }, rows.slice(0, 60).map(link)),
+          rows.length > 60 ? el("p", { class: "muted small" }, `and ${rows.length - 60} more`) : null) : null)));
+  }
+
+  // -- the list of queries -------------------------------------------------------------------
+
+  // items: [{row, id, label, prediction, comparable, measurement, harmed, query}]; onSelect(row).
+  // Returns {node, select(row), move(step), focusFilter()}.
+  function queryList(items, { onSelect, overview }) {
+    const buttons = new Map();
+    const list = el("ul", { class: "query-list", "aria-label": "queries" });
+    const search = el("input", { type: "search", placeholder: "Filter", "aria-label": "filter queries by number, label, prediction or text" });
+    const any = items.some(wrong);
+    const onlyWrong = el("input", { type: "checkbox" });
+    const order = el("select", { "aria-label": "order of the queries" }, el("option", { value: "row" }, "in order"));
+    if (items.some((item) => item.measurement !== null && item.measurement !== undefined)) {
+      order.append(el("option", { value: "measurement" }, "worst first"));
+    }
+    if (items.some((item) => item.harmed !== null && item.harmed !== undefined)) {
+      order.append(el("option", { value: "harmed" }, "most harmed first"));
+    }
+    const status = el("p", { class: "muted small", role: "status" });
+    const direction = overview.higher_is_better ? 1 : -1;
+    let shown = [], current = null;
+
+    const words = (item) => [item.id, item.label, item.prediction, item.query.text,
+      ...(item.query.row || []).flat()].filter((w) => w !== null && w !== undefined).join(" ").toLowerCase();
+    const strength = { row: (item) => item.row, measurement: (item) => direction * item.measurement,
+      harmed: (item) => -Math.abs(item.harmed) };
+
+    function button(item) {
+      if (buttons.has(item.row)) return buttons.get(item.row);
+      const said = item.prediction === null || item.prediction === undefined ? "" : ` → ${item.prediction}`;
+      const made = el("li", {}, el("button", {
+        type: "button", class: "query-item", onclick: () => select(item.row),
+        "aria-label": `query ${item.id}${item.label === null ? "" : `, label ${item.label}`}${wrong(item) ? ", wrong prediction" : ""}`,
+      },
+        item.query.kind === "image" ? example(item.query, { lazy: true }) : null,
+        el("span", { class: "query-words" },
+          el("span", { class: "query-name" }, `${item.id}`, wrong(item) ? el("span", { class: "wrong" }, "✗") : null),
+          item.query.kind === "text" ? bdi(item.query.text.slice(0, 90), { class: "clip small" }) : null,
+          item.label === null && !said ? null : bdi(`${item.label === null ? "" : item.label}${said}`, { class: "clip small muted" }))));
+      buttons.set(item.row, made);
+      return made;
+    }
+
+    function filter() {
+      const wanted = search.value.trim().toLowerCase();
+      const rank = strength[order.value];
+      shown = items.filter((item) => (!onlyWrong.checked || wrong(item)) && (!wanted || words(item).includes(wanted)));
+      if (order.value !== "row") shown = [...shown].sort((a, b) => rank(a) - rank(b));
+      list.replaceChildren(...shown.map(button));
+      status.textContent = shown.length === items.length ? plural(items.length, "query")
+        : `${count(shown.length)} of ${count(items.length)} queries`;
+    }
+
+    function mark(row, scroll = true) {
+      if (current !== null && buttons.has(current)) buttons.get(current).firstChild.removeAttribute("aria-current");
+      current = row;
+      const chosen = buttons.get(row);
+      if (!chosen) return;
+      chosen.firstChild.setAttribute("aria-current", "true");
+      if (scroll) chosen.scrollIntoView({ block: "nearest", inline: "nearest" });
+    }
+
+    function select(row) {
+      mark(row);
+      onSelect(row);
+    }
+
+    function move(step) {
+      const at = shown.findIndex((item) => item.row === current);
+      const next = shown[at < 0 ? 0 : Math.min(Math.max(at + step, 0), shown.length - 1)];
+      if (next && next.row !== current) select(next.row);
+    }
+
+    search.addEventListener("input", filter);
+    onlyWrong.addEventListener("change", filter);
+    order.addEventListener("change", filter);
+    filter();
+    const node = el("nav", { class: "sidebar", "aria-label": "queries" },
+      el("div", { class: "sidebar-head" }, search,
+        el("div", { class: "sidebar-options" },
+          order.options.length > 1 ? order : null,
+          any ? el("label", { class: "small" }, onlyWrong, " wrong only") : null), status),
+      list);
+    return { node, select, mark, move, first: () => (shown[0] ? shown[0].row : null), focusFilter: () => search.focus() };
+  }
+
+  // -- light and dark ------------------------------------------------------------------------
+
+  function themeButton() {
+    const root = document.documentElement;
+    const stored = () => { try { return localStorage.getItem("whence-theme"); } catch { return null; } };
+    const keep = (theme) => { try { localStorage.setItem("whence-theme", theme); } catch { /* not allowed: forget it */ } };
+    const dark = () => root.dataset.theme === "dark"
+      || (!root.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
+    if (stored()) root.dataset.theme = stored();
+    const button = el("button", { type: "button", class: "theme", "aria-label": "switch between light and dark" });
+    const name = () => { button.textContent = dark() ? "☀ Light" : "☾ Dark"; };
+    button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; keep(root.dataset.theme); name(); });
+    name();
+    return button;
+  }
+
+  return { el, svg, bdi, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
+    charts, query, audit, harmful, about, detail, queryList, themeButton, shownOf };
+})();

@@ -1,0 +1,326 @@
+"""Study files: Python, and YAML about Hugging Face folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import whence
+from whence.cli import main
+from whence.cli.huggingface import KEYS, padded
+from whence.cli.studyfile import StudyFileError, load_study
+
+GOOD = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import whence
+
+data = TensorDataset(torch.zeros(6, 2), torch.arange(6) % 3)
+model = nn.Linear(2, 3)
+study = whence.Study(model, whence.Classification(), data,
+                     whence.Run.from_checkpoints([model.state_dict()], [3], 0.1))
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_a_good_one(here: Path) -> None:
+    (here / "mine.py").write_text("WEIGHT = 3\n")
+    (here / "study.py").write_text(
+        "from mine import WEIGHT\n"  # what lies beside it is found
+        + GOOD
+        + "query = data\nclasses = ['a', 'b', 'c']\n"
+        + "if __name__ == '__main__':\n    raise RuntimeError('is not run')\n"
+    )
+    file = load_study("study.py")
+    assert isinstance(file.study, whence.Study) and isinstance(file.train, TensorDataset)
+    assert file.query is file.train is file.asked("data") is file.asked(None)
+    assert file.asked("self") is None and file.shown == {"classes": ["a", "b", "c"]}
+    assert file.recipe is None and file.names["WEIGHT"] == 3
+
+
+def test_a_name_that_is_taken(here: Path) -> None:
+    (here / "json.py").write_text(GOOD)
+    assert isinstance(load_study("json.py").study, whence.Study)
+    assert sys.modules["json"] is json
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n\ny = x / 0\n", r"^study.py, line 3: ZeroDivisionError: division by zero$"),
+        ("def f():\n    {}['a']\n\nf()\n", r"^study.py, line 2: KeyError: 'a'$"),
+        ("x = = 1\n", r"study.py, line 1: SyntaxError: invalid syntax"),
+        ("x = 1\n", r"^study.py defines no `study`: it needs a line study = whence.Study\("),
+        (GOOD.replace("study =", "mine ="), r"defines no `study` \(call 'mine' so\)"),
+        ("study = 3\n", r"^`study` in study.py is a int, not a whence.Study$"),
+        (GOOD + "recipe = 3\n", r"^`recipe` in study.py is a int, not a whence.Recipe$"),
+        ("import sys\nsys.exit(3)\n", r"line 2 ends the program \(exit code 3\): put .*__main__"),
+        ("import nothing_there\n", r"line 1: ModuleNotFoundError: No module named 'nothing_there'"),
+        (
+            "import whence, torch\nstudy = whence.Study(torch.nn.Linear(1, 1), 3, [1], 'runs/x')\n",
+            r"^study.py, line 2: there is no run at runs/x",
+        ),
+    ],
+)
+def test_one_that_is_wrong(here: Path, text: str, message: str) -> None:
+    (here / "study.py").write_text(text)
+    with pytest.raises(StudyFileError, match=message):
+        load_study("study.py")
+
+
+def test_paths_that_are_wrong(here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "sub/study.py").write_text("import whence\nwhence.Study(None, None, None, 'runs/x')\n")
+    (here / "notes.txt").write_text("")
+    for path, message in (
+        ("nowhere.py", "nowhere.py does not exist: give a study file"),
+        ("sub", r"sub is a folder: give a study file, such as study.py \(in it: study.py\)"),
+        ("notes.txt", "neither a .py nor a .yaml"),
+        ("sub/study.py", f"paths in the file are seen from where the command is run, {here}"),
+    ):
+        with pytest.raises(StudyFileError, match=message):
+            load_study(path)
+
+
+def test_queries_and_recipes_that_are_missing(here: Path) -> None:
+    (here / "study.py").write_text(GOOD)
+    file = load_study("study.py")
+    with pytest.raises(StudyFileError, match=r"gives no `query`: .* or use --query self"):
+        file.asked(None)
+    with pytest.raises(StudyFileError, match=r"defines no 'x' for --query: it has data"):
+        file.asked("x")
+    with pytest.raises(StudyFileError, match="defines no `recipe`, and this needs to train"):
+        file.needs_recipe()
+
+
+# -- YAML ------------------------------------------------------------------------------------------
+
+WORDS = [f"w{k}" for k in range(16)]
+TEXTS = [" ".join(WORDS[(3 * k + j) % 16] for j in range(2 + k % 4)) for k in range(8)]
+
+
+def tokenizer(folder: Path) -> Any:
+    """One token for each word."""
+    hf, tokenizers = import_module("transformers"), import_module("tokenizers")
+    vocabulary = {"[PAD]": 0, "[UNK]": 1} | {word: k + 2 for k, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    return fast
+
+
+def trained(folder: Path, make: Callable[[Any], Any], rows: list[dict[str, Any]]) -> None:
+    """What a Trainer leaves."""
+    hf = import_module("transformers")
+    torch.manual_seed(0)
+    args = hf.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        num_train_epochs=3,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    collate = lambda batch: padded(batch, 0)  # noqa: E731
+    trainer = hf.Trainer(make(hf), args, train_dataset=rows, data_collator=collate)
+    trainer.remove_callback(hf.PrinterCallback)
+    trainer.train()
+
+
+def gpt2(hf: Any) -> Any:
+    config = hf.GPT2Config(
+        vocab_size=18, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    return hf.GPT2LMHeadModel(config)
+
+
+def bert(hf: Any) -> Any:
+    config = hf.BertConfig(
+        vocab_size=18,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=12,
+        max_position_embeddings=16,
+        id2label={0: "bad", 1: "good"},
+        label2id={"bad": 0, "good": 1},
+    )
+    return hf.BertForSequenceClassification(config)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of two trainings, and their data."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("left")
+    fast = tokenizer(folder / "tokenizer")
+    ids = [fast(text)["input_ids"] for text in TEXTS]
+    masks = [[1] * len(i) for i in ids]
+    rows = [
+        {"input_ids": i, "attention_mask": m, "labels": i} for i, m in zip(ids, masks, strict=True)
+    ]
+    trained(folder / "lm", gpt2, rows)
+    trained(folder / "classifier", bert, [row | {"labels": k % 2} for k, row in enumerate(rows)])
+    (folder / "train.txt").write_text("\n".join(TEXTS) + "\n")
+    (folder / "train.jsonl").write_text(
+        "\n".join(json.dumps({"text": t, "label": k % 2}) for k, t in enumerate(TEXTS))
+    )
+    with (folder / "train.csv").open("w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerows(
+            [("sentence", "class"), *((t, ("bad", "good")[k % 2]) for k, t in enumerate(TEXTS))]
+        )
+    return folder
+
+
+def write(here: Path, left: Path, text: str) -> Path:
+    (here / "study.yaml").write_text(text.replace("LEFT", str(left)))
+    return here / "study.yaml"
+
+
+LM = """
+output_dir: LEFT/lm
+task: causal-lm
+tokenizer: LEFT/tokenizer
+train: LEFT/train.txt
+query: LEFT/train.jsonl
+cache: factors
+"""
+CLASSIFIER = """
+output_dir: LEFT/classifier
+task: sequence-classification
+tokenizer: LEFT/tokenizer
+train: LEFT/train.csv
+columns: {text: sentence, label: class}
+measurement: loss
+cache: factors
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_language_model_is_attributed(left: Path, here: Path) -> None:
+    """The same scores as the study one would write by hand."""
+    path = write(here, left, LM)
+    assert main(["attribute", str(path), "--out", "scores", "--segments", "2"]) == 0
+    hf = import_module("transformers")
+    model = gpt2(hf)
+    fast = hf.AutoTokenizer.from_pretrained(str(left / "tokenizer"))
+    rows = [fast(text)["input_ids"] for text in TEXTS]
+    data = [{"input_ids": torch.tensor(r), "labels": torch.tensor(r)} for r in rows]
+
+    def collate(batch: list[Any]) -> Any:
+        longest = max(len(row["input_ids"]) for row in batch)
+        put = lambda x, fill: torch.nn.functional.pad(x, (0, longest - len(x)), value=fill)  # noqa: E731
+        return {
+            "input_ids": torch.stack([put(row["input_ids"], 0) for row in batch]),
+            "attention_mask": torch.stack(
+                [put(torch.ones_like(row["input_ids"]), 0) for row in batch]
+            ),
+            "labels": torch.stack([put(row["labels"], -100) for row in batch]),
+        }
+
+    run = whence.Run.from_huggingface(left / "lm", model, size=8)
+    study = whence.Study(model, whence.LanguageModeling(), data, run, collate=collate)
+    expected = whence.Source(segments=2).attribute(study, data, progress=False)
+    np.testing.assert_allclose(
+        whence.Scores.load("scores").values, expected.values, rtol=1e-4, atol=1e-6
+    )
+    assert (here / "factors").is_dir()
+    assert main(["top", "scores", "--query", "1", "--study", str(path)]) == 0
+    assert main(["doctor", str(path)]) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_classifier(left: Path, here: Path) -> None:
+    file = load_study(write(here, left, CLASSIFIER))
+    assert file.shown["classes"] == ["bad", "good"] and file.query is None
+    assert [row["labels"] for row in file.train] == [k % 2 for k in range(8)]
+    assert file.study.tasks["train"].measurement == "loss"
+    batch = file.study.data["train"].take([0, 3])
+    assert batch["input_ids"].shape == (2, 5) and batch["attention_mask"][0].sum() == 2
+    queries = file.asked(str(left / "train.csv"))
+    scores = whence.TracIn().attribute(file.study, queries, progress=False)
+    assert scores.shape == (8, 8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_prompt_has_no_loss(left: Path, here: Path) -> None:
+    rows = [{"q": "w1 w2 ", "a": "w3 w4 w5"}] * 8
+    (here / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = LM.replace("LEFT/train.txt", "pairs.jsonl").replace("query: LEFT/train.jsonl\n", "")
+    file = load_study(write(here, left, text + "columns: {text: a, prompt: q}\nmax_length: 4\n"))
+    assert file.train[0]["labels"] == [-100, -100, 5, 6]
+    assert file.train[0]["input_ids"] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("task:", "tusk:"),
+            r"study.yaml: tusk is unknown \(did you mean task\?\): use output_dir",
+        ),
+        (("train: LEFT/train.txt\n", ""), r"lacks train: the training examples"),
+        (
+            ("causal-lm", "vision"),
+            r"task 'vision' is not one of causal-lm, sequence-classification",
+        ),
+        (("LEFT/lm", "nowhere"), r"output_dir nowhere does not exist: give a folder, as seen from"),
+        (("LEFT/lm", "LEFT/tokenizer"), "has no checkpoint-\\* folders"),
+        (("tokenizer: LEFT/tokenizer\n", ""), "no tokenizer in .*name its folder as tokenizer:"),
+        (("LEFT/train.txt", "nowhere.txt"), "train nowhere.txt does not exist"),
+        (("LEFT/train.txt", "study.yaml"), r"is none of .jsonl, .csv, .txt"),
+        (("LEFT/train.txt", "bad.jsonl"), "bad.jsonl, line 2: "),
+        (("LEFT/train.txt", "empty.txt"), "empty.txt is empty"),
+        (("LEFT/train.txt", "LEFT/train.csv"), "line 2: no column 'text' .it has sentence, class"),
+        (
+            ("causal-lm", "causal-lm\ncolumns: {txt: a}"),
+            r"columns: txt is unknown .did you mean text",
+        ),
+        (("causal-lm", "causal-lm\nmeasurement: margin"), "measurement='margin'"),
+        (("output_dir", "- output_dir"), "is no YAML|is no list"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_yaml_that_is_wrong(
+    left: Path,
+    here: Path,
+    change: tuple[str, str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (here / "bad.jsonl").write_text('{"text": "w1 w2"}\n{"text": \n')
+    (here / "empty.txt").write_text("\n")
+    path = write(here, left, LM.replace(*change))
+    assert main(["layers", path.name]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert re.search(message, said), said
+
+
+def test_every_key_of_a_yaml_is_used() -> None:
+    source = Path(import_module("whence.cli.huggingface").__file__ or "").read_text()
+    after = source.split("\ndef from_yaml", 1)[1]
+    assert all(f'"{key}"' in after for key in KEYS)
