@@ -122,6 +122,8 @@ class Reproduction:
         self.recipe, held = experiment.recipe(quick)
         self.query: Dataset[Any] = Subset(held, range(min(self.scale.queries, len(held))))
         self.examples = len(self.recipe.stage(experiment.stage).data)
+        self.blocks = experiment.quick_blocks if quick else None
+        self.layers = None if self.blocks is None else whence.layers.last_blocks(self.blocks)
         self.found = self._open()
         self._truths: dict[float, Any] = {}
         self._scores: dict[tuple[str, int], Any] = {}
@@ -154,6 +156,7 @@ class Reproduction:
         on_gpu = self.device.startswith("cuda")
         self.found |= {
             "examples": self.examples,
+            "tracked": None if self.layers is None else f"the last {self.blocks} blocks",
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "tf32": self.tf32,
             "machine": machine() | {"whence": whence.__version__},
@@ -232,7 +235,7 @@ class Reproduction:
         data = {stage.name: stage.data.dataset for stage in recipe.stages}
         train = data if len(data) > 1 else next(iter(data.values()))
         held = run if self.experiment.kept else run.in_memory()
-        return whence.Study(recipe.build(0), recipe.task, train, held)
+        return whence.Study(recipe.build(0), recipe.task, train, held, layers=self.layers)
 
     def attribute(self, name: str, study: whence.Study, folder: str) -> Any:
         """Scores of a method, made once; in less memory where it is short."""
@@ -273,7 +276,7 @@ class Reproduction:
         first = studies[0]
         train = first.train if len(first.train) > 1 else next(iter(first.train.values()))
         everyone = [study.runs[0] for study in studies]
-        whole = whence.Study(first.model, self.recipe.task, train, everyone)
+        whole = whence.Study(first.model, self.recipe.task, train, everyone, layers=self.layers)
         return self.attribute(name, whole, f"{_slug(name)}-half-{runs}")
 
     def of(self, runs: int) -> dict[str, int]:

@@ -9,9 +9,33 @@ from typing import Any
 
 from whence.table import Table, estimate
 
-from .tasks import Experiment
+from .tasks import TASKS, Experiment
 
 Found = Mapping[str, Any]
+BASELINES = ("RepSim", "TracIn", "TRAK", "influence")  # of the paper's figures
+
+
+def read(folder: Path) -> dict[str, Found]:
+    """The result of every task that has one; the quick one where the whole has not begun."""
+    found = {}
+    for task in TASKS:
+        for name in (task, f"{task}-quick"):
+            file = Path(folder) / f"{name}.json"
+            known = json.loads(file.read_text()) if file.is_file() else {}
+            if known.get("lds"):
+                found[task] = known
+                break
+    return found
+
+
+def baselines(experiment: Experiment) -> tuple[str, ...]:
+    """What SOURCE is compared with on a task."""
+    return tuple(name for name in BASELINES if name in experiment.methods)
+
+
+def own_source(experiment: Experiment) -> str:
+    """SOURCE with the task's own number of segments."""
+    return "SOURCE" if "SOURCE" in experiment.methods else "SOURCE, L = 1"
 
 
 def shown(value: list[float] | None, digits: int = 2) -> str | None:
@@ -44,11 +68,9 @@ def label(name: str, experiment: Experiment) -> str:
 
 def over(found: Found, part: str) -> Table | None:
     """LDS over α or over the number of epochs, one column each; of one model."""
-    if part not in found:
+    by_column = over_values(found, part)
+    if not by_column:
         return None
-    by_column: dict[float, Any] = {float(k): v for k, v in found[part].items()}
-    if part == "alpha":
-        by_column[0.5] = found["lds"]
     columns = sorted(by_column)
     names = list(dict.fromkeys(name for k in columns if k != 0.5 for name in by_column[k]))
     names = names or list(found["lds"])
@@ -58,6 +80,14 @@ def over(found: Found, part: str) -> Table | None:
         rows.append([name, *(c and shown(c["single"] or c["ensemble"]) for c in cells)])
     heads = ["1 − 1/N" if k == 1 and part != "epochs" else format(k, "g") for k in columns]
     return Table(["epochs" if part == "epochs" else "α", *heads], rows)
+
+
+def over_values(found: Found, part: str) -> dict[float, Any]:
+    """{α or epochs: {method: entry}}; α = ½ is what was judged first."""
+    by_column: dict[float, Any] = {float(k): v for k, v in found.get(part, {}).items()}
+    if by_column and part == "alpha":
+        by_column[0.5] = found["lds"]
+    return by_column
 
 
 def removal_table(found: Found) -> Table | None:

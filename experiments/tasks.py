@@ -88,6 +88,7 @@ class Experiment:
         gpu: whether the whole needs one to be done in a sitting.
         kept: whether fitted factors are kept between methods (then `seconds` are not from scratch).
         panel: what the examples are: "image", "text" or None.
+        quick_blocks: how many of the last blocks the quick version tracks; None for all layers.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Experiment:
     gpu: bool = False
     kept: bool = False
     panel: str | None = None
+    quick_blocks: int | None = None
 
     def recipe(self, quick: bool = False) -> Made:
         """The recipe at the rates that are given, or were found."""
@@ -405,6 +407,7 @@ TASKS: Mapping[str, Experiment] = _named(
         gpu=True,
         kept=True,
         panel="text",
+        quick_blocks=1,
     ),
     Experiment(
         "sst2",
@@ -423,6 +426,7 @@ TASKS: Mapping[str, Experiment] = _named(
         gpu=True,
         kept=True,
         panel="text",
+        quick_blocks=1,
     ),
     Experiment(
         "qnli",
@@ -443,6 +447,7 @@ TASKS: Mapping[str, Experiment] = _named(
         gpu=True,
         kept=True,
         panel="text",
+        quick_blocks=1,
     ),
     Experiment(
         "wikitext2",

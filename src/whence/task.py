@@ -48,6 +48,15 @@ class Task:
     unit: str = "units of the measurement"
     higher_is_better: bool = True
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Curvature follows the loss: who defines other `losses` and no `pseudo_losses` or
+        `output_factor` of its own gets those that work for any loss, not its parent's."""
+        super().__init_subclass__(**settings)
+        if "losses" in vars(cls):
+            for name in ("pseudo_losses", "output_factor"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Task, name))
+
     def outputs(self, model: nn.Module, batch: Any) -> Tensor:
         """The model's outputs for a batch, (n, ...).
 

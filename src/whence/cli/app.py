@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from whence.cli import attributing, doctor, judging, looking, settings
-from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, guarded, say
+from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, say
 
 OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -100,7 +100,7 @@ def _reproduce() -> None:
 
 def _reproduce_or_why() -> Any:
     try:
-        return guarded(import_module("whence.cli.reproduce").reproduce)
+        return import_module("whence.cli.reproduce").reproduce
     except ImportError as error:
         message = (
             f"whence: `reproduce` cannot be loaded ({error}): it needs the repository's folder"

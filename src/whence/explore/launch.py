@@ -58,6 +58,8 @@ class Running:
             log_level="warning",
             access_log=False,  # the first address holds the token
             lifespan="off",
+            http="h11",
+            h11_max_incomplete_event_size=2**17,  # a thousand ticked examples are a long address
             server_header=False,
             ws="none",
             timeout_graceful_shutdown=3,

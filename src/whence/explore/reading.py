@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 AT_ONCE = 2**20  # scores that are held in float64 at a time
+SEARCHED = 2**28  # characters of a dataset that are kept to search in
 WORK = 0.15  # seconds that an answer may work on what takes longer
 
 
@@ -70,6 +71,7 @@ class Index:
         count = len(self.examples)
         if not self.wordless:
             self.texts = []
+        kept = SEARCHED // max(1, count)
         for k in range(count):
             if stop.is_set():
                 return
@@ -78,7 +80,7 @@ class Index:
             else:
                 shown = self.examples.render(k)
                 label = shown["label"]
-                self.texts.append(words(shown).casefold())
+                self.texts.append(words(shown).casefold()[:kept])
             self.labels.append(label or "")
 
     def matches(self, ids: Ints, text: str, label: str) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ was done) is here and the same for all.
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from whence.methods.bench import Bench
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.study import Study
+
+SENSITIVE = 0.3  # share of a score vector that may hang on the damping before it is said
 
 
 class Method(ABC):
@@ -176,7 +179,17 @@ class Method(ABC):
             if str(k) in bench.account.get("survival", {}):
                 segment["survival"] = bench.account["survival"][str(k)]
         if "damping_sensitivity" in bench.account:
-            bench.diagnostics["damping_sensitivity"] = bench.account["damping_sensitivity"]
+            moved = bench.account["damping_sensitivity"]
+            bench.diagnostics["damping_sensitivity"] = moved
+            share = float(np.median(list(moved.values())))
+            if share > SENSITIVE:
+                warnings.warn(
+                    f"the scores hang on the damping: in the median layer {share:.0%} of the score "
+                    "vector changes when it is ten times larger, so directions of hardly any "
+                    "curvature dominate it. Use Source(damping='preconditioner'), which is "
+                    "appendix C's λP⁻¹, or a larger number",
+                    stacklevel=2,
+                )
         clock = bench.any.clock
         bench.diagnostics |= {
             "seconds": clock.seconds,

@@ -7,9 +7,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,13 @@ SETTINGS = (
 )
 
 
+class Rows(Protocol):
+    """A dataset that lies on a device, in the parameters' kind."""
+
+    def rows(self, index: Tensor) -> Any:
+        """A batch of these examples."""
+
+
 @dataclass(frozen=True)
 class StageRecipe:
     """How one stage is trained. `number` is its place among the stages."""
@@ -55,6 +62,7 @@ class StageRecipe:
     scheduler_every: str
     transform: Transform | None
     clip_norm: float | None
+    held: Rows | None = field(default=None, compare=False, repr=False)  # `data`, to take it from
 
     def batches_per_epoch(self, examples: int) -> int:
         return -(-examples // self.batch_size)
@@ -72,6 +80,12 @@ class StageRecipe:
     def draws(self, seed: int | Tensor, step: int, ids: Ints | Tensor, device: Any) -> Uniform:
         """What `transform` may be random by at an update: the same for the same example."""
         return Uniform(seed, self.number * 2**32 + step, ids, device=device)
+
+    def batch(self, block: Ints, like: Tensor) -> Any:
+        """These examples, where and of what kind the parameters are."""
+        if self.held is not None:
+            return self.held.rows(torch.from_numpy(block).to(like.device))
+        return place(self.data.take(block), like.device, like.dtype)
 
     def transformed(
         self, batch: Any, seed: int | Tensor, step: int, ids: Ints | Tensor, like: Tensor
@@ -133,8 +147,7 @@ class StageRecipe:
                     block = order[start : start + self.batch_size]
                     # what a model draws (dropout) then hangs on seed and update alone
                     reseed(int(keys(seed, self.number, step)), first.device)
-                    batch = place(self.data.take(block), first.device, first.dtype)
-                    batch = self.transformed(batch, seed, step, block, first)
+                    batch = self.transformed(self.batch(block, first), seed, step, block, first)
                     model.zero_grad(set_to_none=True)
                     losses = task.losses(task.outputs(model, batch), batch)
                     losses.mean().backward()  # type: ignore[no-untyped-call]

@@ -36,6 +36,7 @@ from whence.data import Batches, digest, place
 from whence.recipe import Recipe, StageRecipe
 from whence.retrain.stacked import (
     make_vmappable,
+    running_statistics,
     stack_modules,
     stack_parameters,
     unstackable,
@@ -46,11 +47,6 @@ from whence.task import Task
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam)
 FUSED = (SGD, Adam, AdamW)
 GRAPHED = (SGD, Adam, AdamW, RMSprop)  # whose rate may be a tensor inside a CUDA graph
-MIXING = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.modules.dropout._DropoutNd,
-)
 # relative; what mixes two models a little mixes many of them more
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-2}  # TF32 is off by less than that
 NUDGE = 0.02  # added to the weights, so that what begins at zero is compared too
@@ -113,6 +109,7 @@ class Stack:
 
     template: nn.Module
     parameters: dict[str, nn.Parameter]
+    statistics: dict[str, Tensor]  # batch norm's buffers
     engine: str  # "products" (stacked layers) or "vmap"
     size: int
 
@@ -121,15 +118,20 @@ class Stack:
         """The models of these seeds, before their first update."""
         distinct = {seed: recipe.build(seed) for seed in dict.fromkeys(seeds)}
         states = {seed: dict(model.named_parameters()) for seed, model in distinct.items()}
+        running = {seed: running_statistics(model) for seed, model in distinct.items()}
         template = distinct[seeds[0]].to("cpu")
         with torch.no_grad():
             stacked = stack_parameters(template, [states[seed] for seed in seeds], device)
+            statistics = {
+                name: torch.stack([running[seed][name].to(device) for seed in seeds])
+                for name in running[seeds[0]]
+            }
         template.to(device)
         if engine == "products":
-            template = stack_modules(template, stacked)
+            template = stack_modules(template, stacked, statistics, len(seeds))
         else:
             make_vmappable(template)
-        return cls(template, stacked, engine, len(seeds))
+        return cls(template, stacked, statistics, engine, len(seeds))
 
     def values(self, what: str, task: Task, batch: Any) -> Tensor:
         """Each example's loss or measurement, (S, B), of a batch of S·B rows."""
@@ -138,13 +140,13 @@ class Stack:
             values: Tensor = objective(batch, what).reshape(self.size, -1)
             return values
 
-        def one(parameters: dict[str, Tensor], rows: Any) -> Tensor:
-            named = {f"model.{name}": p for name, p in parameters.items()}
+        def one(tensors: dict[str, Tensor], rows: Any) -> Tensor:
+            named = {f"model.{name}": tensor for name, tensor in tensors.items()}
             result: Tensor = functional_call(objective, named, (rows, what))
             return result
 
         by_model = tree_map(lambda x: x.reshape(self.size, -1, *x.shape[1:]), batch)
-        found: Tensor = torch.vmap(one)(dict(self.parameters), by_model)
+        found: Tensor = torch.vmap(one)({**self.parameters, **self.statistics}, by_model)
         return found
 
     def gradients(self, task: Task, batch: Any, clip_norm: float | None) -> None:
@@ -175,8 +177,9 @@ class Stack:
         return torch.cat(found, 1).numpy()
 
     def state(self, model: int) -> dict[str, Tensor]:
-        """The parameters of one of the models."""
-        return {name: p[model].detach().clone() for name, p in self.parameters.items()}
+        """The parameters of one of the models, and its batch norms' buffers."""
+        stacks = {**self.parameters, **self.statistics}
+        return {name: stack[model].detach().clone() for name, stack in stacks.items()}
 
 
 def train_stack(
@@ -394,13 +397,10 @@ def choose_engine(
     can, and why not those before it; or (None, why one at a time)."""
     model = recipe.build(0)
     for name, module in model.named_modules():
-        if isinstance(module, MIXING) and not (
-            isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0
+        draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if draws or (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
         ):
-            if isinstance(module, nn.modules.instancenorm._InstanceNorm) and not (
-                module.track_running_stats
-            ):
-                continue
             return None, f"{name} ({type(module).__name__}) mixes examples or draws numbers"
     for stage in recipe.stages:
         optimizer = stage.make_optimizer(model)
@@ -427,13 +427,16 @@ def choose_engine(
 
 
 def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.device) -> None:
-    """Compare two models' gradients and measurements with plain ones; raise if they differ."""
+    """Compare two models' gradients, batch norms' statistics and measurements with plain ones;
+    raise if they differ."""
     seeds = [0, 1]
     stack = Stack.of(recipe, seeds, engine, device)
     plain = [recipe.build(seed).to(device) for seed in seeds]
-    if any(
-        digest(list(model.buffers())) != digest(list(stack.template.buffers())) for model in plain
-    ):
+
+    def constants(model: nn.Module) -> str:
+        return digest([b for name, b in model.named_buffers() if name not in stack.statistics])
+
+    if any(constants(model) != constants(stack.template) for model in plain):
         raise ValueError("buffers differ from seed to seed")
     for nudge in (0.0, NUDGE):
         for k, model in enumerate(plain):
@@ -443,7 +446,7 @@ def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.dev
                     stack.parameters[name][k].copy_(parameter)
         for stage in recipe.stages:
             _check_gradients(stack, plain, stage, seeds)
-    if any(digest(list(m.buffers())) != digest(list(stack.template.buffers())) for m in plain):
+    if any(constants(model) != constants(stack.template) for model in plain):
         raise ValueError("the model changes its buffers while it trains")
     dtype, task = next(plain[0].parameters()).dtype, copy.copy(recipe.task)
     some = np.arange(min(4, len(query)))
@@ -488,6 +491,8 @@ def _check_gradients(
             found = stack.parameters[name].grad
             own = None if found is None else found[k]
             _agree(f"the gradient of {name}", own, parameter.grad, dtype, whole)
+        for name, running in running_statistics(model).items():
+            _agree(name, stack.statistics[name][k].double(), running.double(), dtype)
 
 
 class _Rows(Batches):

@@ -16,6 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+# From so much work for one model on, layers take one model after another: this needs no copies into
+# another layout, keeps the user's memory format, and one model fills the machine. Below, they take
+# all models in one call. Measured on a CPU; on a GPU counted, as what fills its multiprocessors.
+PRODUCTS_APART = {"cpu": 2**24, "cuda": 2**28}  # multiplications of a convolution
+NUMBERS_APART = {"cpu": 2**14, "cuda": 2**20}  # numbers to be normalised
 
 
 class _Product(torch.autograd.Function):
@@ -49,19 +56,56 @@ def _by_model(x: Tensor, models: int) -> Tensor:
     return x.reshape(models, len(x) // models, *x.shape[1:])
 
 
+def _side_by_side(rows: Tensor) -> Tensor:
+    """(S, n, C, ...) -> (n, S·C, ...): the models' channels beside each other."""
+    return rows.transpose(0, 1).flatten(1, 2)
+
+
+def _among_rows(y: Tensor, models: int) -> Tensor:
+    """(n, S·C, ...) -> (S·n, C, ...)."""
+    return y.unflatten(1, (models, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def _autocast(x: Tensor | None) -> Tensor | None:
+    """As `torch.autocast` casts the inputs of a product, where it is on."""
+    if x is None or x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 class StackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         rows = _by_model(x, len(self.weight)).reshape(len(self.weight), -1, x.shape[-1])
-        product: Tensor = _Product.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        # here, because the backward pass of a function of one's own is outside of autocast
+        factors = map(_autocast, (rows, self.weight, self.bias))
+        product: Tensor = _Product.apply(*factors)  # type: ignore[no-untyped-call]
+        return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
+class StackedConv1D(nn.Module):
+    """Hugging Face's: a Linear whose weight is stored (S, i, o)."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = _by_model(x, len(self.weight)).reshape(len(self.weight), -1, x.shape[-1])
+        product = torch.baddbmm(self.bias.unsqueeze(1), rows, self.weight)
         return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
 class StackedConv2d(nn.Conv2d):
-    """All models' convolutions as the groups of one."""
+    """Small ones of all models as the groups of one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        models, n = len(self.weight), len(x) // len(self.weight)
-        joint = _by_model(x, models).transpose(0, 1).flatten(1, 2)
+        models = len(self.weight)
+        rows = _by_model(x, models)
+        places = rows[0, :, 0].numel() // (self.stride[0] * self.stride[1])
+        if places * self.weight[0].numel() >= PRODUCTS_APART.get(x.device.type, 0):
+            biases = [None] * models if self.bias is None else self.bias.unbind()
+            own = zip(rows.unbind(), self.weight.unbind(), biases, strict=True)
+            return torch.cat([self._conv_forward(*each) for each in own])
+        joint = _side_by_side(rows)
         if self.padding_mode != "zeros":
             joint = F.pad(joint, self._reversed_padding_repeated_twice, mode=self.padding_mode)
         y = F.conv2d(
@@ -73,7 +117,51 @@ class StackedConv2d(nn.Conv2d):
             self.dilation,
             self.groups * models,
         )
-        return y.reshape(n, models, -1, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
+        return _among_rows(y, models)
+
+
+class _StackedBatchNorm(_BatchNorm):
+    """Statistics over each model's own rows. The running ones are stacks (S, C), and change in
+    place, as a CUDA graph must find them where they were."""
+
+    models: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        mean, variance = self.running_mean, self.running_var
+        if mean is None or variance is None or (self.training and not self.track_running_stats):
+            return self._normalise(x, None, None, 0.0)
+        if not self.training:
+            return self._normalise(x, mean, variance, 0.0)
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return self._normalise(x, mean, variance, self.momentum)
+        now = torch.zeros_like(mean), torch.zeros_like(variance)  # which become this batch's
+        y = self._normalise(x, *now, 1.0)
+        share = self.num_batches_tracked.unsqueeze(1).to(mean).reciprocal()
+        mean.lerp_(now[0], share)
+        variance.lerp_(now[1], share)
+        return y
+
+    def _normalise(
+        self, x: Tensor, mean: Tensor | None, variance: Tensor | None, momentum: float
+    ) -> Tensor:
+        """`momentum` is the share of this batch in the running statistics."""
+        rows, how = _by_model(x, self.models), (self.training or mean is None, momentum, self.eps)
+        stacks = mean, variance, self.weight, self.bias
+        if rows[0].numel() >= NUMBERS_APART.get(x.device.type, 0):
+            each = [[None] * self.models if s is None else s.unbind() for s in stacks]
+            own = zip(rows.unbind(), *each, strict=True)
+            return torch.cat([F.batch_norm(*one, *how) for one in own])
+        flat = [None if s is None else s.view(-1) for s in stacks]
+        return _among_rows(F.batch_norm(_side_by_side(rows), *flat, *how), self.models)
+
+
+class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d): ...
+
+
+class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d): ...
 
 
 class StackedLayerNorm(nn.LayerNorm):
@@ -137,19 +225,37 @@ def _padded(found: Tensor, ids: Tensor, padding: int | None) -> Tensor:
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: StackedLinear,
     nn.Conv2d: StackedConv2d,
+    nn.BatchNorm1d: StackedBatchNorm1d,
+    nn.BatchNorm2d: StackedBatchNorm2d,
     nn.LayerNorm: StackedLayerNorm,
     nn.GroupNorm: StackedGroupNorm,
     nn.Embedding: StackedEmbedding,
 }
 
 
+def _stacked_form(module: nn.Module) -> type[nn.Module] | None:
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers may not be installed
+        return StackedConv1D
+    return STACKED.get(kind)
+
+
 def unstackable(model: nn.Module) -> str | None:
-    """The first layer with parameters that has no stacked form, or None."""
+    """The first layer that needs a stacked form, and has none; or None."""
     for name, module in model.named_modules():
-        own = next(module.parameters(recurse=False), None)
-        if own is not None and type(module) not in STACKED:
+        needs = isinstance(module, _BatchNorm) or any(True for _ in module.parameters(False))
+        if needs and _stacked_form(module) is None:
             return f"{name or 'the model'} ({type(module).__name__})"
     return None
+
+
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Batch norm's buffers, which change while a model trains."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            found |= module.named_buffers(path, recurse=False)
+    return found
 
 
 def stack_parameters(
@@ -163,19 +269,25 @@ def stack_parameters(
     return kept
 
 
-def stack_modules(template: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A copy of the template whose layers are stacks with these parameters."""
+def stack_modules(
+    template: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    statistics: Mapping[str, Tensor],
+    models: int,
+) -> nn.Module:
+    """A copy of the template whose layers are stacks with these parameters and statistics."""
     twins = {id(p): parameters[name] for name, p in template.named_parameters()}
-    places = [
-        (path, name, twins[id(p)])
-        for path, module in template.named_modules()
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-    ]
+    places: dict[str, Tensor] = {
+        name: twins[id(p)] for name, p in template.named_parameters(remove_duplicate=False)
+    }
     stacked = copy.deepcopy(template)
-    for path, name, parameter in places:
-        module = stacked.get_submodule(path)
-        module.__class__ = STACKED.get(type(module), type(module))
-        setattr(module, name, parameter)
+    for module in stacked.modules():
+        module.__class__ = _stacked_form(module) or type(module)
+        if isinstance(module, _StackedBatchNorm):
+            module.models = models
+    for name, stack in (places | dict(statistics)).items():
+        path, _, own = name.rpartition(".")
+        setattr(stacked.get_submodule(path), own, stack)
     return stacked
 
 

@@ -190,11 +190,12 @@
   let loading = null;
 
   function buildSidebar() {
-    const search = searchBox("Search queries", "", (text) => { asked.text = text; loadList(); });
+    const search = searchBox("Search queries", asked.text, (text) => { asked.text = text; loadList(); });
     const order = choose("order", "order of the queries", [["number", "in order"], ["worst", "worst first"]], asked.order, (v) => { asked.order = v; loadList(); });
     const wrong = el("input", { type: "checkbox" });
+    wrong.checked = asked.wrong;
     wrong.addEventListener("change", () => { asked.wrong = wrong.checked; loadList(); });
-    const labels = choose("query-label", "label of the queries", [["", "all labels"], ...overview.labels.map((l) => [l, `label ${l}`])], "", (v) => { asked.label = v; loadList(); });
+    const labels = choose("query-label", "label of the queries", [["", "all labels"], ...overview.labels.map((l) => [l, `label ${l}`])], asked.label, (v) => { asked.label = v; loadList(); });
     sidebarHead.replaceChildren(search, el("div", { class: "sidebar-options" },
       overview.labels.length ? labels : "", overview.measured ? order : "",
       overview.wrong === null ? "" : el("label", { class: "small" }, wrong, ` wrong only (${count(overview.wrong)})`)), listStatus);
@@ -410,7 +411,7 @@
     followOverall(overall, a, b, k);
     const side = (name, other) => {
       const ctx = ctxOf(name, view.examples, { extra: (entry) => el("div", { class: "card-extra" },
-        el("span", { class: entry.other && entry.other <= view.k ? "also" : "muted" }, entry.other ? `#${entry.other} by ${other}` : `not near the top by ${other}`), tickBox(view.examples[entry.column], "")) });
+        el("span", { class: entry.other && entry.other <= view.k ? "also" : "muted" }, entry.other ? `#${entry.other} by ${other}` : `not near the top by ${other}`), tickBox(view.examples[entry.column])) });
       return (end) => V.ranking(`${name}: most ${end}`, end === "helpful" ? "▲" : "▼", end, view.lists[name][end], "none", ctx);
     };
     const [left, right] = [side(a, b), side(b, a)];
@@ -594,7 +595,7 @@
     const retick = button("Tick these examples", () => { tick([...ticked], false); tick(job.examples, true); go({ page: "whatif", scores: scoresName() }); });
     if (!job.judged) {
       return el("div", { class: "result" }, back, panel(title, job.at_work ? "Predicted against real appears here when the retraining is done." : null,
-        job.error ? notice(`The retraining failed: ${job.error}`) : null, el("div", { class: "row-of-actions" }, retick)));
+        job.error ? notice(`The retraining failed: ${job.error}`) : null, await chips(job.examples), el("div", { class: "row-of-actions" }, retick)));
     }
     const name = scoresName(), { judged } = job, own = judged.sets[name];
     const { higher_is_better: higher, measurement, unit } = overview.about[name];
@@ -661,8 +662,11 @@
         const turned = before !== null && before !== states;
         before = states;
         const notes = overview.retrain.others ? el("p", { class: "muted small" }, `${overview.retrain.others} more in ${overview.retrain.folder} are of another recipe or of other queries.`) : "";
+        const focused = spot.contains(document.activeElement) ? document.activeElement.textContent : null;
         spot.replaceChildren(found.jobs.length ? el("ul", {}, found.jobs.map((job) => jobRow(job, open)))
           : el("p", { class: "muted" }, found.refused ? `No retraining here: ${found.refused}.` : "None yet: tick examples and retrain without them."), notes);
+        const again = [...spot.querySelectorAll("button")].find((one) => one.textContent === focused);
+        if (again) again.focus({ preventScroll: true });
         if (turned && open) { show({ keep: true }); return; }
         if (!found.jobs.some((job) => job.at_work)) return;
         await wait(500);
@@ -717,22 +721,20 @@
   async function show({ keep = false } = {}) {
     const mine = ++turn;
     const page = frame();
-    const focused = keep && document.activeElement ? document.activeElement.getAttribute("aria-label") : null;
     main.setAttribute("aria-busy", "true");
     let made;
     try { made = await PAGES.find(([name]) => name === page)[2](here()); } catch (error) { made = notice(error.message); }
     if (mine !== turn) return;
-    const typed = focused ? document.activeElement : null;
-    const caret = typed && typed.type === "search" ? typed.selectionStart : null;
+    // what had the focus has it again, and typing goes on
+    const before = main.contains(document.activeElement) ? document.activeElement : null;
+    const name = (one) => one.getAttribute("aria-label") || one.textContent;
+    const caret = before && before.type === "search" ? before.selectionStart : null;
     main.replaceChildren(made);
     main.removeAttribute("aria-busy");
-    if (focused) {
-      const again = [...main.querySelectorAll("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused);
-      if (again) {
-        again.focus({ preventScroll: true });
-        if (caret !== null) { again.value = typed.value; again.setSelectionRange(caret, caret); } // typing went on meanwhile
-      }
-    } else if (!keep) scrollTo(0, 0);
+    const again = before && [...main.querySelectorAll(before.tagName)].find((one) => name(one) === name(before));
+    if (again) again.focus({ preventScroll: true });
+    if (again && caret !== null) { again.value = before.value; again.setSelectionRange(caret, caret); }
+    if (!keep) scrollTo(0, 0);
     document.documentElement.dataset.ready = page;
   }
 

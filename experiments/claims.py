@@ -1,0 +1,275 @@
+"""What the paper says of its results, and whether the results here say so too.
+
+A comparison holds, or does not, where the 95 % intervals of the two numbers lie apart. Where they
+overlap it is not decided. That is careful: both numbers come from the same queries and subsets, so
+that their difference is known better than each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .tables import Found, baselines, label, over_values, own_source, shown
+from .tasks import TASKS, Experiment
+
+HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "not decided", "not run yet"
+Value = Sequence[float]  # the number, and its interval
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether something holds, and by which numbers."""
+
+    word: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One of the paper's claims.
+
+    Attributes:
+        text: the claim.
+        of: whether the paper makes it of a task.
+        judge: by a task's results.
+    """
+
+    text: str
+    of: Callable[[Experiment], bool]
+    judge: Callable[[Found, Experiment], Verdict]
+
+
+def above(one: Value | None, name: str, other: Value | None, than: str) -> Verdict:
+    """Whether one number lies above another."""
+    if one is None or other is None:
+        return Verdict(ABSENT, f"{name if one is None else than} is not there")
+    why = f"{name} {shown(list(one))}, {than} {shown(list(other))}"
+    if one[1] > other[2]:
+        return Verdict(HOLDS, why)
+    return Verdict(FAILS if one[2] < other[1] else OPEN, why)
+
+
+def every(verdicts: Iterable[Verdict]) -> Verdict:
+    """Whether all hold: the verdict of those that count against it most."""
+    found = list(verdicts)
+    for word in (FAILS, ABSENT, OPEN):
+        against = [v for v in found if v.word == word]
+        if against:
+            return Verdict(word, "; ".join(dict.fromkeys(v.why for v in against)))
+    return Verdict(HOLDS) if found else Verdict(ABSENT)
+
+
+def one_model(found: Found, name: str) -> Value | None:
+    entry = found["lds"].get(name)
+    return entry and entry["single"]
+
+
+def ensemble(found: Found, name: str) -> Value | None:
+    entry = found["lds"].get(name)
+    return entry and entry["ensemble"]
+
+
+def _same(found: Found, names: Iterable[str]) -> bool:
+    """Whether all of these were judged by the same truth, with as many models."""
+    sizes = [found["lds"][name]["of"] for name in names if name in found["lds"]]
+    return all(size == sizes[0] for size in sizes)
+
+
+def first(
+    found: Found,
+    experiment: Experiment,
+    own: Callable[[Found, str], Value | None] = one_model,
+    theirs: Callable[[Found, str], Value | None] = one_model,
+) -> Verdict:
+    """SOURCE above all baselines."""
+    name, others = own_source(experiment), baselines(experiment)
+    if not _same(found, (name, *others)):
+        return Verdict(OPEN, "the methods were judged at different sizes")
+    words = {one_model: "", ensemble: " (ensemble)"}
+    return every(
+        above(
+            own(found, name),
+            label(name, experiment) + words[own],
+            theirs(found, other),
+            other + words[theirs],
+        )
+        for other in others
+    )
+
+
+def pair(high: str, low: str) -> Callable[[Found, Experiment], Verdict]:
+    """One method above another, by one model."""
+
+    def judge(found: Found, experiment: Experiment) -> Verdict:
+        if not _same(found, (high, low)):
+            return Verdict(OPEN, "the methods were judged at different sizes")
+        names = (label(high, experiment), label(low, experiment))
+        return above(one_model(found, high), names[0], one_model(found, low), names[1])
+
+    return judge
+
+
+def over_alpha(found: Found, experiment: Experiment) -> Verdict:
+    """SOURCE first at every α but 1 - 1/N."""
+    name, columns = own_source(experiment), over_values(found, "alpha")
+    asked = {a for a in (*experiment.full.alphas, 0.5) if a < 1}
+    verdicts = []
+    for share in sorted(asked if not found["quick"] else {c for c in columns if c < 1}):
+        entries = columns.get(share, {})
+        for other in baselines(experiment):
+            mine, its = (entries.get(n, {}).get("single") for n in (name, other))
+            verdicts.append(
+                above(mine, f"at α = {share:g} {label(name, experiment)}", its, other)
+            )
+    return every(verdicts)
+
+
+def drops(found: Found, experiment: Experiment) -> Verdict:
+    """All methods lower at α = 1 - 1/N than at ½."""
+    last = over_values(found, "alpha").get(1.0, {})
+    names = (*baselines(experiment), own_source(experiment))
+    return every(
+        above(
+            one_model(found, name),
+            f"{label(name, experiment)} at α = 0.5",
+            last.get(name, {}).get("single"),
+            "at α = 1 − 1/N",
+        )
+        for name in names
+    )
+
+
+def gap_closes(found: Found, experiment: Experiment) -> Verdict:
+    """SOURCE's lead over influence smaller after the most epochs than after the fewest."""
+    columns, name = over_values(found, "epochs"), own_source(experiment)
+    ends = (min(columns), max(columns)) if len(columns) > 1 else ()
+    leads = []
+    for epochs in ends:
+        mine, its = (columns[epochs].get(n, {}).get("single") for n in (name, "influence"))
+        if mine and its:
+            leads.append([mine[0] - its[0], mine[1] - its[2], mine[2] - its[1]])
+    if len(leads) < 2:
+        return Verdict(ABSENT)
+    return above(
+        leads[0],
+        f"lead after {ends[0]:g} {'epoch' if ends[0] == 1 else 'epochs'}",
+        leads[1],
+        f"after {ends[1]:g}",
+    )
+
+
+def rises(found: Found, experiment: Experiment) -> Verdict:
+    """At the optimum, influence's LDS higher at the largest α than at the smallest."""
+    columns = over_values(found, "optimum")
+    if len(columns) < 2:
+        return Verdict(ABSENT)
+    low, high = min(columns), max(columns)
+    ends = [columns[share]["influence"]["single"] for share in (high, low)]
+    text = "1 − 1/N" if high == 1 else format(high, "g")
+    return above(ends[0], f"at α = {text}", ends[1], f"at α = {low:g}")
+
+
+def removes(found: Found, experiment: Experiment) -> Verdict:
+    """SOURCE's removals flip most queries at the largest k."""
+    r = found.get("removal")
+    if not r:
+        return Verdict(ABSENT)
+    at_end = {
+        name: [shares[-1], *r["interval"][name][-1]]
+        for name, shares in r["flipped"].items()
+        if name != "Random"
+    }
+    mine = at_end.pop(own_source(experiment))
+    k = r["k"][-1]
+    return every(
+        above(mine, f"k = {k}: {label(own_source(experiment), experiment)}", theirs, name)
+        for name, theirs in at_end.items()
+    )
+
+
+def _groups(*groups: str) -> Callable[[Experiment], bool]:
+    return lambda experiment: experiment.group in groups
+
+
+HARD = ("not converged", "two stages")
+CLAIMS = (
+    Claim(
+        "SOURCE is above RepSim, TracIn, TRAK and influence functions, with one model",
+        _groups("converged", *HARD, "linear"),
+        first,
+    ),
+    Claim(
+        "the same with ensembles (the paper: on every task but CIFAR-10)",
+        lambda e: e.group in ("converged", *HARD) and e.name != "cifar10",
+        lambda found, experiment: first(found, experiment, ensemble, ensemble),
+    ),
+    Claim(
+        "influence functions are below TracIn where training did not converge",
+        _groups("not converged"),
+        pair("TracIn", "influence"),
+    ),
+    Claim(
+        "one model's SOURCE is above the other methods' ensembles where training did not converge "
+        "or had two stages",
+        _groups(*HARD),
+        lambda found, experiment: first(found, experiment, one_model, ensemble),
+    ),
+    Claim(
+        "FastSource is above influence functions",
+        lambda e: e.name in ("fashion_mnist", "cifar10", "rte", "fashion_mnist_n"),
+        pair("FastSource", "influence"),
+    ),
+    Claim(
+        "SOURCE is above FastSource",
+        lambda e: e.name in ("fashion_mnist", "cifar10", "rte", "fashion_mnist_n"),
+        pair("SOURCE", "FastSource"),
+    ),
+    Claim(
+        "three segments are better than one",
+        lambda e: e.name == "fashion_mnist",
+        pair("SOURCE", "SOURCE, L = 1"),
+    ),
+    Claim(
+        "SOURCE is above the others at every α but 1 − 1/N",
+        lambda e: bool(e.full.alphas),
+        over_alpha,
+    ),
+    Claim(
+        "leaving out a single example (α = 1 − 1/N) is predicted worse than half of the data, by all",
+        lambda e: e.name == "fashion_mnist",
+        drops,
+    ),
+    Claim(
+        "SOURCE's lead over influence functions is smaller after many epochs than after few",
+        _groups("linear"),
+        gap_closes,
+    ),
+    Claim(
+        "where the optimum is computed, the LDS of influence functions rises with α",
+        _groups("linear"),
+        rises,
+    ),
+    Claim(
+        "removing what SOURCE names makes more queries wrong than removing what the others name",
+        lambda e: e.full.removal is not None,
+        removes,
+    ),
+)
+
+
+def judged(results: dict[str, Found]) -> dict[str, list[Verdict | None]]:
+    """{task: a verdict for each claim, or None where the paper does not make it}."""
+    table = {}
+    for name, experiment in TASKS.items():
+        own = [
+            None
+            if not claim.of(experiment)
+            else claim.judge(results[name], experiment)
+            if name in results
+            else Verdict(ABSENT)
+            for claim in CLAIMS
+        ]
+        if any(verdict is not None for verdict in own):
+            table[name] = own
+    return table
