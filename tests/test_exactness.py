@@ -451,3 +451,26 @@ def test_positions_in_several_axes() -> None:
     it = Pair(Grid(), whence.Classification(), models.images(), models.images(3, seed=1))
     scores = whence.Source(2, fisher="exact").attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.source(2).sum(0))
+
+
+def test_curvature_follows_a_loss_that_a_subclass_changes() -> None:
+    class Weighted(whence.Classification):
+        def losses(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            return (1 + self.labels(batch)) * super().losses(outputs, batch)
+
+    torch.manual_seed(0)
+    task, outputs = Weighted(), torch.randn(5, 3, dtype=torch.float64)
+    batch = (None, torch.tensor([0, 1, 2, 2, 1]))
+    factor = task.output_factor(outputs, batch)
+    for row, label, found in zip(outputs, batch[1], factor @ factor.mT, strict=True):
+        one = (None, label.reshape(1))
+        hessian = torch.func.hessian(lambda z, one=one: task.losses(z.unsqueeze(0), one)[0])(row)
+        torch.testing.assert_close(found, hessian, rtol=1e-8, atol=1e-10)
+    # and the draws have that covariance
+    many = outputs[:1].repeat(40_000, 1).requires_grad_()
+    twos = (None, torch.full((40_000,), 2))
+    uniform = torch.rand(40_000, 3, dtype=torch.float64)
+    (drawn,) = torch.autograd.grad(task.pseudo_losses(many, twos, uniform).sum(), many)
+    p = outputs[0].softmax(0)
+    wanted = 3 * (p.diag() - torch.outer(p, p))
+    torch.testing.assert_close(drawn.T @ drawn / 40_000, wanted, rtol=0, atol=0.03)

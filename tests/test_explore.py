@@ -762,6 +762,10 @@ def test_a_running_explorer_answers_and_stops() -> None:
         assert httpx.get(page.address).status_code == 403
         address = f"{page.address}/api/overview"
         found = httpx.get(address, headers={"x-whence-token": page.token}).json()
+        many = ",".join(["000000003"] * 5000)
+        told = {"x-whence-token": page.token}
+        effect = httpx.get(f"{page.address}/api/whatif?places={many}", headers=told).json()
+        assert effect["examples"] == 1
         assert found["sets"] == ["a"] and "there is no recipe" in found["retrain"]["refused"]
     with pytest.raises(httpx.ConnectError):
         httpx.get(page.address)

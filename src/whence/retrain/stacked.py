@@ -63,7 +63,7 @@ def _side_by_side(rows: Tensor) -> Tensor:
 
 def _among_rows(y: Tensor, models: int) -> Tensor:
     """(n, S·C, ...) -> (S·n, C, ...)."""
-    return y.unflatten(1, (models, -1)).transpose(0, 1).flatten(0, 1)
+    return y.reshape(len(y), models, -1, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
 def _autocast(x: Tensor | None) -> Tensor | None:
@@ -127,7 +127,7 @@ class _StackedBatchNorm(_BatchNorm):
     models: int
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
         mean, variance = self.running_mean, self.running_var
         if mean is None or variance is None or (self.training and not self.track_running_stats):
             return self._normalise(x, None, None, 0.0)
@@ -148,14 +148,17 @@ class _StackedBatchNorm(_BatchNorm):
         self, x: Tensor, mean: Tensor | None, variance: Tensor | None, momentum: float
     ) -> Tensor:
         """`momentum` is the share of this batch in the running statistics."""
-        rows, how = _by_model(x, self.models), (self.training or mean is None, momentum, self.eps)
-        stacks = mean, variance, self.weight, self.bias
+        by_batch = self.training or mean is None
+
+        def normalised(x: Tensor, *stacks: Tensor | None) -> Tensor:
+            return F.batch_norm(x, *stacks, by_batch, momentum, self.eps)  # type: ignore[call-arg, arg-type]
+
+        rows, stacks = _by_model(x, self.models), (mean, variance, self.weight, self.bias)
         if rows[0].numel() >= NUMBERS_APART.get(x.device.type, 0):
             each = [[None] * self.models if s is None else s.unbind() for s in stacks]
-            own = zip(rows.unbind(), *each, strict=True)
-            return torch.cat([F.batch_norm(*one, *how) for one in own])
+            return torch.cat([normalised(*own) for own in zip(rows.unbind(), *each, strict=True)])
         flat = [None if s is None else s.view(-1) for s in stacks]
-        return _among_rows(F.batch_norm(_side_by_side(rows), *flat, *how), self.models)
+        return _among_rows(normalised(_side_by_side(rows), *flat), self.models)
 
 
 class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d): ...
