@@ -7,7 +7,7 @@ that their difference is known better than each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .tables import Found, baselines, label, over_values, own_source, shown
@@ -23,6 +23,9 @@ class Verdict:
 
     word: str
     why: str = ""
+
+
+OTHER_SIZES = Verdict(OPEN, "the methods were judged at different sizes")
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,11 @@ def every(verdicts: Iterable[Verdict]) -> Verdict:
     return Verdict(HOLDS) if found else Verdict(ABSENT)
 
 
-def one_model(found: Found, name: str) -> Value | None:
+def value(found: Found, name: str, setup: str = "single") -> Value | None:
+    """A method's LDS at α = ½: "single" or "ensemble"."""
     entry = found["lds"].get(name)
-    return entry and entry["single"]
-
-
-def ensemble(found: Found, name: str) -> Value | None:
-    entry = found["lds"].get(name)
-    return entry and entry["ensemble"]
+    known: Value | None = entry[setup] if entry else None
+    return known
 
 
 def _same(found: Found, names: Iterable[str]) -> bool:
@@ -77,23 +77,16 @@ def _same(found: Found, names: Iterable[str]) -> bool:
 
 
 def first(
-    found: Found,
-    experiment: Experiment,
-    own: Callable[[Found, str], Value | None] = one_model,
-    theirs: Callable[[Found, str], Value | None] = one_model,
+    found: Found, experiment: Experiment, own: str = "single", theirs: str = "single"
 ) -> Verdict:
-    """SOURCE above all baselines."""
+    """SOURCE above all baselines; each by one model or by the ensemble."""
     name, others = own_source(experiment), baselines(experiment)
     if not _same(found, (name, *others)):
-        return Verdict(OPEN, "the methods were judged at different sizes")
-    words = {one_model: "", ensemble: " (ensemble)"}
+        return OTHER_SIZES
+    word = {"single": "", "ensemble": " (ensemble)"}
+    mine = label(name, experiment) + word[own]
     return every(
-        above(
-            own(found, name),
-            label(name, experiment) + words[own],
-            theirs(found, other),
-            other + words[theirs],
-        )
+        above(value(found, name, own), mine, value(found, other, theirs), other + word[theirs])
         for other in others
     )
 
@@ -103,9 +96,9 @@ def pair(high: str, low: str) -> Callable[[Found, Experiment], Verdict]:
 
     def judge(found: Found, experiment: Experiment) -> Verdict:
         if not _same(found, (high, low)):
-            return Verdict(OPEN, "the methods were judged at different sizes")
+            return OTHER_SIZES
         names = (label(high, experiment), label(low, experiment))
-        return above(one_model(found, high), names[0], one_model(found, low), names[1])
+        return above(value(found, high), names[0], value(found, low), names[1])
 
     return judge
 
@@ -113,15 +106,13 @@ def pair(high: str, low: str) -> Callable[[Found, Experiment], Verdict]:
 def over_alpha(found: Found, experiment: Experiment) -> Verdict:
     """SOURCE first at every α but 1 - 1/N."""
     name, columns = own_source(experiment), over_values(found, "alpha")
-    asked = {a for a in (*experiment.full.alphas, 0.5) if a < 1}
+    asked = (experiment.quick if found["quick"] else experiment.full).alphas
     verdicts = []
-    for share in sorted(asked if not found["quick"] else {c for c in columns if c < 1}):
+    for share in sorted(a for a in (*asked, 0.5) if a < 1):
         entries = columns.get(share, {})
         for other in baselines(experiment):
             mine, its = (entries.get(n, {}).get("single") for n in (name, other))
-            verdicts.append(
-                above(mine, f"at α = {share:g} {label(name, experiment)}", its, other)
-            )
+            verdicts.append(above(mine, f"at α = {share:g} {label(name, experiment)}", its, other))
     return every(verdicts)
 
 
@@ -131,7 +122,7 @@ def drops(found: Found, experiment: Experiment) -> Verdict:
     names = (*baselines(experiment), own_source(experiment))
     return every(
         above(
-            one_model(found, name),
+            value(found, name),
             f"{label(name, experiment)} at α = 0.5",
             last.get(name, {}).get("single"),
             "at α = 1 − 1/N",
@@ -143,7 +134,10 @@ def drops(found: Found, experiment: Experiment) -> Verdict:
 def gap_closes(found: Found, experiment: Experiment) -> Verdict:
     """SOURCE's lead over influence smaller after the most epochs than after the fewest."""
     columns, name = over_values(found, "epochs"), own_source(experiment)
-    ends = (min(columns), max(columns)) if len(columns) > 1 else ()
+    asked = (experiment.quick if found["quick"] else experiment.full).epochs
+    ends = (min(asked), max(asked))
+    if not set(ends) <= set(columns):
+        return Verdict(ABSENT)
     leads = []
     for epochs in ends:
         mine, its = (columns[epochs].get(n, {}).get("single") for n in (name, "influence"))
@@ -162,9 +156,10 @@ def gap_closes(found: Found, experiment: Experiment) -> Verdict:
 def rises(found: Found, experiment: Experiment) -> Verdict:
     """At the optimum, influence's LDS higher at the largest α than at the smallest."""
     columns = over_values(found, "optimum")
-    if len(columns) < 2:
+    asked = (*(experiment.quick if found["quick"] else experiment.full).alphas, 0.5)
+    low, high = min(asked), max(asked)
+    if not {low, high} <= set(columns):
         return Verdict(ABSENT)
-    low, high = min(columns), max(columns)
     ends = [columns[share]["influence"]["single"] for share in (high, low)]
     text = "1 − 1/N" if high == 1 else format(high, "g")
     return above(ends[0], f"at α = {text}", ends[1], f"at α = {low:g}")
@@ -180,7 +175,7 @@ def removes(found: Found, experiment: Experiment) -> Verdict:
         for name, shares in r["flipped"].items()
         if name != "Random"
     }
-    mine = at_end.pop(own_source(experiment))
+    mine = at_end.pop(own_source(experiment), None)
     k = r["k"][-1]
     return every(
         above(mine, f"k = {k}: {label(own_source(experiment), experiment)}", theirs, name)
@@ -202,7 +197,7 @@ CLAIMS = (
     Claim(
         "the same with ensembles (the paper: on every task but CIFAR-10)",
         lambda e: e.group in ("converged", *HARD) and e.name != "cifar10",
-        lambda found, experiment: first(found, experiment, ensemble, ensemble),
+        lambda found, experiment: first(found, experiment, "ensemble", "ensemble"),
     ),
     Claim(
         "influence functions are below TracIn where training did not converge",
@@ -213,7 +208,7 @@ CLAIMS = (
         "one model's SOURCE is above the other methods' ensembles where training did not converge "
         "or had two stages",
         _groups(*HARD),
-        lambda found, experiment: first(found, experiment, one_model, ensemble),
+        lambda found, experiment: first(found, experiment, "single", "ensemble"),
     ),
     Claim(
         "FastSource is above influence functions",
@@ -236,7 +231,7 @@ CLAIMS = (
         over_alpha,
     ),
     Claim(
-        "leaving out a single example (α = 1 − 1/N) is predicted worse than half of the data, by all",
+        "all methods predict leaving out one example (α = 1 − 1/N) worse than leaving out half",
         lambda e: e.name == "fashion_mnist",
         drops,
     ),
@@ -258,7 +253,7 @@ CLAIMS = (
 )
 
 
-def judged(results: dict[str, Found]) -> dict[str, list[Verdict | None]]:
+def judged(results: Mapping[str, Found]) -> dict[str, list[Verdict | None]]:
     """{task: a verdict for each claim, or None where the paper does not make it}."""
     table = {}
     for name, experiment in TASKS.items():

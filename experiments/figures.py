@@ -1,7 +1,7 @@
 """Figures of docs/reproduce.md, in the paper's layout: a function each, from results by task.
 
-Each returns a matplotlib Figure, or None where no result has what it shows. A method has the same
-colour, line and marker in all of them.
+Each is given all results and the tasks to show, and returns a matplotlib Figure. A method has the
+same colour, line and marker in all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whence.report.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from whence.retrain import Training, measure
 
 from . import data
-from .tables import Found, baselines, over_values, own_source
+from .tables import Found, baselines, over_values, own_source, title
 from .tasks import TASKS, Experiment
 
 Floats = NDArray[np.float64]
@@ -52,20 +52,35 @@ SHORT = {
     "influence, conjugate gradients": "influence, exact inverse",
 }
 LAST_ALPHA = "1 − 1/N"
+AVERAGED = ("influence", "FastSource", "SOURCE")
 QUERIES = 3  # shown in a panel of examples
 PITCH = 1.22  # from one row of images to the next, in images
-GARMENTS = "T-shirt trouser pullover dress coat sandal shirt sneaker bag boot".split()
-CIFAR10 = "plane car bird cat deer dog frog horse ship truck".split()
+GARMENTS = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "boot",
+)
+CIFAR10 = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def save(figure: Figure, path: Path) -> None:
-    """As a PNG file of few colours: a third of the size."""
+    """As a PNG file of 128 colours: a third of the size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(drawn, dpi=130, format="png")
+        figure.savefig(drawn, dpi=120, format="png")
     with Image.open(drawn) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+        few = image.convert("RGB").quantize(
+            128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
+    few.save(path, optimize=True)
 
 
 @contextmanager
@@ -99,20 +114,13 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     figure.legend(shown.values(), shown, loc="outside right center")
 
 
-def named(task: str, found: Found) -> str:
-    return TASKS[task].title + (" (quick)" if found["quick"] else "")
-
-
 def look(method: str) -> dict[str, Any]:
     colour, k = LOOKS[method]
     return {"color": colour, "linestyle": LINES[k], "marker": MARKERS[k]}
 
 
-def lds_bars(results: Results, groups: Sequence[str]) -> Figure | None:
+def lds_bars(results: Results, shown: Sequence[str]) -> Figure:
     """LDS at α = ½ of the paper's five methods, one model beside the ensemble, a panel per task."""
-    shown = [t for t in results if TASKS[t].group in groups and results[t]["lds"]]
-    if not shown:
-        return None
     with panels(len(shown), 5, (1.72, 2.15)) as (figure, axes):
         for axis, task in zip(axes, shown, strict=True):
             experiment, lds = TASKS[task], results[task]["lds"]
@@ -131,8 +139,8 @@ def lds_bars(results: Results, groups: Sequence[str]) -> Figure | None:
             for text in axis.get_xticklabels():
                 text.set_rotation_mode("anchor")
             axis.tick_params(axis="x", length=0, pad=2)
-            axis.set_title(named(task, results[task]), fontsize=9)
-        for axis in {axis.get_subplotspec().rowspan.start: axis for axis in axes[::-1]}.values():
+            axis.set_title(title(task, results[task]), fontsize=9)
+        for axis in axes[::5]:
             axis.set_ylabel("LDS")
         axes[0].bar(0, 0, edgecolor=GREY, color="white", hatch="/////", label="one model")
         axes[0].bar(0, 0, color=GREY, label="ensemble")
@@ -156,21 +164,15 @@ def _ceiling(axis: Axes, entries: Found) -> None:
         axis.axhline(max(known), color=GREY, linestyle="--", linewidth=1, label="noise ceiling")
 
 
-def average_bars(results: Results) -> Figure | None:
+def average_bars(results: Results, shown: Sequence[str]) -> Figure:
     """LDS of one model by influence functions, FastSource and SOURCE."""
-    names = ("influence", "FastSource", "SOURCE")
-    shown = [
-        t for t in results if set(names) <= set(results[t]["lds"]) and TASKS[t].group != "linear"
-    ]
-    if not shown:
-        return None
     with panels(1, 1, (1.6 + 0.95 * len(shown), 2.4)) as (figure, (axis,)):
-        for k, name in enumerate(names):
+        for k, name in enumerate(AVERAGED):
             for x, task in enumerate(shown):
                 value = results[task]["lds"][name]["single"]
                 _bar(axis, x + 0.27 * (k - 1), value, 0.24, color=LOOKS[name][0], label=name)
         axis.axhline(0, color="black", linewidth=0.8)
-        titles = [named(t, results[t]).replace(" (", "\n(") for t in shown]
+        titles = [title(t, results[t]).replace(" (", "\n(") for t in shown]
         slanted = len(shown) > 6
         axis.set_xticks(range(len(shown)), titles, rotation=25 * slanted)
         axis.tick_params(axis="x", length=0)
@@ -179,27 +181,8 @@ def average_bars(results: Results) -> Figure | None:
     return figure
 
 
-def over_alpha(results: Results) -> Figure | None:
-    """LDS of one model over the share of the data in a subset."""
-    shown = [t for t in results if results[t].get("alpha")]
-    return _over(results, shown, "alpha", "share of the data in a subset, α")
-
-
-def over_epochs(results: Results) -> Figure | None:
-    """LDS of one model over the number of epochs, at α = 0.9."""
-    shown = [t for t in results if results[t].get("epochs")]
-    return _over(results, shown, "epochs", "epochs")
-
-
-def at_optimum(results: Results) -> Figure | None:
-    """LDS of influence functions where optima are computed, over α."""
-    shown = [t for t in results if results[t].get("optimum")]
-    return _over(results, shown, "optimum", "share of the data in a subset, α")
-
-
-def _over(results: Results, shown: Sequence[str], part: str, label: str) -> Figure | None:
-    if not shown:
-        return None
+def over(results: Results, shown: Sequence[str], part: str) -> Figure:
+    """LDS of one model over α or epochs: a part of the results."""
     with panels(len(shown), 3, (2.8, 2.3)) as (figure, axes):
         for axis, task in zip(axes, shown, strict=True):
             by_column = over_values(results[task], part)
@@ -231,21 +214,18 @@ def _over(results: Results, shown: Sequence[str], part: str, label: str) -> Figu
                 x, y = zip(*ceilings, strict=True)
                 axis.plot(x, y, color=GREY, linestyle="--", linewidth=1, label="noise ceiling")
             axis.axhline(0, color="black", linewidth=0.8)
-            last = LAST_ALPHA if part != "epochs" else "1"
-            texts = [last if c == 1 else format(c, "g") for c in columns]
+            epochs = part == "epochs"
+            texts = [LAST_ALPHA if c == 1 and not epochs else format(c, "g") for c in columns]
             axis.set_xticks(range(len(columns)), texts)
-            axis.set_xlabel(label)
-            axis.set_title(named(task, results[task]), fontsize=9)
+            axis.set_xlabel("epochs" if epochs else "share of the data in a subset, α")
+            axis.set_title(title(task, results[task]), fontsize=9)
         axes[0].set_ylabel("LDS")
         legend(figure, axes)
     return figure
 
 
-def removal(results: Results) -> Figure | None:
+def removal(results: Results, shown: Sequence[str]) -> Figure:
     """Share of the queries that flip after at most k examples were removed."""
-    shown = [t for t in results if results[t].get("removal")]
-    if not shown:
-        return None
     with panels(len(shown), 4, (2.5, 2.4)) as (figure, axes):
         for axis, task in zip(axes, shown, strict=True):
             r = results[task]["removal"]
@@ -260,7 +240,7 @@ def removal(results: Results) -> Figure | None:
             axis.set_xticks(r["k"], [str(k) for k in r["k"]], fontsize=7)
             axis.set_ylim(-0.02, 1.02)
             axis.set_xlabel("examples removed, at most")
-            axis.set_title(named(task, results[task]), fontsize=9)
+            axis.set_title(title(task, results[task]), fontsize=9)
         axes[0].set_ylabel("share of queries flipped")
         legend(figure, axes)
     return figure

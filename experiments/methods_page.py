@@ -1,4 +1,4 @@
-"""docs/methods.md and its figure, from experiments/results/. Nothing on that page is typed by hand.
+"""docs/methods.md, from experiments/results/. Nothing on that page is typed by hand.
 
 python -m experiments.methods_page
 """
@@ -11,40 +11,26 @@ from typing import Any
 
 from whence.table import Table, estimate
 
+from . import tables
+from .tasks import RESULTS, TASKS
+
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent / "docs"
-TITLES = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
+SHOWN = ("digits", "concrete", "fashion_mnist")
 
 
-def results(pattern: str) -> dict[str, Any]:
-    """Result files by task, in the order of TITLES."""
-    found = {}
-    for task in TITLES:
-        file = FOLDER / "results" / pattern.format(task)
-        if file.exists():
-            found[task] = json.loads(file.read_text())
-    return found
-
-
-def method_table(found: dict[str, Any]) -> str:
-    """One task: LDS of one model and of several, calibration, seconds; best first."""
-    rows = []
-    ordered = sorted(found["methods"].items(), key=lambda item: -item[1]["ensemble"][0])
-    for name, r in ordered:
-        single = None if r["single"] is None else estimate(r["single"][0], r["single"][1:], 2)
-        together = estimate(r["ensemble"][0], r["ensemble"][1:], 2)
-        rows.append([name, single, together, f"{r['slope']:.2g}", f"{r['seconds']:.1f}"])
-    runs = found["settings"]["runs"]
-    heads = ["method", "LDS, one model", f"LDS, {runs} models", "slope", "seconds"]
-    return Table(heads, rows).markdown()
-
-
-def about(found: dict[str, Any]) -> str:
-    s, m = found["settings"], found["machine"]
-    return (
-        f"{s['subsets']} subsets of half the data × {s['seeds']} seeds, {s['queries']} queries, "
-        f"noise ceiling {found['ceiling']:.2f}. {found['device']}, torch {m['torch']}, {m['date']}."
-    )
+def methods_part(folder: Path) -> str:
+    """For each task: LDS of one model and of several, calibration, seconds; best first."""
+    results, parts = tables.read(folder), []
+    for task in SHOWN:
+        found = results.get(task)
+        if found is None:
+            parts.append(f"### {TASKS[task].title}\n\n*Not run yet:* `whence reproduce {task}`.")
+            continue
+        title = TASKS[task].title + (" (quick)" if found["quick"] else "")
+        table = tables.lds_table(found, TASKS[task], best_first=True).markdown()
+        parts.append(f"### {title}\n\n{TASKS[task].setting}.\n\n{table}\n\n{tables.about(found)}")
+    return "\n\n".join(parts)
 
 
 def store_table(found: dict[str, Any]) -> str:
@@ -64,19 +50,27 @@ def store_table(found: dict[str, Any]) -> str:
     return Table(heads, rows).markdown()
 
 
-def write() -> None:
-    text = (FOLDER / "methods.template.md").read_text()
+def store_part(folder: Path) -> str:
     parts = []
-    for task, found in results("methods_{}.json").items():
-        parts.append(f"### {TITLES[task]}\n\n{method_table(found)}\n\n{about(found)}")
-    text = text.replace("<!-- methods -->", "\n\n".join(parts))
-    parts = [
-        f"### {TITLES[task]}, by dimension\n\n{store_table(found)}\n\n{about(found)}"
-        for task, found in results("store_{}.json").items()
-    ]
-    text = text.replace("<!-- store -->", "\n\n".join(parts))
-    (DOCS / "methods.md").write_text(text)
+    for task in TASKS:
+        file = folder / f"store_{task}.json"
+        if file.is_file():
+            found = json.loads(file.read_text())
+            s, m = found["settings"], found["machine"]
+            parts.append(
+                f"### {TASKS[task].title}, by dimension\n\n{store_table(found)}\n\n"
+                f"{s['subsets']} subsets of half the data × {s['seeds']} seeds, {s['queries']} "
+                f"queries, noise ceiling {found['ceiling']:.2f}. {found['device']}, "
+                f"torch {m['torch']}, {m['date']}: `python -m experiments.stores --task {task}`"
+            )
+    return "\n\n".join(parts)
+
+
+def text(folder: Path = RESULTS) -> str:
+    page = (FOLDER / "methods.template.md").read_text()
+    page = page.replace("<!-- methods -->", methods_part(folder))
+    return page.replace("<!-- store -->", store_part(folder))
 
 
 if __name__ == "__main__":
-    write()
+    (DOCS / "methods.md").write_text(text())

@@ -12,6 +12,11 @@ from whence.table import Table, estimate
 from .tasks import TASKS, Experiment
 
 Found = Mapping[str, Any]
+PARTS = {
+    "alpha": "LDS over α",
+    "epochs": "LDS over epochs, α = 0.9",
+    "optimum": "LDS at the optimum, over α",
+}
 BASELINES = ("RepSim", "TracIn", "TRAK", "influence")  # of the paper's figures
 
 
@@ -26,6 +31,12 @@ def read(folder: Path) -> dict[str, Found]:
                 found[task] = known
                 break
     return found
+
+
+def title(task: str, found: Found | None = None) -> str:
+    """A task's name at the head of something; says when the result is of the small version."""
+    name = TASKS[task].title
+    return name[0].upper() + name[1:] + (" (quick)" if found and found["quick"] else "")
 
 
 def baselines(experiment: Experiment) -> tuple[str, ...]:
@@ -43,8 +54,11 @@ def shown(value: list[float] | None, digits: int = 2) -> str | None:
     return None if value is None else estimate(value[0], value[1:], digits)
 
 
-def lds_table(found: Found, experiment: Experiment) -> Table:
-    """One row per method, in the order in which they were judged."""
+def lds_table(found: Found, experiment: Experiment, best_first: bool = False) -> Table:
+    """One row per method: in the order in which they were judged, or by the ensemble's LDS."""
+    entries = list(found["lds"].items())
+    if best_first:
+        entries.sort(key=lambda item: -(item[1]["ensemble"] or item[1]["single"])[0])
     rows = [
         [
             label(name, experiment),
@@ -54,7 +68,7 @@ def lds_table(found: Found, experiment: Experiment) -> Table:
             f"{entry['slope']:.2g}",
             f"{entry['seconds']:.1f}",
         ]
-        for name, entry in found["lds"].items()
+        for name, entry in entries
     ]
     heads = ["method", "LDS, one model", "LDS, ensemble", "models", "slope", "seconds"]
     return Table(heads, rows)
@@ -107,19 +121,19 @@ def removal_table(found: Found) -> Table | None:
 
 def about(found: Found) -> str:
     """On what the numbers stand."""
-    first = next(iter(found["lds"].values()))
-    of, m = first["of"], found["machine"]
-    ceiling = first["ceiling"]
-    text = (
-        f"{found['examples']:,} training examples, {of['queries']} queries; truth: "
-        f"{of['subsets']} subsets × {of['seeds']} seeds"
-    )
-    text += "" if ceiling is None else f", noise ceiling {ceiling:.2f}"
-    if first["diverged"]:
-        text += f"; {first['diverged']} trainings diverged"
+    m, parts = found["machine"], [f"{found['examples']:,} training examples"]
+    if found["lds"]:
+        first = next(iter(found["lds"].values()))
+        of, ceiling = first["of"], first["ceiling"]
+        parts.append(
+            f", {of['queries']} queries; truth: {of['subsets']} subsets × {of['seeds']} seeds"
+        )
+        parts.append("" if ceiling is None else f", noise ceiling {ceiling:.2f}")
+        parts.append(f"; {first['diverged']} trainings diverged" if first["diverged"] else "")
+    on = f"CPU ({m['processor']})" if found["device"] == "CPU" else found["device"]
     return (
-        f"{text}. Rate {found['rate']:g}, weight decay {found['weight_decay']:g}. "
-        f"{found['device']}, torch {m['torch']}, whence {m['whence']}, {m['date']}: "
+        f"{''.join(parts)}. Rate {found['rate']:g}, weight decay {found['weight_decay']:g}. "
+        f"{on}, Python {m['python']}, torch {m['torch']}, whence {m['whence']}, {m['date']}: "
         f"`{found['command']}`"
     )
 
@@ -129,11 +143,7 @@ def result(found: Found, experiment: Experiment) -> str:
     parts = [f"{experiment.title}{' (quick)' if found['quick'] else ''}", about(found)]
     if found["lds"]:
         parts.append(str(lds_table(found, experiment)))
-    for part, title in (
-        ("alpha", "LDS over α"),
-        ("epochs", "LDS over epochs, α = 0.9"),
-        ("optimum", "LDS at the optimum, over α"),
-    ):
+    for part, title in PARTS.items():
         table = over(found, part)
         if table is not None:
             parts.append(f"{title}\n{table}")

@@ -171,18 +171,95 @@ def test_stages_and_runs_on_the_gpu(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, there.final.weights()[name], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("model", ["dropout", "batch_norm"])
-def test_one_at_a_time_on_the_gpu(model: str) -> None:
+def test_one_at_a_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the data there, and with the data elsewhere."""
+    import sys
+
     import recipes
 
     from whence.retrain import Training, measure
 
-    recipe = recipes.recipe(model=getattr(recipes, model))
+    recipe = recipes.recipe(model=recipes.dropout, transform=recipes.jitter)
     query = recipes.dataset(5, seed=9)
     with pytest.warns(UserWarning, match="one at a time"):
         found = measure(recipe, query, [Training(0), Training(1)], device="cuda", progress=False)
+    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "HELD", 0.0)
     again = measure(recipe, query, [Training(1)], device="cuda", engine="single", progress=False)
     assert np.array_equal(found[1], again[0])
+
+
+@pytest.mark.parametrize("apart", [0, 2**60], ids=["apart", "together"])
+@pytest.mark.parametrize("norm", ["default", "cumulative", "bare"])
+def test_batch_norm_on_the_gpu(norm: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 as on the CPU; in float32 most updates are replayed from a CUDA graph."""
+    import recipes
+    from test_retrain_batchnorm import NORMS, Residual
+
+    from whence.retrain import Training, measure, stacked
+
+    monkeypatch.setitem(stacked.PRODUCTS_APART, "cuda", apart)
+    monkeypatch.setitem(stacked.NUMBERS_APART, "cuda", apart)
+    query = recipes.dataset(5, seed=9)
+    trainings = [Training(s, np.arange(s, s + 31)) for s in range(3)] + [Training(3, range(24))]
+    replayed = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(1), replay(graph))[1]
+    )
+    for dtype, close in ((torch.float64, 1e-7), (torch.float32, 1e-3)):
+        recipe = recipes.recipe(model=lambda kind=dtype: Residual(**NORMS[norm]).to(kind))
+        wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
+        found = measure(recipe, query, trainings, device="cuda", engine="products", progress=False)
+        np.testing.assert_allclose(found, wanted, rtol=close, atol=close)
+        assert bool(replayed) == (dtype == torch.float32)  # float64 is not graphed
+
+
+def test_batch_norm_under_vmap_on_the_gpu() -> None:
+    import recipes
+    from test_retrain_batchnorm import Started
+
+    from whence.retrain import Training, measure
+
+    recipe = recipes.recipe(model=lambda: Started(own=True).double())
+    query, trainings = recipes.dataset(5, seed=9), [Training(s, range(31)) for s in range(3)]
+    wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
+    found = measure(recipe, query, trainings, device="cuda", engine="vmap", progress=False)
+    np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("filling", [0, 2**60], ids=["one", "three"])
+def test_resnet9_with_autocast_on_the_gpu(filling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, channels last, as the experiments train it: one model, or three, in a graph."""
+    import sys
+
+    import recipes
+
+    from experiments.models import ResNet9
+    from whence.data import Batches
+    from whence.retrain import Training, measure
+    from whence.retrain.measure import Workshop
+
+    monkeypatch.setitem(sys.modules["whence.retrain.measure"].FILLING, "cuda", filling)
+    random = torch.Generator().manual_seed(0)
+    images = torch.randn(100, 3, 32, 32, generator=random)
+    labels = torch.randint(0, 10, (100,), generator=random)
+    train = torch.utils.data.TensorDataset(images[:96], labels[:96])
+    query = torch.utils.data.TensorDataset(images[96:], labels[96:])
+    optimizer = torch.optim.SGD
+    recipe = recipes.recipe(
+        model=lambda: ResNet9(width=8),
+        train=train,
+        optimizer=lambda p: optimizer(p, lr=1e-3, momentum=0.9),
+        batch_size=32,
+        epochs=4,
+    )
+    shop = Workshop.open(recipe, Batches("query", query), "cuda")
+    assert (shop.engine, shop.why) == ("products", None)
+    assert shop.at_once(Training(0), None, 3) == (1 if filling == 0 else 3)
+    trainings = [Training(s, range(s, s + 80)) for s in range(3)]
+    found = measure(recipe, query, trainings, device="cuda", progress=False)
+    wanted = measure(recipe, query, trainings, device="cuda", engine="single", progress=False)
+    np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std())
 
 
 def test_too_many_models_for_the_memory_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:

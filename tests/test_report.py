@@ -514,7 +514,7 @@ NAN, INF = float("nan"), float("inf")
         (Image.new("RGB", (2, 1), (1, 2, 3)), [[[1, 2, 3], [1, 2, 3]]]),
         (torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16), [[0, 255]]),
     ],
-    ids=str,
+    ids=lambda given: type(given).__name__,  # a repr would hold an address
 )
 def test_images_of_any_range_and_shape(array: Any, expected: Any) -> None:
     shown = Examples([(array, 1)]).render(0)

@@ -89,7 +89,7 @@ class WatchedStage(StageRecipe):
     """A stage that tells where it is. Trainings made one by one and trainings made at once both ask
     it for an epoch's order and, on a CPU or with a transform, for each batch."""
 
-    watch: Watch
+    watch: Watch = field(kw_only=True)
 
     @classmethod
     def of(cls, stage: StageRecipe, watch: Watch) -> WatchedStage:

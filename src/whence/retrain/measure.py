@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut, place
 from whence.memory import allowance, free_and_total
-from whence.recipe import Recipe, training_device
+from whence.recipe import Recipe, StageRecipe, training_device
 from whence.retrain.grid import Grid
 from whence.retrain.stack import Data, Interrupted, Stack, choose_engine, train_stack
 from whence.retrain.training import Training
@@ -32,6 +34,10 @@ ENGINES = ("auto", "products", "vmap", "single")
 CACHED = 32 * 2**20  # bytes of parameters, gradients and momenta that a CPU core keeps at hand
 LONG = 60.0  # seconds; longer trainings, made one at a time, are kept on the way
 SHARE = {"cuda": 0.85, "cpu": 0.5}  # of free memory, that models take by default
+# bytes that one model with convolutions keeps of a batch when it fills the machine: more than a
+# CPU's caches; on a GPU, some ten MB for every kernel
+FILLING = {"cpu": CACHED, "cuda": 2**28}
+HELD = 0.25  # of free memory, that data may take beside models trained one at a time
 PROBED = 8  # models whose memory is measured
 
 
@@ -220,16 +226,21 @@ class Workshop:
         return self._data
 
     def at_once(self, example: Training, memory: int | str | None, most: int) -> int:
-        """How many models to train together: as many as fit; on a CPU, as its caches hold."""
+        """How many models to train together: as many as fit; on a CPU, as its caches hold. One, if
+        it fills the machine, and its layers would copy several models' batches into one."""
         if self.engine is None:
             return 1
         if memory is None:
             room = int(free_and_total(self.device)[0] * SHARE.get(self.device.type, 0.5))
         else:
             room = allowance(memory, self.device)
+        model, kept = self.recipe.build(0), self._activations()
+        copied = any(isinstance(module, (nn.Conv2d, _BatchNorm)) for module in model.modules())
+        if copied and kept >= FILLING.get(self.device.type, 0):
+            return 1
         if self.device.type == "cpu":
-            size = sum(p.numel() * p.element_size() for p in self.recipe.build(0).parameters())
-            each = 6 * size + 2 * self._activations()
+            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            each = 6 * size + 2 * kept
             room //= torch.get_num_threads()
             fit = min(64, max(4, CACHED // (3 * size)), room // each)
             return int(max(1, min(fit, -(-most // torch.get_num_threads()))))
@@ -237,7 +248,7 @@ class Workshop:
 
     def _activations(self) -> int:
         """The bytes that a model keeps of a batch for its backward pass, in the largest stage."""
-        model, most = self.recipe.build(0), 0
+        model, most = self.recipe.build(0).to(self.device), 0
         for stage in self.recipe.stages:
             kept: dict[int, int] = {}
 
@@ -245,7 +256,8 @@ class Workshop:
                 kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
                 return x
 
-            task, rows = copy.copy(stage.task), torch.arange(stage.batch_size)
+            task = copy.copy(stage.task)
+            rows = torch.arange(stage.batch_size, device=self.device)
             batch = self.data()[stage.name].rows(rows)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 losses = task.losses(task.outputs(model, batch), batch)
@@ -294,6 +306,27 @@ class Workshop:
         )
         return np.concatenate([self.make(t, stop) for t in (trainings[:half], trainings[half:])])
 
+    @cached_property
+    def nearby(self) -> Recipe:
+        """The recipe, for trainings one at a time: on a GPU with the data there, if it fits. The
+        trainings are the same, bit by bit."""
+        if self.device.type == "cpu":
+            return self.recipe
+        recipe = copy.copy(self.recipe)
+        recipe.stages = tuple(self._placed(stage) for stage in recipe.stages)
+        return recipe
+
+    def _placed(self, stage: StageRecipe) -> StageRecipe:
+        example = tree_leaves(place(stage.data.take([0]), torch.device("cpu"), self.dtype))
+        size = len(stage.data) * sum(x.nbytes for x in example if isinstance(x, Tensor))
+        where = (self.device, torch.device("cpu"))  # by way of which it gets there
+        if size > HELD * min(free_and_total(device)[0] for device in where):
+            return stage
+        try:
+            return replace(stage, held=Data(stage.data, self.device, self.dtype))
+        except Exception:  # no batch of all examples, as of texts: they are taken as they come
+            return stage
+
     def _single(self, training: Training, scratch: Path | None) -> NDArray[np.float64]:
         """An ordinary training. One that takes long is kept on the way, and goes on from there."""
         started = time.monotonic()
@@ -301,7 +334,7 @@ class Workshop:
         if folder is not None and (self.longest > LONG or folder.exists()):
             model = self._kept(training, folder)
         else:
-            model = self.recipe.train(
+            model = self.nearby.train(
                 training.seed, training.subset, stage=training.stage, device=self.device
             )
         self.longest = max(self.longest, time.monotonic() - started)
@@ -316,7 +349,7 @@ class Workshop:
         # the same update counts whenever it is gone on with
         ends = np.cumsum(totals)
         steps = sorted({*np.linspace(0, ends[-1], 17, dtype=int).tolist(), *ends.tolist()} - {0})
-        run = self.recipe.run(
+        run = self.nearby.run(
             training.seed,
             folder,
             steps,

@@ -420,7 +420,7 @@ def choose_engine(
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 _check_engine(recipe.precise(), query, engine, device)
         except Exception as error:  # whatever the user's model may raise under vmap
-            reasons.append(f"{engine}: {str(error).splitlines()[0] if str(error) else error!r}")
+            reasons.append(f"{engine}: {(str(error) or repr(error)).splitlines()[0]}")
             continue
         return engine, "; ".join(reasons) or None
     return None, "; ".join(reasons)

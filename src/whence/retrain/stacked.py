@@ -10,7 +10,7 @@ products than in them when models are small.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# From so much work for one model on, layers take one model after another: this needs no copies into
-# another layout, keeps the user's memory format, and one model fills the machine. Below, they take
-# all models in one call. Measured on a CPU; on a GPU counted, as what fills its multiprocessors.
+# From so much work for each model on, convolutions and batch norms take one model after another:
+# one fills the machine, and its rows are a batch already, in the user's own memory format. With
+# less they take all models in one call. Measured on a CPU; on a GPU, what its multiprocessors hold.
 PRODUCTS_APART = {"cpu": 2**24, "cuda": 2**28}  # multiplications of a convolution
 NUMBERS_APART = {"cpu": 2**14, "cuda": 2**20}  # numbers to be normalised
 
@@ -66,6 +66,15 @@ def _among_rows(y: Tensor, models: int) -> Tensor:
     return y.reshape(len(y), models, -1, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
+def _apart(layer: Callable[..., Tensor], x: Tensor, models: int, *stacks: Tensor | None) -> Tensor:
+    """The layer of one model after another, with its own rows of x and of each stack."""
+    if models == 1:  # whose rows need not be copied into a batch
+        return layer(x, *(None if s is None else s.squeeze(0) for s in stacks))
+    each = [[None] * models if s is None else s.unbind() for s in stacks]
+    rows = _by_model(x, models).unbind()
+    return torch.cat([layer(*own) for own in zip(rows, *each, strict=True)])
+
+
 def _autocast(x: Tensor | None) -> Tensor | None:
     """As `torch.autocast` casts the inputs of a product, where it is on."""
     if x is None or x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
@@ -102,9 +111,7 @@ class StackedConv2d(nn.Conv2d):
         rows = _by_model(x, models)
         places = rows[0, :, 0].numel() // (self.stride[0] * self.stride[1])
         if places * self.weight[0].numel() >= PRODUCTS_APART.get(x.device.type, 0):
-            biases = [None] * models if self.bias is None else self.bias.unbind()
-            own = zip(rows.unbind(), self.weight.unbind(), biases, strict=True)
-            return torch.cat([self._conv_forward(*each) for each in own])
+            return _apart(self._conv_forward, x, models, self.weight, self.bias)
         joint = _side_by_side(rows)
         if self.padding_mode != "zeros":
             joint = F.pad(joint, self._reversed_padding_repeated_twice, mode=self.padding_mode)
@@ -155,8 +162,7 @@ class _StackedBatchNorm(_BatchNorm):
 
         rows, stacks = _by_model(x, self.models), (mean, variance, self.weight, self.bias)
         if rows[0].numel() >= NUMBERS_APART.get(x.device.type, 0):
-            each = [[None] * self.models if s is None else s.unbind() for s in stacks]
-            return torch.cat([normalised(*own) for own in zip(rows.unbind(), *each, strict=True)])
+            return _apart(normalised, x, self.models, *stacks)
         flat = [None if s is None else s.view(-1) for s in stacks]
         return _among_rows(normalised(_side_by_side(rows), *flat), self.models)
 
