@@ -70,7 +70,7 @@ It must define `study`, a [`whence.Study`](api.md). It may define
 |---|---|
 | `query` | the queries, a dataset built like the training data. Others by name: `--query NAME` |
 | `recipe` | a `whence.Recipe`, for `truth`, `removal`, `--method leaveoneout` and the explorer's *what if* |
-| `classes`, `columns`, `labels` | names of classes and features; labels to show in place of the data's |
+| `classes`, `columns` | names of classes and features |
 | `tokenizer`, `renderer` | what makes text of token ids; what makes of an example something to show |
 
 The run may as well be one that a [Recorder](record.md) has written: `runs="runs/mnist"`. The file is

@@ -32,14 +32,14 @@ from whence.curvature import cost  # noqa: E402
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
 TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
-SLOPES = (
-    "SOURCE, L = 3",
-    "FastSource, L = 3",
-    'influence (λ = "source")',
-    "influence (λ = 1e-8)",
-    "influence, conjugate gradients",
-    "Unrolled, expected, Gauss-Newton",
-)
+SLOPES = {  # method: its name in experiments/results
+    "SOURCE, L = 3": "SOURCE",
+    "FastSource, L = 3": "FastSource",
+    'influence (λ = "source")': 'influence (λ = "source")',
+    "influence (λ = 1e-8)": "influence",
+    "influence, conjugate gradients": "influence, conjugate gradients",
+    "Unrolled, expected, Gauss-Newton": "Unrolled, expected, Gauss-Newton",
+}
 # C checkpoints and L segments of the benchmarked methods
 CHECKPOINTS = {"influence": (1, 1), "SOURCE, C = 6, L = 3": (6, 3), "FastSource, L = 3": (3, 3)}
 # What the page says: measured / counted seconds are at most this, by kind; never far below 1.
@@ -266,16 +266,18 @@ def retraining_table() -> list[str]:
 
 def slope_table() -> list[str]:
     """The slopes of real on predicted change, of the methods that predict in a unit."""
-    found = {}
-    for task, title in TASKS.items():
-        file = ROOT / f"experiments/results/methods_{task}.json"
-        found[title] = json.loads(file.read_text())
+    files = {title: ROOT / f"experiments/results/{task}.json" for task, title in TASKS.items()}
+    found = {
+        title: json.loads(file.read_text())["lds"]
+        for title, file in files.items()
+        if file.is_file()
+    }
     lines = [f"| slope of real on predicted change | {' | '.join(found)} |"]
     lines.append("|---|" + "---:|" * len(found))
-    for method in SLOPES:
-        cells = [f"{r['methods'][method]['slope']:.2g}" for r in found.values()]
+    for method, name in SLOPES.items():
+        cells = [f"{r[name]['slope']:.2g}" if name in r else "–" for r in found.values()]
         lines.append(f"| {method} | {' | '.join(cells)} |")
-    ceilings = [f"{r['ceiling']:.2f}" for r in found.values()]
+    ceilings = [f"{next(iter(r.values()))['ceiling']:.2f}" for r in found.values()]
     return [*lines, f"| *noise ceiling of the LDS* | {' | '.join(ceilings)} |"]
 
 

@@ -70,6 +70,13 @@ def value(found: Found, name: str, setup: str = "single") -> Value | None:
     return known
 
 
+def _one(entries: Found, name: str) -> Value | None:
+    """One model's LDS over α or epochs; a lone run is kept as an ensemble of one there."""
+    entry = entries.get(name, {})
+    known: Value | None = entry.get("single") or entry.get("ensemble")
+    return known
+
+
 def _same(found: Found, names: Iterable[str]) -> bool:
     """Whether all of these were judged by the same truth, with as many models."""
     sizes = [found["lds"][name]["of"] for name in names if name in found["lds"]]
@@ -111,7 +118,7 @@ def over_alpha(found: Found, experiment: Experiment) -> Verdict:
     for share in sorted(a for a in (*asked, 0.5) if a < 1):
         entries = columns.get(share, {})
         for other in baselines(experiment):
-            mine, its = (entries.get(n, {}).get("single") for n in (name, other))
+            mine, its = (_one(entries, n) for n in (name, other))
             verdicts.append(above(mine, f"at α = {share:g} {label(name, experiment)}", its, other))
     return every(verdicts)
 
@@ -124,7 +131,7 @@ def drops(found: Found, experiment: Experiment) -> Verdict:
         above(
             value(found, name),
             f"{label(name, experiment)} at α = 0.5",
-            last.get(name, {}).get("single"),
+            _one(last, name),
             "at α = 1 − 1/N",
         )
         for name in names
@@ -140,7 +147,7 @@ def gap_closes(found: Found, experiment: Experiment) -> Verdict:
         return Verdict(ABSENT)
     leads = []
     for epochs in ends:
-        mine, its = (columns[epochs].get(n, {}).get("single") for n in (name, "influence"))
+        mine, its = (_one(columns[epochs], n) for n in (name, "influence"))
         if mine and its:
             leads.append([mine[0] - its[0], mine[1] - its[2], mine[2] - its[1]])
     if len(leads) < 2:
@@ -160,7 +167,7 @@ def rises(found: Found, experiment: Experiment) -> Verdict:
     low, high = min(asked), max(asked)
     if not {low, high} <= set(columns):
         return Verdict(ABSENT)
-    ends = [columns[share]["influence"]["single"] for share in (high, low)]
+    ends = [_one(columns[share], "influence") for share in (high, low)]
     text = "1 − 1/N" if high == 1 else format(high, "g")
     return above(ends[0], f"at α = {text}", ends[1], f"at α = {low:g}")
 

@@ -53,7 +53,7 @@ SHORT = {
 }
 LAST_ALPHA = "1 − 1/N"
 AVERAGED = ("influence", "FastSource", "SOURCE")
-QUERIES = 3  # shown in a panel of examples
+QUERIES = 2  # shown in a panel of examples
 PITCH = 1.22  # from one row of images to the next, in images
 GARMENTS = (
     "T-shirt",
@@ -85,14 +85,14 @@ def save(figure: Figure, path: Path) -> None:
 
 @contextmanager
 def panels(
-    count: int, columns: int, size: tuple[float, float], **options: Any
+    count: int, columns: int, size: tuple[float, float]
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of so many axes in our style, each of that size in inches."""
     columns = min(columns, count)
     rows = -(-count // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows + 0.4), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for axis in axes[count:]:
             axis.remove()
         yield figure, list(axes[:count])
@@ -135,9 +135,8 @@ def lds_bars(results: Results, shown: Sequence[str]) -> Figure:
             _ceiling(axis, lds)
             axis.set_xlim(-0.6, len(names) - 0.4)
             axis.axhline(0, color="black", linewidth=0.8)
-            axis.set_xticks(range(len(names)), names, rotation=55, ha="right", fontsize=7)
-            for text in axis.get_xticklabels():
-                text.set_rotation_mode("anchor")
+            slanted = {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
+            axis.set_xticks(range(len(names)), names, fontsize=7, **slanted)
             axis.tick_params(axis="x", length=0, pad=2)
             axis.set_title(title(task, results[task]), fontsize=9)
         for axis in axes[::5]:
@@ -166,15 +165,14 @@ def _ceiling(axis: Axes, entries: Found) -> None:
 
 def average_bars(results: Results, shown: Sequence[str]) -> Figure:
     """LDS of one model by influence functions, FastSource and SOURCE."""
-    with panels(1, 1, (1.6 + 0.95 * len(shown), 2.4)) as (figure, (axis,)):
+    with panels(1, 1, (1.4 + 0.58 * len(shown), 2.4)) as (figure, (axis,)):
         for k, name in enumerate(AVERAGED):
             for x, task in enumerate(shown):
                 value = results[task]["lds"][name]["single"]
                 _bar(axis, x + 0.27 * (k - 1), value, 0.24, color=LOOKS[name][0], label=name)
         axis.axhline(0, color="black", linewidth=0.8)
-        titles = [title(t, results[t]).replace(" (", "\n(") for t in shown]
-        slanted = len(shown) > 6
-        axis.set_xticks(range(len(shown)), titles, rotation=25 * slanted)
+        titles = [title(t, results[t]) for t in shown]
+        axis.set_xticks(range(len(shown)), titles, rotation=25, ha="right", rotation_mode="anchor")
         axis.tick_params(axis="x", length=0)
         axis.set_ylabel("LDS, one model")
         legend(figure, [axis])
@@ -226,7 +224,7 @@ def over(results: Results, shown: Sequence[str], part: str) -> Figure:
 
 def removal(results: Results, shown: Sequence[str]) -> Figure:
     """Share of the queries that flip after at most k examples were removed."""
-    with panels(len(shown), 4, (2.5, 2.4)) as (figure, axes):
+    with panels(len(shown), 4, (2.25, 2.3)) as (figure, axes):
         for axis, task in zip(axes, shown, strict=True):
             r = results[task]["removal"]
             for name, shares in r["flipped"].items():
@@ -254,6 +252,7 @@ class Shift:
     """What leaving one example out does to two weights, really and as predicted.
 
     Attributes:
+        example: what is left out: x, (2,), and y.
         paths: weights after every update of one training, with the example and without, (k, 2).
         optima: argmin of the loss with it and without, (2, 2).
         hessian: of the mean loss, with it and without, (2, 2, 2).
@@ -262,6 +261,7 @@ class Shift:
         predicted: change by method, (2,).
     """
 
+    example: tuple[Floats, float]
     paths: tuple[Floats, Floats]
     optima: Floats
     hessian: Floats
@@ -319,7 +319,10 @@ def two_weights(seeds: int = 300) -> Shift:
     }
     predicted = {
         name: -np.asarray(
-            method.attribute(study, query, dtype=torch.float64, device="cpu", progress=False).values
+            method.attribute(
+                study, query, dtype=torch.float64, device="cpu", progress=False
+            ).values,
+            np.float64,
         )[:, 0]
         for name, method in methods.items()
     }
@@ -331,6 +334,7 @@ def two_weights(seeds: int = 300) -> Shift:
     ]
     optima = [np.linalg.lstsq(x[k], y[k], rcond=None)[0] for k in (slice(None), rest)]
     return Shift(
+        example=(x[0], float(y[0])),
         paths=(_path(runs[0]), _path(runs[1])),
         optima=np.stack(optima),
         hessian=np.stack([x[k].T @ x[k] / len(x[k]) for k in (slice(None), rest)]),

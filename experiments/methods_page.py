@@ -56,11 +56,12 @@ def store_part(folder: Path) -> str:
         file = folder / f"store_{task}.json"
         if file.is_file():
             found = json.loads(file.read_text())
-            s, m = found["settings"], found["machine"]
+            s, m, ceiling = found["settings"], found["machine"], found["ceiling"]
+            ceiling = "" if ceiling is None else f", noise ceiling {ceiling:.2f}"
             parts.append(
                 f"### {TASKS[task].title}, by dimension\n\n{store_table(found)}\n\n"
                 f"{s['subsets']} subsets of half the data × {s['seeds']} seeds, {s['queries']} "
-                f"queries, noise ceiling {found['ceiling']:.2f}. {found['device']}, "
+                f"queries{ceiling}. {found['device']}, "
                 f"torch {m['torch']}, {m['date']}: `python -m experiments.stores --task {task}`"
             )
     return "\n\n".join(parts)

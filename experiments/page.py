@@ -176,17 +176,21 @@ def compared(results: Results, reference: Mapping[str, Any]) -> str:
     setups = {"single": "one model", "ensemble": "ensemble"}
     names = list(dict.fromkeys(n for ref in known.values() for s in setups for n in ref[s]))
     names.sort(key=lambda n: -max(ref["ensemble"].get(n, [0])[0] for ref in known.values()))
-    rows, far, absent = [], [], []
+    rows, far, absent, count = [], [], [], 0
     for name in names:
-        row: list[object] = [tables.label(name, experiment)]
+        entry = found["lds"].get(name, {})
+        models = entry["of"]["runs"] if entry else 0
+        few = f" ({models} models)" if models not in (0, sizes(found)["runs"]) else ""
+        row: list[object] = [tables.label(name, experiment) + few]
         for setup, word in setups.items():
-            own = (found["lds"].get(name) or {}).get(setup)
+            own = entry.get(setup)
             refs = [ref[setup].get(name) for ref in known.values()]
             row += [tables.shown(own), *(_reference(r) for r in refs)]
             there = [r[0] for r in refs if r]
             nearest = min(there, key=lambda v: abs(v - own[0])) if own and there else None
             off = round(own[0] - nearest, 3) + 0.0 if own and nearest is not None else None
             row.append(None if off is None else f"{off:+.3f}")
+            count += off is not None
             if off is not None and abs(off) > NEAR:
                 far.append(f"{tables.label(name, experiment)}, {word} ({off:+.3f})")
             if own is None and there:
@@ -199,16 +203,18 @@ def compared(results: Results, reference: Mapping[str, Any]) -> str:
     ceiling, theirs = next(iter(found["lds"].values()))["ceiling"], known["independent"]["ceiling"]
     if found["quick"]:
         parts.append("These are numbers of the quick version, which is another, smaller task.")
+    told = "unknown" if ceiling is None else f"{ceiling:.2f}"
     words = (
-        f"*off by*: from the nearer of the two. Noise ceiling here {ceiling:.2f}, of the "
+        f"*off by*: from the nearer of the two. Noise ceiling here {told}, of the "
         f"independent implementation {theirs:.2f}. The numbers of the paper: "
         f"{known['paper']['source']}. The independent ones: {known['independent']['source']}."
     )
     parts.append(words)
     near = (
-        f"All of them are within {NEAR:g} of one of the two."
+        f"All {count} numbers that there are lie within {NEAR:g} of one of the two."
         if not far
-        else f"**Not within {NEAR:g} of either: {'; '.join(far)}.** The others are."
+        else f"**Not within {NEAR:g} of either: {'; '.join(far)}.** The other "
+        f"{count - len(far)} are."
     )
     parts.append(f"- {near}" + (f" Not run yet: {'; '.join(absent)}." if absent else ""))
     for who, ref in known.items():
@@ -295,10 +301,27 @@ def summary(results: Results) -> str:
         + f". Of the paper's claims {counts[HOLDS]} hold, {counts[FAILS]} do not, "
         f"{counts[OPEN]} are not decided (intervals overlap), {counts[ABSENT]} wait for a run."
     ]
-    begun = [t for t in results if not set(TASKS[t].methods) <= set(results[t]["lds"])]
+    left = {t: unfinished(found, TASKS[t]) for t, found in results.items()}
+    begun = [f"{title(t, results[t])} ({', '.join(what)})" for t, what in left.items() if what]
     if begun:
-        parts.append(f"Not finished: {listed(title(t, results[t]) for t in begun)}.")
+        parts.append(f"Not finished: {listed(begun)}.")
     return " ".join(parts)
+
+
+def unfinished(found: Found, experiment: Experiment) -> list[str]:
+    """What a task is to have, and its result has not yet."""
+    scale = experiment.quick if found["quick"] else experiment.full
+    names = [n for n in (*experiment.methods, *experiment.dear) if n not in found["lds"]]
+    if scale.downsampled and "Downsampling" not in found["lds"]:
+        names.append("Downsampling")
+    parts = {
+        "other α": set(map(float, found.get("alpha", {}))) >= set(scale.alphas),
+        "epochs": set(map(float, found.get("epochs", {}))) >= set(scale.epochs),
+        "optimum": bool(found.get("optimum")) or not scale.epochs,
+        "panels": bool(found.get("panels")) or not scale.panels,
+        "removal": bool(found.get("removal")) or scale.removal is None,
+    }
+    return names + [part for part, there in parts.items() if not there]
 
 
 def _mark(verdict: Verdict | None) -> str:
@@ -333,7 +356,7 @@ def settings(results: Results) -> str:
         found = results.get(task)
         paper = experiment.paper_seeds or "–"
         if found is None:
-            differs = "; ".join(experiment.differs) or "nothing that we know of"
+            differs = "; ".join(experiment.differs) or None
             rows.append([title(task), "*not\u00a0run\u00a0yet*", paper, None, None, None, differs])
             continue
         of = sizes(found)
@@ -375,10 +398,8 @@ def numbers(results: Results) -> str:
         removed = tables.removal_table(found)
         if removed is not None:
             r = found["removal"]
-            parts.append(
-                f"Share of {r['queries']} queries flipped by removal, by {r['trainings']:,} trainings:"
-            )
-            parts.append(removed.markdown())
+            asked = f"Share of {r['queries']} queries flipped by removal"
+            parts += [f"{asked} ({r['trainings']:,} trainings):", removed.markdown()]
         parts.append(tables.about(found))
     return "\n\n".join(parts)
 
@@ -458,14 +479,14 @@ def texts_of(found: Found, experiment: Experiment) -> dict[str, Any]:
         name, _, count = experiment.make.args  # type: ignore[attr-defined]
         classes = data.GLUE[name][1]
         train, query = (
-            [f"{' / '.join(t)} ({classes[y].replace('_', ' ')})" for t, y in zip(*own, strict=True)]
+            [f"{classes[y].replace('_', ' ')}: {' / '.join(t)}" for t, y in zip(*own, strict=True)]
             for own in data._glue(name, 160 if found["quick"] else count)
         )
     queries, beside = shown_texts(found)
     return {
         "recipe": found["recipe"],
-        "query": {str(k): query[k][:LETTERS] for k in queries},
-        "train": {str(k): train[k][:LETTERS] for pair in beside.values() for k in pair},
+        "query": {str(k): query[k][: 2 * LETTERS] for k in queries},
+        "train": {str(k): train[k][: 2 * LETTERS] for pair in beside.values() for k in pair},
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from whence.table import Table, estimate
 
+from .reproduce import SCHEMA
 from .tasks import TASKS, Experiment
 
 Found = Mapping[str, Any]
@@ -27,6 +28,10 @@ def read(folder: Path) -> dict[str, Found]:
         for name in (task, f"{task}-quick"):
             file = Path(folder) / f"{name}.json"
             known = json.loads(file.read_text()) if file.is_file() else {}
+            if known and known["schema"] != SCHEMA:
+                raise ValueError(
+                    f"{file} is of version {known['schema']}, not {SCHEMA}: make it again"
+                )
             if known.get("lds"):
                 found[task] = known
                 break

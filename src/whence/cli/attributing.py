@@ -388,11 +388,8 @@ class _Shown:
         for note in check_data(scores, file.study.train, query, collate=file.study.collate):
             say(f"warning: {note}")
         stages = by_stage(scores, file.study.train)
-        several = len(stages) > 1
-        looks = {k: v for k, v in file.shown.items() if k != "labels" or not several}
-        self._train = {name: Examples(data, **looks) for name, data in stages.items()}
-        looks.pop("labels", None)  # those of the training data
-        self._query = Examples(query, **looks)
+        self._train = {name: Examples(data, **file.shown) for name, data in stages.items()}
+        self._query = Examples(query, **file.shown)
 
     def train(self, example: int, stage: str | None) -> dict[str, Any]:
         found = self._train.get(stage) or next(iter(self._train.values()))

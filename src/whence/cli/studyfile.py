@@ -6,7 +6,7 @@ under its own name: what stands under `if __name__ == "__main__":` does not run.
     study      a whence.Study                                       (this alone must be there)
     query      the queries, a dataset built like the training data
     recipe     a whence.Recipe, for commands that retrain
-    classes, columns, labels, renderer, tokenizer                   how examples are shown
+    classes, columns, renderer, tokenizer                           how examples are shown
 
 Paths in it are, as on the command line, seen from where the command is run.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from whence.recipe import Recipe
     from whence.study import Study
 
-SHOWN = ("classes", "columns", "labels", "renderer", "tokenizer")  # how examples are shown
+SHOWN = ("classes", "columns", "renderer", "tokenizer")  # how examples are shown
 
 
 class StudyFileError(ValueError):
@@ -39,7 +39,7 @@ class StudyFile:
 
     Attributes:
         names: everything that it defines, by name.
-        shown: of `classes`, `columns`, `labels`, `renderer`, `tokenizer`, those that it defines.
+        shown: of `classes`, `columns`, `renderer`, `tokenizer`, those that it defines.
         queries: makes queries of a data file, for a YAML.
     """
 

@@ -242,7 +242,9 @@ class Workshop:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
             each = 6 * size + 2 * kept
             room //= torch.get_num_threads()
-            fit = min(64, max(4, CACHED // (3 * size)), room // each)
+            # tiny models, whose updates are mostly overhead, by the thousand
+            most_at_once = max(64, min(4096, CACHED // each))
+            fit = min(most_at_once, max(4, CACHED // (3 * size)), room // each)
             return int(max(1, min(fit, -(-most // torch.get_num_threads()))))
         return int(max(1, min(most, room // self._bytes_each(example))))
 

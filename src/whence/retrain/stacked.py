@@ -104,7 +104,7 @@ class StackedConv1D(nn.Module):
 
 
 class StackedConv2d(nn.Conv2d):
-    """Small ones of all models as the groups of one."""
+    """All models' convolutions as the groups of one, where they are small."""
 
     def forward(self, x: Tensor) -> Tensor:
         models = len(self.weight)
@@ -252,8 +252,8 @@ def _stacked_form(module: nn.Module) -> type[nn.Module] | None:
 def unstackable(model: nn.Module) -> str | None:
     """The first layer that needs a stacked form, and has none; or None."""
     for name, module in model.named_modules():
-        needs = isinstance(module, _BatchNorm) or any(True for _ in module.parameters(False))
-        if needs and _stacked_form(module) is None:
+        own = next(module.parameters(recurse=False), None)
+        if (own is not None or isinstance(module, _BatchNorm)) and _stacked_form(module) is None:
             return f"{name or 'the model'} ({type(module).__name__})"
     return None
 
