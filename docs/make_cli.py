@@ -34,6 +34,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 
+torch.manual_seed(0)                         # every command reads the file anew: the same data each time
 x, y = torch.randn(500, 8), torch.randint(0, 3, (500,))
 train, query = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
 

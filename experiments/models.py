@@ -14,6 +14,8 @@ import importlib.util
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -95,13 +97,19 @@ class ResNet9(nn.Sequential):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and x.is_cuda):
-            plain: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-            return plain
-        with torch.autocast("cuda", torch.bfloat16):
-            last = x.contiguous(memory_format=torch.channels_last)
-            fast: Tensor = super().forward(last)  # type: ignore[no-untyped-call]
-        return fast.float()
+        with _autocast(self, x) as fast:
+            if fast:
+                x = x.contiguous(memory_format=torch.channels_last)
+            logits: Tensor = super().forward(x)
+        return logits.to(next(self.parameters()).dtype)
+
+
+@contextmanager
+def _autocast(model: nn.Module, x: Tensor) -> Iterator[bool]:
+    """Training on a GPU is in bfloat16; everything else as the parameters are."""
+    fast = model.training and x.is_cuda
+    with torch.autocast("cuda", torch.bfloat16, enabled=fast):
+        yield fast
 
 
 def _positions(ids: Tensor) -> Tensor:
@@ -119,10 +127,11 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
         dtype = self.model.classifier.weight.dtype
         away = (1 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min  # (n, 1, 1, t)
-        logits: Tensor = self.model(
-            ids, attention_mask=away, token_type_ids=types, position_ids=_positions(ids)
-        ).logits
-        return logits
+        with _autocast(self, ids):
+            logits: Tensor = self.model(
+                ids, attention_mask=away, token_type_ids=types, position_ids=_positions(ids)
+            ).logits
+        return logits.to(dtype)
 
 
 class Decoder(nn.Module):
@@ -145,10 +154,11 @@ class Decoder(nn.Module):
         dtype, length = self.model.lm_head.weight.dtype, ids.shape[1]
         ones = torch.ones(length, length, dtype=dtype, device=ids.device)
         later = ones.triu(1).view(1, 1, length, length) * torch.finfo(dtype).min
-        logits: Tensor = self.model(
-            ids, attention_mask=later, position_ids=_positions(ids), use_cache=False
-        ).logits
-        return logits
+        with _autocast(self, ids):
+            logits: Tensor = self.model(
+                ids, attention_mask=later, position_ids=_positions(ids), use_cache=False
+            ).logits
+        return logits.to(dtype)
 
 
 def _as_linear(layer: Any) -> nn.Linear:

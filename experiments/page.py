@@ -302,7 +302,7 @@ def summary(results: Results) -> str:
         f"{counts[OPEN]} are not decided (intervals overlap), {counts[ABSENT]} wait for a run."
     ]
     left = {t: unfinished(found, TASKS[t]) for t, found in results.items()}
-    begun = [f"{title(t, results[t])} ({', '.join(what)})" for t, what in left.items() if what]
+    begun = [f"{title(t, results[t])} ({'; '.join(what)})" for t, what in left.items() if what]
     if begun:
         parts.append(f"Not finished: {listed(begun)}.")
     return " ".join(parts)

@@ -399,6 +399,7 @@ TASKS: Mapping[str, Experiment] = _named(
         paper_seeds=5,
         differs=(
             "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
+            "trained in bfloat16 (autocast)",
             "texts of at most 128 tokens",
         ),
         grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
@@ -419,6 +420,7 @@ TASKS: Mapping[str, Experiment] = _named(
         paper_seeds=5,
         differs=(
             "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
+            "trained in bfloat16 (autocast)",
             "the first 5,000 examples (the paper: 51,200), at most 48 tokens",
         ),
         grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
@@ -438,6 +440,7 @@ TASKS: Mapping[str, Experiment] = _named(
         paper_seeds=5,
         differs=(
             "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
+            "trained in bfloat16 (autocast)",
             "4,000 examples of the development split (the paper: 51,200 of the training split), "
             "at most 128 tokens",
         ),
@@ -460,6 +463,7 @@ TASKS: Mapping[str, Experiment] = _named(
         differs=(
             "a GPT-2 of 4 layers, width 256, trained from scratch for 5 epochs",
             "the 8,191 most frequent tokens; the others are one",
+            "trained in bfloat16 (autocast)",
             "the first 539,000 words of WikiText-103's training split in place of WikiText-2's",
         ),
         grid=((3e-3, 1e-3, 3e-4), (1e-1, 1e-2)),

@@ -151,8 +151,8 @@ def test_a_result_that_is_not_finished(tmp_path: Path) -> None:
     write(tmp_path, "rte", result("rte", {}))  # nothing judged yet
     made = page.text(tmp_path, tmp_path)
     assert "Of 16 tasks 1 were run." in made
-    assert "Not finished: FashionMNIST (TracIn, TRAK, FastSource, SOURCE, L = 1, SOURCE," in made
-    assert "Downsampling, other α, panels, removal)." in made
+    assert "Not finished: FashionMNIST (TracIn; TRAK; FastSource; SOURCE, L = 1; SOURCE;" in made
+    assert "Downsampling; other α; panels; removal)." in made
     assert "| influence | 0.20 [0.19, 0.21] | – | 1 |" in made
     assert "Noise ceiling here unknown" in made
     assert "| FashionMNIST | … | … |" in made
