@@ -47,7 +47,7 @@ def above(one: Value | None, name: str, other: Value | None, than: str) -> Verdi
     """Whether one number lies above another."""
     if one is None or other is None:
         return Verdict(ABSENT, f"{name if one is None else than} is not there")
-    why = f"{name} {shown(list(one))}, {than} {shown(list(other))}"
+    why = f"{name}: {shown(list(one))}, {than}: {shown(list(other))}"
     if one[1] > other[2]:
         return Verdict(HOLDS, why)
     return Verdict(FAILS if one[2] < other[1] else OPEN, why)
@@ -119,7 +119,7 @@ def over_alpha(found: Found, experiment: Experiment) -> Verdict:
         entries = columns.get(share, {})
         for other in baselines(experiment):
             mine, its = (_one(entries, n) for n in (name, other))
-            verdicts.append(above(mine, f"at α = {share:g} {label(name, experiment)}", its, other))
+            verdicts.append(above(mine, f"at α = {share:g}, {label(name, experiment)}", its, other))
     return every(verdicts)
 
 
@@ -185,7 +185,7 @@ def removes(found: Found, experiment: Experiment) -> Verdict:
     mine = at_end.pop(own_source(experiment), None)
     k = r["k"][-1]
     return every(
-        above(mine, f"k = {k}: {label(own_source(experiment), experiment)}", theirs, name)
+        above(mine, f"k = {k}, {label(own_source(experiment), experiment)}", theirs, name)
         for name, theirs in at_end.items()
     )
 

@@ -335,6 +335,8 @@ def differences(found: Found, experiment: Experiment) -> list[str]:
     parts = list(experiment.differs)
     if found["quick"]:
         parts.insert(0, "**quick: a smaller model, less data, a smaller evaluation**")
+    if found.get("tracked"):
+        parts.append(f"attributed by {found['tracked']}")
     if experiment.grid is not None and not any("grid search" in part for part in parts):
         parts.append("rate and weight decay found by grid search")
     of, paper = sizes(found), experiment.paper_seeds

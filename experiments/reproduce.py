@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, Subset
 import whence
 from whence.evaluate import calibration, ground_truth, lds, subset_removal
 from whence.memory import allowance
+from whence.retrain import record
 from whence.scores.ensemble import ensemble
 from whence.scores.files import write_json
 
@@ -126,6 +127,7 @@ class Reproduction:
         self.layers = None if self.blocks is None else whence.layers.last_blocks(self.blocks)
         self.found = self._open()
         self._truths: dict[float, Any] = {}
+        self._runs: dict[tuple[bool, str], list[whence.Run]] = {}
         self._scores: dict[tuple[str, int], Any] = {}
 
     def _open(self) -> dict[str, Any]:
@@ -214,24 +216,34 @@ class Reproduction:
             self._truths[alpha] = self.truth(alpha)
         return self._truths[alpha]
 
-    def study(self, k: int, half: bool = False, recipe: Any = None, name: str = "") -> whence.Study:
-        """The k-th run: on all data, or (for TRAK's ensembles) on half of it."""
-        recipe = recipe or self.recipe
-        seed, subset = (FIRST_HALF if half else FIRST_RUN) + k, None
-        if half:
-            order = np.random.default_rng(seed).permutation(self.examples)
-            subset = np.sort(order[: self.examples // 2])
-        folder = self.place.work / f"run-{name}{seed}"
+    def runs(self, count: int, half: bool, recipe: Any, name: str) -> list[whence.Run]:
+        """So many runs: on all data, or each on a half of its own. Trained at once, and once."""
+        known = self._runs.get((half, name), [])
+        if len(known) >= count:
+            return known
+        seeds = [(FIRST_HALF if half else FIRST_RUN) + k for k in range(count)]
+        halves = [
+            np.sort(np.random.default_rng(seed).permutation(self.examples)[: self.examples // 2])
+            for seed in seeds
+        ]
         with self.training("runs"):
-            run = recipe.run(
-                seed,
-                folder,
+            made = record(
+                recipe,
+                seeds,
+                [self.place.work / f"run-{name}{seed}" for seed in seeds],
                 self.experiment.checkpoints,
-                subset,
+                halves if half else None,
                 stage=self.experiment.stage,
                 device=self.device,
                 progress=self.progress,
             )
+        self._runs[half, name] = made
+        return made
+
+    def study(self, k: int, half: bool = False, recipe: Any = None, name: str = "") -> whence.Study:
+        """The k-th run: on all data, or (for TRAK's ensembles) on half of it."""
+        recipe = recipe or self.recipe
+        run = self.runs(max(self.scale.runs, k + 1), half, recipe, name)[k]
         data = {stage.name: stage.data.dataset for stage in recipe.stages}
         train = data if len(data) > 1 else next(iter(data.values()))
         held = run if self.experiment.kept else run.in_memory()

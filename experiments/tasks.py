@@ -28,6 +28,14 @@ PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1",
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
 # with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: λP⁻¹ stands beside it
 ADAM = (*PAPER, "SOURCE, λP⁻¹")
+MORE = (*PAPER, 'influence (λ = "source")', "DataInf", "Random")
+DEAR = (
+    "HYDRA",
+    "Unrolled",
+    "Unrolled, expected, Gauss-Newton",
+    "influence, conjugate gradients",
+    "influence, Arnoldi",
+)
 LINEAR = ("TracIn", "influence", "SOURCE, L = 1")
 
 
@@ -300,7 +308,9 @@ def _named(*experiments: Experiment) -> Mapping[str, Experiment]:
 
 
 QUICK = Scale(subsets=40, seeds=3, queries=50, runs=2, dear_runs=1)
-SLOW = Scale(subsets=16, seeds=1, queries=30, runs=1, dear_runs=1)  # where one training is slow
+SLOW = Scale(
+    subsets=16, seeds=1, queries=30, runs=1, dear_runs=1, panels=2
+)  # where one training is slow
 SHARES = (0.1, 0.3, 0.7, 0.9, 1.0)
 SGDM = (3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)  # the upper part of the paper's grid
 SMALL_IMAGES = "the first 6,000 images of the training split (the paper: about 10 %)"
@@ -311,11 +321,13 @@ TASKS: Mapping[str, Experiment] = _named(
         "Concrete",
         partial(regression, data.concrete, 20),
         "MLP 8-128-128-128-1, SGD with momentum 3e-2, weight decay 1e-5, batch 32, 20 epochs",
-        Scale(seeds=100, queries=103),
+        Scale(seeds=100, queries=103, dear_runs=2),
         QUICK,
         paper_seeds=100,
         rates=(3e-2, 1e-5),
         trak=512,
+        methods=MORE,
+        dear=DEAR,
     ),
     Experiment(
         "parkinsons",
@@ -364,14 +376,8 @@ TASKS: Mapping[str, Experiment] = _named(
         paper_seeds=10,
         differs=(SMALL_IMAGES,),
         rates=(3e-2, 1e-3),
-        methods=(*PAPER, 'influence (λ = "source")', "DataInf", "Random"),
-        dear=(
-            "HYDRA",
-            "Unrolled",
-            "Unrolled, expected, Gauss-Newton",
-            "influence, conjugate gradients",
-            "influence, Arnoldi",
-        ),
+        methods=MORE,
+        dear=DEAR,
         gpu=True,
         panel="image",
     ),
@@ -380,7 +386,14 @@ TASKS: Mapping[str, Experiment] = _named(
         "CIFAR-10",
         cifar10,
         "ResNet-9, crop and flip, SGD with momentum, batch 512, 25 epochs, cyclic rate",
-        Scale(subsets=100, seeds=1, queries=500, runs=3, removal=Removal(10, (100, 400), 1, 2)),
+        Scale(
+            subsets=100,
+            seeds=1,
+            queries=500,
+            runs=3,
+            removal=Removal(10, (100, 400), 1, 2),
+            panels=6,
+        ),
         SLOW,
         paper_seeds=20,
         differs=("10,000 of the 50,000 training images", "trained in bfloat16 (autocast)"),
@@ -394,7 +407,14 @@ TASKS: Mapping[str, Experiment] = _named(
         "RTE",
         partial(glue, "RTE", 128, None),
         "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
-        Scale(subsets=100, seeds=3, queries=150, runs=5, removal=Removal(15, (50, 150, 300), 1, 3)),
+        Scale(
+            subsets=100,
+            seeds=3,
+            queries=150,
+            runs=5,
+            removal=Removal(15, (50, 150, 300), 1, 3),
+            panels=6,
+        ),
         SLOW,
         paper_seeds=5,
         differs=(
@@ -589,13 +609,7 @@ TASKS: Mapping[str, Experiment] = _named(
         group="not in the paper",
         rates=(3e-2, 1e-3),
         trak=512,
-        methods=(*PAPER, 'influence (λ = "source")', "DataInf", "Random"),
-        dear=(
-            "HYDRA",
-            "Unrolled",
-            "Unrolled, expected, Gauss-Newton",
-            "influence, conjugate gradients",
-            "influence, Arnoldi",
-        ),
+        methods=MORE,
+        dear=DEAR,
     ),
 )

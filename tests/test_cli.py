@@ -529,6 +529,16 @@ def test_interrupted_the_same_command_goes_on_to_the_same_bits(
     assert whole and whole == cut
 
 
+def test_whatever_a_study_file_prints_is_not_in_the_answer(recorded: Path) -> None:
+    """Nor what C code or another process prints."""
+    (recorded / "loud.py").write_text(
+        "import os\nprint('a')\nos.write(1, b'b\\n')\nos.system('echo c')\nfrom study import *\n"
+    )
+    code, answer, said = process(recorded, "layers loud.py --json", FEW="1")
+    assert code == 0 and json.loads(answer)["share"] == 1, said
+    assert {"a", "b", "c"} <= set(said.split())
+
+
 def test_ctrl_c_from_outside(made: Path) -> None:
     """A real SIGINT while the study file still loads."""
     (made / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
@@ -551,6 +561,20 @@ def test_the_page_is_what_help_says(tmp_path: Path) -> None:
     names: dict[str, Any] = {"__name__": "make_cli", "__file__": str(ROOT / "docs/make_cli.py")}
     exec(compile((ROOT / "docs/make_cli.py").read_text(), "make_cli.py", "exec"), names)
     assert names["page"]() == (ROOT / "docs/cli.md").read_text(), "python docs/make_cli.py"
+
+
+def test_the_pages_study_file_can_be_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command does: with other data each time, the second would be refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = re.search(r"```python\n(# study.py\n.*?)```", (ROOT / "docs/cli.md").read_text(), re.S)
+    assert found is not None
+    (tmp_path / "study.py").write_text(found[1])
+    first, second = load_study("study.py"), load_study("study.py")
+    assert first.study.data["train"].fingerprint() == second.study.data["train"].fingerprint()
+    assert first.needs_recipe().fingerprint == second.needs_recipe().fingerprint
 
 
 def test_nothing_of_the_command_line_imports_torch_at_the_top() -> None:

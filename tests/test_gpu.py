@@ -188,6 +188,49 @@ def test_one_at_a_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(found[1], again[0])
 
 
+@pytest.mark.parametrize("name", ["nesterov", "adamw", "two stages", "batch norm"])
+def test_runs_recorded_at_once_on_the_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, where most updates are replayed from a CUDA graph; in float64 to rounding."""
+    import recipes
+
+    from whence.retrain import record
+
+    replayed = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(1), replay(graph))[1]
+    )
+    make = recipes.batch_norm if name == "batch norm" else recipes.mlp
+    optimizer = recipes.OPTIMIZERS["adamw" if name == "adamw" else "nesterov"]
+    for dtype, close in ((torch.float64, 1e-8), (torch.float32, 1e-3)):
+        changes: Any = {"model": lambda kind=dtype: make().to(kind), "scheduler": recipes.cosine}
+        recipe = (
+            recipes.two_stages(**changes)
+            if name == "two stages"
+            else recipes.recipe(optimizer=optimizer, **changes)
+        )
+        subsets = [np.arange(s, s + 20) for s in range(3)]
+        runs = record(
+            recipe, range(3), tmp_path / str(dtype), 4, subsets, device="cuda", progress=False
+        )
+        assert bool(replayed) == (dtype == torch.float32)  # float64 is not graphed
+        for seed, run in enumerate(runs):
+            wanted = recipe.run(seed, None, 4, subsets[seed], device="cuda")
+            assert run.origin == wanted.origin and run.hyperparameters == wanted.hyperparameters
+            assert np.array_equal(run.learning_rates, wanted.learning_rates)
+            assert all(map(np.array_equal, run.batches, wanted.batches))
+            for one, other in zip(run.checkpoints, wanted.checkpoints, strict=True):
+                assert one.step == other.step
+                for held in ("weights", "second_moments", "optimizer_state"):
+                    found, sought = getattr(one, held)() or {}, getattr(other, held)() or {}
+                    assert found.keys() == sought.keys()
+                    for key, tensor in sought.items():
+                        scale = max(0.01, float(tensor.abs().max()))
+                        torch.testing.assert_close(found[key], tensor, rtol=0, atol=close * scale)
+
+
 @pytest.mark.parametrize("apart", [0, 2**60], ids=["apart", "together"])
 @pytest.mark.parametrize("norm", ["default", "cumulative", "bare"])
 def test_batch_norm_on_the_gpu(norm: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -571,10 +571,20 @@ def test_texts_rows_and_labels() -> None:
     assert shown("lone \ud800 surrogate")["text"].encode()
     with pytest.raises(ValueError, match="labels has 1 entries, but the dataset 2"):
         Examples(["a", "b"], labels=["x"])
-    with pytest.raises(TypeError, match="must have decode"):
-        Examples(["a"], tokenizer=3)
-    with pytest.raises(TypeError, match="lists of names, not one string"):
-        Examples(["a"], classes="abc")
+    assert shown(("a", 1), classes=np.array(["no", "yes"]))["label"] == "yes"
+    flat = shown(torch.zeros(64), columns=["x"])  # these columns are of something else
+    assert flat["kind"] == "image" and flat["note"] == "columns has 1 names for 64 values"
+    for options, message in [
+        ({"tokenizer": 3}, "tokenizer is a int: it must have decode"),
+        ({"classes": "abc"}, "classes is a str: it must be a list of names"),
+        ({"classes": {"cat": 0}}, r"classes maps from .* give {number: name}"),
+        ({"classes": torch.arange(3)}, "classes is a Tensor: it must be a list"),
+        ({"columns": 3}, "columns is a int: it must be a list of names"),
+        ({"columns": {"a", "b"}}, "columns is a set: it must be a list of names"),
+        ({"renderer": "svg"}, "renderer is a str: it must be a function"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            Examples(["a"], **options)
 
 
 def test_a_renderer_may_give_anything() -> None:

@@ -104,6 +104,29 @@ def test_what_is_there_is_not_done_again_and_more_can_be_added(
     assert grid["shape"] == [5, 3, 6]
 
 
+def test_all_runs_of_a_kind_are_trained_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, plain = [], reproduce.record
+
+    def counted(recipe: Any, seeds: Any, *rest: Any, **given: Any) -> Any:
+        calls.append(list(seeds))
+        return plain(recipe, seeds, *rest, **given)
+
+    monkeypatch.setattr(reproduce, "record", counted)
+    work = reproduction(tmp_path, only=("RepSim", "TRAK", "HYDRA"))
+    work.run()
+    assert calls == [[1000, 1001], [2000, 2001]]
+    run = whence.Run.open(tmp_path / "blobs/run-2001")
+    alone = work.recipe.run(2001, checkpoints=TASK.checkpoints, subset=run.subset, device="cpu")
+    assert run.origin == alone.origin and len(run.subset) == 40
+    for name, weight in alone.final.weights().items():
+        torch.testing.assert_close(run.final.weights()[name], weight, rtol=1e-4, atol=1e-5)
+    again = reproduction(tmp_path, scale=replace(SMALL, runs=3), only=("RepSim",))
+    again.run()
+    assert calls[2:] == [[1000, 1001, 1002]]
+
+
 def test_results_of_another_recipe_or_version_are_refused(tmp_path: Path) -> None:
     work = reproduction(tmp_path, only=("RepSim",))
     work.run()

@@ -132,6 +132,30 @@ def test_without_results(tmp_path: Path) -> None:
     assert "<!--" not in made and "None" not in made
 
 
+def test_what_differs_is_said() -> None:
+    found = result("rotated_mnist", paper()) | {"tf32": True, "tracked": "the last 1 blocks"}
+    for one in found["lds"].values():
+        one["of"] = {"subsets": 60, "seeds": 5, "queries": 100, "runs": 3}
+    assert page.differences(found, TASKS["rotated_mnist"]) == [
+        *TASKS["rotated_mnist"].differs,
+        "attributed by the last 1 blocks",
+        "M = 60 (the paper: 100)",
+        "R = 5 (the paper: 20)",
+        "ensembles of 3 (the paper: 10)",
+        "trained in TF32",
+    ]
+    whole = result("concrete_n", paper())
+    for one in whole["lds"].values():
+        one["of"]["seeds"] = 100
+    assert page.differences(whole, TASKS["concrete_n"]) == []
+
+
+def test_a_result_of_another_version_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "mnist", result("mnist", paper()) | {"schema": 1})
+    with pytest.raises(ValueError, match=r"mnist\.json is of version 1, not 2: make it again"):
+        page.text(tmp_path, tmp_path)
+
+
 def test_a_quick_result_is_marked(tmp_path: Path) -> None:
     write(tmp_path, "fashion_mnist-quick", result("fashion_mnist", paper(), quick=True))
     made = page.text(tmp_path, tmp_path)
@@ -192,7 +216,7 @@ def test_a_comparison_needs_intervals_that_lie_apart() -> None:
     assert claims.above([0.5, 0.45, 0.55], "a", [0.4, 0.35, 0.44], "b").word == HOLDS
     assert claims.above([0.4, 0.35, 0.44], "a", [0.5, 0.45, 0.55], "b").word == FAILS
     overlap = claims.above([0.5, 0.45, 0.55], "a", [0.4, 0.35, 0.46], "b")
-    assert overlap.word == OPEN and overlap.why == "a 0.50 [0.45, 0.55], b 0.40 [0.35, 0.46]"
+    assert overlap.word == OPEN and overlap.why == "a: 0.50 [0.45, 0.55], b: 0.40 [0.35, 0.46]"
     assert claims.above(None, "a", [0.4, 0.35, 0.46], "b").word == ABSENT
 
 
@@ -227,7 +251,9 @@ def test_claims_where_training_did_not_converge() -> None:
     assert (word("concrete_n", 3, other), word("concrete_n", 4, other)) == (HOLDS, FAILS)
     assert word("concrete", 3, usual | {"task": "concrete"}) is None
     text = page.claims_part({"concrete_n": other})
-    assert "- Concrete-N, claim 4: SOURCE, L = 3 0.50 [0.49, 0.51], TracIn (ensemble) 0.55" in text
+    assert (
+        "- Concrete-N, claim 4: SOURCE, L = 3: 0.50 [0.49, 0.51], TracIn (ensemble): 0.55" in text
+    )
 
 
 def test_fastsource_and_segments() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -460,3 +462,47 @@ def test_data_that_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatc
     assert shop.nearby is whole  # on a CPU it lies there already
     monkeypatch.setattr(sys.modules["whence.retrain.measure"], "HELD", 0.0)
     assert shop._placed(whole.stages[0]) is whole.stages[0]
+
+
+def test_a_recorded_run_that_was_killed_before_its_first_checkpoint_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    recipe = whence.Recipe(
+        make, whence.Classification(), data, lambda p: torch.optim.SGD(p, lr=0.1), 8, 4
+    )
+    whole = recipe.run(0, tmp_path / "whole", device="cpu")
+    plain, seen = whence.Recorder.step, []
+
+    def dies(self: whence.Recorder, indices: Any) -> None:
+        plain(self, indices)
+        seen.append(indices)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(whence.Recorder, "step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.run(0, tmp_path / "killed", device="cpu")
+    monkeypatch.setattr(whence.Recorder, "step", plain)
+    again = recipe.run(0, tmp_path / "killed", device="cpu")
+    assert [c.sha256 for c in again.checkpoints] == [c.sha256 for c in whole.checkpoints]
+
+
+def test_checkpoints_given_over_two_stages_are_no_surprise(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))
+    recipe = whence.Recipe(
+        lambda: nn.Linear(4, 2),
+        whence.Classification(),
+        {"a": data, "b": data},
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        8,
+        2,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = recipe.run(0, tmp_path, [2, 4, 8], device="cpu")
+    assert [c.step for c in run.checkpoints] == [2, 4, 8]

@@ -73,6 +73,9 @@ def test_a_name_that_is_taken(here: Path) -> None:
         ("study = 3\n", r"^`study` in study.py is a int, not a whence.Study$"),
         (GOOD + "recipe = 3\n", r"^`recipe` in study.py is a int, not a whence.Recipe$"),
         ("import sys\nsys.exit(3)\n", r"line 2 ends the program \(exit code 3\): put .*__main__"),
+        ("x = 1\0\n", r"^study.py: SyntaxError: .*null bytes"),
+        ("from .data import x\n", r"relative import.* what lies beside it is imported by name\)$"),
+        ("raise BaseException\n", r"^study.py, line 1: BaseException$"),
         ("import nothing_there\n", r"line 1: ModuleNotFoundError: No module named 'nothing_there'"),
         (
             "import whence, torch\nstudy = whence.Study(torch.nn.Linear(1, 1), 3, [1], 'runs/x')\n",
@@ -83,6 +86,26 @@ def test_a_name_that_is_taken(here: Path) -> None:
 def test_one_that_is_wrong(here: Path, text: str, message: str) -> None:
     (here / "study.py").write_text(text)
     with pytest.raises(StudyFileError, match=message):
+        load_study("study.py")
+
+
+def test_names_that_are_used_for_something_else(here: Path) -> None:
+    """They cost nothing but a line."""
+    (here / "study.py").write_text(
+        GOOD + "columns = 3\nclasses = {'cat': 0}\nrenderer = 'svg'\ntokenizer = str.split\n"
+    )
+    file = load_study("study.py")
+    assert file.shown == {} and list(file.other) == ["classes", "columns", "renderer", "tokenizer"]
+    why = "study.py: columns is a int: it must be a list of names to show examples by; it is not "
+    assert file.other["columns"] == why + "used"
+
+
+def test_what_raises_beside_it_is_named(here: Path) -> None:
+    (here / "broken_part.py").write_text("x = 1\nnothing\n")
+    (here / "study.py").write_text("import broken_part\n")
+    with pytest.raises(
+        StudyFileError, match=r"^study.py, line 1 \(at .*broken_part.py, line 2\): N"
+    ):
         load_study("study.py")
 
 

@@ -19,6 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `whence` command. Returns its exit code: 0 fine, 1 failed, 2 bad input,
     130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(given)
+    except KeyboardInterrupt:  # before a command was at work: nothing to go on with
+        return 130
+
+
+def _run(given: list[str]) -> int:
     if given[:1] == ["demo"]:  # works from a plain install
         from whence.demo import main as demo
 

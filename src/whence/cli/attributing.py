@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -320,11 +321,9 @@ def attribute(
         if "another calculation" not in str(error):
             raise
         raise CommandError(f"{error}. {_held(place)}") from error
-    look = f"whence top {place}" + ("" if scores.is_self_influence else " --query 0")
-    return Answer(
-        about(scores) | {"path": place},
-        f"{scores!r}\nin {place}. Look at it: {look} --study {study}",
-    )
+    which = [] if scores.is_self_influence else ["--query", "0"]
+    look = shlex.join(["whence", "top", str(place), *which, "--study", str(study)])
+    return Answer(about(scores) | {"path": place}, f"{scores!r}\nin {place}. Look at it: {look}")
 
 
 @command()
@@ -388,8 +387,9 @@ class _Shown:
         for note in check_data(scores, file.study.train, query, collate=file.study.collate):
             say(f"warning: {note}")
         stages = by_stage(scores, file.study.train)
-        self._train = {name: Examples(data, **file.shown) for name, data in stages.items()}
-        self._query = Examples(query, **file.shown)
+        looks = file.looks()
+        self._train = {name: Examples(data, **looks) for name, data in stages.items()}
+        self._query = Examples(query, **looks)
 
     def train(self, example: int, stage: str | None) -> dict[str, Any]:
         found = self._train.get(stage) or next(iter(self._train.values()))

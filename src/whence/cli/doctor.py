@@ -85,6 +85,7 @@ def look_over(file: StudyFile, method: str, device: Any = None) -> Iterator[tupl
         ("batch", lambda: _batch(study)),
         ("cost", lambda: _cost(file, method, device)),
         ("recipe", lambda: _recipe(file)),
+        *((name, lambda why=why: (NOTE, why)) for name, why in file.other.items()),
     ]
     import warnings
 

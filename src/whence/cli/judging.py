@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,7 +103,9 @@ def truth(
         "notes": found.notes,
     }
     return Answer(
-        data, f"{found!r}\nin {place}. Judge scores by it: whence lds SCORES --truth {place}"
+        data,
+        f"{found!r}\nin {place}. Judge scores by it: whence lds SCORES --truth "
+        f"{shlex.quote(str(place))}",
     )
 
 

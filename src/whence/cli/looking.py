@@ -94,4 +94,4 @@ def _study(path: Path) -> dict[str, Any]:
 
     file = load_study(path)
     parts = {"study": file.study, "train": file.train, "query": file.query, "recipe": file.recipe}
-    return parts | file.shown
+    return parts | file.looks()

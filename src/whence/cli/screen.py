@@ -6,6 +6,7 @@ that a study file or a progress bar prints gets between a machine and its JSON.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import json
@@ -62,7 +63,7 @@ def command(resumes: bool = False) -> Callable[[Callable[..., Answer]], Callable
         @functools.wraps(function)
         def run(as_json: bool, **given: Any) -> int:
             try:
-                with redirect_stdout(sys.stderr), _plain_warnings():
+                with _stdout_kept(), _plain_warnings():
                     answer = function(**given)
             except KeyboardInterrupt:
                 return _interrupted(resumes)
@@ -126,7 +127,15 @@ def explained(error: BaseException) -> tuple[str, int]:
     if type(error).__name__ == "OutOfMemoryError":
         hint = "try a smaller --batch-size, or --memory; what is done is kept"
         return f"out of memory: {hint} ({message.splitlines()[0]})", FAILED
-    place = next((f for f in reversed(frames) if not _installed(f.filename)), None)
+    # NumPy gives no number: "problem writing element 5 to file", "9 requested and 3 written"
+    full = isinstance(error, OSError) and (
+        error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and "writ" in message)
+    )
+    if full:
+        return f"the disk is full ({message}): make room, and give the same command again", FAILED
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{message}: choose another place, or get the right to use it", BAD_INPUT
+    place = next((f for f in reversed(frames) if not installed(f.filename)), None)
     where = f" at {place.filename}, line {place.lineno}" if place else ""
     known = isinstance(error, FloatingPointError)
     named = message if known else f"{type(error).__name__}: {message}"
@@ -134,7 +143,7 @@ def explained(error: BaseException) -> tuple[str, int]:
     return f"failed{where}: {named}{hint}", FAILED
 
 
-def _installed(file: str) -> bool:
+def installed(file: str) -> bool:
     """Whether a file is whence's or a library's, not the user's."""
     return file.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<")) or "-packages" in file
 
@@ -162,6 +171,25 @@ def show(text: Any) -> None:
 
     console = Console(soft_wrap=not sys.stdout.isatty())
     console.print(text)
+
+
+@contextmanager
+def _stdout_kept() -> Iterator[None]:
+    """What is printed meanwhile goes to stderr, also by C code and by other processes."""
+    try:
+        sys.stdout.flush()
+        own = os.dup(1)
+    except (OSError, ValueError):  # closed: there is nothing to keep clean
+        own = None
+    try:
+        if own is not None:
+            os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if own is not None:
+            os.dup2(own, 1)
+            os.close(own)
 
 
 @contextmanager

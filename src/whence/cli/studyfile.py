@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from whence.cli.screen import installed, say
+
 if TYPE_CHECKING:
     from whence.recipe import Recipe
     from whence.study import Study
@@ -40,6 +42,7 @@ class StudyFile:
     Attributes:
         names: everything that it defines, by name.
         shown: of `classes`, `columns`, `renderer`, `tokenizer`, those that it defines.
+        other: those of that name that cannot be meant for showing examples, and why.
         queries: makes queries of a data file, for a YAML.
     """
 
@@ -48,6 +51,7 @@ class StudyFile:
     query: Any = None
     recipe: Recipe | None = None
     shown: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, str] = field(default_factory=dict)
     names: dict[str, Any] = field(default_factory=dict, repr=False)
     queries: Any = field(default=None, repr=False)
 
@@ -81,6 +85,12 @@ class StudyFile:
             )
         return self.names[name]
 
+    def looks(self) -> dict[str, Any]:
+        """How examples are shown; what is not used for it is said."""
+        for why in self.other.values():
+            say(f"warning: {why}")
+        return self.shown
+
     def needs_recipe(self) -> Recipe:
         if self.recipe is None:
             raise StudyFileError(
@@ -113,7 +123,7 @@ def load_study(path: str | Path) -> StudyFile:
         _checked(path, names),
         names.get("query"),
         _recipe(path, names),
-        {name: names[name] for name in SHOWN if names.get(name) is not None},
+        *_looks(path, names),
         dict(names),
     )
 
@@ -140,30 +150,55 @@ def _imported(path: Path) -> ModuleType:
             'study under if __name__ == "__main__":'
         ) from end
     except SyntaxError as error:
-        where = f"{error.filename or path}, line {error.lineno}"
+        own = error.filename in (None, str(path.resolve()))
+        where = str(path if own else error.filename)
+        where += "" if error.lineno is None else f", line {error.lineno}"
         raise StudyFileError(f"{where}: {type(error).__name__}: {error.msg}") from error
-    except Exception as error:
+    except BaseException as error:
         raise StudyFileError(f"{_place(path, error)}: {_said(path, error)}") from error
     return module
 
 
-def _said(path: Path, error: Exception) -> str:
+def _said(path: Path, error: BaseException) -> str:
     from whence.run import RunError
 
     message = " ".join(str(error).split())
+    if isinstance(error, ImportError) and "relative import" in message:
+        message += " (the file is no part of a package: what lies beside it is imported by name)"
     away = path.resolve().parent != Path.cwd()
     if isinstance(error, (OSError, RunError)) and away:
         message += f" (paths in the file are seen from where the command is run, {Path.cwd()})"
     if isinstance(error, RunError):
         return message
-    return f"{type(error).__name__}: {message}"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _place(path: Path, error: BaseException) -> str:
-    """The innermost line of the file on the way to an error."""
+    """The innermost line of the file on the way to an error, and of what the user has beside it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).resolve() == path.resolve()]
-    return f"{path}, line {own[-1].lineno}" if own else str(path)
+    place = f"{path}, line {own[-1].lineno}" if own else str(path)
+    users = [f for f in frames if not installed(f.filename)]
+    if users and own and users[-1].filename != own[-1].filename:
+        place += f" (at {users[-1].filename}, line {users[-1].lineno})"
+    return place
+
+
+def _looks(path: Path, names: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What is meant for showing examples; and what only has such a name, and why."""
+    from whence.report.examples import check_looks
+
+    shown: dict[str, Any] = {}
+    other: dict[str, str] = {}
+    for name in SHOWN:
+        value = names.get(name)
+        try:
+            check_looks(**{name: value})
+        except TypeError as error:
+            other[name] = f"{path}: {error} to show examples by; it is not used"
+        else:
+            shown |= {} if value is None else {name: value}
+    return shown, other
 
 
 def _checked(path: Path, names: dict[str, Any]) -> Study:

@@ -260,6 +260,8 @@ def make_jobs(
             return None, f"the recipe does not fit {name}: {error}"
     try:
         return Jobs(folder, recipe, query), None
+    except OSError as error:
+        return None, f"{folder} cannot be written ({error.strerror}): choose another folder (out=)"
     except Exception as error:  # a user's recipe may raise anything
         return None, f"it cannot be done: {type(error).__name__}: {error}"
 

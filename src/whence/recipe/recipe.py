@@ -247,7 +247,7 @@ class Recipe:
                         model,
                         optimizer,
                         checkpoints=own,
-                        total_steps=totals[s.name],
+                        total_steps=None if isinstance(plan, list) else totals[s.name],
                         stage=s.name,
                         size=size,
                         every_step=every_step,

@@ -126,5 +126,6 @@ def _check_contents(
     random = "" if data.steady else "; it is random (augmented?), which alone would do it"
     raise ValueError(
         f"{name} is not what the scores were made with: its contents differ, or their order"
-        f"{random}. Give the same data in the same order (check=False shows it all the same)"
+        f"{random}. Give the same data in the same order (check=False, or --no-check on the "
+        "command line, shows it all the same)"
     )

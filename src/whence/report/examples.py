@@ -11,7 +11,7 @@ import math
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,8 @@ class Examples:
         renderer: makes of an example what is to be shown: text, an array or PIL image, a mapping
             (a row of a table), or `HTML`.
         labels: one label per example, in place of those in the dataset.
-        classes: names of the classes, by number.
-        columns: names of the features: the examples are rows of a table.
+        classes: names of the classes, in order or by number.
+        columns: names of the features: examples with as many values are rows of a table.
         tokenizer: makes text of token ids (its `decode` is called).
         size: the longer side of an image in pixels, at most.
     """
@@ -61,23 +61,21 @@ class Examples:
         *,
         renderer: Renderer | None = None,
         labels: Sequence[Any] | None = None,
-        classes: Sequence[str] | Mapping[int, str] | None = None,
-        columns: Sequence[str] | None = None,
+        classes: Iterable[str] | Mapping[int, str] | None = None,
+        columns: Iterable[str] | None = None,
         tokenizer: Any = None,
         size: int = 64,
     ) -> None:
-        if isinstance(columns, str) or isinstance(classes, str):
-            raise TypeError("columns and classes are lists of names, not one string")
-        if tokenizer is not None and not hasattr(tokenizer, "decode"):
-            raise TypeError(f"tokenizer is a {type(tokenizer).__name__}: it must have decode(ids)")
+        check_looks(renderer=renderer, classes=classes, columns=columns, tokenizer=tokenizer)
         if labels is not None and dataset is not None and len(labels) != len(dataset):
             raise ValueError(
                 f"labels has {len(labels)} entries, but the dataset {len(dataset)}: give one label "
                 "per example"
             )
         self.dataset, self.renderer, self.labels = dataset, renderer, labels
-        self.classes = dict(enumerate(classes)) if isinstance(classes, Sequence) else classes or {}
-        self.columns = None if columns is None else [str(name) for name in columns]
+        listed = classes if isinstance(classes, Mapping) else dict(enumerate(_listed(classes)))
+        self.classes = {int(number): str(name) for number, name in listed.items()}
+        self.columns = None if columns is None else _listed(columns)
         self.tokenizer, self.size = tokenizer, size
         self._warned = False
 
@@ -120,7 +118,7 @@ class Examples:
 
     def class_name(self, number: int) -> str:
         """The name of a class."""
-        return str(self.classes.get(number, number))
+        return _cut(str(self.classes.get(number, number)), 80)[0]
 
     def pieces(self, index: int) -> list[str] | None:
         """The example's tokens one by one as text, padding empty; None if it has no token ids."""
@@ -142,7 +140,7 @@ class Examples:
 
     def _content(self, content: Any) -> Rendered:
         if isinstance(content, HTML):
-            return {"kind": "custom", "html": str(content)}
+            return {"kind": "custom", "html": _cut(content, len(content))[0]}
         if isinstance(content, str):
             return _text(content)
         if isinstance(content, bytes):
@@ -191,14 +189,16 @@ class Examples:
         if self.columns is not None and len(self.columns) == len(array):
             cells = zip(self.columns, array.tolist(), strict=True)
             return _row([[name, _value(value)] for name, value in cells])
-        if self.columns is None and array.dtype.kind == "i" and array.dtype.itemsize >= 4:
-            return self._decoded(array)
-        if self.columns is None and len(array) in FLAT:
-            return _image(array.reshape(FLAT[len(array)]), self.size)
-        row = _row([[f"x{k}", _value(value)] for k, value in enumerate(array.tolist())])
+        if array.dtype.kind == "i" and array.dtype.itemsize >= 4:
+            shown = self._decoded(array)
+        elif len(array) in FLAT:
+            shown = _image(array.reshape(FLAT[len(array)]), self.size)
+        else:
+            shown = _row([[f"x{k}", _value(value)] for k, value in enumerate(array.tolist())])
         if self.columns is not None:
-            row["note"] = f"columns has {len(self.columns)} names for {len(array)} values"
-        return row
+            note = f"columns has {len(self.columns)} names for {len(array)} values"
+            shown["note"] = "; ".join(filter(None, [shown.get("note"), note]))
+        return shown
 
     def _decoded(self, ids: NDArray[Any]) -> Rendered:
         if self.tokenizer is None:
@@ -218,6 +218,34 @@ class Examples:
         if isinstance(label, (bool, int, float)) and math.isfinite(label):
             return self.class_name(int(label))
         return _cut(str(label), 80)[0] or None
+
+
+def check_looks(
+    *, renderer: Any = None, classes: Any = None, columns: Any = None, tokenizer: Any = None
+) -> None:
+    """Refuse what cannot say how examples are shown."""
+    if renderer is not None and not callable(renderer):
+        raise TypeError(f"renderer is a {type(renderer).__name__}: it must be a function")
+    if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "decode")):
+        raise TypeError(f"tokenizer is a {type(tokenizer).__name__}: it must have decode(ids)")
+    if isinstance(classes, Mapping) and not _numbers([0, *classes]):
+        raise TypeError("classes maps from something else than numbers: give {number: name}")
+    lists = {"columns": columns} | ({} if isinstance(classes, Mapping) else {"classes": classes})
+    for what, given in lists.items():
+        if given is not None and not _are_names(given):
+            raise TypeError(f"{what} is a {type(given).__name__}: it must be a list of names")
+
+
+def _are_names(given: Any) -> bool:
+    """Whether it is a list, tuple, array or the like of plain names."""
+    if isinstance(given, (type, str, bytes, Mapping, Set)) or not isinstance(given, Sized):
+        return False
+    plain = (str, int, float, np.generic)
+    return isinstance(given, Iterable) and all(isinstance(name, plain) for name in given)
+
+
+def _listed(names: Iterable[Any] | None) -> list[str]:
+    return [str(name) for name in ([] if names is None else names)]
 
 
 # -- what an example is made of ------------------------------------------------------------------

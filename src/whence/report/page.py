@@ -100,7 +100,7 @@ def write_report(
         notes.append("No training data was given: examples are shown by their numbers.")
     payload["overview"] = overview(scores, notes)
     page = render(payload, {"examples": shown, "ids": ids})
-    replace(path, lambda file: file.write(page.encode()))
+    replace(path, lambda file: file.write(page.encode("utf-8", "replace")))  # lone surrogates
     return path
 
 

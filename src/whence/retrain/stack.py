@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,9 @@ class Stack:
         return {name: stack[model].detach().clone() for name, stack in stacks.items()}
 
 
+After = Callable[[StageRecipe, int, Stack, Optimizer], None]
+
+
 def train_stack(
     recipe: Recipe,
     trainings: Sequence[Training],
@@ -191,6 +194,7 @@ def train_stack(
     *,
     updates: int | None = None,
     stop: threading.Event | None = None,
+    after: After | None = None,
 ) -> Stack:
     """Train as many models as there are trainings, all with subsets of one size.
 
@@ -198,13 +202,15 @@ def train_stack(
         data: every stage's dataset on the device.
         updates: stop after so many of each stage (for tests).
         stop: raises Interrupted at the next update once it is set.
+        after: called after every update, with its number in the stage.
     """
     stack = Stack.of(recipe, [t.seed for t in trainings], engine, device)
     model = recipe.build(0).to(device)  # for the optimizers' factories to look at
     for stage in recipe.stages:
         examples = [recipe.examples(t.subset, t.stage)[stage.name] for t in trainings]
         seeds = [t.seed for t in trainings]
-        _StageTraining(stack, stage, seeds, examples, model, data[stage.name]).run(updates, stop)
+        training = _StageTraining(stack, stage, seeds, examples, model, data[stage.name])
+        training.run(updates, stop, after)
     return stack
 
 
@@ -256,18 +262,18 @@ class _StageTraining:
             rows.append(own[kept].view(len(own), self.size))
         return torch.cat(rows)
 
-    def run(self, updates: int | None, stop: threading.Event | None) -> None:
+    def run(self, updates: int | None, stop: threading.Event | None, after: After | None) -> None:
         if self.device.type != "cuda":
-            self._run(updates, stop)
+            self._run(updates, stop, after)
             return
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # a graph is captured where its like was run before
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self._run(updates, stop)
+            self._run(updates, stop, after)
         torch.cuda.current_stream(self.device).wait_stream(side)
 
-    def _run(self, updates: int | None, stop: threading.Event | None) -> None:
+    def _run(self, updates: int | None, stop: threading.Event | None, after: After | None) -> None:
         step, size = 0, self.stage.batch_size
         self.stack.template.train()
         for epoch in range(self.stage.epochs):
@@ -283,6 +289,8 @@ class _StageTraining:
                     _set(group, now)
                 self.update(order[:, start : start + size], step)
                 step += 1
+                if after is not None:
+                    after(self.stage, step, self.stack, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
     def update(self, index: Tensor, step: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,8 @@ def continued(folder: Path, model: nn.Module) -> Record | None:
     sha256 = weights_sha256(model)
     known = [*((c.step, c.sha256) for c in kept), *record.marks.items()]
     at = max((step for step, held in known if held == sha256), default=None)
+    if at is None and record.initial is not None and _begins(model, record.initial.weights()):
+        at = 0
     if at is None:
         raise RunError(
             f"{folder} holds a run, and the model's weights are none of its checkpoints: to go on, "
@@ -39,6 +42,17 @@ def continued(folder: Path, model: nn.Module) -> Record | None:
             "recorder.restore() before the `with` to add to its end"
         )
     return record.until(at) if at else None
+
+
+def _begins(model: nn.Module, initial: Mapping[str, Tensor]) -> bool:
+    """Whether the model's parameters are the initial ones. Its buffers may differ: those of the
+    initial weights have seen the first forward pass (batch normalisation)."""
+    own = dict(model.named_parameters())
+    plain = plain_names(model.state_dict())
+    return all(
+        plain[name] in initial and torch.equal(p.detach().cpu(), initial[plain[name]])
+        for name, p in own.items()
+    )
 
 
 @dataclass

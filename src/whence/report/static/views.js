@@ -137,6 +137,8 @@ Whence.views = (() => {
     return { id, stage, kind: "missing", label: null };
   }
 
+  // Whether there is more to show of an example than its number.
+  const known = (shown) => shown.kind !== "missing" || Boolean(shown.note);
   const naming = (shown) => `#${shown.id}${shown.stage ? ` of ${shown.stage}` : ""}`;
 
   // One training example in a ranking.
@@ -146,7 +148,7 @@ Whence.views = (() => {
     const bar = el("span", { class: `bar ${which}`, "aria-hidden": "true" });
     bar.style.setProperty("--length", `${(100 * Math.abs(entry.value / strongest)).toFixed(1)}%`);
     const spread = entry.spread === undefined ? null
-      : el("span", { class: "muted" }, ` ± ${entry.spread === null ? "∞" : number(entry.spread, 2)}`);
+      : [" ", el("span", { class: "muted" }, `± ${entry.spread === null ? "∞" : number(entry.spread, 2)}`)];
     const open = ctx.onExample && (() => ctx.onExample(entry.column, entry));
     return el("li", { class: `card ${shown.kind}` },
       el(open ? "button" : "div", {
@@ -154,7 +156,7 @@ Whence.views = (() => {
         "aria-label": `training example ${naming(shown)}, ${which === "helpful" ? "helped" : "harmed"}, `
           + `score ${signed(entry.value)}${shown.label === null ? "" : `, label ${shown.label}`}`,
       },
-        example(shown, { entry, ctx }),
+        known(shown) ? example(shown, { entry, ctx }) : null,
         el("span", { class: "card-facts" },
           el("span", { class: "card-line" },
             shown.label === null ? el("span", { class: "muted" }, naming(shown))
@@ -263,7 +265,7 @@ Whence.views = (() => {
     });
     parts.forEach(([helped, harmed], k) => {
       const segment = ctx.overview.segments[k];
-      const bar = Math.min(step - 6, 64), x = k * step + (step - bar) / 2;
+      const bar = Math.min(Math.max(step - 6, step / 2), 64), x = k * step + (step - bar) / 2;
       const title = () => svg("title", {}, `${segment.name}${segment.stage ? ` (${segment.stage})` : ""}\n`
         + `helped ${signed(helped)}, harmed ${signed(harmed)}`);
       const up = (Math.abs(helped || 0) / most) * (middle - top);
@@ -329,7 +331,7 @@ Whence.views = (() => {
       `${plural(view.not_numbers, "score")} of this query ${view.not_numbers === 1 ? "is not a number" : "are not numbers"} and left out.`) : null;
     return el("article", { class: "query-view" },
       el("header", { class: "query-head" },
-        view.query.kind === "missing" && !view.query.note ? null : example(view.query, { large: true }),
+        known(view.query) ? example(view.query, { large: true }) : null,
         el("div", { class: "query-about" }, el("h2", {}, `Query ${view.id}`), facts, bad)),
       el("div", { class: "rankings" },
         ranking("Most helpful", "▲", "helpful", view.helpful, "No training example helped this query.", ctx),
@@ -373,7 +375,7 @@ Whence.views = (() => {
     return el("td", { class: "example-cell" }, el("button", {
       type: "button", class: "example-button", onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
       "aria-label": `training example ${naming(shown)}`,
-    }, shown.kind === "missing" && !shown.note ? null : example(shown), el("span", { class: "muted small" }, naming(shown))));
+    }, known(shown) ? example(shown) : null, el("span", { class: "muted small" }, naming(shown))));
   }
 
   function table(heads, rows, caption) {
@@ -389,7 +391,7 @@ Whence.views = (() => {
     const predicted = view.entries.some((entry) => shownOf(entry.column, ctx).prediction !== undefined);
     const rows = view.entries.map((entry, rank) => {
       const shown = shownOf(entry.column, ctx);
-      const known = !ctx.hasQuery || ctx.hasQuery(entry.worst);
+      const here = !ctx.hasQuery || ctx.hasQuery(entry.worst);
       return el("tr", {},
         el("td", { class: "rank" }, rank + 1),
         exampleCell(entry, shown, ctx),
@@ -397,7 +399,7 @@ Whence.views = (() => {
         predicted ? el("td", {}, predictionOf(shown)) : null,
         el("td", { class: "numeric" }, el("span", { class: "value harmful" }, signed(entry.value))),
         el("td", { class: "numeric" }, plural(entry.queries, "query")),
-        el("td", {}, ctx.onQuery && known
+        el("td", {}, ctx.onQuery && here
           ? el("button", { type: "button", class: "link", onclick: () => ctx.onQuery(entry.worst) }, `query ${entry.worst}`)
           : `query ${entry.worst}`,
           el("span", { class: "muted" }, ` ${signed(entry.worst_value)}`)),
@@ -454,7 +456,7 @@ Whence.views = (() => {
       ["▼ Among the most harmful for", related.filter(([, v]) => !helps(v, ctx))]];
     return el("div", { class: "detail" },
       el("h2", {}, `Training example ${naming(shown)}`),
-      example(shown, { large: true, entry, ctx }),
+      known(shown) ? example(shown, { large: true, entry, ctx }) : null,
       el("dl", { class: "facts" },
         shown.label === null ? null : fact("label", bdi(shown.label)),
         shown.prediction ? fact("prediction", predictionOf(shown)) : null,
