@@ -74,6 +74,9 @@ It must define `study`, a [`whence.Study`](api.md). It may define
 | `classes`, `columns` | names of classes and features |
 | `tokenizer`, `renderer` | what makes text of token ids; what makes of an example something to show |
 
+Of the last two lines, a name that is used for something else (`columns = 3`) is left alone, and commands
+that show examples say so.
+
 The run may as well be one that a [Recorder](record.md) has written: `runs="runs/mnist"`. The file is
 imported, so that a training script can be its own study file, with the training under
 `if __name__ == "__main__":`. Paths in it are seen from where the command is run. It runs with your

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import inspect
 import json
 import os
@@ -20,6 +21,7 @@ import torch
 
 import whence
 from whence.cli import main, settings
+from whence.cli.screen import explained
 from whence.cli.studyfile import load_study
 
 ROOT = Path(__file__).parent.parent
@@ -475,6 +477,21 @@ def test_what_fails_in_the_users_code_is_1(small: Path, capsys: pytest.CaptureFi
     assert typed("attribute study.py") == 1
     said = capsys.readouterr().err.splitlines()
     assert re.search(r"failed at .*study\.py, line \d+: RuntimeError: no such luck", said[-1])
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"the disk is full \(No space", 1),
+        (OSError("problem writing element 5 to file"), "the disk is full .* make room", 1),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "denied: 'x': choose another", 2),
+    ],
+)
+def test_disks_that_are_full_or_locked(error: OSError, said: str, code: int) -> None:
+    with pytest.raises(OSError) as raised:
+        raise error
+    message, found = explained(raised.value)
+    assert re.search(said, message) and found == code
 
 
 # -- real processes --------------------------------------------------------------------------------

@@ -710,11 +710,14 @@ def test_every_answer_is_json_and_every_error_a_sentence(client: TestClient) -> 
         "queries?wrong=true": (400, "whether a prediction is wrong is not known"),
         "jobs/nothing": (404, "there is no retraining 'nothing'"),
         "examples?scores=a&sign=odd": (422, "sign: "),
+        "nothing": (404, "Not Found"),
     }
     for address, (status, words) in bad.items():
         answer = client.get(f"/api/{address}", headers=TOLD)
         assert answer.status_code == status, (address, answer.text)
         assert words in answer.json()["error"], address
+    huge = client.post("/api/jobs", json={"places": [10**30], "seeds": 1}, headers=TOLD)
+    assert huge.status_code == 422 and "places.0: " in huge.json()["error"]
     table = client.get("/api/audit.csv?scores=self", headers=TOLD)
     assert table.headers["content-type"].startswith("text/csv")
     assert "attachment" in table.headers["content-disposition"]

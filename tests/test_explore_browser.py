@@ -304,6 +304,20 @@ def test_a_renderers_own_html_is_shown_and_its_scripts_are_not_run(browser: Any)
         assert bold.evaluate("one => getComputedStyle(one).color") == "rgb(255, 0, 0)"
 
 
+def test_long_names_make_no_page_wider(browser: Any) -> None:
+    long = "unbroken" * 12
+    train, query = ([(long, f"{k % 2} {long}") for k in range(n)] for n in (N, Q))
+    made = {f"{long} a": scores(), f"{long} b": scores(1)}
+    with (
+        start(made, train=train, query=query) as page,
+        Visit(browser, page, viewport={"width": 400, "height": 800}) as visit,
+    ):
+        for key, name in enumerate(("queries", "examples", "compare", "audit", "whatif", "about")):
+            visit.page.keyboard.press(str(key + 1))
+            visit.ready(name)
+            assert visit.page.evaluate("document.documentElement.scrollWidth") <= 400, name
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_no_page_is_wider_than_the_window(

@@ -627,6 +627,16 @@ def test_evil_texts_stay_texts(tmp_path: Path) -> None:
 # -- notebooks -------------------------------------------------------------------------------------
 
 
+def test_lone_surrogates_are_replaced_wherever_they_are(tmp_path: Path) -> None:
+    lone, html = "x\ud800", HTML("<b>\ud800</b>")
+    scores = made([[1.0, -1.0]], settings={lone: lone}, stage=[lone] * 2)
+    train = {lone: [(lone, 0)] * 2}
+    path = scores.report(tmp_path / "r.html", train=train, title=lone, classes=[lone])
+    assert read(path)[0]["title"] == "x?" and read(path)[1]["examples"]["0"]["label"] == "x?"
+    path = scores.report(path, train=train, renderer=lambda _: html)
+    assert read(path)[1]["examples"]["0"]["html"] == "<b>?</b>"
+
+
 def test_results_are_tables_in_a_notebook(study: whence.Study, scores: whence.Scores) -> None:
     shown = scores._repr_html_()
     assert "<table>" in shown and "Scores by Source(" in shown and "5 queries x 20" in shown

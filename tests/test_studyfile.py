@@ -322,6 +322,16 @@ def test_a_prompt_has_no_loss(left: Path, here: Path) -> None:
             ("causal-lm", "causal-lm\ncolumns: {txt: a}"),
             r"columns: txt is unknown .did you mean text",
         ),
+        (
+            ("causal-lm", "causal-lm\nlayers: 3"),
+            "layers must be text or a list, not 3: patterns of",
+        ),
+        (("LEFT/train.txt", "[a, b]"), r"train must be text, not \['a', 'b'\]: the training"),
+        (("causal-lm", "causal-lm\nmax_length: 0"), "max_length 0 keeps nothing of an example"),
+        (("causal-lm", "causal-lm\ncolumns: {text: [a]}"), "columns must be such as"),
+        (("causal-lm", "causal-lm\nclasses: [a]"), "causal-lm has no classes: leave them out"),
+        (("LEFT/train.txt", "latin.txt"), "latin.txt is not encoded in UTF-8"),
+        (("LEFT/train.txt", "number.jsonl"), "line 1: column 'text' holds 5, which is no text"),
         (("causal-lm", "causal-lm\nmeasurement: margin"), "measurement='margin'"),
         (("output_dir", "- output_dir"), "is no YAML|is no list"),
     ],
@@ -336,6 +346,8 @@ def test_a_yaml_that_is_wrong(
 ) -> None:
     (here / "bad.jsonl").write_text('{"text": "w1 w2"}\n{"text": \n')
     (here / "empty.txt").write_text("\n")
+    (here / "latin.txt").write_bytes(b"w\xe9\n")
+    (here / "number.jsonl").write_text('{"text": 5}\n')
     path = write(here, left, LM.replace(*change))
     assert main(["layers", path.name]) == 2
     said = capsys.readouterr().err

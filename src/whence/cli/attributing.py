@@ -13,6 +13,7 @@ import typer
 from whence.cli import settings
 from whence.cli.options import (
     BatchSize,
+    Check,
     Device,
     Dtype,
     Engine,
@@ -336,6 +337,7 @@ def top(
         int, typer.Option("-k", min=1, metavar="INT", help="How many at either end.")
     ] = 10,
     study: ToShow = None,
+    check: Check = True,
 ) -> Answer:
     """The training examples that helped a query most, and those that harmed it.
 
@@ -346,7 +348,7 @@ def top(
     """
     found = open_scores(scores)
     ends = {"helpful": found.helpful(query, k), "harmful": found.harmful(query, k)}
-    shown = None if study is None else _Shown(found, study)
+    shown = None if study is None else _Shown(found, study, check)
     data = about(found) | {
         "query": query,
         **{
@@ -377,16 +379,17 @@ def about(scores: Scores) -> dict[str, Any]:
 class _Shown:
     """The examples of a study file, as text."""
 
-    def __init__(self, scores: Scores, path: Path) -> None:
+    def __init__(self, scores: Scores, path: Path, check: bool) -> None:
         from whence.cli.studyfile import load_study
         from whence.report.check import by_stage, check_data
         from whence.report.examples import Examples
 
         file = load_study(path)
         query = None if scores.is_self_influence else file.query
-        for note in check_data(scores, file.study.train, query, collate=file.study.collate):
+        own = file.study
+        for note in check_data(scores, own.train, query, collate=own.collate, contents=check):
             say(f"warning: {note}")
-        stages = by_stage(scores, file.study.train)
+        stages = by_stage(scores, own.train)
         looks = file.looks()
         self._train = {name: Examples(data, **looks) for name, data in stages.items()}
         self._query = Examples(query, **looks)

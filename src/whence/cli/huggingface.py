@@ -11,6 +11,7 @@ Nothing is fetched from the network, and nothing is unpickled.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,15 @@ KEYS = {
     "notes": "what is known of the training, such as {clip_norm: 1.0}",
 }
 NEEDED = ("output_dir", "task", "train")
+#: what a value must be; text where nothing is said
+KINDS: dict[str, tuple[type, ...]] = {
+    "columns": (dict,),
+    "max_length": (int,),
+    "layers": (str, list),
+    "classes": (list, dict),
+    "notes": (dict,),
+}
+IN_WORDS = {str: "text", int: "a number", list: "a list", dict: "names with values"}
 TASKS = {
     "causal-lm": ("AutoModelForCausalLM", "LanguageModeling"),
     "sequence-classification": ("AutoModelForSequenceClassification", "Classification"),
@@ -115,8 +125,7 @@ class Encoder:
     config: Any
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        text, pair = self._of(row, "text"), self._of(row, "text_pair")
-        prompt = self._of(row, "prompt")
+        text, pair, prompt = (self._text(row, what) for what in ("text", "text_pair", "prompt"))
         cut: dict[str, Any] = {
             "truncation": self.max_length is not None,
             "max_length": self.max_length,
@@ -134,10 +143,18 @@ class Encoder:
         told = 0 if prompt is None else _told(offsets, len(prompt))
         return made | {"labels": [IGNORED] * told + made["input_ids"][told:]}
 
+    def _text(self, row: Mapping[str, Any], what: str) -> Any:
+        found = self._of(row, what)
+        if self.columns[what] is not None and not isinstance(found, str):
+            raise ValueError(f"column {self.columns[what]!r} holds {found!r}, which is no text")
+        return found
+
     def _of(self, row: Mapping[str, Any], what: str) -> Any:
         column = self.columns[what]
         if column is None:
             return None
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{row!r} is no row: give {{{column!r}: ...}}")
         if column not in row:
             raise ValueError(
                 f"no column {column!r} (it has {', '.join(map(str, row))}): name the column of "
@@ -184,21 +201,33 @@ def padded(rows: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     yaml = _needed("yaml", "cli")
     try:
-        given = yaml.safe_load(path.read_text())
+        given = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StudyFileError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(given, dict):
         raise StudyFileError(f"{path} is no list of settings: it needs {_listed(NEEDED)}")
     _known(path, "", given, KEYS)
+    given = {key: value for key, value in given.items() if value is not None}  # "query:" alone
+    for key, value in given.items():
+        kinds = KINDS.get(key, (str,))
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            meant = " or ".join(IN_WORDS[kind] for kind in kinds)
+            raise StudyFileError(f"{path}: {key} must be {meant}, not {value!r}: {KEYS[key]}")
     missing = [key for key in NEEDED if key not in given]
     if missing:
         raise StudyFileError(f"{path} lacks {_listed(missing)}")
     if given["task"] not in TASKS:
         raise StudyFileError(f"{path}: task {given['task']!r} is not one of {', '.join(TASKS)}")
     columns = given.get("columns", {})
-    if not isinstance(columns, dict):
-        raise StudyFileError(f"{path}: columns must be such as {{text: sentence, label: class}}")
     _known(path, "columns: ", columns, COLUMNS)
+    if not all(isinstance(name, str) for name in columns.values()):
+        raise StudyFileError(f"{path}: columns must be such as {{text: sentence, label: class}}")
+    if given.get("max_length", 1) < 1:
+        raise StudyFileError(
+            f"{path}: max_length {given['max_length']} keeps nothing of an example"
+        )
+    if given["task"] == "causal-lm" and "classes" in given:
+        raise StudyFileError(f"{path}: causal-lm has no classes: leave them out")
     return given
 
 
@@ -264,12 +293,15 @@ def _rows(encode: Encoder, path: Path, key: str, file: str | Path) -> list[dict[
     if file.suffix not in READERS:
         raise StudyFileError(f"{path}: {key} {file} is none of {', '.join(READERS)}")
     found = []
-    with file.open(encoding="utf-8", newline="") as lines:
-        for number, row in READERS[file.suffix](lines, str(encode.columns["text"])):
-            try:
-                found.append(encode(json.loads(row) if isinstance(row, str) else row))
-            except (ValueError, TypeError) as error:
-                raise StudyFileError(f"{file}, line {number}: {error}") from error
+    try:
+        text = io.StringIO(file.read_bytes().decode("utf-8-sig"), newline="")
+    except UnicodeDecodeError as error:
+        raise StudyFileError(f"{file} is not encoded in UTF-8: {error}") from error
+    for number, row in READERS[file.suffix](text, str(encode.columns["text"])):
+        try:
+            found.append(encode(json.loads(row) if isinstance(row, str) else row))
+        except (ValueError, TypeError) as error:
+            raise StudyFileError(f"{file}, line {number}: {error}") from error
     if not found:
         raise StudyFileError(f"{file} is empty")
     return found

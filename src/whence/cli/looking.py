@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from whence.cli.options import (
+    Check,
     ManyScores,
     ScoresPath,
     ToShow,
@@ -33,9 +34,7 @@ def report(
         typer.Option(metavar="INT,...", help="Which queries. Default: the first 1,000."),
     ] = None,
     title: Annotated[str | None, typer.Option(metavar="TEXT", help="Of the page.")] = None,
-    check: Annotated[
-        bool, typer.Option(help="Whether the data is compared with what the scores were made with.")
-    ] = True,
+    check: Check = True,
 ) -> Answer:
     """Write scores as one HTML file that opens from disk: queries, who helped, who harmed, when.
 
@@ -72,6 +71,7 @@ def explore(
             help="Where retrainings are kept. Default: `explore`, in the first scores' folder.",
         ),
     ] = None,
+    check: Check = True,
 ) -> None:
     """Look at scores in a browser: search, compare methods, try what if. Ctrl-C ends it.
 
@@ -85,7 +85,7 @@ def explore(
     from whence.explore import serve
 
     more: dict[str, Any] = {} if study is None else _study(study)
-    serve(scores, port=port, open_browser=browser, out=out, **more)
+    serve(scores, port=port, open_browser=browser, out=out, check=check, **more)
 
 
 def _study(path: Path) -> dict[str, Any]:

@@ -31,6 +31,10 @@ ToShow = Annotated[
     Path | None,
     typer.Option("--study", metavar="STUDY", help="The study file: examples are then shown."),
 ]
+Check = Annotated[
+    bool,
+    typer.Option(help="Whether the data is compared with what the scores were made with."),
+]
 Query = Annotated[
     str | None,
     typer.Option(

@@ -92,6 +92,11 @@ class StudyFile:
         return self.shown
 
     def needs_recipe(self) -> Recipe:
+        if self.recipe is None and self.path.suffix != ".py":
+            raise StudyFileError(
+                f"{self.path} says how to attribute, not how to train, which this needs: write a "
+                "study.py that defines `study` and `recipe`"
+            )
         if self.recipe is None:
             raise StudyFileError(
                 f"{self.path} defines no `recipe`, and this needs to train: add "

@@ -55,7 +55,7 @@ class Running:
         self.url = f"{self.address}/?token={self._token}"
         config = uvicorn.Config(
             create_app(explorer, self._token, hosts),
-            log_level="warning",
+            log_level="critical",  # what fails in an answer is told by `server`
             access_log=False,  # the first address holds the token
             lifespan="off",
             http="h11",

@@ -24,6 +24,8 @@ from fastapi.responses import (
     Response,
     StreamingResponse,
 )
+from pydantic import Field
+from starlette.exceptions import HTTPException
 
 from whence.explore.explorer import Explorer
 from whence.explore.reading import Busy
@@ -38,6 +40,7 @@ STATIC = {
 }
 Text = Annotated[str, Query(max_length=1000)]
 Count = Annotated[int, Query(ge=0, le=2**40)]
+Place = Annotated[int, Field(ge=0, le=2**40)]
 Sign = Literal["", "helpful", "harmful"]
 Places = Annotated[str, Query(max_length=60000)]  # "3,14,15"
 Send = Callable[[Any], Awaitable[None]]
@@ -286,7 +289,9 @@ def _retraining(app: FastAPI, explorer: Explorer) -> None:
         return explorer.job(name)
 
     @app.post("/api/jobs")
-    def ask(places: Annotated[list[int], Body()], seeds: Annotated[int, Body()]) -> dict[str, Any]:
+    def ask(
+        places: Annotated[list[Place], Body()], seeds: Annotated[int, Body()]
+    ) -> dict[str, Any]:
         return explorer.ask(places, seeds)
 
     @app.post("/api/jobs/{name}/cancel")
@@ -317,6 +322,11 @@ def _errors(app: FastAPI) -> None:
         traceback.print_exception(error)
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 
+    def refused(_: Request, error: Exception) -> JSONResponse:  # what FastAPI itself refuses
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": error.detail}, error.status_code)
+
+    app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(Busy, said(503))
     app.add_exception_handler(ValueError, said(400))
     app.add_exception_handler(KeyError, said(404))
