@@ -440,6 +440,7 @@ def _finished(out: Path, origin: Mapping[str, Any]) -> Run | None:
         other = sorted(k for k in origin if run.origin.get(k) != origin[k])
         what = ", ".join(other) if run.origin else "no recipe made it"
         raise RunError(
-            f"{out} holds another training than the one asked for ({what}): give another folder"
+            f"{out} holds another training than the one asked for ({what}): give another folder "
+            "(if nothing was changed: is the data made at random? Seed it)"
         )
     return run if run.finished else None

@@ -203,7 +203,7 @@ class ScoreWriter:
         free = shutil.disk_usage(out).free
         if needed > free:
             raise OSError(
-                f"the scores need {needed / 2**30:.1f} GiB in {out}, where {free / 2**30:.1f} GiB "
+                f"the scores need {_size(needed)} in {out}, where {_size(free)} "
                 "are free: choose another out, or keep only the strongest with top="
             )
         for name, shape in self._shapes.items():
@@ -247,7 +247,12 @@ class ScoreWriter:
         if found == self._calculation:
             return
         known = found if isinstance(found, dict) else {}
-        differs = [name for name in self._calculation if known.get(name) != self._calculation[name]]
+        words = {"key": "method, weights or data"}
+        differs = [
+            words.get(name, name)
+            for name in self._calculation
+            if known.get(name) != self._calculation[name]
+        ]
         raise ValueError(
             f"{out} holds the scores of another calculation (different: {', '.join(differs)}): "
             "choose another out, or delete that folder"
@@ -367,3 +372,7 @@ def _add(block: Block, done: list[Block]) -> None:
                     joined = True
                     break
         done.append(part)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
