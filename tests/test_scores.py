@@ -427,6 +427,7 @@ def test_unnoted_data_and_lost_data_are_redone(tmp_path):
     np.testing.assert_array_equal(scores.values, values)
 
 
+@pytest.mark.usefixtures("still_clock")
 def test_finished_and_unfinished_work_of_another_calculation_is_left_alone(tmp_path):
     values = np.ones((2, 4), np.float32)
     with pytest.raises(Killed):
