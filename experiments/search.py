@@ -116,12 +116,13 @@ def main() -> None:
     parser.add_argument("task", choices=sorted(n for n, e in TASKS.items() if e.grid), nargs="+")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="of the task's quick version")
     parser.add_argument("--tf32", action="store_true", help="round products to TF32 on a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS / "search")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     for name in options.task:
-        search(TASKS[name], options.seeds, options.device, options.results)
+        search(TASKS[name], options.seeds, options.device, options.results, options.quick)
 
 
 if __name__ == "__main__":

@@ -315,6 +315,34 @@ SHARES = (0.1, 0.3, 0.7, 0.9, 1.0)
 SGDM = (3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)  # the upper part of the paper's grid
 SMALL_IMAGES = "the first 6,000 images of the training split (the paper: about 10 %)"
 
+
+def fine_tuning(
+    title: str, full: Scale, trak: int, length: int, train: int | None, differs: str
+) -> Experiment:
+    """A GLUE task, on MiniLM."""
+    return Experiment(
+        title.lower().replace("-", ""),
+        title,
+        partial(glue, title, length, train),
+        "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
+        full,
+        SLOW,
+        paper_seeds=5,
+        differs=(
+            "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
+            "trained in bfloat16 (autocast)",
+            differs,
+        ),
+        grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
+        trak=trak,
+        methods=ADAM,
+        gpu=True,
+        kept=True,
+        panel="text",
+        quick_blocks=1,
+    )
+
+
 TASKS: Mapping[str, Experiment] = _named(
     Experiment(
         "concrete",
@@ -402,11 +430,8 @@ TASKS: Mapping[str, Experiment] = _named(
         kept=True,
         panel="image",
     ),
-    Experiment(
-        "rte",
+    fine_tuning(
         "RTE",
-        partial(glue, "RTE", 128, None),
-        "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
         Scale(
             subsets=100,
             seeds=3,
@@ -415,62 +440,27 @@ TASKS: Mapping[str, Experiment] = _named(
             removal=Removal(15, (50, 150, 300), 1, 3),
             panels=6,
         ),
-        SLOW,
-        paper_seeds=5,
-        differs=(
-            "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
-            "trained in bfloat16 (autocast)",
-            "texts of at most 128 tokens",
-        ),
-        grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
-        trak=1024,
-        methods=ADAM,
-        gpu=True,
-        kept=True,
-        panel="text",
-        quick_blocks=1,
+        1024,
+        128,
+        None,
+        "texts of at most 128 tokens",
     ),
-    Experiment(
-        "sst2",
+    fine_tuning(
         "SST-2",
-        partial(glue, "SST-2", 48, 5000),
-        "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
         Scale(subsets=100, seeds=1, queries=200, runs=3),
-        SLOW,
-        paper_seeds=5,
-        differs=(
-            "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
-            "trained in bfloat16 (autocast)",
-            "the first 5,000 examples (the paper: 51,200), at most 48 tokens",
-        ),
-        grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
-        methods=ADAM,
-        gpu=True,
-        kept=True,
-        panel="text",
-        quick_blocks=1,
+        4096,
+        48,
+        5000,
+        "the first 5,000 examples (the paper: 51,200), at most 48 tokens",
     ),
-    Experiment(
-        "qnli",
+    fine_tuning(
         "QNLI",
-        partial(glue, "QNLI", 128, 4000),
-        "MiniLM-L6 fine-tuned, AdamW, batch 32, 3 epochs, rate to zero",
         Scale(subsets=100, seeds=1, queries=200, runs=3),
-        SLOW,
-        paper_seeds=5,
-        differs=(
-            "MiniLM-L6 (all-MiniLM-L6-v2) in BERT's place, without dropout",
-            "trained in bfloat16 (autocast)",
-            "4,000 examples of the development split (the paper: 51,200 of the training split), "
-            "at most 128 tokens",
-        ),
-        grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
-        trak=2048,
-        methods=ADAM,
-        gpu=True,
-        kept=True,
-        panel="text",
-        quick_blocks=1,
+        2048,
+        128,
+        4000,
+        "4,000 examples of the development split (the paper: 51,200 of the training split), "
+        "at most 128 tokens",
     ),
     Experiment(
         "wikitext2",
