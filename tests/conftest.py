@@ -1,5 +1,21 @@
 """Tiny matrices are fastest on one thread, and two test machines agree to the last bit on it."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 import torch
+from browsing import CHROMIUM
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is not installed")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()

@@ -14,23 +14,17 @@ import numpy as np
 import pytest
 import recipes
 import torch
+from browsing import EVIL, Opened
 
 import whence
 from whence.explore import Running, start
 from whence.explore.server import Guard
 from whence.report import HTML
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
 pytestmark = pytest.mark.browser
 
-CHROMIUM = Path("/usr/bin/chromium")
 Q, N = 12, recipes.N
 QUERY = recipes.dataset(Q, 7)
-EVIL = (
-    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-    "</script><svg onload=\"document.title='owned'\"> \u202e right to left \u2066"
-)
 
 
 class Slow(torch.nn.Sequential):
@@ -57,16 +51,6 @@ def scores(seed: int = 0, **more: Any) -> whence.Scores:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"{CHROMIUM} is not installed")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@pytest.fixture(scope="module")
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("explore")
     recipe = recipes.recipe(model=slow, epochs=10)
@@ -84,21 +68,12 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield page
 
 
-class Visit:
-    """A page of the explorer; whatever it complains of is kept, and must be nothing."""
+class Visit(Opened):
+    """A page of the explorer; whatever it complains of must be nothing."""
 
     def __init__(self, browser: Any, explorer: Running, place: str = "", **context: Any) -> None:
-        self.context = browser.new_context(
-            **{"viewport": {"width": 1280, "height": 900}, "accept_downloads": True, **context}
-        )
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
         self.address = explorer.address
-        self.page.goto(explorer.url + place)
+        super().__init__(browser, explorer.url + place, accept_downloads=True, **context)
         self.ready("*")
 
     def ready(self, name: str) -> None:

@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from browsing import EVIL, Opened
 from torch.utils.data import TensorDataset
 
 import whence
 from whence.methods.scoring import Tokens
 from whence.report import HTML
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
 pytestmark = pytest.mark.browser
 
-CHROMIUM = Path("/usr/bin/chromium")
-EVIL = (
-    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-    "</script><svg onload=\"document.title='owned'\"> \u202e right to left \u2066"
-)
 
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"{CHROMIUM} is not installed")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-class Visit:
-    """A page opened from disk; whatever it complains of, or asks of the network, is kept."""
+class Visit(Opened):
+    """A page opened from disk."""
 
     def __init__(self, browser: Any, path: Path, place: str = "", **context: Any) -> None:
-        self.context = browser.new_context(
-            **{"viewport": {"width": 1280, "height": 900}, **context}
-        )
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(path.as_uri() + place)
+        super().__init__(browser, path.as_uri() + place, **context)
         self.page.wait_for_selector("html[data-ready]", state="attached")
 
     def text(self, selector: str) -> str:
