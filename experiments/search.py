@@ -3,8 +3,9 @@
     python -m experiments.search cifar10 [--device cuda] [--seeds 2]
 
 Each pair of the task's grid trains models on all data, with several seeds; the best mean over them
-on held-out examples that are no queries (accuracy for classification, loss for others) is kept in
-results/search/, which `experiments.tasks` reads.
+on held-out examples (accuracy for classification, loss for others) is kept in results/search/,
+which `experiments.tasks` reads. They are no queries, but where all held-out examples are (the
+linear models).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Validated(whence.Task):
 
 
 def validation(experiment: Experiment, held: Any) -> Subset[Any]:
-    """The last held-out examples, none of them a query."""
+    """The held-out examples after the queries; the last third where the queries leave less."""
     count = min(1000, max(len(held) // 3, len(held) - experiment.full.queries))
     return Subset(held, range(len(held) - count, len(held)))
 
