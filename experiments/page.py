@@ -344,10 +344,16 @@ def differences(found: Found, experiment: Experiment) -> list[str]:
         parts.append(f"M = {of['subsets']} (the paper: 100)")
     if paper is not None and of["seeds"] != paper:
         parts.append(f"R = {of['seeds']} (the paper: {paper})")
-    if of["runs"] != 10:
+    if of["runs"] == 1:
+        parts.append("one model only (the paper: ensembles of 10 too)")
+    elif of["runs"] != 10:
         parts.append(f"ensembles of {of['runs']} (the paper: 10)")
     if found["tf32"]:
         parts.append("trained in TF32")
+    rounded = {name: entry.get("tf32", False) for name, entry in found["lds"].items()}
+    if any(rounded.values()):
+        exact = [name for name in rounded if name in experiment.exact]
+        parts.append(f"attributed in TF32{f' (not {listed(exact)})' if exact else ''}")
     return parts
 
 

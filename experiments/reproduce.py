@@ -94,7 +94,9 @@ class Reproduction:
         scale: how much (default: the experiment's own).
         work: folder for trainings, runs and scores.
         results: folder of the result file.
-        tf32: let trainings round matrix products to TF32 on a GPU; attribution never does.
+        tf32: let trainings round matrix products to TF32 on a GPU.
+        tf32_scores: let attribution do so too, but for the experiment's `exact` methods.
+        memory: what attribution may use, as in `attribute`.
         only: methods to judge (default: all of the experiment's).
         command: how it was called, for the record.
         tell: is told what is going on.
@@ -110,12 +112,15 @@ class Reproduction:
         results: Path,
         device: str = "cpu",
         tf32: bool = False,
+        tf32_scores: bool = False,
+        memory: int | str | None = None,
         only: tuple[str, ...] | None = None,
         command: str = "",
         progress: bool = False,
         tell: Tell = print,
     ) -> None:
-        self.experiment, self.quick, self.device, self.tf32 = experiment, quick, device, tf32
+        self.experiment, self.quick, self.device = experiment, quick, device
+        self.tf32, self.tf32_scores, self.memory = tf32, tf32_scores, memory
         self.scale = scale or (experiment.quick if quick else experiment.full)
         name = experiment.name + ("-quick" if quick else "")
         self.place = Place(Path(work) / name, Path(results) / f"{name}.json")
@@ -256,15 +261,22 @@ class Reproduction:
         out = self.place.work / "scores" / folder
         if isinstance(chosen, whence.Random):
             return chosen.attribute(study, self.query, out=out, progress=self.progress)
-        room = allowance(None, torch.device(self.device))
+        room = allowance(self.memory, torch.device(self.device))
+        given["memory"] = self.memory
         for shrunk in range(6):
             try:
-                return chosen.attribute(study, self.query, out=out, **given)
+                with _products(self.rounds(name)):
+                    return chosen.attribute(study, self.query, out=out, **given)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 given["memory"] = room >> (shrunk + 1)
                 self.tell(f"{name}: out of memory; trying with {given['memory'] >> 20} MiB")
         raise MemoryError(f"{name} does not fit into the memory of {self.device}")
+
+    def rounds(self, name: str) -> bool:
+        """Whether a method's products are rounded to TF32."""
+        on_gpu = self.device.startswith("cuda")
+        return on_gpu and self.tf32_scores and name not in self.experiment.exact
 
     def scores(self, name: str, runs: int) -> list[Any]:
         """One for each run; the seconds of each are noted."""
@@ -315,6 +327,7 @@ class Reproduction:
             result = lds(made, truth)
         entry = self.entry(result, single, of) | {
             "method": repr(method(name, self.experiment, self.examples)),
+            "tf32": self.rounds(name),
             "slope": calibration(made, truth).slope,
             "seconds": min(self.found["seconds"]["methods"][name].values()),
         }
@@ -476,14 +489,22 @@ class Reproduction:
     @contextmanager
     def training(self, what: str) -> Iterator[None]:
         """Train, at the precision that was asked for; seconds are added up over all calls."""
-        start, before = time.perf_counter(), torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if self.tf32 else before)
-        try:
+        start = time.perf_counter()
+        with _products(self.tf32):
             yield
-        finally:
-            torch.set_float32_matmul_precision(before)
         spent = self.found["seconds"]
         spent[what] = spent.get(what, 0.0) + time.perf_counter() - start
+
+
+@contextmanager
+def _products(rounded: bool) -> Iterator[None]:
+    """With matrix products of float32 rounded to TF32 on a GPU, or as they are."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if rounded else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _wait(device: str) -> None:

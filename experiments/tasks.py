@@ -28,6 +28,7 @@ PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1",
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
 # with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: λP⁻¹ stands beside it
 ADAM = (*PAPER, "SOURCE, λP⁻¹")
+MIXED = ("FastSource", "SOURCE, L = 1", "SOURCE")  # what that inverse makes of TF32's rounding
 MORE = (*PAPER, 'influence (λ = "source")', "DataInf", "Random")
 DEAR = (
     "HYDRA",
@@ -94,6 +95,7 @@ class Experiment:
         methods: judged on every run; `dear` ones on fewer.
         stage: whose data is attributed to and resampled.
         gpu: whether the whole needs one to be done in a sitting.
+        exact: methods whose products are never rounded to TF32.
         kept: whether fitted factors are kept between methods (then `seconds` are not from scratch).
         panel: what the examples are: "image", "text" or None.
         quick_blocks: how many of the last blocks the quick version tracks; None for all layers.
@@ -117,6 +119,7 @@ class Experiment:
     dear: tuple[str, ...] = ()
     stage: str | None = None
     gpu: bool = False
+    exact: tuple[str, ...] = ()
     kept: bool = False
     panel: str | None = None
     quick_blocks: int | None = None
@@ -336,6 +339,7 @@ def fine_tuning(
         grid=((3e-4, 1e-4, 3e-5), (1e-2,)),
         trak=trak,
         methods=ADAM,
+        exact=MIXED,
         gpu=True,
         kept=True,
         panel="text",
@@ -501,6 +505,7 @@ TASKS: Mapping[str, Experiment] = _named(
         grid=((3e-3, 1e-3, 3e-4), (1e-1, 1e-2)),
         trak=512,
         methods=ADAM,
+        exact=MIXED,
         gpu=True,
         kept=True,
         panel="text",

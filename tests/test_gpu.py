@@ -240,6 +240,7 @@ def test_batch_norm_on_the_gpu(norm: str, apart: int, monkeypatch: pytest.Monkey
 
     from whence.retrain import Training, measure, stacked
 
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as the CPU rounds
     monkeypatch.setitem(stacked.PRODUCTS_APART, "cuda", apart)
     monkeypatch.setitem(stacked.NUMBERS_APART, "cuda", apart)
     query = recipes.dataset(5, seed=9)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli.options import device_of
+from whence.cli.options import Memory, device_of
 from whence.cli.screen import Answer, CommandError, command, say
 
 TOO_LONG = 1800.0  # seconds of training above which a task is not begun unasked
@@ -57,6 +57,10 @@ def reproduce(
     tf32: Annotated[
         bool, typer.Option("--tf32", help="Train in TF32 on a GPU: faster, rounds more.")
     ] = False,
+    tf32_scores: Annotated[
+        bool, typer.Option("--tf32-scores", help="Attribute in TF32 too, where that is harmless.")
+    ] = False,
+    memory: Memory = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Judge this method only; may be repeated.")
     ] = None,
@@ -112,6 +116,8 @@ def reproduce(
                 results=results,
                 device=chosen,
                 tf32=tf32,
+                tf32_scores=tf32_scores,
+                memory=memory,
                 only=tuple(only) if only else None,
                 command=engine.command_line(),
                 progress=sys.stderr.isatty(),

@@ -102,7 +102,7 @@ class Fitter:
             identity=[dict(part.identity) for part in self.parts],
             fisher=self.fisher,
             seed=self.seed if self.fisher == "sampled" else None,
-            dtype=str(self.passes.dtype),
+            dtype=self.passes.arithmetic,
         )
 
     @property

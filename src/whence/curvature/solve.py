@@ -7,6 +7,8 @@ with H, each two rotations. The diagonal of the whole matrix is the precondition
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,13 +48,14 @@ def solve(
         turned = turn(x, None, curvature.basis).mul_(curvature.eigenvalues)
         return turn(turned, curvature.basis, None).add_(x * shift)
 
-    found = conjugate_gradients(
-        lambda x: product(x.reshape(-1, *shift.shape)).flatten(1),
-        lambda x: x / scale.flatten(),
-        right.flatten(1),
-        most,
-        tolerance,
-    )
+    with _unrounded():
+        found = conjugate_gradients(
+            lambda x: product(x.reshape(-1, *shift.shape)).flatten(1),
+            lambda x: x / scale.flatten(),
+            right.flatten(1),
+            most,
+            tolerance,
+        )
     if bool((found.steps == most).any()):
         warnings.warn(
             f"the inverse of layer {name} is only known to {float(found.residuals.max()):.0e} "
@@ -60,3 +63,14 @@ def solve(
             stacklevel=2,
         )
     return found.x.view_as(right)
+
+
+@contextmanager
+def _unrounded() -> Iterator[None]:
+    """Products in full float32: rounded to TF32 they never give five digits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -124,6 +124,12 @@ class Passes:
         self.dtype, self.workers, self.progress = dtype, workers, progress
         self.step = -1  # of the weights that are loaded
 
+    @property
+    def arithmetic(self) -> str:
+        """The dtype, and how products of it are rounded: scores of one kind are not continued, nor
+        factors used, in another."""
+        return str(self.dtype) + rounded_products(self.dtype, self.device)
+
     def load(self, checkpoint: Weights) -> None:
         """From now on, pass at this checkpoint's weights."""
         self.loaded.put(checkpoint)
@@ -249,6 +255,15 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
     with torch.no_grad():
         for name in own.keys() & weights.keys():
             own[name].copy_(weights[name])
+
+
+def rounded_products(dtype: torch.dtype, device: torch.device) -> str:
+    """"" if products are as exact as the dtype; else what a GPU was asked to round them to."""
+    if dtype != torch.float32 or device.type != "cuda":
+        return ""
+    return {"high": ", TF32 products", "medium": ", bfloat16 products"}.get(
+        torch.get_float32_matmul_precision(), ""
+    )
 
 
 @contextmanager

@@ -154,7 +154,7 @@ class Method(ABC):
                 "query": None if bench.query is None else bench.query.fingerprint(),
                 "tasks": [repr(task) for task in bench.study.tasks.values()],
                 "measured": bench.study.probe[bench.study.stages[-1]]["measurements"],
-                "dtype": str(bench.any.dtype),
+                "dtype": bench.any.arithmetic,
             }
         )
 
@@ -217,7 +217,7 @@ class Method(ABC):
                 "query": None if bench.query is None else bench.query.fingerprint(),
                 "torch": torch.__version__,
                 "device": str(bench.any.device),
-                "dtype": str(bench.any.dtype),
+                "dtype": bench.any.arithmetic,
             },
             "excluded": [asdict(e) for e in tracked.excluded],
         }

@@ -209,7 +209,7 @@ def measured_moments(bench: Bench, projection: Projection) -> list[Tensor]:
         "identity": [part.identity for part in parts],
         "tasks": [[repr(study.tasks[s]), study.probe[s]["measurements"]] for s in study.stages],
         "weights": run.final.sha256,
-        "dtype": str(bench.any.dtype),
+        "dtype": bench.any.arithmetic,
     }
     where, room = study.store(run), bench.memory // 4
     batch = bench.batch_size
@@ -275,7 +275,7 @@ def _weights(bench: Bench, run: Run, stage: str) -> tuple[Tensor, bool]:
         "identity": {k: v for k, v in identity.items() if k not in ("used", "probe")},
         "task": repr(study.tasks[stage]),
         "weights": run.final.sha256,
-        "dtype": str(passes.dtype),
+        "dtype": passes.arithmetic,
     }
     key, store = key_of(settings), study.store(run)
     found = store.get(key)

@@ -32,7 +32,7 @@ from whence.curvature import Part, Store, cost, key_of
 from whence.curvature.fit import accumulator
 from whence.curvature.products import Basis, add_gram, mirror
 from whence.data import Batches, cut
-from whence.layers.passes import Signal, Weights, precision_as_asked
+from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
 from whence.methods.bench import LOSS, MEASUREMENT, Bench
 from whence.methods.method import announce, lay_out
 from whence.methods.trak import check_dimension, random_projection, trained_blocks, try_out
@@ -161,6 +161,8 @@ class GradientStore:
                 "seed": seed,
                 "dtype": str(dtype).removeprefix("torch."),
             }
+            rounded = rounded_products(dtype, bench.any.device)
+            settings |= {"rounded": rounded} if rounded else {}
             identity = identity_of(bench)
             if (folder / "store.json").exists():
                 about = read(folder)

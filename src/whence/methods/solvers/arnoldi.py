@@ -102,7 +102,7 @@ def _eigenpairs(
         "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.parts],
         "weights": H.checkpoint.sha256,
         "layers": list(H.layout.blocks),
-        "dtype": str(bench.any.dtype),
+        "dtype": bench.any.arithmetic,
         "seed": seed,
         "rank": rank,
         "iterations": iterations,
