@@ -1,8 +1,9 @@
 """What the paper says of its results, and whether the results here say so too.
 
-A comparison holds, or does not, where the 95 % intervals of the two numbers lie apart. Where they
-overlap it is not decided. That is careful: both numbers come from the same queries and subsets, so
-that their difference is known better than each of them.
+A comparison holds, or does not, where the 95 % interval of the difference of the two numbers leaves
+zero out; it is taken on the same resamples of the subsets, so that what they do to both cancels.
+Where the difference is not known (numbers of different tasks or models, older results), the two
+intervals must lie apart, which is more careful. Else it is not decided.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .tables import Found, baselines, label, over_values, own_source, shown
+from .tables import Found, baselines, label, over_values, shown
 from .tasks import TASKS, Experiment
 
 HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "not decided", "not run yet"
@@ -43,14 +44,29 @@ class Claim:
     judge: Callable[[Found, Experiment], Verdict]
 
 
-def above(one: Value | None, name: str, other: Value | None, than: str) -> Verdict:
-    """Whether one number lies above another."""
+def above(
+    one: Value | None, name: str, other: Value | None, than: str, apart: Value | None = None
+) -> Verdict:
+    """Whether one number lies above another, by their difference where it is known."""
     if one is None or other is None:
         return Verdict(ABSENT, f"{name if one is None else than} is not there")
     why = f"{name}: {shown(list(one))}, {than}: {shown(list(other))}"
-    if one[1] > other[2]:
-        return Verdict(HOLDS, why)
-    return Verdict(FAILS if one[2] < other[1] else OPEN, why)
+    if apart is None:
+        low, high = one[1] - other[2], one[2] - other[1]
+    else:
+        low, high = apart[1:]
+        why += f", difference {shown(list(apart), 3)}"
+    return Verdict(HOLDS if low > 0 else FAILS if high < 0 else OPEN, why)
+
+
+def difference(
+    found: Found, high: str, low: str, own: str = "single", theirs: str = "single"
+) -> Value | None:
+    """One method's LDS minus another's, if it was taken at the sizes that the two have now."""
+    entry = found.get("differences", {}).get(high, {}).get(low, {})
+    sizes = [found["lds"].get(name, {}).get("of") for name in (high, low)]
+    known: Value | None = entry.get(own if own == theirs else f"{own}, {theirs}")
+    return known if [entry.get("of")] * 2 == sizes else None
 
 
 def every(verdicts: Iterable[Verdict]) -> Verdict:
@@ -87,13 +103,19 @@ def first(
     found: Found, experiment: Experiment, own: str = "single", theirs: str = "single"
 ) -> Verdict:
     """SOURCE above all baselines; each by one model or by the ensemble."""
-    name, others = own_source(experiment), baselines(experiment)
+    name, others = experiment.source, baselines(experiment)
     if not _same(found, (name, *others)):
         return OTHER_SIZES
     word = {"single": "", "ensemble": " (ensemble)"}
     mine = label(name, experiment) + word[own]
     return every(
-        above(value(found, name, own), mine, value(found, other, theirs), other + word[theirs])
+        above(
+            value(found, name, own),
+            mine,
+            value(found, other, theirs),
+            other + word[theirs],
+            difference(found, name, other, own, theirs),
+        )
         for other in others
     )
 
@@ -105,14 +127,15 @@ def pair(high: str, low: str) -> Callable[[Found, Experiment], Verdict]:
         if not _same(found, (high, low)):
             return OTHER_SIZES
         names = (label(high, experiment), label(low, experiment))
-        return above(value(found, high), names[0], value(found, low), names[1])
+        apart = difference(found, high, low)
+        return above(value(found, high), names[0], value(found, low), names[1], apart)
 
     return judge
 
 
 def over_alpha(found: Found, experiment: Experiment) -> Verdict:
     """SOURCE first at every α but 1 - 1/N."""
-    name, columns = own_source(experiment), over_values(found, "alpha")
+    name, columns = experiment.source, over_values(found, "alpha")
     asked = (experiment.quick if found["quick"] else experiment.full).alphas
     verdicts = []
     for share in sorted(a for a in (*asked, 0.5) if a < 1):
@@ -126,7 +149,7 @@ def over_alpha(found: Found, experiment: Experiment) -> Verdict:
 def drops(found: Found, experiment: Experiment) -> Verdict:
     """All methods lower at α = 1 - 1/N than at ½."""
     last = over_values(found, "alpha").get(1.0, {})
-    names = (*baselines(experiment), own_source(experiment))
+    names = (*baselines(experiment), experiment.source)
     return every(
         above(
             value(found, name),
@@ -140,7 +163,7 @@ def drops(found: Found, experiment: Experiment) -> Verdict:
 
 def gap_closes(found: Found, experiment: Experiment) -> Verdict:
     """SOURCE's lead over influence smaller after the most epochs than after the fewest."""
-    columns, name = over_values(found, "epochs"), own_source(experiment)
+    columns, name = over_values(found, "epochs"), experiment.source
     asked = (experiment.quick if found["quick"] else experiment.full).epochs
     ends = (min(asked), max(asked))
     if not set(ends) <= set(columns):
@@ -182,10 +205,10 @@ def removes(found: Found, experiment: Experiment) -> Verdict:
         for name, shares in r["flipped"].items()
         if name != "Random"
     }
-    mine = at_end.pop(own_source(experiment), None)
+    mine = at_end.pop(experiment.source, None)
     k = r["k"][-1]
     return every(
-        above(mine, f"k = {k}, {label(own_source(experiment), experiment)}", theirs, name)
+        above(mine, f"k = {k}, {label(experiment.source, experiment)}", theirs, name)
         for name, theirs in at_end.items()
     )
 

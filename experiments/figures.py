@@ -28,7 +28,7 @@ from whence.report.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from whence.retrain import Training, measure
 
 from . import data
-from .tables import Found, baselines, over_values, own_source, title
+from .tables import Found, baselines, over_values, title
 from .tasks import TASKS, Experiment
 
 Floats = NDArray[np.float64]
@@ -124,7 +124,7 @@ def lds_bars(results: Results, shown: Sequence[str]) -> Figure:
     with panels(len(shown), 5, (1.72, 2.15)) as (figure, axes):
         for axis, task in zip(axes, shown, strict=True):
             experiment, lds = TASKS[task], results[task]["lds"]
-            names = [*baselines(experiment), own_source(experiment)]
+            names = [*baselines(experiment), experiment.source]
             for x, name in enumerate(names):
                 entry, colour = lds.get(name), LOOKS[name][0]
                 if entry is None:

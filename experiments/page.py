@@ -143,6 +143,11 @@ def sizes(found: Found) -> Mapping[str, int]:
     return of
 
 
+def so_many(number: int, what: str) -> str:
+    """'1 model', '2 models'."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
 def listed(names: Iterable[str]) -> str:
     *front, last = names
     return f"{', '.join(front)} and {last}" if front else last
@@ -180,7 +185,7 @@ def compared(results: Results, reference: Mapping[str, Any]) -> str:
     for name in names:
         entry = found["lds"].get(name, {})
         models = entry["of"]["runs"] if entry else 0
-        few = f" ({models} models)" if models not in (0, sizes(found)["runs"]) else ""
+        few = "" if models in (0, sizes(found)["runs"]) else f" ({so_many(models, 'model')})"
         row: list[object] = [tables.label(name, experiment) + few]
         for setup, word in setups.items():
             own = entry.get(setup)
@@ -268,7 +273,7 @@ def claims_part(results: Results) -> str:
     counts = counted(judged)
     done = sum(counts.values()) - counts[ABSENT]
     legend = (
-        f"✓ holds, **✗** does not hold, ? not decided because intervals overlap, … not run yet, "
+        f"✓ holds, **✗** does not hold, ? not decided (neither is above for sure), … not run yet, "
         f"empty: not claimed. Of {sum(counts.values())} claims {done} were judged: "
         f"**{counts[HOLDS]} hold, {counts[FAILS]} do not, {counts[OPEN]} are not decided.**"
     )
@@ -299,7 +304,8 @@ def summary(results: Results) -> str:
         f"Of {len(TASKS)} tasks {len(results) - len(quick)} were run"
         + (f", {len(quick)} only in the quick version" if quick else "")
         + f". Of the paper's claims {counts[HOLDS]} hold, {counts[FAILS]} do not, "
-        f"{counts[OPEN]} are not decided (intervals overlap), {counts[ABSENT]} wait for a run."
+        f"{counts[OPEN]} are not decided (neither is above for sure), "
+        f"{counts[ABSENT]} wait for a run."
     ]
     left = {t: unfinished(found, TASKS[t]) for t, found in results.items()}
     begun = [f"{title(t, results[t])} ({'; '.join(what)})" for t, what in left.items() if what]

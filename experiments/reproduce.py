@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 import whence
-from whence.evaluate import calibration, ground_truth, lds, subset_removal
+from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.memory import allowance
 from whence.retrain import record
 from whence.scores.ensemble import ensemble
@@ -85,6 +85,15 @@ class Place:
     file: Path
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What a method's scores are worth: of one model, and of all together."""
+
+    scores: list[Any]
+    single: LDS
+    together: LDS
+
+
 class Reproduction:
     """One task's evaluation.
 
@@ -134,6 +143,7 @@ class Reproduction:
         self._truths: dict[float, Any] = {}
         self._runs: dict[tuple[bool, str], list[whence.Run]] = {}
         self._scores: dict[tuple[str, int], Any] = {}
+        self._judged: dict[str, Judged] = {}
 
     def _open(self) -> dict[str, Any]:
         """The result file, if it is of this task as it is now."""
@@ -178,6 +188,7 @@ class Reproduction:
         for name in self.experiment.methods:
             if self.wanted(name):
                 self.judge(name, scale.runs)
+        self.differences()
         if scale.downsampled and self.wanted("Downsampling"):
             self.downsampling()
         for share in scale.alphas:
@@ -286,7 +297,7 @@ class Reproduction:
                 continue
             study = self.study(k)
             start = time.perf_counter()
-            made = self.attribute(name, study, f"{_slug(name)}-{FIRST_RUN + k}")
+            made = self.attribute(name, study, self.folder(name, k))
             _wait(self.device)
             seconds.setdefault(str(k), time.perf_counter() - start)
             self._scores[name, k] = made
@@ -301,7 +312,12 @@ class Reproduction:
         train = first.train if len(first.train) > 1 else next(iter(first.train.values()))
         everyone = [study.runs[0] for study in studies]
         whole = whence.Study(first.model, self.recipe.task, train, everyone, layers=self.layers)
-        return self.attribute(name, whole, f"{_slug(name)}-half-{runs}")
+        return self.attribute(name, whole, self.folder(name, None, runs))
+
+    @staticmethod
+    def folder(name: str, k: int | None, runs: int = 0) -> str:
+        """Where a method's scores are: of the k-th run, or of so many half-data models."""
+        return f"{_slug(name)}-" + (f"half-{runs}" if k is None else str(FIRST_RUN + k))
 
     def of(self, runs: int) -> dict[str, int]:
         """The sizes that an entry was found at."""
@@ -318,22 +334,59 @@ class Reproduction:
         of = self.of(runs)
         if self.found["lds"].get(name, {}).get("of") == of:
             return
-        truth = self.reference()
-        made = self.scores(name, runs)
-        result = lds(made, truth)
-        single = result.single or result
-        if name == "TRAK" and runs > 1:
-            made = [self.together(name, runs)]
-            result = lds(made, truth)
-        entry = self.entry(result, single, of) | {
+        judged = self.judged(name, runs)
+        entry = self.entry(judged.together, judged.single, of) | {
             "method": repr(method(name, self.experiment, self.examples)),
             "tf32": self.rounds(name),
-            "slope": calibration(made, truth).slope,
+            "slope": calibration(judged.scores, self.reference()).slope,
             "seconds": min(self.found["seconds"]["methods"][name].values()),
         }
         if runs == 1:
             entry["ensemble"] = None
         self.keep("lds", name, entry)
+
+    def judged(self, name: str, runs: int) -> Judged:
+        """Of one model, and of the ensemble."""
+        if name not in self._judged:
+            truth, made = self.reference(), self.scores(name, runs)
+            together = lds(made, truth)
+            single = together.single or together
+            if name == "TRAK" and runs > 1:
+                made = [self.together(name, runs)]
+                together = lds(made, truth)
+            self._judged[name] = Judged(made, single, together)
+        return self._judged[name]
+
+    def differences(self) -> None:
+        """How far apart methods that the paper compares are, on the same resamples; of methods
+        whose scores are at hand."""
+        own, runs = self.experiment.source, self.scale.runs
+        pairs = [(own, name) for name in self.experiment.methods if name != own]
+        pairs += [("FastSource", "influence"), ("TracIn", "influence")]
+        known, of = self.found.setdefault("differences", {}), self.of(runs)
+        for one, other in pairs:
+            done = known.get(one, {}).get(other, {}).get("of") == of
+            if done or not all(self.at_hand(name, runs) for name in (one, other)):
+                continue
+            high, low = self.judged(one, runs), self.judged(other, runs)
+            apart = {"single": high.single.minus(low.single)}
+            if runs > 1:
+                apart["ensemble"] = high.together.minus(low.together)
+                apart["single, ensemble"] = high.single.minus(low.together)
+            entry: dict[str, Any] = {k: [d.value, *d.interval] for k, d in apart.items()}
+            known.setdefault(one, {})[other] = entry | {"of": of}
+        self.save()
+
+    def at_hand(self, name: str, runs: int) -> bool:
+        """Whether a method was judged at these sizes, by scores that need not be made anew."""
+        if self.found["lds"].get(name, {}).get("of") != self.of(runs):
+            return False
+        folders = [self.folder(name, k) for k in range(runs)]
+        if name == "TRAK" and runs > 1:
+            folders.append(self.folder(name, None, runs))
+        return name in self._judged or all(
+            (self.place.work / "scores" / folder).exists() for folder in folders
+        )
 
     def entry(self, result: Any, single: Any, of: Mapping[str, Any]) -> dict[str, Any]:
         return {

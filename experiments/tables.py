@@ -49,11 +49,6 @@ def baselines(experiment: Experiment) -> tuple[str, ...]:
     return tuple(name for name in BASELINES if name in experiment.methods)
 
 
-def own_source(experiment: Experiment) -> str:
-    """SOURCE with the task's own number of segments."""
-    return "SOURCE" if "SOURCE" in experiment.methods else "SOURCE, L = 1"
-
-
 def shown(value: list[float] | None, digits: int = 2) -> str | None:
     """'0.46 [0.44, 0.48]'"""
     return None if value is None else estimate(value[0], value[1:], digits)

@@ -124,6 +124,11 @@ class Experiment:
     panel: str | None = None
     quick_blocks: int | None = None
 
+    @property
+    def source(self) -> str:
+        """SOURCE with the task's own number of segments, as a method is called."""
+        return "SOURCE" if "SOURCE" in self.methods else "SOURCE, L = 1"
+
     def recipe(self, quick: bool = False) -> Made:
         """The recipe at the rates that are given, or were found."""
         return self.make(quick, *self.found_rates())

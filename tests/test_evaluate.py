@@ -248,6 +248,27 @@ def test_compare(values: Array, truth: Truth) -> None:
     assert "&lt;runs&gt;" in found._repr_html_() and "<runs>" not in found._repr_html_()
 
 
+def test_differences_are_of_the_same_resamples(values: Array, truth: Truth) -> None:
+    noise = values + np.random.default_rng(5).normal(size=values.shape) * values.std()
+    found = compare({"better": values, "same": values, "noisy": noise}, truth)
+    ahead = found.difference("better", "noisy")
+    assert ahead.value == pytest.approx(found["better"].value - found["noisy"].value)
+    apart = found["better"].resampled - found["noisy"].resampled
+    assert ahead.interval == pytest.approx(np.percentile(apart, [2.5, 97.5]))
+    back = found["noisy"].minus(found["better"])
+    assert back.interval == pytest.approx((-ahead.interval[1], -ahead.interval[0]))
+    # what a resample does to both alike cancels: narrower than as if they were unrelated
+    widths = [np.subtract(*found[name].interval) ** 2 for name in ("better", "noisy")]
+    assert abs(np.subtract(*ahead.interval)) < np.sqrt(sum(widths))
+    assert found.difference("better", "same").interval == (0, 0)
+    assert str(ahead) in str(found)  # in the table, beside the noisy method
+    with pytest.raises(KeyError, match="no method is called 'best': there are better, same, noisy"):
+        found.difference("best", "noisy")
+    for other in (lds(noise, truth, bootstrap=200), lds(noise, truth_of(truth.measurements[:9]))):
+        with pytest.raises(ValueError, match="do not share their resamples"):
+            found["better"].minus(other)
+
+
 def test_a_method_name_is_escaped_in_html(values: Array, truth: Truth) -> None:
     found = lds(scores_of(values, method="<script>"), truth)
     assert "<script>" not in found._repr_html_() and "&lt;script&gt;" in found._repr_html_()

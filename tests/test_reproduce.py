@@ -88,6 +88,28 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(
     assert list(half["lds"]) == ["RepSim"]
     again = reproduction(tmp_path / "killed").run()
     assert numbers(again) == numbers(whole)
+    assert again["differences"] == whole["differences"]  # of RepSim too, judged before the kill
+
+
+def test_differences_are_taken_where_scores_are_at_hand(tmp_path: Path) -> None:
+    work = reproduction(tmp_path)
+    found = work.run()["differences"]["SOURCE"]
+    assert list(found) == ["RepSim", "TRAK"]
+    for name, entry in found.items():
+        one, other = work.judged("SOURCE", 2), work.judged(name, 2)
+        assert entry["of"] == work.found["lds"][name]["of"]
+        assert entry["single"][0] == pytest.approx(one.single.value - other.single.value)
+        assert tuple(entry["ensemble"][1:]) == one.together.minus(other.together).interval
+        crossed = one.single.value - other.together.value
+        assert entry["single, ensemble"][0] == pytest.approx(crossed)
+    # results from elsewhere, whose scores are not here: nothing is made anew for their sake
+    file = tmp_path / "results/blobs.json"
+    result = json.loads(file.read_text())
+    del result["differences"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/blobs.json").write_text(json.dumps(result))
+    other = reproduction(tmp_path / "new", results=tmp_path / "elsewhere").run()
+    assert other["differences"] == {} and not (tmp_path / "new/blobs").exists()
 
 
 def test_what_is_there_is_not_done_again_and_more_can_be_added(

@@ -218,6 +218,25 @@ def test_a_comparison_needs_intervals_that_lie_apart() -> None:
     overlap = claims.above([0.5, 0.45, 0.55], "a", [0.4, 0.35, 0.46], "b")
     assert overlap.word == OPEN and overlap.why == "a: 0.50 [0.45, 0.55], b: 0.40 [0.35, 0.46]"
     assert claims.above(None, "a", [0.4, 0.35, 0.46], "b").word == ABSENT
+    # the difference decides where it is known: for it, against it, or not
+    near = [0.5, 0.4, 0.6], "a", [0.48, 0.38, 0.58], "b"
+    decided = claims.above(*near, [0.02, 0.01, 0.03])
+    assert decided.word == HOLDS and "difference 0.020 [0.010, 0.030]" in decided.why
+    assert claims.above(*near, [0.02, -0.01, 0.05]).word == OPEN
+    assert claims.above(*near, [-0.02, -0.03, -0.01]).word == FAILS
+
+
+def test_a_difference_of_other_sizes_does_not_count() -> None:
+    sizes = {"subsets": 4}
+    found = {
+        "lds": {"SOURCE": {"of": sizes}, "TracIn": {"of": sizes}},
+        "differences": {"SOURCE": {"TracIn": {"single": [1, 1, 1], "of": sizes}}},
+    }
+    assert claims.difference(found, "SOURCE", "TracIn") == [1, 1, 1]
+    assert claims.difference(found, "SOURCE", "TracIn", "ensemble", "ensemble") is None
+    assert claims.difference(found, "TracIn", "SOURCE") is None
+    found["lds"]["TracIn"]["of"] = {"subsets": 5}
+    assert claims.difference(found, "SOURCE", "TracIn") is None
 
 
 def test_source_is_first() -> None:

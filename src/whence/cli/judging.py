@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,8 +137,11 @@ def lds(
         seed=seed,
         exclude_diverged=exclude_diverged,
     )
+    best = max(judged, key=lambda name: judged[name].value)
     data = {
-        name: {f.name: getattr(one, f.name) for f in fields(one)} for name, one in judged.items()
+        name: {f.name: getattr(one, f.name) for f in fields(one) if f.name != "resampled"}
+        | {"behind": asdict(judged.difference(best, name))}
+        for name, one in judged.items()
     }
     only = next(iter(judged.values()))
     return Answer(data, repr(only if len(judged) == 1 else judged))

@@ -1,7 +1,7 @@
 """Judging scores by what really happens: retrain on known subsets, and look."""
 
 from whence.evaluate.calibration import Calibration, calibration
-from whence.evaluate.lds import LDS, Comparison, compare, lds
+from whence.evaluate.lds import LDS, Comparison, Difference, compare, lds
 from whence.evaluate.mislabeled import Mislabeled, mislabeled
 from whence.evaluate.removal import SubsetRemoval, subset_removal
 from whence.retrain import Truth, ground_truth
@@ -10,6 +10,7 @@ __all__ = [
     "LDS",
     "Calibration",
     "Comparison",
+    "Difference",
     "Mislabeled",
     "SubsetRemoval",
     "Truth",

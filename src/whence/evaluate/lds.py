@@ -32,6 +32,23 @@ SPLITS = 10  # random halvings of the seeds for the noise ceiling
 SAME = 1e-13  # group predictions closer than this, relative to Σ|values|, differ by rounding alone
 
 
+@dataclass(frozen=True)
+class Difference:
+    """One LDS minus another on the same resamples of the subsets.
+
+    Attributes:
+        value: the difference.
+        interval: 95 % bootstrap interval over the subsets. Narrower than the two scores' own: what
+            a resample does to both alike cancels.
+    """
+
+    value: float
+    interval: tuple[float, float]
+
+    def __str__(self) -> str:
+        return estimate(self.value, self.interval)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LDS(Tabled):
     """A linear datamodeling score.
@@ -52,6 +69,7 @@ class LDS(Tabled):
         lost: subsets left out because all of their trainings were.
         runs: how many runs' scores were averaged.
         single: for a list of runs, the mean LDS of the runs one by one.
+        resampled: (B,) the scores of the resamples, moved as the interval is.
     """
 
     value: float
@@ -69,6 +87,19 @@ class LDS(Tabled):
     lost: int
     runs: int = 1
     single: LDS | None = None
+    resampled: Floats | None = None
+
+    def minus(self, other: LDS) -> Difference:
+        """This score minus another one on the same truth, made with the same `bootstrap` and
+        `seed`."""
+        mine, its = self.resampled, other.resampled
+        alike = (self.subsets, self.seeds, self.alpha) == (other.subsets, other.seeds, other.alpha)
+        if mine is None or its is None or len(mine) != len(its) or not alike:
+            raise ValueError(
+                f"the LDS of {self.method} and that of {other.method} do not share their "
+                "resamples: make both with the same truth, bootstrap and seed"
+            )
+        return Difference(self.value - other.value, _ends(mine - its))
 
     def table(self) -> Table:
         """The score with its interval, and all that it stands on."""
@@ -93,14 +124,24 @@ class LDS(Tabled):
 class Comparison(dict[str, LDS]):
     """The LDS of several methods on one truth: a dict that prints as a table, best first."""
 
+    def difference(self, one: str, other: str) -> Difference:
+        """How far one method's LDS is above another's, on the same resamples."""
+        for name in (one, other):
+            if name not in self:
+                raise KeyError(f"no method is called {name!r}: there are {', '.join(self)}")
+        return self[one].minus(self[other])
+
     def table(self) -> Table:
-        """One row per method."""
+        """One row per method; *behind* is the best one's score minus the row's."""
         singles = any(found.single is not None for found in self.values())
-        heads = ["method", "LDS [95 %]", *(["single run"] if singles else []), "ceiling", "queries"]
+        heads = ["method", "LDS [95 %]", "behind [95 %]", *(["single run"] if singles else [])]
+        heads += ["ceiling", "queries"]
         rows: list[list[object]] = []
+        best = max(self, key=lambda name: self[name].value, default="")
         for name, found in sorted(self.items(), key=lambda item: -item[1].value):
             single = found.single
             cells: list[object] = [name, estimate(found.value, found.interval)]
+            cells.append(None if name == best else self.difference(best, name))
             if singles:
                 cells.append(None if single is None else estimate(single.value, single.interval))
             cells += [None if found.ceiling is None else f"{found.ceiling:.3f}", found.queries]
@@ -150,11 +191,11 @@ def lds(
         values, around = per_query[rows].mean(0), resampled[rows].mean(0)
         value = float(values[defined].mean())
         # Repeated subsets are ties, which lower a resample's correlations by about 1/M. The
-        # percentiles are moved by that much, to be about the value.
-        low, high = np.percentile(around, [2.5, 97.5]) - around.mean() + value
+        # resamples are moved by that much, to be about the value.
+        around = around - around.mean() + value
         return LDS(
             value=value,
-            interval=(float(low), float(high)),
+            interval=_ends(around),
             per_query=values,
             ceiling=ceiling,
             method=found.method,
@@ -166,6 +207,7 @@ def lds(
             alpha=float(truth.alpha),
             diverged=found.diverged,
             lost=found.lost,
+            resampled=around,
             **more,
         )
 
@@ -190,6 +232,12 @@ def compare(
             for name, scores in scores_by_method.items()
         }
     )
+
+
+def _ends(resampled: Floats) -> tuple[float, float]:
+    """Of the middle 95 %."""
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _correlated(

@@ -258,7 +258,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
 
 
 def rounded_products(dtype: torch.dtype, device: torch.device) -> str:
-    """"" if products are as exact as the dtype; else what a GPU was asked to round them to."""
+    """ "" if products are as exact as the dtype; else what a GPU was asked to round them to."""
     if dtype != torch.float32 or device.type != "cuda":
         return ""
     return {"high": ", TF32 products", "medium": ", bfloat16 products"}.get(
