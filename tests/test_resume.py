@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -592,8 +593,40 @@ def test_little_memory_splits_the_queries(
     mine = method.attribute(study(run, net(WIDE)), memory=2**20, **kind).values
     assert blocks[0] >= 12 and 1 <= blocks[1] < 6 and blocks[2] == blocks[1]
     np.testing.assert_allclose(little, plenty, rtol=1e-9, atol=1e-12 * abs(plenty).max())
+    # if but one term's vectors fit, they are made anew for each chunk of examples
+    monkeypatch.setattr(Scoring, "_holds", lambda self, queries: False)
+    monkeypatch.setattr("whence.methods.scoring.CHUNK", 8)
+    monkeypatch.setattr("whence.methods.scoring.SPREAD", 0)
+    kind |= {"batch_size": 2}
+    anew = method.attribute(study(run, net(WIDE)), query, by_segment=True, **kind)
+    for found in (anew.values, anew.by_segment.sum(0)):
+        np.testing.assert_allclose(found, plenty, rtol=1e-9, atol=1e-12 * abs(plenty).max())
     own = method.attribute(study(run, net(WIDE)), TRAIN, **kind).values.diagonal()
     np.testing.assert_allclose(mine, own, rtol=1e-9, atol=1e-12 * abs(own).max())
+
+
+@pytest.mark.parametrize("method", [whence.Source(2), whence.TracIn()])
+def test_one_terms_vectors_are_gone_before_the_next_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    from whence.curvature.products import FactoredReadout, Readout
+    from whence.methods.scoring import Scoring
+
+    monkeypatch.setattr(Scoring, "_holds", lambda self, queries: False)
+    made, alive = [], []
+    real = Scoring._positions_of
+
+    def looking(self: Any, term: Any, *rest: Any) -> Any:
+        kinds = (Readout, FactoredReadout)
+        alive.append(sum(isinstance(thing, kinds) for thing in gc.get_objects()))
+        made.append(term)
+        return real(self, term, *rest)
+
+    monkeypatch.setattr(Scoring, "_positions_of", looking)
+    layers, run = 3, recorded(tmp_path / "run", sizes=WIDE)
+    gc.collect()
+    method.attribute(study(run, net(WIDE)), QUERY, **EXACT)
+    assert len(made) > 1 and alive == [layers] * len(made)
 
 
 @pytest.mark.parametrize("memory", ["1MB", "3 MiB", "0.5GB", 2**30])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is everybody's
+
 
 def allowance(memory: int | str | None, device: torch.device) -> int:
     """Bytes that may be used, from bytes or a text like "8GB".
@@ -13,7 +15,7 @@ def allowance(memory: int | str | None, device: torch.device) -> int:
     """
     if memory is None:
         free, total = free_and_total(device)
-        return int(min(0.4 * total, 0.8 * free))
+        return int(min(SHARE.get(device.type, 0.4) * total, 0.8 * free))
     if isinstance(memory, str):
         units = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
         text = memory.upper().replace("IB", "B").replace(" ", "")

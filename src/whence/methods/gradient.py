@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
     _factored = False  # whether the query vectors are plain gradients
+    _shared = False  # whether all terms have the same vectors
 
     # -- what a method defines -----------------------------------------------------------------
 
@@ -50,8 +51,9 @@ class GradientMethod(Method):
         stage: str,
         indices: np.ndarray,
         examples: int,
-    ) -> list[Readouts]:
-        """The vectors w of these queries, one set per term, to be used on so many examples."""
+    ) -> Iterator[tuple[int, Readouts]]:
+        """The vectors w of these queries for each term, by its number, in any order; to be used on
+        so many examples. A set that was given is not kept here, so that its memory can go."""
 
     def training(self, bench: Bench, prepared: Any) -> tuple[Signal, Mapping[str, Tensor] | None]:
         """What of an example is differentiated, and its weight if any, (n,) per stage."""
@@ -162,7 +164,7 @@ class GradientMethod(Method):
             terms = self.terms(bench)
             rows, last = np.arange(len(bench.query)), study.stages[-1]
             prepared = self.prepare(bench, terms)
-            ready = self.vectors(bench, prepared, bench.query, last, rows, len(examples))
+            ready = dict(self.vectors(bench, prepared, bench.query, last, rows, len(examples)))
             return [by_token(bench, terms, ready, stage, example) for example in examples]
 
     def _attribute_one(
@@ -176,7 +178,7 @@ class GradientMethod(Method):
         prepared = self.prepare(bench, terms)
         vectors = partial(self.vectors, bench, prepared)
         signal, weights = self.training(bench, prepared)
-        scoring = Scoring(bench, terms, vectors, writer, by_segment, signal, weights)
+        scoring = Scoring(bench, terms, vectors, writer, by_segment, signal, weights, self._shared)
         with bench.any.clock("scores"):
             if bench.query is None:
                 scoring.selves()

@@ -10,7 +10,7 @@ f(with m) - f(without m).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -60,6 +60,8 @@ class Influence(GradientMethod):
     """
 
     damping: float | str | None
+
+    _shared = True
 
     def __init__(
         self,
@@ -181,14 +183,14 @@ class Influence(GradientMethod):
         stage: str,
         indices: np.ndarray,
         examples: int,
-    ) -> list[Readouts]:
+    ) -> Iterator[tuple[int, Readouts]]:
         bases = dict(prepared.inverse.bases)
         v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
         w, went = prepared.inverse.solve(v)  # (H + λ)⁻¹ v
         if went:
             _note(bench, f"{stage} {indices[0]}", went)
         ready = bench.readouts(w, -1.0 / prepared.examples, examples)
-        return [ready for _ in bench.study.stages]
+        yield from ((k, ready) for k in range(len(bench.study.stages)))
 
 
 def _note(bench: Bench, queries: str, went: dict[str, Any]) -> None:

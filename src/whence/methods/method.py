@@ -65,7 +65,8 @@ class Method(ABC):
             device: where to compute (default: where the model is).
             dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
             batch_size: examples per pass (default: chosen from memory). No score depends on it.
-            memory: what may be used, in bytes or like "8GB" (default: 40 % of the machine's).
+            memory: what may be used, in bytes or like "8GB" (default: 40 % of the machine's,
+                60 % of a GPU's).
             out: folder for the scores, written block by block; the same call again goes on from
                 there.
             top: keep only each query's so many most helpful and most harmful examples.

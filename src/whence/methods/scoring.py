@@ -6,11 +6,15 @@ values[q, m] = Σ_terms Σ_{c in term} ⟨w_{term,q}, ∇L(m, θ_c)⟩
 
 Queries are taken so many at once as memory allows; for each such block of queries, examples go by
 in chunks. A chunk is written when all its checkpoints are added up, so what is written is final.
+
+A pass over the examples costs more than the vectors of a few queries, so as many queries as fit
+share one. If the vectors of all terms fit, they are held while the examples go by. If not, only one
+term's are, and they are made anew for each chunk, which is then larger (SPREAD).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +33,13 @@ from whence.methods.bench import LOSS, Bench, Readouts, Term
 from whence.scores import ScoreWriter
 
 CHUNK = 1024  # examples
+# Examples per query in a chunk that vectors are made anew for: those of a query (two rotations per
+# term) cost about as much as the gradients of ten examples.
+SPREAD = 64
 
-#: the vectors of some queries: (data, stage, indices, examples they will meet) -> one set per term
-VectorsOf = Callable[[Batches, str, NDArray[np.int64], int], list[Any]]
+#: the vectors of some queries, (data, stage, indices, examples they will meet) -> term by term, in
+#: any order: (which, vectors). What was given is not kept by the giver.
+VectorsOf = Callable[[Batches, str, NDArray[np.int64], int], Iterable[tuple[int, Any]]]
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,12 @@ class Scoring:
     by_segment: bool
     signal: Signal = LOSS
     weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
+    shared: bool = False  # whether the vectors of all terms are the same
 
     def queries(self, query: Batches) -> None:
         """Every query against every example."""
         bench, stage = self.bench, self.bench.study.stages[-1]
-        columns = self._columns(self._chunk())
-        examples = columns[-1].place.stop
+        examples = sum(len(bench.study.data[s]) for s in bench.stages)
         bar = tqdm(
             total=len(query) * examples,
             desc="scores",
@@ -85,11 +93,13 @@ class Scoring:
         )
         with bar:
             for rows in cut(len(query), self._at_once()):
-                where = slice(int(rows[0]), int(rows[-1]) + 1)
+                where, held = slice(int(rows[0]), int(rows[-1]) + 1), self._holds(len(rows))
+                columns = self._columns(self._chunk(0 if held else len(rows)))
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
-                ready = self.vectors(query, stage, rows, examples) if todo else []
+                kept = list(self.vectors(query, stage, rows, examples)) if held and todo else None
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk in todo:
+                    ready = kept or self.vectors(query, stage, rows, len(chunk.indices))
                     self._write(where, chunk, self._contributions(ready, chunk, len(rows)))
                     bar.update(len(rows) * len(chunk.indices))
 
@@ -104,22 +114,25 @@ class Scoring:
                 ready = self.vectors(data, chunk.stage, chunk.indices, count)
                 self._write(None, chunk, self._contributions(ready, chunk, None))
 
-    def _contributions(self, ready: list[Any], chunk: Columns, queries: int | None) -> Tensor:
+    def _contributions(
+        self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
+    ) -> Tensor:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
         shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
         passes = self.bench.any
         totals = torch.zeros(shape, dtype=accumulator(passes.dtype), device=passes.device)
         data = self.bench.study.data[chunk.stage]
         blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.bench.batch_size)]
-        for term, readouts, total in zip(self.terms, ready, totals, strict=True):
+        for which, readouts in ready:
+            term, total = self.terms[which], totals[which]
             for here, name, a, s in self._positions_of(term, chunk.stage, data, blocks):
-                readout = readouts.get(name)
-                if readout is None:  # the vectors do not reach this layer
+                if name not in readouts:  # the vectors do not reach this layer
                     continue
                 if queries is None:
-                    total[here] += readout.paired(a, s, here)
+                    total[here] += readouts[name].paired(a, s, here)
                 else:
-                    readout.add_inner(total[:, here], a, s)
+                    readouts[name].add_inner(total[:, here], a, s)
+            del readouts  # before the next ones are made
         if self.weights is not None:
             totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
         return totals
@@ -170,17 +183,27 @@ class Scoring:
         parts = contributions.cpu().numpy() if self.by_segment else None
         self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
 
-    def _chunk(self) -> int:
-        """How many examples are scored between two notes of progress: whole batches."""
+    def _chunk(self, queries: int) -> int:
+        """How many examples are scored between two notes of progress, if the vectors of so many
+        queries are made for them: whole batches."""
         batch = self.bench.batch_size
-        return max(CHUNK, 4 * batch) // batch * batch
+        return max(CHUNK, 4 * batch, SPREAD * queries) // batch * batch
 
     def _at_once(self) -> int:
-        """How many queries' vectors fit: one for each term, and two on the way."""
-        size = (
-            cost.vector_numbers(self.bench.any.tracked) * accumulator(self.bench.any.dtype).itemsize
-        )
-        return int(max(1, self.bench.memory // 2 // ((len(self.terms) + 2) * size)))
+        """How many queries' vectors fit: one term's, and two sets on the way to the next."""
+        return max(1, self._fitting(1))
+
+    def _holds(self, queries: int) -> bool:
+        """Whether the vectors of all terms fit, of so many queries."""
+        return self._fitting(1 if self.shared else len(self.terms)) >= queries
+
+    def _fitting(self, sets: int) -> int:
+        size = self._vector() * accumulator(self.bench.any.dtype).itemsize
+        return int(self.bench.memory // 2 // ((sets + 2) * size))
+
+    def _vector(self) -> int:
+        """Numbers in a query's vector."""
+        return cost.vector_numbers(self.bench.any.tracked)
 
     def _columns(self, size: int) -> list[Columns]:
         found, offset = [], 0
@@ -194,12 +217,13 @@ class Scoring:
 
 
 def by_token(
-    bench: Bench, terms: list[Term], ready: list[Readouts], stage: str, example: int
+    bench: Bench, terms: list[Term], ready: Mapping[int, Readouts], stage: str, example: int
 ) -> Tokens:
     """What each position of one example of a stage did to each query whose vectors are ready."""
     data, passes = bench.study.data[stage], bench.passes[stage]
     parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
-    for term, readouts in zip(terms, ready, strict=True):
+    for which, readouts in ready.items():
+        term = terms[which]
         for checkpoint in term.checkpoints if term.stage == stage else ():
             passes.load(checkpoint)
             for sweep in passes.sweeps(data, [np.array([example])], LOSS):

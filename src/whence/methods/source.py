@@ -14,7 +14,7 @@ own (see `dynamics`). The sign is that of f(with m) - f(without m).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -129,21 +129,19 @@ class Source(GradientMethod):
         stage: str,
         indices: np.ndarray,
         examples: int,
-    ) -> list[Readouts]:
+    ) -> Iterator[tuple[int, Readouts]]:
         bases = prepared[-1].dynamics.bases
         v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
-        readouts: list[Readouts] = []
         for k, p in reversed(list(enumerate(prepared))):
-            wanted = p.segment.stage.name in bench.stages
-            r = p.dynamics.respond(v, last=k == 0) if wanted else None
-            scale = -1.0 / (p.examples * len(p.points))
-            found = bench.readouts(r, scale, examples * len(p.points)) if r else {}
-            readouts.insert(0, found)
+            if p.segment.stage.name in bench.stages:
+                scale = -1.0 / (p.examples * len(p.points))
+                r = p.dynamics.respond(v, last=k == 0)
+                yield k, bench.readouts(r, scale, examples * len(p.points))
+                del r
             if k > 0:
                 before = v.squared_norm()
                 v = p.dynamics.survive(v)
                 self._note_survival(bench, k, v.squared_norm() / before)
-        return readouts
 
     def _dynamics(self, bench: Bench, segment: Segment, points: Sequence[Weights]) -> Dynamics:
         optimizer = known_optimizer(bench, segment)

@@ -8,6 +8,7 @@ m).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -44,14 +45,10 @@ class TracIn(GradientMethod):
         stage: str,
         indices: np.ndarray,
         examples: int,
-    ) -> list[Readouts]:
-        readouts: list[Readouts] = []
-        for term in prepared:
-            if term.stage not in bench.stages:
-                readouts.append({})
-                continue
-            (checkpoint,) = term.checkpoints
-            v = bench.own_gradients(data, stage, indices, checkpoint)
-            η = bench.rates(partial(bench.run.rate_at, checkpoint))
-            readouts.append({name: readout.scaled(-η[name]) for name, readout in v.items()})
-        return readouts
+    ) -> Iterator[tuple[int, Readouts]]:
+        for k, term in enumerate(prepared):
+            if term.stage in bench.stages:
+                (checkpoint,) = term.checkpoints
+                v = bench.own_gradients(data, stage, indices, checkpoint)
+                η = bench.rates(partial(bench.run.rate_at, checkpoint))
+                yield k, {name: v.pop(name).scaled(-η[name]) for name in list(v)}

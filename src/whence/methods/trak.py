@@ -19,7 +19,7 @@ are pooled, as the paper does. The sign is that of f(with m) - f(without m).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ class Trak(GradientMethod):
         damping: λ in (ΦᵀΦ + NλI)⁻¹. 0 as published.
     """
 
+    _shared = True
+
     def __init__(
         self,
         dimension: int = 4096,
@@ -99,7 +101,7 @@ class Trak(GradientMethod):
         stage: str,
         indices: np.ndarray,
         examples: int,
-    ) -> list[Readouts]:
+    ) -> Iterator[tuple[int, Readouts]]:
         passes, projection = bench.passes[stage], prepared.projection
         passes.load(bench.run.final)
         batches = [indices[b] for b in cut(len(indices), bench.batch_size)]
@@ -114,7 +116,7 @@ class Trak(GradientMethod):
             w |= part.lift(solved)
         sign = -1.0 if prepared.weights is None else 1.0
         ready = bench.readouts(Vectors(w, dict.fromkeys(w)), sign, examples)
-        return [ready for _ in bench.study.stages]
+        yield from ((k, ready) for k in range(len(bench.study.stages)))
 
     def training(
         self, bench: Bench, prepared: Prepared

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,13 +54,16 @@ class FromStore(Scoring):
 
     store: GradientStore
 
-    def _contributions(self, ready: list[Any], chunk: Columns, queries: int | None) -> Tensor:
+    def _contributions(
+        self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
+    ) -> Tensor:
         assert queries is not None
         passes = self.bench.any
         shape = (len(self.terms), queries, len(chunk.indices))
         totals = torch.zeros(shape, dtype=accumulator(passes.dtype), device=passes.device)
         here = slice(int(chunk.indices[0]), int(chunk.indices[-1]) + 1)
-        for term, vectors, total in zip(self.terms, ready, totals, strict=True):
+        for which, vectors in ready:
+            term, total = self.terms[which], totals[which]
             for checkpoint in term.checkpoints if term.stage == chunk.stage else ():
                 rows = self.store.rows(chunk.stage, checkpoint)[here]
                 total += inner(rows.to(passes.device), vectors)
@@ -78,12 +81,14 @@ class FromStore(Scoring):
                 "are NaN or infinite: the store is damaged. Delete it, and build it again"
             )
 
-    def _chunk(self) -> int:
+    def _chunk(self, queries: int) -> int:
         return CHUNK
 
     def _at_once(self) -> int:
-        size = self.store.dimension * accumulator(self.bench.any.dtype).itemsize
-        return int(max(1, self.bench.memory // 2 // ((len(self.terms) + 2) * size)))
+        return max(1, self._fitting(len(self.terms)))  # which are made all at once
+
+    def _vector(self) -> int:
+        return self.store.dimension
 
 
 class Stored(Method):
@@ -112,10 +117,10 @@ class Stored(Method):
 
         def vectors(
             data: Batches, stage: str, indices: NDArray[np.int64], examples: int
-        ) -> list[Tensor]:
+        ) -> Iterable[tuple[int, Tensor]]:
             projected = partial(self._store.projected, bench, data, indices)
             wide = accumulator(bench.any.dtype)
-            return [w.to(wide) for w in self.vectors(bench, terms, projected)]
+            return enumerate(w.to(wide) for w in self.vectors(bench, terms, projected))
 
         scoring = FromStore(bench, terms, vectors, writer, by_segment)
         scoring.store = self._store
