@@ -35,6 +35,7 @@ Floats = NDArray[np.float64]
 Results = Mapping[str, Found]
 
 BLUE, RED, GREEN, PINK, YELLOW, SKY, SILVER = COLOURS
+DIAGONAL = "SOURCE, λP⁻¹"  # for Adam, beside the paper's own
 LOOKS = {
     "RepSim": (SILVER, 0),
     "TracIn": (SKY, 1),
@@ -43,6 +44,7 @@ LOOKS = {
     "FastSource": (PINK, 4),
     "SOURCE, L = 1": (RED, 5),
     "SOURCE": (BLUE, 6),
+    DIAGONAL: ("#003A66", 6),
     'influence (λ = "source")': ("#8A6D00", 3),
     "influence, conjugate gradients": ("#8A6D00", 3),
     "Random": (GREY, 0),
@@ -120,11 +122,13 @@ def look(method: str) -> dict[str, Any]:
 
 
 def lds_bars(results: Results, shown: Sequence[str]) -> Figure:
-    """LDS at α = ½ of the paper's five methods, one model beside the ensemble, a panel per task."""
+    """LDS at α = ½ of the paper's five methods, one model beside the ensemble, a panel per task;
+    where training was Adam's, of SOURCE's other form too."""
     with panels(len(shown), 5, (1.72, 2.15)) as (figure, axes):
         for axis, task in zip(axes, shown, strict=True):
             experiment, lds = TASKS[task], results[task]["lds"]
             names = [*baselines(experiment), experiment.source]
+            names += [DIAGONAL] if DIAGONAL in experiment.methods else []
             for x, name in enumerate(names):
                 entry, colour = lds.get(name), LOOKS[name][0]
                 if entry is None:
@@ -235,13 +239,26 @@ def removal(results: Results, shown: Sequence[str]) -> Figure:
                 axis.plot(r["k"], shares, label=name, **drawn)
             axis.set_xscale("log")
             axis.minorticks_off()
-            axis.set_xticks(r["k"], [str(k) for k in r["k"]], fontsize=7)
-            axis.set_ylim(-0.02, 1.02)
+            ticks = _apart(r["k"])
+            axis.set_xticks(ticks, [str(k) for k in ticks], fontsize=7)
+            top = max(high for bands in r["interval"].values() for _, high in bands)
+            axis.set_ylim(-0.02 * top, 1.04 * top)
             axis.set_xlabel("examples removed, at most")
             axis.set_title(title(task, results[task]), fontsize=9)
         axes[0].set_ylabel("share of queries flipped")
         legend(figure, axes)
     return figure
+
+
+def _apart(counts: Sequence[int]) -> list[int]:
+    """Those that leave room for their labels on a logarithmic axis: the ends, and what lies apart
+    from both neighbours."""
+    room = 0.15 * np.log(counts[-1] / counts[0])
+    found = [counts[0]]
+    for count in counts[1:-1]:
+        if min(np.log(count / found[-1]), np.log(counts[-1] / count)) >= room:
+            found.append(count)
+    return [*found, counts[-1]] if len(counts) > 1 else found
 
 
 # --- influence against unrolling, on two parameters ---------------------------------------------
