@@ -141,11 +141,13 @@ class Study:
         progress: bool = False,
         quiet: bool = False,
         shared: bool = True,
+        frozen: bool = False,
     ) -> dict[str, Passes]:
         """A copy of the model on a device, its layers found and checked; one `Passes` per stage.
 
         The last stage's layers are those that a query can see, so of other stages only what they
-        share with it is tracked; unless `shared` is False (self-influence).
+        share with it is tracked; unless `shared` is False (self-influence). Layers that the run
+        never moved are not, unless `frozen`.
         """
         copies: dict[int, Loaded] = {}
         found: dict[tuple[int, int], Tracked] = {}
@@ -168,7 +170,8 @@ class Study:
                 place(self.data[stage].take(range(k)), device, dtype) for k in (count, 1)
             )
             if (id(own), id(task)) not in found:
-                tracked = find(loaded.model, task, several, one, self.layers)
+                trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
+                tracked = find(loaded.model, task, several, one, self.layers, trained)
                 last = next(iter(found.values()), tracked)
                 found[id(own), id(task)] = tracked.shared_with(last) if shared else tracked
             self.probe[stage] = self._probed(loaded.model, task, several)

@@ -8,7 +8,7 @@ either handled exactly or left out by name; nothing is captured wrongly in silen
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from whence.layers.capture import Block, Site, Tape, gradients_of
 from whence.layers.choose import Chooser
 from whence.layers.kind import kind_of
 from whence.task import Task
+
+FROZEN = "frozen: no update of the run moved it"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Tracked:
         return replace(self, sites=tuple(kept))
 
     @property
+    def unseen(self) -> list[Excluded]:
+        """What is left out although training moved it."""
+        return [e for e in self.excluded if e.reason != FROZEN]
+
+    @property
     def share(self) -> float:
         """Share of the model's parameters that is tracked."""
         return 1.0 - sum(e.share for e in self.excluded)
@@ -61,8 +68,13 @@ class Tracked:
         """One line on what is left out: names, and share of the total."""
         if not self.excluded:
             return f"all {self.parameters:,} parameters are tracked"
-        names = ", ".join(f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.excluded)
-        return f"{self.share:.1%} of {self.parameters:,} parameters are tracked; left out: {names}"
+        told = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
+        still = [e for e in self.excluded if e.reason == FROZEN]
+        if still:
+            what = still[0].name if len(still) == 1 else f"{len(still)} layers"
+            told.append(f"{what} ({sum(e.share for e in still):.1%}: {FROZEN})")
+        left = ", ".join(told)
+        return f"{self.share:.1%} of {self.parameters:,} parameters are tracked; left out: {left}"
 
 
 def find(
@@ -71,6 +83,7 @@ def find(
     batch: Any,
     single: Any,
     choose: Chooser | None = None,
+    trained: Callable[[str], bool] | None = None,
 ) -> Tracked:
     """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
 
@@ -78,9 +91,19 @@ def find(
         batch: a few examples, on the model's device, to check captured gradients on.
         single: the first of them alone, to check that examples do not mix.
         choose: which of the trackable layers to track; None is all.
+        trained: whether training moved a parameter, by its name. Layers that it did not move do not
+            respond to the data, so their gradients are not taken; unless it moved none at all,
+            which a method can say more about.
     """
     reasons: dict[str, str] = {}
+    frozen: set[str] = set()
     sites = _candidates(model, choose, reasons)
+    if trained is not None:
+        moved = [s for s in sites if any(map(trained, s.parameter_names()))]
+        if moved:
+            sites = moved
+            names = [name for name, _ in model.named_parameters()]
+            frozen = {name for name in names if not trained(name)}
     with torch.enable_grad(), Tape(model, sites) as tape:
         outputs = task.outputs(model, batch)
         losses = task.losses(outputs, batch)
@@ -101,6 +124,7 @@ def find(
     kept.sort(key=tape.first_call)
     _check_separate(model, task, losses, single)
     kept, positions = _verified(model, task, batch, kept, reasons)
+    reasons.update(dict.fromkeys(frozen, FROZEN))
     if not kept:
         raise ValueError(
             "no layer of the model can be tracked: "
@@ -260,6 +284,6 @@ def _left_out(
 
 
 def report(tracked: Tracked) -> None:
-    """Say once, as a warning, what is left out."""
-    if tracked.excluded:
+    """Say once, as a warning, what is left out; not if training left it alone."""
+    if tracked.unseen:
         warnings.warn(tracked.summary(), stacklevel=3)

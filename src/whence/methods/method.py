@@ -114,6 +114,7 @@ class Method(ABC):
             query=None if query is None else study.query(query),
             stage=self.stage,
             shared=query is not None and not self._own_layers,
+            frozen=self._own_layers,
             device=device,
             dtype=dtype,
             batch_size=batch_size,
@@ -244,6 +245,7 @@ def lay_out(
     query: Batches | None = None,
     stage: str | None = None,
     shared: bool = True,
+    frozen: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
     batch_size: int | None = None,
@@ -256,6 +258,7 @@ def lay_out(
     Args:
         stage: whose examples are meant (None: all stages').
         shared: whether only layers that a query can see are tracked in earlier stages.
+        frozen: whether layers that training did not move are tracked too.
     """
     stages = asked_stages(study, stage)
     own = next(study.model.parameters(), torch.zeros(()))
@@ -263,7 +266,13 @@ def lay_out(
     for data in study.data.values():
         data.refresh()
     passes = study.passes(
-        run, device=where, dtype=dtype, workers=workers, progress=progress, shared=shared
+        run,
+        device=where,
+        dtype=dtype,
+        workers=workers,
+        progress=progress,
+        shared=shared,
+        frozen=frozen,
     )
     allowed = allowance(memory, where)
     if batch_size is None:
