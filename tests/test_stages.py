@@ -162,6 +162,13 @@ def test_one_stage(trained: Trained, stage: str) -> None:
     close(scores.values, expected[:, trained.dense.columns[stage]])
     assert len(scores.train_ids) == len(DATA[stage])
     assert scores.stage is None or set(scores.stage) == {stage}
+    # what came before it has no part in it, and is not fitted
+    about, fitted = scores.diagnostics["segments"], 7 if stage == "before" else 3
+    assert [a["stage"] for a in about] == ["before", "before", "after", "after"]
+    assert [a["stage"] for a in about if "duration" in a] == ["before"] * (fitted == 7) * 2 + [
+        "after"
+    ] * 2
+    assert scores.diagnostics["estimate"]["passes"]["covariances"] == fitted
 
 
 def test_self_influence(trained: Trained) -> None:

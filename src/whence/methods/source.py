@@ -100,26 +100,24 @@ class Source(GradientMethod):
     def terms(self, bench: Bench) -> list[Term]:
         return [Term(s.stage.name, self.points(s)) for s in self.cut(bench)]
 
-    def prepare(self, bench: Bench, terms: list[Term]) -> list[Prepared]:
-        prepared = []
-        for segment, term in zip(self.cut(bench), terms, strict=True):
-            examples = len(bench.study.used(bench.run, term.stage))
-            dynamics = self._dynamics(bench, segment, term.checkpoints)
-            prepared.append(Prepared(segment, term.checkpoints, dynamics, examples))
+    def prepare(self, bench: Bench, terms: list[Term]) -> dict[int, Prepared]:
+        """The segments by number, from the first whose examples are scored on: what came before
+        has no part in it."""
+        segments, prepared = self.cut(bench), {}
+        for k in range(_first_scored(bench, terms), len(terms)):
+            examples = len(bench.study.used(bench.run, terms[k].stage))
+            dynamics = self._dynamics(bench, segments[k], terms[k].checkpoints)
+            prepared[k] = Prepared(segments[k], terms[k].checkpoints, dynamics, examples)
         bench.diagnostics["segments"] = [
-            described(
-                p.segment,
-                [x for name, x in p.dynamics.durations.items() if name in p.dynamics.curvature],
-                p.dynamics.exponents().values(),
-            )
-            for p in prepared
+            described(segment, prepared[k].dynamics if k in prepared else None)
+            for k, segment in enumerate(segments)
         ]
         return prepared
 
     def passes_needed(self, bench: Bench) -> dict[str, int]:
-        needed = super().passes_needed(bench)
-        everywhere = sum(len(term.checkpoints) for term in self.terms(bench))
-        return needed | fitting_passes(self.curvature, everywhere)
+        needed, terms = super().passes_needed(bench), self.terms(bench)
+        fitted = sum(len(term.checkpoints) for term in terms[_first_scored(bench, terms) :])
+        return needed | fitting_passes(self.curvature, fitted)
 
     def vectors(
         self,
@@ -130,15 +128,16 @@ class Source(GradientMethod):
         indices: np.ndarray,
         examples: int,
     ) -> Iterator[tuple[int, Readouts]]:
-        bases = prepared[-1].dynamics.bases
+        first, last = min(prepared), max(prepared)
+        bases = prepared[last].dynamics.bases
         v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
-        for k, p in reversed(list(enumerate(prepared))):
+        for k, p in reversed(prepared.items()):
             if p.segment.stage.name in bench.stages:
                 scale = -1.0 / (p.examples * len(p.points))
-                r = p.dynamics.respond(v, last=k == 0)
+                r = p.dynamics.respond(v, last=k == first)
                 yield k, bench.readouts(r, scale, examples * len(p.points))
                 del r
-            if k > 0:
+            if k > first:
                 before = v.squared_norm()
                 v = p.dynamics.survive(v)
                 self._note_survival(bench, k, v.squared_norm() / before)
@@ -285,23 +284,36 @@ def _check_moments(
                 )
 
 
-def described(
-    segment: Segment, durations: Iterable[float], exponents: Iterable[Tensor]
-) -> dict[str, Any]:
-    """A segment's η̄K and the spread of η̄Kσ, for people to read."""
-    levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.95, 1.0], dtype=torch.float64)
-    x = torch.cat([part.double().flatten().cpu() for part in exponents]).sort().values
-    chosen, times = x[(levels * (len(x) - 1)).round().long()], list(durations)
-    return {
+def described(segment: Segment, dynamics: Dynamics | None) -> dict[str, Any]:
+    """A segment, with its η̄K and the spread of η̄Kσ if it was fitted, for people to read."""
+    about = {
         "start": segment.start,
         "end": segment.end,
         "stage": segment.stage.name,
         "checkpoints": [c.step for c in segment.checkpoints],
+    }
+    if dynamics is None:
+        return about
+    times = [x for name, x in dynamics.durations.items() if name in dynamics.curvature]
+    return about | spread(times, dynamics.exponents().values())
+
+
+def spread(durations: Iterable[float], exponents: Iterable[Tensor]) -> dict[str, Any]:
+    """The ends of η̄K over layers, and quantiles of η̄Kσ over all directions."""
+    levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.95, 1.0], dtype=torch.float64)
+    x = torch.cat([part.double().flatten().cpu() for part in exponents]).sort().values
+    chosen, times = x[(levels * (len(x) - 1)).round().long()], list(durations)
+    return {
         "duration": {"least": min(times), "most": max(times)},
         "duration_times_eigenvalue": {
             f"{level:.2f}": float(value) for level, value in zip(levels, chosen, strict=True)
         },
     }
+
+
+def _first_scored(bench: Bench, terms: Sequence[Term]) -> int:
+    """Which term is the first whose stage is asked about."""
+    return next(k for k, term in enumerate(terms) if term.stage in bench.stages)
 
 
 def fitting_passes(curvature: str, checkpoints: int) -> dict[str, int]:

@@ -33,6 +33,7 @@ from whence.methods.source import (
     block_durations,
     described,
     known_optimizer,
+    spread,
 )
 from whence.methods.trak import check_rank, cholesky
 from whence.run import Run, Segment
@@ -291,11 +292,8 @@ class StoredSource(Stored):
         bench.diagnostics.setdefault(
             "segments",
             [
-                described(
-                    segment,
-                    torch.cat([part.T for part in parts]).tolist(),
-                    [part.x for part in parts],
-                )
+                described(segment, None)
+                | spread(torch.cat([part.T for part in parts]).tolist(), [part.x for part in parts])
                 for segment, parts in zip(segments, stretches, strict=True)
             ],
         )
