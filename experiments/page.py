@@ -32,6 +32,7 @@ DOCS = FOLDER.parent / "docs"
 PICTURES = "figures/reproduce"  # below the pages
 NEAR = 0.05  # how far from one of the reference numbers is still near
 LETTERS = 400  # of a text in a panel
+UNROLLED = "Unrolled, expected, Gauss-Newton"
 MARKS = {HOLDS: "✓", FAILS: "✗", OPEN: "?", ABSENT: "…"}
 NEEDS = {  # one of these files, to draw a task's examples
     "fashion_mnist": ("fashion_mnist/fashion_mnist.npz",),
@@ -287,7 +288,32 @@ def claims_part(results: Results) -> str:
         ]
         if lines:
             parts.append(f"{head}, by claim:\n\n" + "\n".join(lines))
+        if word == FAILS:
+            parts += causes(results, [t for t, v in judged.items() if v[0] and v[0].word == FAILS])
     return "\n\n".join(parts)
+
+
+def causes(results: Results, tasks: Iterable[str]) -> list[str]:
+    """What other methods' results say of why SOURCE is not first on these tasks."""
+    lines = []
+    for task in tasks:
+        found, experiment = results[task], TASKS[task]
+        own, theirs = (found["lds"][n]["single"] for n in (experiment.source, "influence"))
+        exact = found["lds"].get(UNROLLED, {}).get("single")
+        if exact and own[1] < exact[2] and exact[1] < own[2] and theirs[0] > exact[0]:
+            lines.append(
+                f"- {title(task, found)}: the unrolling that SOURCE approximates, with the whole "
+                f"Gauss-Newton matrix and update by update, has {tables.shown(exact)} too: what "
+                "SOURCE lacks is not lost in its approximations."
+            )
+        other = found["lds"].get(figures.DIAGONAL, {}).get("single")
+        if other and other[0] > own[0]:
+            lines.append(
+                f"- {title(task, found)}: with appendix C's λP⁻¹ "
+                f'(`Source(damping="preconditioner")`) in place of its inverse at 1e-8, SOURCE '
+                f"has {tables.shown(other)}."
+            )
+    return ["What is known of why SOURCE is not first:\n\n" + "\n".join(lines)] if lines else []
 
 
 def counted(judged: Mapping[str, Sequence[Verdict | None]]) -> dict[str, int]:
@@ -358,7 +384,7 @@ def differences(found: Found, experiment: Experiment) -> list[str]:
         parts.append("trained in TF32")
     rounded = {name: entry.get("tf32", False) for name, entry in found["lds"].items()}
     if any(rounded.values()):
-        exact = [name for name in rounded if name in experiment.exact]
+        exact = [name for name, yes in rounded.items() if not yes]
         parts.append(f"attributed in TF32{f' (not {listed(exact)})' if exact else ''}")
     return parts
 

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 import whence
+from whence.data import Batches
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.memory import allowance
 from whence.retrain import record
@@ -135,7 +136,9 @@ class Reproduction:
         self.place = Place(Path(work) / name, Path(results) / f"{name}.json")
         self.only, self.command, self.tell, self.progress = only, command, tell, progress
         self.recipe, held = experiment.recipe(quick)
-        self.query: Dataset[Any] = Subset(held, range(min(self.scale.queries, len(held))))
+        asked = min(self.scale.queries, len(held))
+        self.query: Dataset[Any] = Subset(held, range(asked))
+        self.measured = Subset(held, range(max(asked, min(self.scale.measured, len(held)))))
         self.examples = len(self.recipe.stage(experiment.stage).data)
         self.blocks = experiment.quick_blocks if quick else None
         self.layers = None if self.blocks is None else whence.layers.last_blocks(self.blocks)
@@ -212,12 +215,13 @@ class Reproduction:
     # ---- pieces -----------------------------------------------------------------------------
 
     def truth(self, alpha: float = 0.5, recipe: Any = None, name: str = "") -> Any:
-        """M subsets × R seeds; 1.0 stands for leaving out one example."""
+        """M subsets × R seeds, of the queries that are asked about; 1.0 stands for leaving out one
+        example."""
         share = 1 - 1 / self.examples if alpha == 1.0 else alpha
         with self.training(f"truth {name or format(alpha, 'g')}"):
-            return ground_truth(
+            made = ground_truth(
                 recipe or self.recipe,
-                self.query,
+                self.measured,
                 share,
                 self.scale.subsets,
                 self.scale.seeds,
@@ -226,6 +230,11 @@ class Reproduction:
                 device=self.device,
                 progress=self.progress,
             )
+        asked = len(self.query)  # type: ignore[arg-type]
+        if asked < len(self.measured):
+            made.measurements = made.measurements[:, :, :asked]
+            made.query = Batches("query", self.query).fingerprint()
+        return made
 
     def reference(self, alpha: float = 0.5) -> Any:
         if alpha not in self._truths:
@@ -276,7 +285,7 @@ class Reproduction:
         given["memory"] = self.memory
         for shrunk in range(6):
             try:
-                with _products(self.rounds(name)):
+                with products(self.rounds(name)):
                     return chosen.attribute(study, self.query, out=out, **given)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
@@ -296,10 +305,12 @@ class Reproduction:
             if (name, k) in self._scores:
                 continue
             study = self.study(k)
-            start = time.perf_counter()
+            start, known = time.perf_counter(), self.made(self.folder(name, k))
             made = self.attribute(name, study, self.folder(name, k))
             _wait(self.device)
-            seconds.setdefault(str(k), time.perf_counter() - start)
+            # what was made before is only opened now: its stages' own clocks tell
+            spent = sum(made.diagnostics.get("seconds", {}).values())
+            seconds.setdefault(str(k), spent if known else time.perf_counter() - start)
             self._scores[name, k] = made
         return [self._scores[name, k] for k in range(runs)]
 
@@ -314,10 +325,11 @@ class Reproduction:
         whole = whence.Study(first.model, self.recipe.task, train, everyone, layers=self.layers)
         return self.attribute(name, whole, self.folder(name, None, runs))
 
-    @staticmethod
-    def folder(name: str, k: int | None, runs: int = 0) -> str:
+    def folder(self, name: str, k: int | None, runs: int = 0) -> str:
         """Where a method's scores are: of the k-th run, or of so many half-data models."""
-        return f"{_slug(name)}-" + (f"half-{runs}" if k is None else str(FIRST_RUN + k))
+        whose = f"half-{runs}" if k is None else str(FIRST_RUN + k)
+        rounded = "-tf32" if self.rounds(name) else ""
+        return f"{_slug(name)}-{whose}-{len(self.query)}{rounded}"  # type: ignore[arg-type]
 
     def of(self, runs: int) -> dict[str, int]:
         """The sizes that an entry was found at."""
@@ -384,9 +396,11 @@ class Reproduction:
         folders = [self.folder(name, k) for k in range(runs)]
         if name == "TRAK" and runs > 1:
             folders.append(self.folder(name, None, runs))
-        return name in self._judged or all(
-            (self.place.work / "scores" / folder).exists() for folder in folders
-        )
+        return name in self._judged or all(map(self.made, folders))
+
+    def made(self, folder: str) -> bool:
+        """Whether there are finished scores."""
+        return (self.place.work / "scores" / folder / "scores.json").exists()
 
     def entry(self, result: Any, single: Any, of: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -463,7 +477,7 @@ class Reproduction:
             made = []
             for k in range(runs):
                 study = self.study(k, recipe=recipe, name=f"epochs-{epochs}-")
-                folder = f"epochs-{epochs}-{_slug(name)}-{FIRST_RUN + k}"
+                folder = f"epochs-{epochs}-{self.folder(name, k)}"
                 made.append(self.attribute(name, study, folder))
             result = lds(made, truth)
             self.keep("epochs", name, self.entry(result, result.single, self.of(runs)), under)
@@ -543,14 +557,14 @@ class Reproduction:
     def training(self, what: str) -> Iterator[None]:
         """Train, at the precision that was asked for; seconds are added up over all calls."""
         start = time.perf_counter()
-        with _products(self.tf32):
+        with products(self.tf32):
             yield
         spent = self.found["seconds"]
         spent[what] = spent.get(what, 0.0) + time.perf_counter() - start
 
 
 @contextmanager
-def _products(rounded: bool) -> Iterator[None]:
+def products(rounded: bool) -> Iterator[None]:
     """With matrix products of float32 rounded to TF32 on a GPU, or as they are."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if rounded else before)

@@ -28,7 +28,9 @@ PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1",
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
 # with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: λP⁻¹ stands beside it
 ADAM = (*PAPER, "SOURCE, λP⁻¹")
-MIXED = ("FastSource", "SOURCE, L = 1", "SOURCE")  # what that inverse makes of TF32's rounding
+# An inverse at 1e-8 makes much of TF32's rounding (`experiments.rounding`).
+EXACT = ("influence",)
+MIXED = ("influence", "FastSource", "SOURCE, L = 1", "SOURCE")  # with Adam
 MORE = (*PAPER, 'influence (λ = "source")', "DataInf", "Random")
 DEAR = (
     "HYDRA",
@@ -58,6 +60,8 @@ class Scale:
     Attributes:
         subsets, seeds: M and R of the truth at α = ½.
         queries: how many.
+        measured: how many the trainings of the truth measure, if more: attributed later, they need
+            no training.
         runs: models in an ensemble.
         dear_runs: the same, for methods in `Experiment.dear`.
         alphas: other sampling ratios at which the LDS is measured; 1.0 stands for 1 - 1/N.
@@ -70,6 +74,7 @@ class Scale:
     subsets: int = 100
     seeds: int = 10
     queries: int = 500
+    measured: int = 0
     runs: int = 10
     dear_runs: int = 3
     alphas: tuple[float, ...] = ()
@@ -119,7 +124,7 @@ class Experiment:
     dear: tuple[str, ...] = ()
     stage: str | None = None
     gpu: bool = False
-    exact: tuple[str, ...] = ()
+    exact: tuple[str, ...] = EXACT
     kept: bool = False
     panel: str | None = None
     quick_blocks: int | None = None
@@ -448,7 +453,8 @@ TASKS: Mapping[str, Experiment] = _named(
         Scale(
             subsets=100,
             seeds=1,
-            queries=500,
+            queries=200,
+            measured=500,
             runs=3,
             removal=Removal(10, (100, 400), 1, 2),
             panels=6,
@@ -466,8 +472,9 @@ TASKS: Mapping[str, Experiment] = _named(
         Scale(
             subsets=100,
             seeds=3,
-            queries=150,
-            runs=5,
+            queries=100,
+            measured=150,
+            runs=3,
             removal=Removal(15, (50, 150, 300), 1, 3),
             panels=6,
         ),
@@ -478,7 +485,7 @@ TASKS: Mapping[str, Experiment] = _named(
     ),
     fine_tuning(
         "SST-2",
-        Scale(subsets=100, seeds=1, queries=200, runs=3),
+        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3),
         4096,
         48,
         5000,
@@ -486,7 +493,7 @@ TASKS: Mapping[str, Experiment] = _named(
     ),
     fine_tuning(
         "QNLI",
-        Scale(subsets=100, seeds=1, queries=200, runs=3),
+        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3),
         2048,
         128,
         4000,
@@ -573,7 +580,7 @@ TASKS: Mapping[str, Experiment] = _named(
         pacs,
         "ResNet-9 (stride 2 at the stem), SGD with momentum, batch 128; first cartoon, photo, "
         "sketch (30 epochs), then art paintings (10 epochs)",
-        Scale(subsets=60, seeds=1, queries=150, runs=2),
+        Scale(subsets=60, seeds=1, queries=100, runs=2),
         SLOW,
         group="two stages",
         paper_seeds=20,

@@ -126,6 +126,20 @@ def test_what_is_there_is_not_done_again_and_more_can_be_added(
     assert grid["shape"] == [5, 3, 6]
 
 
+def test_trainings_may_measure_more_queries_than_are_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = replace(TASK, dear=(), methods=("RepSim",))
+    plain = reproduction(tmp_path / "plain", few).run()
+    scale = replace(SMALL, measured=9)
+    ahead = reproduction(tmp_path / "ahead", few, scale=scale).run()
+    assert numbers(ahead) == numbers(plain)
+    shop = sys.modules["whence.retrain.measure"].Workshop
+    monkeypatch.setattr(shop, "make", None)  # no training is needed
+    more = reproduction(tmp_path / "ahead", few, scale=replace(scale, queries=9)).run()
+    assert more["lds"]["RepSim"]["of"]["queries"] == 9
+
+
 def test_all_runs_of_a_kind_are_trained_in_one_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

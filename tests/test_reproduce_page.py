@@ -255,6 +255,19 @@ def test_source_is_first() -> None:
     assert word("cifar10", 2, result("cifar10", paper())) is None  # not claimed
 
 
+def test_why_source_is_not_first_is_told_by_other_methods() -> None:
+    lds = paper(source=0.2) | {page.UNROLLED: entry(0.2)}
+    (text,) = page.causes({"concrete": result("concrete", lds)}, ["concrete"])
+    assert "Concrete: the unrolling that SOURCE approximates" in text and "λP⁻¹" not in text
+    lds[page.UNROLLED] = entry(0.6)  # the unrolling is better: it may well be the approximations
+    assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
+    adam = paper(source=0.2) | {"SOURCE, λP⁻¹": entry(0.7)}
+    (text,) = page.causes({"rte": result("rte", adam)}, ["rte"])
+    assert "SOURCE has 0.70" in text
+    assert "What is known of why" in page.claims_part({"rte": result("rte", adam)})
+    assert "What is known of why" not in page.claims_part({"rte": result("rte", paper())})
+
+
 def test_methods_judged_at_different_sizes_are_not_compared() -> None:
     found = result("concrete", paper())
     found["lds"]["TRAK"]["of"]["seeds"] = 100
