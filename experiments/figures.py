@@ -139,7 +139,7 @@ def lds_bars(results: Results, shown: Sequence[str]) -> Figure:
             _ceiling(axis, lds)
             axis.set_xlim(-0.6, len(names) - 0.4)
             axis.axhline(0, color="black", linewidth=0.8)
-            slanted = {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
+            slanted: dict[str, Any] = {"rotation": 55, "ha": "right", "rotation_mode": "anchor"}
             axis.set_xticks(range(len(names)), names, fontsize=7, **slanted)
             axis.tick_params(axis="x", length=0, pad=2)
             axis.set_title(title(task, results[task]), fontsize=9)

@@ -100,7 +100,7 @@ class ResNet9(nn.Sequential):
         with _autocast(self, x) as fast:
             if fast:
                 x = x.contiguous(memory_format=torch.channels_last)
-            logits: Tensor = super().forward(x)
+            logits: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return logits.to(next(self.parameters()).dtype)
 
 

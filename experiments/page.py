@@ -306,6 +306,15 @@ def causes(results: Results, tasks: Iterable[str]) -> list[str]:
                 f"Gauss-Newton matrix and update by update, has {tables.shown(exact)} too: what "
                 "SOURCE lacks is not lost in its approximations."
             )
+        output = results.get(f"{task}_output", {}).get("lds", {})
+        if {experiment.source, "influence"} <= output.keys():
+            mine, its = (output[n]["single"] for n in (experiment.source, "influence"))
+            lines.append(
+                f"- {title(task, found)}: asked about the output in place of its absolute error, "
+                f"SOURCE has {tables.shown(mine)}, influence functions {tables.shown(its)}. The "
+                "absolute error has a kink at zero; on which side of it a training ends changes "
+                "from seed to seed, and no score of one model foresees it."
+            )
         other = found["lds"].get(figures.DIAGONAL, {}).get("single")
         if other and other[0] > own[0]:
             lines.append(

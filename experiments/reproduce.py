@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, Subset
 import whence
 from whence.data import Batches
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
+from whence.layers.passes import products_as
 from whence.memory import allowance
 from whence.retrain import record
 from whence.scores.ensemble import ensemble
@@ -563,15 +564,9 @@ class Reproduction:
         spent[what] = spent.get(what, 0.0) + time.perf_counter() - start
 
 
-@contextmanager
-def products(rounded: bool) -> Iterator[None]:
+def products(rounded: bool) -> AbstractContextManager[None]:
     """With matrix products of float32 rounded to TF32 on a GPU, or as they are."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if rounded else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return products_as("high") if rounded else nullcontext()
 
 
 def _wait(device: str) -> None:

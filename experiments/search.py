@@ -66,7 +66,7 @@ def search(
 ) -> dict[str, Any]:
     """Try every pair; the best one, and all."""
     assert experiment.grid is not None, f"{experiment.name} has the paper's rates"
-    tried = []
+    tried: list[dict[str, Any]] = []
     for rate, weight_decay in product(*experiment.grid):
         recipe, held = experiment.make(quick, rate, weight_decay)
         own = copy.copy(recipe)
@@ -97,7 +97,7 @@ def search(
     sound = [t for t in tried if t["validation"] is not None]
     if not sound:
         raise RuntimeError(f"{experiment.name}: all pairs of the grid diverged")
-    best = max(sound, key=lambda t: t["validation"] * (1 if accuracy else -1))
+    best = (max if accuracy else min)(sound, key=lambda t: t["validation"])
     result = {
         "task": experiment.name,
         "by": "accuracy" if accuracy else "loss",

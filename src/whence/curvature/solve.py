@@ -7,8 +7,6 @@ with H, each two rotations. The diagonal of the whole matrix is the precondition
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from whence.curvature.fit import BlockCurvature
 from whence.curvature.krylov import conjugate_gradients
 from whence.curvature.products import turn
+from whence.layers.passes import products_as
 
 
 def diagonal_of(curvature: BlockCurvature) -> Tensor:
@@ -48,7 +47,7 @@ def solve(
         turned = turn(x, None, curvature.basis).mul_(curvature.eigenvalues)
         return turn(turned, curvature.basis, None).add_(x * shift)
 
-    with _unrounded():
+    with products_as("highest"):  # rounded to TF32 they never give five digits
         found = conjugate_gradients(
             lambda x: product(x.reshape(-1, *shift.shape)).flatten(1),
             lambda x: x / scale.flatten(),
@@ -63,14 +62,3 @@ def solve(
             stacklevel=2,
         )
     return found.x.view_as(right)
-
-
-@contextmanager
-def _unrounded() -> Iterator[None]:
-    """Products in full float32: rounded to TF32 they never give five digits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

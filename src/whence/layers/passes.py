@@ -267,6 +267,17 @@ def rounded_products(dtype: torch.dtype, device: torch.device) -> str:
 
 
 @contextmanager
+def products_as(precision: str) -> Iterator[None]:
+    """Matrix products of float32 with `torch.set_float32_matmul_precision(precision)`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def precision_as_asked() -> Iterator[None]:
     """No autocast around us, and convolutions in the precision the user chose for products.
 
