@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 Results = Mapping[str, Found]
 
 BLUE, RED, GREEN, PINK, YELLOW, SKY, SILVER = COLOURS
-DIAGONAL = "SOURCE, λP⁻¹"  # for Adam, beside the paper's own
+WHOLE = "SOURCE, exact"  # for Adam, beside the paper's own
 LOOKS = {
     "RepSim": (SILVER, 0),
     "TracIn": (SKY, 1),
@@ -44,7 +44,8 @@ LOOKS = {
     "FastSource": (PINK, 4),
     "SOURCE, L = 1": (RED, 5),
     "SOURCE": (BLUE, 6),
-    DIAGONAL: ("#003A66", 6),
+    "SOURCE, λP⁻¹": ("#56789A", 6),
+    WHOLE: ("#003A66", 6),
     'influence (λ = "source")': ("#8A6D00", 3),
     "influence, conjugate gradients": ("#8A6D00", 3),
     "Random": (GREY, 0),
@@ -123,12 +124,12 @@ def look(method: str) -> dict[str, Any]:
 
 def lds_bars(results: Results, shown: Sequence[str]) -> Figure:
     """LDS at α = ½ of the paper's five methods, one model beside the ensemble, a panel per task;
-    where training was Adam's, of SOURCE's other form too."""
+    where training was Adam's, of SOURCE's other forms too."""
     with panels(len(shown), 5, (1.72, 2.15)) as (figure, axes):
         for axis, task in zip(axes, shown, strict=True):
             experiment, lds = TASKS[task], results[task]["lds"]
             names = [*baselines(experiment), experiment.source]
-            names += [DIAGONAL] if DIAGONAL in experiment.methods else []
+            names += [name for name in ("SOURCE, λP⁻¹", WHOLE) if name in experiment.methods]
             for x, name in enumerate(names):
                 entry, colour = lds.get(name), LOOKS[name][0]
                 if entry is None:

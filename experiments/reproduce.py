@@ -57,6 +57,7 @@ def method(name: str, experiment: Experiment, examples: int) -> Any:
         "SOURCE, λP⁻¹": lambda: whence.Source(
             segments=segments, stage=stage, damping="preconditioner"
         ),
+        "SOURCE, exact": lambda: whence.Source(segments=segments, stage=stage, exact=True),
         "influence": lambda: whence.Influence(stage=stage),
         'influence (λ = "source")': lambda: whence.Influence(damping="source", stage=stage),
         "influence, Arnoldi": lambda: whence.Influence(

@@ -26,8 +26,8 @@ Made = tuple[whence.Recipe, Held]
 # The order is that of tables and figures.
 PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1", "SOURCE")
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
-# with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: λP⁻¹ stands beside it
-ADAM = (*PAPER, "SOURCE, λP⁻¹")
+# with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: two others beside it
+ADAM = (*PAPER, "SOURCE, λP⁻¹", "SOURCE, exact")
 # An inverse at 1e-8 makes much of TF32's rounding (`experiments.rounding`).
 EXACT = ("influence",)
 MIXED = ("influence", "FastSource", "SOURCE, L = 1", "SOURCE")  # with Adam
@@ -236,10 +236,10 @@ def perceptron(name: str, noisy: bool, epochs: int, quick: bool, rate: float, wd
     )
 
 
-def digits(quick: bool, rate: float, wd: float) -> Made:
+def digits(optimizer: Callable[..., Any], quick: bool, rate: float, wd: float) -> Made:
     train, held = data.digits()
     model = partial(models.mlp, 64, 128, 128, 128, 10)
-    return whence.Recipe(model, whence.Classification(), train, sgd(rate, wd), 64, 20), held
+    return whence.Recipe(model, whence.Classification(), train, optimizer(rate, wd), 64, 20), held
 
 
 def rotated(quick: bool, rate: float, wd: float) -> Made:
@@ -639,7 +639,7 @@ TASKS: Mapping[str, Experiment] = _named(
     Experiment(
         "digits",
         "Digits",
-        digits,
+        partial(digits, sgd),
         "scikit-learn's 8 × 8 digits, MLP 64-128-128-128-10, trained as FashionMNIST is",
         Scale(queries=50, runs=2, downsampled=512, dear_runs=2),
         QUICK,
@@ -648,5 +648,18 @@ TASKS: Mapping[str, Experiment] = _named(
         trak=512,
         methods=MORE,
         dear=DEAR,
+    ),
+    Experiment(
+        "digits_adamw",
+        "Digits, AdamW",
+        partial(digits, adamw),
+        "as Digits, trained by AdamW, rate 1e-3, weight decay 1e-2",
+        Scale(seeds=5, queries=50, runs=3),
+        QUICK,
+        group="not in the paper",
+        rates=(1e-3, 1e-2),
+        trak=512,
+        methods=(*ADAM, 'influence (λ = "source")'),
+        exact=MIXED,
     ),
 )

@@ -36,6 +36,7 @@ def dynamics(
     decay: float = 0.0,
     decoupled: bool = False,
     diagonal: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(S, R): a query vector v becomes S v going back through the segment, and R v is what it
     meets the training gradients with. Both act on columns.
@@ -46,6 +47,7 @@ def dynamics(
         damping: λ; "preconditioner" is λ P⁻¹ with λ = 1/(η̄K) in place of the exponential.
         decay: weight decay that counts; L2 is curvature, decoupled it is curvature / P.
         diagonal: the fully diagonal form of appendix C, which needs no inverse.
+        exact: appendix C as it stands, with H in the exponential too.
     """
     eye = torch.eye(len(H), dtype=H.dtype)
     if P is None:
@@ -55,6 +57,8 @@ def dynamics(
     # all of P, D and their exponentials are diagonal: entry by entry, right for any P (appendix C's
     # own matrices, with matrix_exp, are in preconditioned_exactly, and a test compares the two)
     shift = decay / P if decoupled else decay * torch.ones_like(P)
+    if exact:
+        return preconditioned_exactly(H + torch.diag(shift) + float(damping or 0.0) * eye, time, P)
     rate = P * (D + shift)
     kept = torch.exp(-time * rate)
     if damping == "preconditioner":
@@ -296,13 +300,15 @@ class Staged:
         fisher: str = "exact",
         damping: float | str | None = None,
         weight_decay: str = "ignore",
+        exact: bool = False,
     ) -> np.ndarray:
         """Contributions (L, q, n); (L, n) for self-influence."""
+        how = (curvature, fisher, damping, weight_decay, exact)
         if self.query is not None:
-            return self._source(segments, self.last, curvature, fisher, damping, weight_decay)
+            return self._source(segments, self.last, *how)
         found = np.zeros((len(segments), self.total))
         for stage, columns in self.columns.items():
-            each = self._source(segments, stage, curvature, fisher, damping, weight_decay)
+            each = self._source(segments, stage, *how)
             found[:, columns] = each[:, :, columns].diagonal(axis1=1, axis2=2)
         return found
 
@@ -314,6 +320,7 @@ class Staged:
         fisher: str,
         damping: float | str | None,
         weight_decay: str,
+        exact: bool,
     ) -> np.ndarray:
         query = dict(self._queries(measured))
         count = len(next(iter(query.values())))
@@ -345,6 +352,7 @@ class Staged:
                     decay=segment.decay if weight_decay == "curvature" else 0.0,
                     decoupled=segment.decoupled,
                     diagonal=curvature in ("diagonal", "identity"),
+                    exact=exact,
                 )
                 g = torch.stack([g[name] for g in each]).mean(0)
                 result[k, :, self.columns[stage]] -= v @ R.T @ g.T / self.sizes[stage]

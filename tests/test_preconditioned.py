@@ -215,6 +215,49 @@ def test_source_weight_decay_as_curvature(kind: str, damping: Any, curvature: st
     agree(it.source(2, curvature, **settings), expected)
 
 
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in MODELS for kind in OPTIMIZERS if name == "mlp" or kind == "adamw"],
+)
+def test_source_exactly(name: str, kind: str, segments: int) -> None:
+    """Appendix C without diagonal curvature and without an inverse, against matrix_exp."""
+    it = pair(name, kind)
+    expected = it.dense.source(it.leg.segments(segments), exact=True)
+    agree(it.source(segments, exact=True), expected)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diagonal", "identity"])
+def test_source_exactly_with_other_curvature(curvature: str) -> None:
+    it = pair("mlp", "adam")
+    agree(
+        it.source(2, curvature, exact=True),
+        it.dense.source(it.leg.segments(2), curvature, exact=True),
+    )
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_source_exactly_with_damping_and_weight_decay(kind: str) -> None:
+    it, settings = pair("mlp", kind), {"damping": 0.1, "weight_decay": "curvature", "exact": True}
+    agree(it.source(2, **settings), it.dense.source(it.leg.segments(2), **settings))
+
+
+def test_source_exactly_in_single_precision_and_in_blocks() -> None:
+    it = pair("conv", "adamw")
+    method = whence.Source(2, fisher="exact", exact=True)
+    expected = it.dense.source(it.leg.segments(2), exact=True).sum(0)
+    found = method.attribute(it.study, it.query, progress=False).values
+    close(found, expected, 1e-3)
+    for row in range(3):  # a query's answer does not hang on its neighbours
+        one = TensorDataset(*(t[row : row + 1] for t in it.query.tensors))
+        close(method.attribute(it.study, one, **EXACT).values, expected[row : row + 1])
+
+
+def test_exact_needs_no_inverse() -> None:
+    with pytest.raises(ValueError, match="needs no inverse"):
+        whence.Source(damping="preconditioner", exact=True)
+
+
 def test_source_self_influence() -> None:
     it = pair("mlp", "adam")
     scores = whence.Source(3, fisher="exact").attribute(it.study, by_segment=True, **EXACT)

@@ -25,7 +25,7 @@ import whence
 import whence.curvature.store
 import whence.methods.scoring
 from whence.curvature.gaussnewton import GaussNewton
-from whence.curvature.krylov import Lanczos, conjugate_gradients
+from whence.curvature.krylov import Lanczos, conjugate_gradients, matrix_functions
 from whence.curvature.sums import add_weighted, squared_norms
 from whence.methods.solvers import SOLVERS
 
@@ -245,6 +245,46 @@ def test_conjugate_gradients_of_any_matrix() -> None:
     left = right - early.x @ A
     expected = ((left**2 / M).sum(1) / (right**2 / M).sum(1)).nan_to_num().sqrt()
     torch.testing.assert_close(early.residuals, expected)
+
+
+def test_matrix_functions_of_any_matrix() -> None:
+    g = torch.Generator().manual_seed(0)
+    root = torch.randn(30, 12, generator=g, dtype=torch.float64)
+    A = root @ root.T  # of rank 12
+    right = torch.randn(4, 30, generator=g, dtype=torch.float64)
+    right[1] = root @ torch.ones(12, dtype=torch.float64)
+    right[2] = 0
+    values, basis = torch.linalg.eigh(A)
+    functions = [lambda σ: torch.exp(-0.3 * σ), lambda σ: 1 / (1 + σ)]
+    expected = [right @ (basis * f(values.clamp_min(0))) @ basis.T for f in functions]
+    found = matrix_functions(lambda x: x @ A, functions, right, 200, 1e-12)
+    torch.testing.assert_close(found.x, torch.stack(expected))
+    assert found.steps[2] == 0 and not found.x[:, 2].any() and float(found.residuals.max()) < 1e-11
+    for row in range(4):  # alone as among others
+        (alone,) = matrix_functions(lambda x: x @ A, functions[:1], right[[row]], 200, 1e-12).x
+        torch.testing.assert_close(alone[0], found.x[0, row], rtol=1e-9, atol=1e-9)
+    early = matrix_functions(lambda x: x @ A, functions, right, 5, 1e-12)
+    assert list(early.steps) == [5, 5, 0, 5] and early.residuals[0] > 1e-4
+    near = matrix_functions(lambda x: x @ A.float(), functions, right.float(), 200, 1e-5)
+    torch.testing.assert_close(near.x.double(), torch.stack(expected), rtol=1e-4, atol=1e-3)
+
+
+def test_dynamics_that_are_not_known_well_are_told() -> None:
+    from whence.curvature import Basis
+    from whence.curvature.fit import BlockCurvature
+    from whence.curvature.solve import apply
+
+    g = torch.Generator().manual_seed(0)
+    outputs, inputs = (
+        torch.linalg.qr(torch.randn(k, k, generator=g, dtype=torch.float64)).Q for k in (6, 7)
+    )
+    values = 10 ** torch.linspace(-6, 6, 42, dtype=torch.float64).reshape(6, 7)
+    block = BlockCurvature(values, Basis(outputs, inputs))
+    ones, right = torch.ones(6, 7, dtype=torch.float64), torch.ones(2, 6, 7, dtype=torch.float64)
+    with pytest.warns(
+        UserWarning, match=r"the dynamics of layer fc are only known to .* 3 Lanczos"
+    ):
+        apply(block, ones, 0 * ones, [torch.sqrt], right, "fc", most=3)
 
 
 # --- Arnoldi --------------------------------------------------------------------------------------

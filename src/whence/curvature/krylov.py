@@ -5,13 +5,14 @@ Pure functions of tensors: `product` maps vectors (q, p) to the matrix times eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
+LOOKED_AT = 4  # steps between two looks at whether a matrix function has converged
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,83 @@ def conjugate_gradients(
     residual = right - product(x)
     left = _inner(residual, precondition(residual)) / scale
     return Solution(x, taken, torch.where(scale > 0, left, 0.0).clamp_min(0).sqrt().squeeze(1))
+
+
+def matrix_functions(
+    product: Product,
+    functions: Sequence[Callable[[Tensor], Tensor]],
+    right: Tensor,
+    steps: int,
+    tolerance: float,
+) -> Solution:
+    """f(A) right for each function f and each row of right (q, p): (F, q, p). By Lanczos.
+
+    A is symmetric and positive semidefinite. With A Q = Q T on the Krylov space of a row b, f(A) b
+    is about ‖b‖ Q f(T) e₁. The vectors of Q are not kept but made twice: first to find T, then to
+    add them up. As in `conjugate_gradients`, each row stops on its own, so no answer depends on
+    which rows are solved together.
+
+    Args:
+        functions: elementwise on eigenvalues.
+        steps: the most that are taken.
+        tolerance: a row is done when no f(T) e₁ has changed by more than this share of itself in
+            the last few steps. What it changed by is returned as the residual.
+    """
+    norms = right.norm(dim=1, keepdim=True)
+    start = right / norms.clamp_min(torch.finfo(right.dtype).tiny)
+    diagonal, beside = (right.new_zeros(len(right), steps, dtype=torch.float64) for _ in range(2))
+    weights = diagonal.new_zeros(len(functions), *diagonal.shape)  # f(T) e₁
+    left, done = diagonal.new_full((len(right),), torch.inf), norms[:, 0] == 0
+    taken = torch.zeros(len(right), dtype=torch.int64, device=right.device)
+    before, now = torch.zeros_like(start), start
+    for k in range(steps):
+        along = product(now)
+        diagonal[:, k] = _inner(along, now)[:, 0]
+        before, now = now, _next(along, now, before, diagonal, beside, k)
+        beside[:, k] = now.norm(dim=1)
+        now = _scaled(now, beside, k)
+        if (k + 1) % LOOKED_AT == 0 or k + 1 == steps:
+            found = _first_columns(diagonal[:, : k + 1], beside[:, :k], functions)
+            found = torch.nn.functional.pad(found, (0, steps - k - 1))
+            moved = (found - weights).norm(dim=2) / found.norm(dim=2).clamp_min(1e-300)
+            change = moved.max(0).values
+            weights = torch.where(done[:, None], weights, found)
+            taken, left = torch.where(done, taken, k + 1), torch.where(done, left, change)
+            done = done | (change <= tolerance)
+            if bool(done.all()):
+                break
+    x = right.new_zeros(len(functions), *right.shape)
+    before, now = torch.zeros_like(start), start
+    for k in range(last := int(taken.max())):
+        for own, weight in zip(x, weights, strict=True):
+            own.addcmul_(weight[:, k : k + 1].to(x), now)
+        if k + 1 < last:
+            before, now = now, _next(product(now), now, before, diagonal, beside, k)
+            now = _scaled(now, beside, k)
+    return Solution(x.mul_(norms), taken, torch.where(norms[:, 0] > 0, left, 0.0))
+
+
+def _next(
+    along: Tensor, now: Tensor, before: Tensor, diagonal: Tensor, beside: Tensor, k: int
+) -> Tensor:
+    """What a product adds to the Krylov space: A v less its parts in v and in the one before."""
+    made = along - diagonal[:, k : k + 1].to(now) * now
+    return made - beside[:, k - 1 : k].to(now) * before if k else made
+
+
+def _scaled(made: Tensor, beside: Tensor, k: int) -> Tensor:
+    """Of norm 1; 0 where the space is exhausted."""
+    return made / beside[:, k : k + 1].to(made).clamp_min(torch.finfo(made.dtype).tiny)
+
+
+def _first_columns(
+    diagonal: Tensor, beside: Tensor, functions: Sequence[Callable[[Tensor], Tensor]]
+) -> Tensor:
+    """f(T) e₁ (F, q, k) of tridiagonal T; what is negative of their eigenvalues is rounding."""
+    T = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+    values, vectors = torch.linalg.eigh(T)
+    each = [f(values.clamp_min(0)) * vectors[:, 0] for f in functions]
+    return torch.stack([(vectors * one.unsqueeze(1)).sum(2) for one in each])
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
-"""(H + Δ)⁻¹ for an EK-FAC H and a diagonal Δ in the parameters' own coordinates.
+"""(H + Δ)⁻¹ and f(S H S + Δ) for an EK-FAC H and diagonal S, Δ in the parameters' own coordinates.
 
-The two share no basis, so there is no closed form; conjugate gradients need a few dozen products
-with H, each two rotations. The diagonal of the whole matrix is the preconditioner.
+They share no basis, so there is no closed form; conjugate gradients and Lanczos iterations need a
+few dozen products with H, each two rotations. The diagonal of the whole matrix preconditions the
+former.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from whence.curvature.fit import BlockCurvature
-from whence.curvature.krylov import conjugate_gradients
+from whence.curvature.krylov import conjugate_gradients, matrix_functions
 from whence.curvature.products import turn
 from whence.layers.passes import products_as
 
@@ -40,12 +42,10 @@ def solve(
     """
     if curvature.basis is None:
         return right / (curvature.eigenvalues + shift)
-    tolerance = 1e-10 if right.dtype == torch.float64 else 1e-5
     scale = diagonal_of(curvature) + shift
 
     def product(x: Tensor) -> Tensor:
-        turned = turn(x, None, curvature.basis).mul_(curvature.eigenvalues)
-        return turn(turned, curvature.basis, None).add_(x * shift)
+        return _times(curvature, x).add_(x * shift)
 
     with products_as("highest"):  # rounded to TF32 they never give five digits
         found = conjugate_gradients(
@@ -53,7 +53,7 @@ def solve(
             lambda x: x / scale.flatten(),
             right.flatten(1),
             most,
-            tolerance,
+            1e-10 if right.dtype == torch.float64 else 1e-5,
         )
     if bool((found.steps == most).any()):
         warnings.warn(
@@ -62,3 +62,45 @@ def solve(
             stacklevel=2,
         )
     return found.x.view_as(right)
+
+
+def apply(
+    curvature: BlockCurvature,
+    scale: Tensor,
+    shift: Tensor,
+    functions: Sequence[Callable[[Tensor], Tensor]],
+    right: Tensor,
+    name: str,
+    most: int = 300,
+) -> list[Tensor]:
+    """f(S H S + diag(shift)) right for each function f, to ten (float32: four) digits.
+
+    Args:
+        scale, shift: S and its like (o, width), not negative.
+        functions: elementwise on eigenvalues.
+        right, name: as in `solve`.
+    """
+    if curvature.basis is None:
+        σ = scale.square() * curvature.eigenvalues + shift
+        return [right * f(σ) for f in functions]
+
+    def product(x: Tensor) -> Tensor:
+        x = x.reshape(-1, *scale.shape)
+        return _times(curvature, x * scale).mul_(scale).add_(x * shift).flatten(1)
+
+    tolerance = 1e-10 if right.dtype == torch.float64 else 1e-4
+    with products_as("highest"):
+        found = matrix_functions(product, functions, right.flatten(1), most, tolerance)
+    if bool((found.residuals > tolerance).any()):
+        warnings.warn(
+            f"the dynamics of layer {name} are only known to {float(found.residuals.max()):.0e} "
+            f"after {most} Lanczos steps: use float64, or another form than exact=True",
+            stacklevel=2,
+        )
+    return [x.view_as(right) for x in found.x]
+
+
+def _times(curvature: BlockCurvature, x: Tensor) -> Tensor:
+    """H x, in the parameters' own coordinates."""
+    turned = turn(x, None, curvature.basis).mul_(curvature.eigenvalues)
+    return turn(turned, curvature.basis, None)

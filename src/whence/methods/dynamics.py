@@ -6,18 +6,24 @@ Gauss-Newton matrix D̄, the inverse with the EK-FAC H̄ (appendix D.2):
 
     S̄ = E = exp(-η̄K P̄ D̄)         r̄ = (I - E) H̄⁻¹ ḡ
     seen from the query:  w = (H̄ + λ)⁻¹ (I - E) v,   v ← E v
+
+`Whole` takes H̄ for both, and needs no inverse (appendix C as it stands, M = P̄^½ H̄ P̄^½):
+
+    w = P̄^½ F_r(M) P̄^½ v,   v ← P̄^-½ exp(-η̄K M) P̄^½ v
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from whence.curvature import Basis, Curvature, inverse, response, survival
-from whence.curvature.solve import solve
+from whence.curvature.solve import apply, diagonal_of, solve
 from whence.methods.bench import Vectors
 
 
@@ -33,12 +39,10 @@ class Dynamics(Protocol):
         """Where query vectors are best built for this segment."""
         ...
 
-    def respond(self, v: Vectors, last: bool) -> Vectors:
-        """F_r(H̄) v: what a steady pull in this segment does, along v, by its end."""
-        ...
-
-    def survive(self, v: Vectors) -> Vectors:
-        """S̄ᵀ v: the query as seen from the start of the segment. v may be overwritten."""
+    def through(self, v: Vectors, respond: bool, survive: bool) -> tuple[Vectors | None, Vectors]:
+        """F_r(H̄) v, what a steady pull in this segment does, along v, by its end (None if it is not
+        asked for); and S̄ᵀ v, the query as seen from the start of the segment (v if it is not asked
+        for). v is not good for anything else afterwards."""
         ...
 
     def exponents(self) -> dict[str, Tensor]:
@@ -46,8 +50,24 @@ class Dynamics(Protocol):
         ...
 
 
+class _ByTurns(ABC):
+    """Dynamics that respond first, and survive then."""
+
+    @abstractmethod
+    def respond(self, v: Vectors, last: bool) -> Vectors:
+        """F_r(H̄) v; if it is the last that is asked of v, its memory can be reused."""
+
+    @abstractmethod
+    def survive(self, v: Vectors) -> Vectors:
+        """S̄ᵀ v. v may be overwritten."""
+
+    def through(self, v: Vectors, respond: bool, survive: bool) -> tuple[Vectors | None, Vectors]:
+        r = self.respond(v, not survive) if respond else None
+        return r, self.survive(v) if survive else v
+
+
 @dataclass(frozen=True)
-class Plain:
+class Plain(_ByTurns):
     """SGD, with or without momentum."""
 
     curvature: Curvature
@@ -75,7 +95,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Preconditioned:
+class Preconditioned(_ByTurns):
     """A diagonal preconditioner P̄ (o, width) per block.
 
     Args:
@@ -145,3 +165,52 @@ class Preconditioned:
 
     def exponents(self) -> dict[str, Tensor]:
         return {name: self._exponent(name) for name in self.curvature}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A diagonal preconditioner P̄ with the EK-FAC H̄ throughout, by Lanczos iterations.
+
+    Args:
+        shifts: added to H̄: damping, and L2 regularisation.
+        decay: decoupled weight decay, which adds to P̄H̄.
+    """
+
+    curvature: Curvature
+    durations: dict[str, float]
+    preconditioner: dict[str, Tensor]
+    shifts: dict[str, float]
+    decay: dict[str, float]
+
+    @property
+    def bases(self) -> dict[str, Basis | None]:
+        return dict.fromkeys(self.curvature)
+
+    def through(self, v: Vectors, respond: bool, survive: bool) -> tuple[Vectors | None, Vectors]:
+        """Both are functions of one matrix of one vector, and cost hardly more than one of them."""
+        own = v.own().values
+        responded: dict[str, Tensor] = {}
+        survived = dict(own)
+        for name in own.keys() & self.curvature.keys():
+            P, ηK = self.preconditioner[name], self.durations[name]
+            root, shift = P.sqrt(), P * self.shifts[name] + self.decay[name]
+            wanted = [f for f, yes in ((response, respond), (survival, survive)) if yes]
+            functions = [partial(f, duration=ηK) for f in wanted]
+            made = apply(self.curvature[name], root, shift, functions, root * own[name], name)
+            if survive:
+                survived[name] = made.pop().div_(root)
+            if respond:
+                responded[name] = made.pop().mul_(root)
+        return (
+            Vectors(responded, dict.fromkeys(responded)) if respond else None,
+            Vectors(survived, dict.fromkeys(survived)),
+        )
+
+    def exponents(self) -> dict[str, Tensor]:
+        """By the diagonal of M, whose eigenvalues are not known."""
+        return {
+            name: self.durations[name]
+            * (P * (diagonal_of(self.curvature[name]) + self.shifts[name]) + self.decay[name])
+            for name, P in self.preconditioner.items()
+            if name in self.curvature
+        }

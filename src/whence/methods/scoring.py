@@ -186,8 +186,9 @@ class Scoring:
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress, if the vectors of so many
         queries are made for them: whole batches."""
-        batch = self.bench.batch_size
-        return max(CHUNK, 4 * batch, SPREAD * queries) // batch * batch
+        batch, size = self.bench.batch_size, accumulator(self.bench.any.dtype).itemsize
+        room = self.bench.memory // 8 // (len(self.terms) * max(1, queries) * size)  # their scores
+        return max(CHUNK, 4 * batch, min(SPREAD * queries, room)) // batch * batch
 
     def _at_once(self) -> int:
         """How many queries' vectors fit: one term's, and two sets on the way to the next."""

@@ -27,7 +27,7 @@ from whence.curvature import Fitter, check_choices
 from whence.data import Batches
 from whence.layers.passes import Weights
 from whence.methods.bench import Bench, Readouts, Term
-from whence.methods.dynamics import Dynamics, Plain, Preconditioned
+from whence.methods.dynamics import Dynamics, Plain, Preconditioned, Whole
 from whence.methods.gradient import GradientMethod
 from whence.methods.segmentation import automatic
 from whence.run import Segment
@@ -61,6 +61,8 @@ class Source(GradientMethod):
             the inverse of the preconditioned form. "preconditioner": there (H̄ + P̄⁻¹/(η̄K))⁻¹ in
             place of the exponential and the inverse (appendix C, last equation).
         weight_decay: "ignore" it, as the paper does, or count it as "curvature".
+        exact: for Adam and its kin, take the whole curvature in the exponential too, and need no
+            inverse: appendix C as it stands, by Lanczos iterations. SGD's form is exact as it is.
         seed: of the pseudo-targets.
     """
 
@@ -73,6 +75,7 @@ class Source(GradientMethod):
         damping: float | str | None = None,
         weight_decay: str = "ignore",
         seed: int = 0,
+        exact: bool = False,
     ) -> None:
         check_choices(curvature, fisher)
         named = damping is None or damping == "preconditioner"
@@ -80,9 +83,12 @@ class Source(GradientMethod):
             raise ValueError(f"damping={damping!r} must be zero or positive, or 'preconditioner'")
         if weight_decay not in ("ignore", "curvature"):
             raise ValueError(f"weight_decay={weight_decay!r}: use 'ignore' or 'curvature'")
+        if exact and damping == "preconditioner":
+            raise ValueError("exact=True needs no inverse, and so no damping='preconditioner'")
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
         self.curvature, self.fisher, self.stage = curvature, fisher, stage
         self.damping, self.weight_decay, self.seed = damping, weight_decay, seed
+        self.exact = bool(exact)
 
     def points(self, segment: Segment) -> Sequence[Weights]:
         """Where a segment's gradients and curvature are taken."""
@@ -132,24 +138,24 @@ class Source(GradientMethod):
         bases = prepared[last].dynamics.bases
         v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
         for k, p in reversed(prepared.items()):
-            if p.segment.stage.name in bench.stages:
+            before = v.squared_norm() if k > first else None
+            r, v = p.dynamics.through(v, p.segment.stage.name in bench.stages, survive=k > first)
+            if before is not None:
+                self._note_survival(bench, k, v.squared_norm() / before)
+            if r is not None:
                 scale = -1.0 / (p.examples * len(p.points))
-                r = p.dynamics.respond(v, last=k == first)
                 yield k, bench.readouts(r, scale, examples * len(p.points))
                 del r
-            if k > first:
-                before = v.squared_norm()
-                v = p.dynamics.survive(v)
-                self._note_survival(bench, k, v.squared_norm() / before)
 
     def _dynamics(self, bench: Bench, segment: Segment, points: Sequence[Weights]) -> Dynamics:
         optimizer = known_optimizer(bench, segment)
         adaptive = optimizer in PRECONDITIONED
-        mixed = adaptive and self.curvature in ("ekfac", "kfac")
+        mixed = adaptive and not self.exact and self.curvature in ("ekfac", "kfac")
         if mixed and self.damping is None and bench.any.dtype.itemsize < 4:
             raise ValueError(
                 f"{bench.any.dtype} cannot resolve the eigenvalues that a damping of {DAMPING:.0e} "
-                "hangs on: use damping='preconditioner' or a number such as 1e-2, or dtype=float32"
+                "hangs on: use exact=True, damping='preconditioner' or a number such as 1e-2, or "
+                "dtype=float32"
             )
         fitter = self._fitter(bench, segment.stage.name, diagonal=mixed)
         durations = block_durations(bench, segment)
@@ -162,6 +168,15 @@ class Source(GradientMethod):
             return Plain(fitter.fit(points), durations, shifts)
         none = dict.fromkeys(decays, 0.0)
         decoupled = optimizer == "adamw"
+        if self.exact:
+            extra = float(self.damping or 0.0)
+            return Whole(
+                fitter.fit(points),
+                durations,
+                preconditioner(bench, segment),
+                {name: extra + (0.0 if decoupled else decay) for name, decay in decays.items()},
+                decays if decoupled else none,
+            )
         damping = DAMPING if self.damping is None and self.curvature != "diagonal" else self.damping
         return Preconditioned(
             fitter.fit(points),
