@@ -58,6 +58,7 @@ def method(name: str, experiment: Experiment, examples: int) -> Any:
             segments=segments, stage=stage, damping="preconditioner"
         ),
         "SOURCE, exact": lambda: whence.Source(segments=segments, stage=stage, exact=True),
+        "SOURCE, exact, L = 1": lambda: whence.Source(segments=1, stage=stage, exact=True),
         "influence": lambda: whence.Influence(stage=stage),
         'influence (λ = "source")': lambda: whence.Influence(damping="source", stage=stage),
         "influence, Arnoldi": lambda: whence.Influence(

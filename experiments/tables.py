@@ -76,7 +76,8 @@ def lds_table(found: Found, experiment: Experiment, best_first: bool = False) ->
 
 def label(name: str, experiment: Experiment) -> str:
     """A method's name with what is special to the task."""
-    many = name in ("SOURCE", "FastSource") and experiment.segments > 1
+    segmented = ("SOURCE", "FastSource", "SOURCE, λP⁻¹", "SOURCE, exact")
+    many = name in segmented and experiment.segments > 1
     return f"{name}, L = {experiment.segments}" if many else name
 
 

@@ -395,7 +395,7 @@ def by_output(of: Experiment, load: Callable[[], Any], queries: int) -> Experime
         quick=QUICK,
         group="not in the paper",
         paper_seeds=None,
-        methods=PAPER,
+        methods=("RepSim", "TracIn", "influence", "SOURCE, L = 1", "SOURCE"),
         dear=(),
     )
 
@@ -659,7 +659,7 @@ TASKS: Mapping[str, Experiment] = _named(
         group="not in the paper",
         rates=(1e-3, 1e-2),
         trak=512,
-        methods=(*ADAM, 'influence (λ = "source")'),
+        methods=(*ADAM, "SOURCE, exact, L = 1", 'influence (λ = "source")'),
         exact=MIXED,
     ),
 )

@@ -38,6 +38,7 @@ METHODS = [
     whence.Influence("source", solver="arnoldi", rank=5, iterations=30),
     whence.Influence(solver="datainf"),
     whence.TracIn(),
+    whence.Source(2, exact=True),
 ]
 
 
