@@ -134,6 +134,7 @@ class Reproduction:
     ) -> None:
         self.experiment, self.quick, self.device = experiment, quick, device
         self.tf32, self.tf32_scores, self.memory = tf32, tf32_scores, memory
+        self.room = allowance(memory, torch.device(device))  # refuses what it cannot read
         self.scale = scale or (experiment.quick if quick else experiment.full)
         name = experiment.name + ("-quick" if quick else "")
         self.place = Place(Path(work) / name, Path(results) / f"{name}.json")
@@ -284,7 +285,6 @@ class Reproduction:
         out = self.place.work / "scores" / folder
         if isinstance(chosen, whence.Random):
             return chosen.attribute(study, self.query, out=out, progress=self.progress)
-        room = allowance(self.memory, torch.device(self.device))
         given["memory"] = self.memory
         for shrunk in range(6):
             try:
@@ -292,7 +292,7 @@ class Reproduction:
                     return chosen.attribute(study, self.query, out=out, **given)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
-                given["memory"] = room >> (shrunk + 1)
+                given["memory"] = self.room >> (shrunk + 1)
                 self.tell(f"{name}: out of memory; trying with {given['memory'] >> 20} MiB")
         raise MemoryError(f"{name} does not fit into the memory of {self.device}")
 
