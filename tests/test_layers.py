@@ -604,6 +604,31 @@ def test_a_detached_layer_scores_nothing() -> None:
     check(small(lambda m, x: m.head(torch.tanh(m.fc(x)).detach() + x)), ROWS, QUERIES)
 
 
+def test_what_the_run_never_moved_is_left_out_without_a_warning() -> None:
+    """All of a norm, or a part of it; the layers behind it are tracked."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    names = [name for name, _ in model.named_parameters()]
+
+    def attributed(*frozen: str) -> tuple[whence.Scores, list[str]]:
+        moved = [name for name in names if name not in frozen]
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        run = whence.Run.from_checkpoints([weights], [4], 0.1, groups=[moved])
+        study = whence.Study(model, whence.Classification(), models.vectors(), run)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scores = whence.TracIn().attribute(study, models.vectors(2, seed=1), progress=False)
+        return scores, [str(w.message) for w in caught if "left out" in str(w.message)]
+
+    frozen = "frozen: no update of the run moved it"
+    scores, told = attributed("1.weight", "1.bias", "0.weight", "0.bias")
+    assert {e["name"]: e["reason"] for e in scores.excluded} == {"0": frozen, "1": frozen}
+    assert told == [] and "2 layers" in scores.diagnostics["tracked"]
+    scores, told = attributed("1.bias")  # its weight was trained, and no score sees that
+    assert {e["name"]: e["reason"] for e in scores.excluded} == {"1": "LayerNorm"}
+    assert len(told) == 1 and "1 (" in told[0]
+
+
 def test_frozen_in_the_model_is_not_left_out() -> None:
     """What was trained is for the run to say."""
     model = small(lambda m, x: m.head(torch.tanh(m.fc(x))))

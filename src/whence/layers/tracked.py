@@ -278,7 +278,9 @@ def _left_out(
         own = [name for name in own if name not in tracked]
         if own:
             count = sum(parameters[name].numel() for name in own)
-            reason = next((reasons[k] for k in own if k in reasons), type(module).__name__)
+            moved = [k for k in own if reasons.get(k) != FROZEN]  # the others lack nothing
+            reason = next((reasons[k] for k in moved if k in reasons), type(module).__name__)
+            reason = reason if moved else FROZEN
             excluded.append(Excluded(path or "(model)", count, count / total, reason))
     return tuple(excluded), total
 
