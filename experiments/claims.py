@@ -206,9 +206,15 @@ def removes(found: Found, experiment: Experiment) -> Verdict:
         if name != "Random"
     }
     mine = at_end.pop(experiment.source, None)
-    k = r["k"][-1]
+    k, apart = r["k"][-1], r.get("differences", {})
     return every(
-        above(mine, f"k = {k}, {label(experiment.source, experiment)}", theirs, name)
+        above(
+            mine,
+            f"k = {k}, {label(experiment.source, experiment)}",
+            theirs,
+            name,
+            apart[name][-1] if name in apart else None,
+        )
         for name, theirs in at_end.items()
     )
 

@@ -530,6 +530,12 @@ class Reproduction:
             "diverged": result.diverged,
             "flipped": {name: result.flipped(name).tolist() for name in result.margins},
             "interval": {name: result.interval(name).tolist() for name in result.margins},
+            "differences": {
+                name: [[d.value, *d.interval] for d in result.difference(own, name)]
+                for own in result.margins.keys() & {self.experiment.source}
+                for name in result.margins
+                if name != own
+            },
         }
         self.save()
         self.tell(str(result))

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import whence
 import whence.evaluate.removal as removal
 import whence.methods.random as random_method
-from whence.evaluate import subset_removal
+from whence.evaluate import SubsetRemoval, subset_removal
 from whence.methods.random import Random
 from whence.recipe import Recipe
 from whence.retrain import Training
@@ -226,6 +226,28 @@ def test_options_are_passed_on(world: World, tmp_path: Path) -> None:
     assert folders == ["all-data", "without-2", "without-4"]
     for call in world.calls:
         assert {name: call[name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("both", "one", "other", "neither", "expected"),
+    [
+        (36, 12, 2, 0, (0.0569, 0.3404)),  # as published: Newcombe 1998, paired, method 10
+        (0, 0, 0, 54, (-0.0664, 0.0664)),
+    ],
+)
+def test_differences_are_of_the_same_queries(
+    both: int, one: int, other: int, neither: int, expected: tuple[float, float]
+) -> None:
+    counts = (both, one, other, neither)
+    flips = [np.repeat(which, counts) for which in ([1, 1, 0, 0], [1, 0, 1, 0])]
+    margins = {name: 1.0 - 2.0 * f[None] for name, f in zip("ab", flips, strict=True)}
+    queries = np.arange(sum(counts))
+    found = SubsetRemoval((7,), margins, queries, len(queries), (0,), (1,), 1, 0)
+    (apart,) = found.difference("a", "b")
+    assert apart.value == pytest.approx((one - other) / len(queries))
+    assert apart.interval == pytest.approx(expected, abs=5e-5)
+    (back,) = found.difference("b", "a")
+    assert back.interval == pytest.approx((-apart.interval[1], -apart.interval[0]))
 
 
 def test_wilsons_interval_is_scipys(world: World) -> None:

@@ -320,6 +320,8 @@ def test_claims_over_alpha_and_by_removal() -> None:
     assert word("fashion_mnist", 12, found) == HOLDS
     found["removal"]["interval"]["TRAK"][1][1] = 0.55
     assert word("fashion_mnist", 12, found) == OPEN
+    found["removal"]["differences"] = {"TRAK": [[-0.2, -0.3, -0.1], [0.2, 0.05, 0.3]]}
+    assert word("fashion_mnist", 12, found) == HOLDS
 
 
 def test_claims_of_linear_models() -> None:

@@ -34,12 +34,12 @@ SAME = 1e-13  # group predictions closer than this, relative to Σ|values|, diff
 
 @dataclass(frozen=True)
 class Difference:
-    """One LDS minus another on the same resamples of the subsets.
+    """One result minus another on the same subsets, or of the same queries.
 
     Attributes:
         value: the difference.
-        interval: 95 % bootstrap interval over the subsets. Narrower than the two scores' own: what
-            a resample does to both alike cancels.
+        interval: 95 %. Narrower than the two results' own suggest: what the choice of subsets (or
+            of queries) does to both alike cancels.
     """
 
     value: float
