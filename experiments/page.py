@@ -308,17 +308,16 @@ def causes(results: Results, tasks: Iterable[str]) -> list[str]:
         if exact and own[1] < exact[2] and exact[1] < own[2] and theirs[0] > exact[0]:
             lines.append(
                 f"- {title(task, found)}: the unrolling that SOURCE approximates, with the whole "
-                f"Gauss-Newton matrix and update by update, has {tables.shown(exact)} too: what "
-                "SOURCE lacks is not lost in its approximations."
+                f"Gauss-Newton matrix and update by update, has {tables.shown(exact)}: its "
+                "approximations do not seem to be the cause."
             )
         output = results.get(f"{task}_output", {}).get("lds", {})
         if {experiment.source, "influence"} <= output.keys():
             mine, its = (output[n]["single"] for n in (experiment.source, "influence"))
             lines.append(
                 f"- {title(task, found)}: asked about the output in place of its absolute error, "
-                f"SOURCE has {tables.shown(mine)}, influence functions {tables.shown(its)}. The "
-                "absolute error has a kink at zero; on which side of it a training ends changes "
-                "from seed to seed, and no score of one model foresees it."
+                f"SOURCE has {tables.shown(mine)}, influence functions {tables.shown(its)}: which "
+                "is above hangs on what is measured."
             )
         for form, words in FORMS.items():
             other = found["lds"].get(form, {}).get("single")

@@ -28,7 +28,7 @@ PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1",
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
 # with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: two others beside it
 ADAM = (*PAPER, "SOURCE, λP⁻¹", "SOURCE, exact")
-# An inverse at 1e-8 makes much of TF32's rounding (`experiments.rounding`).
+# An inverse at 1e-8 makes much of TF32's rounding: `experiments.rounding` measures how much.
 EXACT = ("influence",)
 MIXED = ("influence", "FastSource", "SOURCE, L = 1", "SOURCE")  # with Adam
 MORE = (*PAPER, 'influence (λ = "source")', "DataInf", "Random")
@@ -383,8 +383,8 @@ def not_deep(name: str, title: str, make: Callable[..., Made], queries: int) -> 
 
 
 def by_output(of: Experiment, load: Callable[[], Any], queries: int) -> Experiment:
-    """A regression task of the paper, asked about the output in place of its absolute error: from
-    seed to seed an error changes its sign, and with it the direction that every score has."""
+    """A regression task of the paper, asked about the output in place of its absolute error, whose
+    direction changes with the error's sign."""
     return replace(
         of,
         name=f"{of.name}_output",
