@@ -109,7 +109,7 @@ class Reproduction:
         results: folder of the result file.
         tf32: let trainings round matrix products to TF32 on a GPU.
         tf32_scores: let attribution do so too, but for the experiment's `exact` methods.
-        memory: what attribution may use, as in `attribute`.
+        memory: what models trained at once may take, and what attribution may use.
         only: methods to judge (default: all of the experiment's).
         command: how it was called, for the record.
         tell: is told what is going on.
@@ -232,6 +232,7 @@ class Reproduction:
                 self.experiment.stage,
                 out=self.place.work / f"truth-{name or format(alpha, 'g')}",
                 device=self.device,
+                memory=self.memory,
                 progress=self.progress,
             )
         asked = len(self.query)  # type: ignore[arg-type]
@@ -264,6 +265,7 @@ class Reproduction:
                 halves if half else None,
                 stage=self.experiment.stage,
                 device=self.device,
+                memory=self.memory,
                 progress=self.progress,
             )
         self._runs[half, name] = made
@@ -441,6 +443,7 @@ class Reproduction:
                 out=self.place.work / "downsampled",
                 seed=1,
                 device=self.device,
+                memory=self.memory,
                 progress=self.progress,
             )
             scores = whence.Downsampling(resampled).attribute()
@@ -519,6 +522,7 @@ class Reproduction:
                 stage=self.experiment.stage,
                 out=self.place.work / "removal",
                 device=self.device,
+                memory=self.memory,
                 progress=self.progress,
             )
         self.found["removal"] = {
