@@ -28,6 +28,7 @@ if str(ROOT) not in sys.path:  # benchmarks is found from the root
 import whence  # noqa: E402
 from benchmarks.against_kronfluence import floors  # noqa: E402
 from benchmarks.models import WORKLOADS, final_run  # noqa: E402
+from experiments import tables  # noqa: E402
 from whence.curvature import cost  # noqa: E402
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -39,6 +40,12 @@ SLOPES = {  # method: its name in experiments/results
     "influence (λ = 1e-8)": "influence",
     "influence, conjugate gradients": "influence, conjugate gradients",
     "Unrolled, expected, Gauss-Newton": "Unrolled, expected, Gauss-Newton",
+}
+ADAM = {  # what the forms of SOURCE for Adam are called there
+    "influence": "influence",
+    "the default": "SOURCE",
+    '`damping="preconditioner"`': "SOURCE, λP⁻¹",
+    "`exact=True`": "SOURCE, exact",
 }
 # C checkpoints and L segments of the benchmarked methods
 CHECKPOINTS = {"influence": (1, 1), "SOURCE, C = 6, L = 3": (6, 3), "FastSource, L = 3": (3, 3)}
@@ -281,6 +288,20 @@ def slope_table() -> list[str]:
     return [*lines, f"| *noise ceiling of the LDS* | {' | '.join(ceilings)} |"]
 
 
+def adam_table() -> list[str]:
+    """LDS of one model by each form of SOURCE, where training was by AdamW."""
+    lines = [f"| LDS, one model | M × R | {' | '.join(ADAM)} |", "|---|---:|" + "---:|" * len(ADAM)]
+    for task, r in tables.read(ROOT / "experiments/results").items():
+        if "SOURCE, exact" not in r["lds"] or r["quick"]:
+            continue
+        cells = [tables.shown(r["lds"][name]["single"]) for name in ADAM.values()]
+        of = r["lds"]["SOURCE"]["of"]
+        lines.append(
+            f"| {tables.title(task)} | {of['subsets']} × {of['seeds']} | {' | '.join(cells)} |"
+        )
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "time": time_table,
     "faster": faster_table,
@@ -289,6 +310,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "epochs": epoch_table,
     "retraining": retraining_table,
     "slopes": slope_table,
+    "adam": adam_table,
 }
 
 

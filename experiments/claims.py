@@ -93,9 +93,16 @@ def _one(entries: Found, name: str) -> Value | None:
     return known
 
 
-def _same(found: Found, names: Iterable[str]) -> bool:
-    """Whether all of these were judged by the same truth, with as many models."""
-    sizes = [found["lds"][name]["of"] for name in names if name in found["lds"]]
+def _same(found: Found, names: Iterable[str], setup: str = "single") -> bool:
+    """Whether all of these were judged by the same truth; ensembles, of as many models. (One
+    model's LDS is a mean over models, of however many there are.)"""
+    entries = [found["lds"][name] for name in names if name in found["lds"]]
+    if setup == "ensemble":
+        entries = [entry for entry in entries if entry["ensemble"]]
+    sizes = [
+        {k: v for k, v in entry["of"].items() if k != "runs" or setup == "ensemble"}
+        for entry in entries
+    ]
     return all(size == sizes[0] for size in sizes)
 
 
@@ -104,7 +111,10 @@ def first(
 ) -> Verdict:
     """SOURCE above all baselines; each by one model or by the ensemble."""
     name, others = experiment.source, baselines(experiment)
-    if not _same(found, (name, *others)):
+    compared = (name, *others)
+    if not _same(found, compared) or (
+        theirs == "ensemble" and not _same(found, compared if own == theirs else others, theirs)
+    ):
         return OTHER_SIZES
     word = {"single": "", "ensemble": " (ensemble)"}
     mine = label(name, experiment) + word[own]

@@ -24,7 +24,7 @@ from whence.scores.files import write_json
 
 from . import claims, data, figures, tables
 from .claims import ABSENT, CLAIMS, FAILS, HOLDS, OPEN, Verdict
-from .tables import Found, title
+from .tables import Found, so_many, title
 from .tasks import RESULTS, TASKS, Experiment
 
 FOLDER = Path(__file__).parent
@@ -147,11 +147,6 @@ def sizes(found: Found) -> Mapping[str, int]:
         (entry["of"] for entry in found["lds"].values()), key=lambda of: of["runs"]
     )
     return of
-
-
-def so_many(number: int, what: str) -> str:
-    """'1 model', '2 models'."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def listed(names: Iterable[str]) -> str:
@@ -356,6 +351,9 @@ def unfinished(found: Found, experiment: Experiment) -> list[str]:
     names = [n for n in (*experiment.methods, *experiment.dear) if n not in found["lds"]]
     if scale.downsampled and "Downsampling" not in found["lds"]:
         names.append("Downsampling")
+    wanted = dict.fromkeys(experiment.methods, scale.runs)
+    wanted |= dict.fromkeys(experiment.dear, scale.dear_runs)
+    fewer = sum(e["of"]["runs"] < wanted.get(n, 0) for n, e in found["lds"].items())
     parts = {
         "other α": set(map(float, found.get("alpha", {}))) >= set(scale.alphas),
         "epochs": set(map(float, found.get("epochs", {}))) >= set(scale.epochs),
@@ -363,6 +361,7 @@ def unfinished(found: Found, experiment: Experiment) -> list[str]:
         "panels": bool(found.get("panels")) or not scale.panels,
         "removal": bool(found.get("removal")) or scale.removal is None,
     }
+    names += [f"ensembles of {so_many(fewer, 'method')}"] if fewer else []
     return names + [part for part, there in parts.items() if not there]
 
 
@@ -389,7 +388,9 @@ def differences(found: Found, experiment: Experiment) -> list[str]:
     if of["runs"] == 1:
         parts.append("one model only (the paper: ensembles of 10 too)")
     elif of["runs"] != 10:
-        parts.append(f"ensembles of {of['runs']} (the paper: 10)")
+        without = [n for n in experiment.methods if claims.value(found, n, "ensemble") is None]
+        but = f", of all but {listed(without)}" if without else ""
+        parts.append(f"ensembles of {of['runs']} (the paper: 10){but}")
     if found["tf32"]:
         parts.append("trained in TF32")
     rounded = {name: entry.get("tf32", False) for name, entry in found["lds"].items()}
@@ -488,6 +489,21 @@ def searches(folder: Path) -> str:
     return columns(heads, rows, " rrrr")
 
 
+def rounding(file: Path) -> str:
+    """What TF32 does to scores, by `experiments.rounding`."""
+    if not file.is_file():
+        return "*Not measured yet.*"
+    r = json.loads(file.read_text())
+    rows = [
+        [title(task), name, f"{own['median']:.3f}", f"{own['least']:.3f}"]
+        for task, found in r["tasks"].items()
+        for name, own in found.items()
+    ]
+    table = columns(["task", "method", "median query", "least"], rows, "  rr")
+    m = r["machine"]
+    return f"{table}\n\n{r['queries']} queries. {r['device']}, torch {m['torch']}, {m['date']}."
+
+
 # --- panels of examples -------------------------------------------------------------------------
 
 
@@ -496,16 +512,16 @@ def here(task: str) -> bool:
     return any((root / file).is_file() for root in data.roots() for file in NEEDS[task])
 
 
-def with_panels(results: Results, kind: str) -> list[str]:
-    return [t for t in results if TASKS[t].panel == kind and results[t].get("panels")]
+def with_panels(examples: Results, kind: str) -> list[str]:
+    return [task for task in examples if TASKS[task].panel == kind]
 
 
-def image_panels(results: Results, docs: Path) -> str:
+def image_panels(examples: Results, docs: Path) -> str:
     parts = []
-    for task in with_panels(results, "image"):
-        name, head = f"{PICTURES}/examples-{task}.png", title(task, results[task])
+    for task in with_panels(examples, "image"):
+        name, head = f"{PICTURES}/examples-{task}.png", title(task, examples[task])
         if (docs / name).is_file():
-            models = results[task]["panels"]["of"]["runs"]
+            models = examples[task]["panels"]["of"]["runs"]
             alt = f"{head}: the most helpful and most harmful training images of a few queries"
             parts.append(f"**{head}**, by the mean scores of {models} models:\n\n![{alt}]({name})")
         else:
@@ -540,10 +556,10 @@ def texts_of(found: Found, experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def text_panels(results: Results, folder: Path) -> str:
+def text_panels(examples: Results, folder: Path) -> str:
     parts = []
-    for task in with_panels(results, "text"):
-        found, file = results[task], folder / "texts" / f"{task}.json"
+    for task in with_panels(examples, "text"):
+        found, file = examples[task], folder / "texts" / f"{task}.json"
         kept = json.loads(file.read_text()) if file.is_file() else {}
         queries, beside = shown_texts(found)
         wanted = {str(k) for pair in beside.values() for k in pair}
@@ -567,7 +583,7 @@ def text_panels(results: Results, folder: Path) -> str:
 
 def text(folder: Path = RESULTS, docs: Path = DOCS) -> str:
     """The page, of the results in a folder; images of examples as they lie below `docs`."""
-    results = tables.read(folder)
+    results, examples = tables.read(folder), tables.read(folder, "panels")
     file = folder / "reference.json"
     reference = json.loads((file if file.is_file() else RESULTS / "reference.json").read_text())
     parts: dict[str, Callable[[], str]] = {
@@ -575,9 +591,10 @@ def text(folder: Path = RESULTS, docs: Path = DOCS) -> str:
         "compared": lambda: compared(results, reference),
         "claims": lambda: claims_part(results),
         **{f"figure {name}": partial(figure, name, results) for name in PLATES},
-        "images": lambda: image_panels(results, docs),
-        "texts": lambda: text_panels(results, folder),
+        "images": lambda: image_panels(examples, docs),
+        "texts": lambda: text_panels(examples, folder),
         "settings": lambda: settings(results),
+        "rounding": lambda: rounding(folder / "rounding.json"),
         "numbers": lambda: numbers(results),
         "searches": lambda: searches(folder / "search"),
     }
@@ -592,7 +609,7 @@ def text(folder: Path = RESULTS, docs: Path = DOCS) -> str:
 
 def draw(folder: Path = RESULTS, docs: Path = DOCS) -> list[str]:
     """All figures that the results have, and the texts of panels; the names of the files."""
-    results, made = tables.read(folder), []
+    results, examples, made = tables.read(folder), tables.read(folder, "panels"), []
 
     def keep(name: str, drawn: Figure) -> None:
         figures.save(drawn, docs / PICTURES / f"{name}.png")
@@ -605,14 +622,14 @@ def draw(folder: Path = RESULTS, docs: Path = DOCS) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         keep("unrolling", figures.unrolling(figures.two_weights()))
-    for task in filter(here, with_panels(results, "image")):
+    for task in filter(here, with_panels(examples, "image")):
         experiment = TASKS[task]
-        recipe, held = experiment.recipe(results[task]["quick"])
+        recipe, held = experiment.recipe(examples[task]["quick"])
         train: Any = recipe.stage(experiment.stage).data.dataset
-        keep(f"examples-{task}", figures.examples(results[task], experiment, train, held))
-    for task in filter(here, with_panels(results, "text")):
+        keep(f"examples-{task}", figures.examples(examples[task], experiment, train, held))
+    for task in filter(here, with_panels(examples, "text")):
         (folder / "texts").mkdir(exist_ok=True)
-        write_json(folder / "texts" / f"{task}.json", texts_of(results[task], TASKS[task]))
+        write_json(folder / "texts" / f"{task}.json", texts_of(examples[task], TASKS[task]))
     return made
 
 

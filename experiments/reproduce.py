@@ -184,8 +184,10 @@ class Reproduction:
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "tf32": self.tf32,
             "machine": machine() | {"whence": whence.__version__},
-            "command": self.command,
         }
+        commands = self.found.setdefault("commands", [])
+        if self.command not in commands:
+            commands.append(self.command)
         self.place.file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.place.file, self.found)
 
@@ -211,6 +213,7 @@ class Reproduction:
         for name in self.experiment.dear:
             if self.wanted(name):
                 self.judge(name, scale.dear_runs)
+        self.differences()  # again: panels and removal may have opened more scores
         return self.found
 
     def wanted(self, name: str) -> bool:
@@ -549,7 +552,9 @@ class Reproduction:
         of = {"queries": self.scale.panels, "runs": self.scale.runs}
         if self.found.get("panels", {}).get("of") == of:
             return
-        names = [n for n in IN_PANELS if n in self.experiment.methods and self.wanted(n)]
+        names = [n for n in IN_PANELS if n in self.experiment.methods]
+        if not all(map(self.wanted, names)):  # a panel is of all of them
+            return
         by_method = {name: self.together(name, self.scale.runs) for name in names}
         self.found["panels"] = {
             "of": of,

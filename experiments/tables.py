@@ -21,8 +21,8 @@ PARTS = {
 BASELINES = ("RepSim", "TracIn", "TRAK", "influence")  # of the paper's figures
 
 
-def read(folder: Path) -> dict[str, Found]:
-    """The result of every task that has one; the quick one where the whole has not begun."""
+def read(folder: Path, part: str = "lds") -> dict[str, Found]:
+    """The result of every task that has one; the quick one where the whole has none of a part."""
     found = {}
     for task in TASKS:
         for name in (task, f"{task}-quick"):
@@ -32,7 +32,7 @@ def read(folder: Path) -> dict[str, Found]:
                 raise ValueError(
                     f"{file} is of version {known['schema']}, not {SCHEMA}: make it again"
                 )
-            if known.get("lds"):
+            if known.get("lds") and known.get(part):
                 found[task] = known
                 break
     return found
@@ -42,6 +42,11 @@ def title(task: str, found: Found | None = None) -> str:
     """A task's name at the head of something; says when the result is of the small version."""
     name = TASKS[task].title
     return name[0].upper() + name[1:] + (" (quick)" if found and found["quick"] else "")
+
+
+def so_many(number: int, what: str) -> str:
+    """'1 model', '2 models'."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def baselines(experiment: Experiment) -> tuple[str, ...]:
@@ -55,8 +60,9 @@ def shown(value: list[float] | None, digits: int = 2) -> str | None:
 
 
 def lds_table(found: Found, experiment: Experiment, best_first: bool = False) -> Table:
-    """One row per method: in the order in which they were judged, or by the ensemble's LDS."""
-    entries = list(found["lds"].items())
+    """One row per method: in the experiment's order, or by the ensemble's LDS."""
+    places = {n: k for k, n in enumerate((*experiment.methods, "Downsampling", *experiment.dear))}
+    entries = sorted(found["lds"].items(), key=lambda item: places.get(item[0], len(places)))
     if best_first:
         entries.sort(key=lambda item: -(item[1]["ensemble"] or item[1]["single"])[0])
     rows = [
@@ -127,7 +133,8 @@ def about(found: Found) -> str:
         first = next(iter(found["lds"].values()))
         of, ceiling = first["of"], first["ceiling"]
         parts.append(
-            f", {of['queries']} queries; truth: {of['subsets']} subsets × {of['seeds']} seeds"
+            f", {of['queries']} queries; truth: {of['subsets']} subsets × "
+            f"{so_many(of['seeds'], 'seed')}"
         )
         parts.append("" if ceiling is None else f", noise ceiling {ceiling:.2f}")
         parts.append(f"; {first['diverged']} trainings diverged" if first["diverged"] else "")
@@ -135,7 +142,7 @@ def about(found: Found) -> str:
     return (
         f"{''.join(parts)}. Rate {found['rate']:g}, weight decay {found['weight_decay']:g}. "
         f"{on}, Python {m['python']}, torch {m['torch']}, whence {m['whence']}, {m['date']}: "
-        f"`{found['command']}`"
+        + ", then ".join(f"`{command}`" for command in found.get("commands", []))
     )
 
 

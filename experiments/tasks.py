@@ -279,7 +279,7 @@ def pacs(quick: bool, rate: float, wd: float) -> Made:
         for name, own in stages.items()
     }
     recipe = whence.Recipe(
-        partial(models.ResNet9, classes=7, stem_stride=2, width=16 if quick else 32),
+        partial(models.ResNet9, classes=7, stem_stride=2, width=16 if quick else 64),
         whence.Classification(),
         train,
         sgd(rate, wd),
@@ -499,7 +499,7 @@ TASKS: Mapping[str, Experiment] = _named(
             queries=100,
             measured=150,
             runs=3,
-            removal=Removal(15, (50, 150, 300), 1, 3),
+            removal=Removal(10, (100, 300), 1, 2),
             panels=6,
         ),
         1024,
@@ -509,7 +509,7 @@ TASKS: Mapping[str, Experiment] = _named(
     ),
     fine_tuning(
         "SST-2",
-        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3),
+        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3, panels=6),
         4096,
         48,
         5000,
@@ -517,7 +517,7 @@ TASKS: Mapping[str, Experiment] = _named(
     ),
     fine_tuning(
         "QNLI",
-        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3),
+        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3, panels=6),
         2048,
         128,
         4000,
@@ -529,7 +529,7 @@ TASKS: Mapping[str, Experiment] = _named(
         "WikiText-2",
         wikitext2,
         "GPT-2 of 4 layers and width 256 from scratch, AdamW, batch 8, length 512, 5 epochs",
-        Scale(subsets=100, seeds=1, queries=100, runs=3),
+        Scale(subsets=100, seeds=1, queries=100, runs=3, panels=6),
         SLOW,
         paper_seeds=5,
         differs=(
@@ -579,7 +579,7 @@ TASKS: Mapping[str, Experiment] = _named(
         rotated,
         "MLP 784-512-256-128-10, SGD with momentum 1e-1, weight decay 1e-5, batch 128; first 0°, "
         "15°, 45°, 60° (20 epochs), then 30° (10 epochs)",
-        Scale(seeds=5, removal=Removal(50, (40, 80, 160, 320, 640), 3, 5), panels=6),
+        Scale(seeds=5, runs=5, removal=Removal(50, (40, 80, 160, 320, 640), 3, 5), panels=6),
         Scale(
             subsets=40,
             seeds=2,
@@ -602,14 +602,14 @@ TASKS: Mapping[str, Experiment] = _named(
         "pacs",
         "PACS",
         pacs,
-        "ResNet-9 of width 32 (stride 2 at the stem), SGD with momentum, batch 128; first cartoon, "
-        "photo, sketch (30 epochs), then art paintings (10 epochs)",
-        Scale(subsets=100, seeds=3, queries=100, measured=200, runs=3, panels=6),
+        "ResNet-9 (stride 2 at the stem), SGD with momentum, batch 128; first cartoon, photo, "
+        "sketch (30 epochs), then art paintings (10 epochs)",
+        Scale(subsets=60, seeds=1, queries=100, runs=2),
         SLOW,
         group="two stages",
         paper_seeds=20,
         differs=(
-            "a ResNet-9 of half its width, trained from scratch, in place of a pretrained ResNet-50",
+            "a ResNet-9 trained from scratch in place of a pretrained ResNet-50",
             "64 × 64 images",
             "trained in bfloat16 (autocast)",
         ),

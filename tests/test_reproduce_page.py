@@ -58,7 +58,7 @@ def result(task: str, lds: dict[str, dict[str, Any]], quick: bool = False) -> di
         "device": "CPU",
         "tf32": False,
         "machine": versions,
-        "command": f"whence reproduce {task}",
+        "commands": [f"whence reproduce {task}"],
     }
 
 
@@ -179,7 +179,7 @@ def test_a_result_that_is_not_finished(tmp_path: Path) -> None:
     made = page.text(tmp_path, tmp_path)
     assert f"Of {len(TASKS)} tasks 1 were run." in made
     assert "Not finished: FashionMNIST (TracIn; TRAK; FastSource; SOURCE, L = 1; SOURCE;" in made
-    assert "Downsampling; other α; panels; removal)." in made
+    assert "Downsampling; ensembles of 2 methods; other α; panels; removal)." in made
     assert "| influence | 0.20 [0.19, 0.21] | – | 1 |" in made
     assert "Noise ceiling here unknown" in made
     assert "| FashionMNIST | … | … |" in made
@@ -276,6 +276,16 @@ def test_methods_judged_at_different_sizes_are_not_compared() -> None:
     found["lds"]["TRAK"]["of"]["seeds"] = 100
     assert word("concrete", 1, found) == OPEN
     assert "different sizes" in page.claims_part({"concrete": found})
+    found = result("concrete", paper())
+    found["lds"]["TRAK"]["of"]["runs"] = 3  # one model is one model, an ensemble is not
+    assert (word("concrete", 1, found), word("concrete", 2, found)) == (HOLDS, OPEN)
+    found["lds"]["TRAK"] |= {"ensemble": None}
+    assert word("concrete", 2, found) == ABSENT
+    uneven = result("concrete_n", paper())  # SOURCE's single number, beside ensembles of one size
+    uneven["lds"]["SOURCE"]["of"]["runs"] = 3
+    assert word("concrete_n", 4, uneven) == HOLDS
+    uneven["lds"]["TRAK"]["of"]["runs"] = 3
+    assert word("concrete_n", 4, uneven) == OPEN
 
 
 def test_claims_where_training_did_not_converge() -> None:

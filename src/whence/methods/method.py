@@ -188,8 +188,8 @@ class Method(ABC):
                 warnings.warn(
                     f"the scores hang on the damping: in the median layer {share:.0%} of the score "
                     "vector changes when it is ten times larger, so directions of hardly any "
-                    "curvature dominate it. Use Source(exact=True), which is appendix C as it "
-                    "stands, or damping='preconditioner', or a larger number",
+                    "curvature dominate it. Compare Source(exact=True), which is appendix C as it "
+                    "stands, damping='preconditioner', or a larger number",
                     stacklevel=2,
                 )
         clock = bench.any.clock
