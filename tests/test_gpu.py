@@ -89,6 +89,34 @@ def test_the_device_changes_nothing(name: str, optimizer: str, method: Any, tmp_
         np.testing.assert_allclose(gpu, cpu, rtol=0, atol=close * abs(cpu).max())
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_factors_that_do_not_fit_on_the_gpu(optimizer: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, task = models.mlp((4, 1024, 1024, 1024, 3)).double(), whence.Classification()
+    train, query = models.vectors(20), models.vectors(3, seed=1)
+    if optimizer == "adam":
+        run = adam_run(model, task, train, tmp_path)
+    else:
+        run = models.train_run(model, task, train, [2, 5, 9], 0.1).run
+    found, peak = {}, {}
+    for memory in ("4GB", "96MB"):
+        study = whence.Study(model, task, train=train, runs=run, cache=tmp_path / memory)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        options: dict[str, Any] = {"device": "cuda", "memory": memory, "dtype": torch.float64}
+        method = whence.Source(2, exact=optimizer == "adam")
+        found[memory] = method.attribute(study, query, progress=False, batch_size=4, **options)
+        peak[memory] = torch.cuda.max_memory_allocated()
+    assert found["96MB"].diagnostics["factor_groups"] > 1
+    assert "factor_groups" not in found["4GB"].diagnostics
+    assert peak["96MB"] < 0.8 * peak["4GB"], peak
+    together = found["4GB"].values
+    np.testing.assert_allclose(
+        found["96MB"].values, together, rtol=0, atol=1e-7 * abs(together).max()
+    )
+
+
 # --- retraining --------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from whence.curvature.fit import (
     Curvature,
     Fitter,
     Part,
+    bases_of,
     check_choices,
 )
 from whence.curvature.functions import inverse, response, survival
@@ -24,6 +25,7 @@ __all__ = [
     "Part",
     "Readout",
     "Store",
+    "bases_of",
     "check_choices",
     "cost",
     "inverse",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whence.curvature import Basis, Curvature, Fitter, Part, Readout, cost
-from whence.curvature.fit import accumulator
+from whence.curvature.fit import Away, accumulator, grouped
 from whence.curvature.products import FactoredReadout, build, turn
 from whence.data import Batches, cut
 from whence.layers.capture import Block, Site
@@ -46,7 +46,7 @@ class Vectors:
         keep: bool = False,
         last: bool = False,
     ) -> Vectors:
-        """f(H) v: turned into the eigenbasis, where f acts on eigenvalues; left there.
+        """f(H) v: turned into the eigenbasis, where f acts on eigenvalues; left there, if it stays.
 
         Args:
             keep: blocks that the curvature does not know stay as they are; else they are left out.
@@ -61,6 +61,8 @@ class Vectors:
             factor = function(name, block.eigenvalues)
             values[name] = turned.mul_(factor) if fresh else turned * factor
             bases[name] = block.basis
+            if isinstance(curvature, Away):  # whose basis goes
+                values[name], bases[name] = turn(values[name], block.basis, None), None
         return Vectors(values, bases)
 
     def own(self) -> Vectors:
@@ -93,6 +95,7 @@ class Bench:
     diagnostics: dict[str, Any] = field(default_factory=dict)
     account: dict[str, Any] = field(default_factory=dict)  # what is added up block by block
     segments: list[Segment] = field(default_factory=list)  # if they were found by looking
+    room: int | None = None  # bytes on the device for factors; None for as many as they need
 
     @property
     def any(self) -> Passes:
@@ -144,7 +147,20 @@ class Bench:
     def fitter(self, stages: Sequence[str], **settings: Any) -> Fitter:
         """Fits curvature on the data of these stages, pooled."""
         parts = self.parts(stages)
-        return Fitter(parts, self.study.store(self.run), self.batch_size, **settings)
+        return Fitter(
+            parts,
+            self.study.store(self.run),
+            self.batch_size,
+            room=self.room,
+            notes=self.diagnostics,
+            **settings,
+        )
+
+    @property
+    def factor_groups(self) -> int:
+        """How many groups of layers EK-FAC's factors are fitted in."""
+        dtype = accumulator(self.any.dtype)
+        return len(grouped(self.blocks.values(), "ekfac", dtype, self.room))
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""

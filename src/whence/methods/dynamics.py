@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from whence.curvature import Basis, Curvature, inverse, response, survival
+from whence.curvature import Basis, Curvature, bases_of, inverse, response, survival
 from whence.curvature.solve import apply, diagonal_of, solve
 from whence.methods.bench import Vectors
 
@@ -76,7 +76,7 @@ class Plain(_ByTurns):
 
     @property
     def bases(self) -> dict[str, Basis | None]:
-        return {name: block.basis for name, block in self.curvature.items()}
+        return bases_of(self.curvature)
 
     def respond(self, v: Vectors, last: bool) -> Vectors:
         def f(name: str, σ: Tensor) -> Tensor:

@@ -126,7 +126,10 @@ class GradientMethod(Method):
     def _announce_work(self, bench: Bench) -> None:
         queries = 1 if bench.query is None else len(bench.query)
         work, held = self.operations(bench, queries), self.numbers_held(bench, queries)
-        self._announce(bench, work, self.passes_needed(bench), held)
+        passes = self.passes_needed(bench)
+        for kind in passes.keys() & {"covariances", "eigenvalues"}:
+            passes[kind] *= bench.factor_groups
+        self._announce(bench, work, passes, held)
 
     def tokens(
         self,

@@ -27,6 +27,7 @@ from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.study import Study
 
+FACTORS = {"cuda": 0.5}  # of what may be used: room for factors. A CPU has no other place for them
 SENSITIVE = 0.3  # share of a score vector that may hang on the damping before it is said
 
 
@@ -282,7 +283,8 @@ def lay_out(
         batch_size = 1 << (batch_size.bit_length() - 1)
     elif batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
-    return Bench(study, run, query, stages, passes, batch_size, allowed)
+    room = int(FACTORS[where.type] * allowed) if where.type in FACTORS else None
+    return Bench(study, run, query, stages, passes, batch_size, allowed, room=room)
 
 
 def asked_stages(study: Study, stage: str | None) -> list[str]:

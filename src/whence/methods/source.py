@@ -110,9 +110,10 @@ class Source(GradientMethod):
         """The segments by number, from the first whose examples are scored on: what came before
         has no part in it."""
         segments, prepared = self.cut(bench), {}
-        for k in range(_first_scored(bench, terms), len(terms)):
+        needed = range(_first_scored(bench, terms), len(terms))
+        for k in needed:
             examples = len(bench.study.used(bench.run, terms[k].stage))
-            dynamics = self._dynamics(bench, segments[k], terms[k].checkpoints)
+            dynamics = self._dynamics(bench, segments[k], terms[k].checkpoints, len(needed))
             prepared[k] = Prepared(segments[k], terms[k].checkpoints, dynamics, examples)
         bench.diagnostics["segments"] = [
             described(segment, prepared[k].dynamics if k in prepared else None)
@@ -147,7 +148,10 @@ class Source(GradientMethod):
                 yield k, bench.readouts(r, scale, examples * len(p.points))
                 del r
 
-    def _dynamics(self, bench: Bench, segment: Segment, points: Sequence[Weights]) -> Dynamics:
+    def _dynamics(
+        self, bench: Bench, segment: Segment, points: Sequence[Weights], held: int
+    ) -> Dynamics:
+        """Those of one of so many segments."""
         optimizer = known_optimizer(bench, segment)
         adaptive = optimizer in PRECONDITIONED
         mixed = adaptive and not self.exact and self.curvature in ("ekfac", "kfac")
@@ -157,7 +161,7 @@ class Source(GradientMethod):
                 "hangs on: use exact=True, damping='preconditioner' or a number such as 1e-2, or "
                 "dtype=float32"
             )
-        fitter = self._fitter(bench, segment.stage.name, diagonal=mixed)
+        fitter = self._fitter(bench, segment.stage.name, diagonal=mixed, held=held)
         durations = block_durations(bench, segment)
         decays = self._decays(bench, segment)
         if not adaptive:
@@ -188,9 +192,9 @@ class Source(GradientMethod):
             diagnostics=bench.account,
         )
 
-    def _fitter(self, bench: Bench, stage: str, diagonal: bool = False) -> Fitter:
+    def _fitter(self, bench: Bench, stage: str, **more: Any) -> Fitter:
         return bench.fitter(
-            [stage], kind=self.curvature, fisher=self.fisher, seed=self.seed, diagonal=diagonal
+            [stage], kind=self.curvature, fisher=self.fisher, seed=self.seed, **more
         )
 
     def _decays(self, bench: Bench, segment: Segment) -> dict[str, float]:
@@ -316,8 +320,9 @@ def described(segment: Segment, dynamics: Dynamics | None) -> dict[str, Any]:
 def spread(durations: Iterable[float], exponents: Iterable[Tensor]) -> dict[str, Any]:
     """The ends of η̄K over layers, and quantiles of η̄Kσ over all directions."""
     levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.95, 1.0], dtype=torch.float64)
-    x = torch.cat([part.double().flatten().cpu() for part in exponents]).sort().values
-    chosen, times = x[(levels * (len(x) - 1)).round().long()], list(durations)
+    x = torch.cat([part.flatten().cpu() for part in exponents]).numpy()
+    places = (levels * (len(x) - 1)).round().long().numpy()
+    chosen, times = np.partition(x, places)[places], list(durations)  # a sort would take longer
     return {
         "duration": {"least": min(times), "most": max(times)},
         "duration_times_eigenvalue": {

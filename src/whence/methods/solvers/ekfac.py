@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from whence.curvature import Basis, Curvature, Part, check_choices, inverse
+from whence.curvature import Basis, Curvature, Part, bases_of, check_choices, inverse
 from whence.curvature.solve import solve
 from whence.methods.bench import Bench, Vectors
 from whence.methods.solvers.solver import Damping, Solver
@@ -40,7 +40,7 @@ class EKFAC(Solver):
     @property
     def bases(self) -> Mapping[str, Basis | None]:
         own = self.λ.matrices is not None
-        return {name: None if own else block.basis for name, block in self.curvature.items()}
+        return dict.fromkeys(self.curvature) if own else bases_of(self.curvature)
 
     def solve(self, v: Vectors) -> tuple[Vectors, dict[str, Any]]:
         H, λ, Δ = self.curvature, self.λ.numbers, self.λ.matrices
