@@ -184,6 +184,43 @@ def test_a_cuda_graph_makes_the_updates_that_it_stands_for(
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["optimizer nesterov", "optimizer adamw", "optimizer rmsprop"])
+def test_long_trainings_on_the_gpu_go_on_from_their_middle(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, from a graph to a graph."""
+    import sys
+
+    import recipes
+
+    from whence.retrain import Training, measure
+    from whence.retrain.stack import _StageTraining
+
+    recipe = recipes.recipe(
+        epochs=10, model=lambda: recipes.mlp().float(), **recipes_on_gpu()[name]
+    )
+    query = recipes.dataset(5, seed=9)
+    trainings = [Training(s, np.arange(s, s + 30)) for s in range(4)]
+    options: dict[str, Any] = {"device": "cuda", "engine": "products", "progress": False}
+    wanted = measure(recipe, query, trainings, **options)
+    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", 0.0)
+    monkeypatch.setattr("whence.retrain.unfinished.monotonic", lambda: 0.0)
+    made, plain = [0], _StageTraining.update
+
+    def failing(self: Any, *arguments: Any) -> None:
+        made[0] += len(self.seeds) == len(trainings)
+        if made[0] == 31:  # of 50
+            raise KeyboardInterrupt
+        plain(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_StageTraining, "update", failing)
+        measure(recipe, query, trainings, out=tmp_path, **options)
+    assert list((tmp_path / "unfinished").iterdir())
+    found = measure(recipe, query, trainings, out=tmp_path, **options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_stages_and_runs_on_the_gpu(tmp_path: Path) -> None:
     import recipes
 

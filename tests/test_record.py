@@ -184,7 +184,7 @@ def test_interrupted_between_two_checkpoints_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, written = recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"]), []
-    plain = ROOM._Kept.load
+    plain = ROOM.Kept.load
 
     def dies(*given: Any) -> None:
         written.append(given)
@@ -194,7 +194,7 @@ def test_interrupted_between_two_checkpoints_it_goes_on(
 
     options: Any = {"progress": False, "device": "cpu"}
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(ROOM._Kept, "load", dies)
+        patched.setattr(ROOM.Kept, "load", dies)
         record(recipe, range(3), tmp_path / "runs", **options)
     first = Run.open(tmp_path / "runs/0")
     assert first.finished and not Run.open(tmp_path / "runs/1").finished

@@ -437,6 +437,81 @@ def test_a_long_training_goes_on_from_its_middle(
     assert not list((tmp_path / "unfinished").iterdir())
 
 
+LONG_TRAININGS: dict[str, Any] = {
+    **{name: lambda o=o: recipes.recipe(optimizer=o) for name, o in recipes.OPTIMIZERS.items()},
+    "one cycle": lambda: recipes.recipe(scheduler=recipes.one_cycle, transform=recipes.jitter),
+    "stages": recipes.two_stages,
+    "batch norm": lambda: recipes.recipe(model=recipes.batch_norm),
+    "frozen": lambda: recipes.recipe(model=recipes.frozen),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *((name, "products") for name in LONG_TRAININGS),
+        *((name, "vmap") for name in LONG_TRAININGS if name != "batch norm"),
+    ],
+)
+def test_long_trainings_at_once_go_on_from_their_middle(
+    name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whence.retrain.stack import _StageTraining
+
+    recipe = LONG_TRAININGS[name]()
+    stage = recipe.stages[0].name
+    half = subsets(2, 20, len(recipe.stages[0].data))
+    trainings = [Training(k, own, stage) for k in (0, 1) for own in half]
+    wanted = measure(recipe, QUERY, trainings, engine=engine, progress=False)
+    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", 0.0)
+    monkeypatch.setattr("whence.retrain.unfinished.monotonic", lambda: 0.0)  # kept every time
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one stack
+    made, plain = [0], _StageTraining.update
+    total = sum(s.total_steps(len(recipe.examples(half[0], stage)[s.name])) for s in recipe.stages)
+
+    def failing(self: Any, *arguments: Any) -> None:
+        if len(self.seeds) != len(trainings):  # the engine is being tried
+            return plain(self, *arguments)
+        if made[0] in stops:
+            stops.remove(made[0])
+            raise KeyboardInterrupt
+        made[0] += 1
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(_StageTraining, "update", failing)
+    stops = [1, total // 2, total - 1]
+    for _ in list(stops):
+        with pytest.raises(KeyboardInterrupt):
+            measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
+        assert len(list((tmp_path / "unfinished").iterdir())) == 1
+    found = measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
+    assert np.array_equal(found, wanted)
+    assert made[0] == total  # none was made twice
+    assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_a_damaged_unfinished_training_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whence.retrain.unfinished import Unfinished
+
+    recipe, trainings = recipes.recipe(), [Training(0), Training(1)]
+    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "drop", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
+    files = list((tmp_path / "unfinished").iterdir())
+    for file in files:
+        file.write_bytes(b"\0" * 20)
+    with pytest.raises(ValueError, match=r"unfinished.* cannot be read .*: remove it"):
+        measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
+    for file in files:
+        file.unlink()
+    found = measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
+    assert np.array_equal(found, measure(recipe, QUERY, trainings, progress=False))
+
+
 # --- Recipe.run --------------------------------------------------------------------------------
 
 

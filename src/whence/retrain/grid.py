@@ -121,7 +121,7 @@ class Grid:
                     len(keys), -1
                 ),
             }
-            name = f"{_name(keys)}.safetensors"
+            name = f"{name_of(keys)}.safetensors"
             replace_file(self.folder / "parts" / name, safetensors.numpy.save(tensors))
             self._read.add(name)
         self._rows.update(zip(keys, rows, strict=True))
@@ -132,7 +132,7 @@ class Grid:
         if self.folder is None:
             yield True
             return
-        with self.lock(_name(keys), wait=False) as mine:
+        with self.lock(name_of(keys), wait=False) as mine:
             if mine:
                 self.refresh()
             yield mine
@@ -156,7 +156,8 @@ class Grid:
                 path.unlink(missing_ok=True)
 
 
-def _name(keys: Sequence[str]) -> str:
+def name_of(keys: Sequence[str]) -> str:
+    """What trainings that are made together are called."""
     return hashlib.sha256("".join(keys).encode()).hexdigest()[:24]
 
 

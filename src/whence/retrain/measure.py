@@ -26,13 +26,14 @@ from tqdm.auto import tqdm
 from whence.data import Batches, cut, place
 from whence.memory import allowance, free_and_total
 from whence.recipe import Recipe, StageRecipe, training_device
-from whence.retrain.grid import Grid
+from whence.retrain.grid import Grid, name_of
 from whence.retrain.stack import Data, Interrupted, Stack, choose_engine, train_stack
 from whence.retrain.training import Training
+from whence.retrain.unfinished import Unfinished
 
 ENGINES = ("auto", "products", "vmap", "single")
 CACHED = 32 * 2**20  # bytes of parameters, gradients and momenta that a CPU core keeps at hand
-LONG = 60.0  # seconds; longer trainings, made one at a time, are kept on the way
+LONG = 60.0  # seconds; longer trainings are kept on the way
 SHARE = {"cuda": 0.85, "cpu": 0.5}  # of free memory, that models take by default
 # bytes that one model with convolutions keeps of a batch when it fills the machine: more than a
 # CPU's caches; on a GPU, some ten MB for every kernel
@@ -290,13 +291,25 @@ class Workshop:
         """Measurements (k, q) of the models of these trainings."""
         if self.engine is None:
             return np.stack([self._single(t, scratch) for t in trainings])
-        data = self.data()
+        data, unfinished = self.data(), None
+        if scratch is not None:
+            file = scratch / f"{name_of([t.key for t in trainings])}.safetensors"
+            unfinished = Unfinished(file, LONG)
         try:
             stack: Stack = train_stack(
-                self.recipe, trainings, self.engine, self.device, data, stop=stop
+                self.recipe,
+                trainings,
+                self.engine,
+                self.device,
+                data,
+                stop=stop,
+                unfinished=unfinished,
             )
             task = copy.copy(self.recipe.task)  # each thread's own
-            return stack.measurements(task, data[_QUERY], len(self.query), self.block)
+            found = stack.measurements(task, data[_QUERY], len(self.query), self.block)
+            if unfinished is not None:
+                unfinished.drop()
+            return found
         except torch.OutOfMemoryError:
             if len(trainings) == 1:
                 raise
@@ -306,7 +319,8 @@ class Workshop:
             f"{len(trainings)} models at once do not fit into memory: {half} are tried",
             stacklevel=2,
         )
-        return np.concatenate([self.make(t, stop) for t in (trainings[:half], trainings[half:])])
+        parts = (trainings[:half], trainings[half:])
+        return np.concatenate([self.make(part, stop, scratch) for part in parts])
 
     @cached_property
     def nearby(self) -> Recipe:
@@ -394,7 +408,7 @@ def _work(workshop: Workshop, units: Sequence[Sequence[Training]], grid: Grid, b
     try:
         with ThreadPoolExecutor(cores) as pool:
             jobs = [
-                pool.submit(queue.work, lambda todo: workshop.make(todo, stop))
+                pool.submit(queue.work, lambda todo: workshop.make(todo, stop, scratch))
                 for _ in range(cores)
             ]
             try:

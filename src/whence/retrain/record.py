@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
@@ -29,9 +29,9 @@ from whence.recipe import Recipe, StageRecipe
 from whence.recipe.stage import Ints
 from whence.retrain.measure import ENGINES, SHARE, Workshop, _units
 from whence.retrain.stack import Stack, train_stack
-from whence.retrain.stacked import running_statistics
 from whence.retrain.training import Training
-from whence.run import Run, optimizers
+from whence.retrain.unfinished import Kept
+from whence.run import Run
 from whence.run.plan import Plan
 
 Folder = str | os.PathLike[str]
@@ -181,11 +181,11 @@ def _trained(
 ) -> Iterator[tuple[Training, Run]]:
     """Train all at once, then write each."""
     assert shop.engine is not None
-    kept: dict[str, dict[int, _Kept]] = {stage: {} for stage in due}
+    kept: dict[str, dict[int, Kept]] = {stage: {} for stage in due}
 
     def keep(stage: StageRecipe, step: int, stack: Stack, optimizer: Optimizer) -> None:
         if step in due[stage.name]:
-            kept[stage.name][step] = _Kept.of(stack, optimizer)
+            kept[stage.name][step] = Kept.of(stack, optimizer)
 
     try:
         train_stack(shop.recipe, trainings, shop.engine, shop.device, shop.data(), after=keep)
@@ -210,40 +210,10 @@ def _trained(
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A stack at a checkpoint, on the CPU: {name: (S, ...)}."""
-
-    weights: dict[str, Tensor]
-    state: dict[str, Tensor]  # of the optimizer; what all models share (update counts) has no axis
-
-    @classmethod
-    def of(cls, stack: Stack, optimizer: Optimizer) -> _Kept:
-        state = optimizers.flat_state(optimizer, _names(stack.parameters))
-        assert state is not None  # of elementwise optimizers: tensors and numbers
-        weights = {**stack.parameters, **stack.statistics}
-        return cls(
-            *({k: t.detach().to("cpu", copy=True) for k, t in d.items()} for d in (weights, state))
-        )
-
-    @torch.no_grad()
-    def load(self, place: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Put one of the models, and its part of the optimizer's state, into plain ones."""
-        parameters = dict(model.named_parameters())
-        for name, tensor in (parameters | running_statistics(model)).items():
-            tensor.copy_(self.weights[name][place])
-        own = {key: t[place] if t.dim() else t for key, t in self.state.items()}
-        optimizers.load_state(optimizer, _names(parameters), own)
-
-
-def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, list[str]]:
-    return {id(parameter): [name] for name, parameter in parameters.items()}
-
-
-@dataclass(frozen=True)
 class _Played(StageRecipe):
     """A stage that was trained before, as the model `place` of a stack."""
 
-    kept: Mapping[int, _Kept] = field(default_factory=dict, compare=False, repr=False)
+    kept: Mapping[int, Kept] = field(default_factory=dict, compare=False, repr=False)
     place: int = 0
 
     def updates(

@@ -11,6 +11,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from whence.retrain.stacked import (
     unstackable,
 )
 from whence.retrain.training import Training
+from whence.retrain.unfinished import Unfinished
 from whence.task import Task
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam)
@@ -195,6 +197,7 @@ def train_stack(
     updates: int | None = None,
     stop: threading.Event | None = None,
     after: After | None = None,
+    unfinished: Unfinished | None = None,
 ) -> Stack:
     """Train as many models as there are trainings, all with subsets of one size.
 
@@ -203,14 +206,23 @@ def train_stack(
         updates: stop after so many of each stage (for tests).
         stop: raises Interrupted at the next update once it is set.
         after: called after every update, with its number in the stage.
+        unfinished: where the stack is kept from time to time, and found if it was.
     """
     stack = Stack.of(recipe, [t.seed for t in trainings], engine, device)
     model = recipe.build(0).to(device)  # for the optimizers' factories to look at
-    for stage in recipe.stages:
+    found = None if unfinished is None else unfinished.find()
+    for number, stage in enumerate(recipe.stages):
+        if found is not None and number < found[0]:
+            continue
         examples = [recipe.examples(t.subset, t.stage)[stage.name] for t in trainings]
         seeds = [t.seed for t in trainings]
         training = _StageTraining(stack, stage, seeds, examples, model, data[stage.name])
-        training.run(updates, stop, after)
+        done = 0
+        if found is not None and number == found[0]:
+            done = found[1]
+            found[2].restore(stack, training.optimizer)
+        keep = None if unfinished is None else partial(unfinished.offer, number)
+        training.run(updates, stop, after, done, keep)
     return stack
 
 
@@ -262,23 +274,40 @@ class _StageTraining:
             rows.append(own[kept].view(len(own), self.size))
         return torch.cat(rows)
 
-    def run(self, updates: int | None, stop: threading.Event | None, after: After | None) -> None:
+    def run(
+        self,
+        updates: int | None,
+        stop: threading.Event | None,
+        after: After | None,
+        done: int = 0,
+        keep: Callable[[int, Stack, Optimizer], None] | None = None,
+    ) -> None:
+        """Make the updates but for the first, which are done; `keep` is offered what they make."""
         if self.device.type != "cuda":
-            self._run(updates, stop, after)
+            self._run(updates, stop, after, done, keep)
             return
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # a graph is captured where its like was run before
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self._run(updates, stop, after)
+            self._run(updates, stop, after, done, keep)
         torch.cuda.current_stream(self.device).wait_stream(side)
 
-    def _run(self, updates: int | None, stop: threading.Event | None, after: After | None) -> None:
-        step, size = 0, self.stage.batch_size
+    def _run(
+        self,
+        updates: int | None,
+        stop: threading.Event | None,
+        after: After | None,
+        done: int,
+        keep: Callable[[int, Stack, Optimizer], None] | None,
+    ) -> None:
+        size = self.stage.batch_size
+        first, skipped = divmod(done, self.stage.batches_per_epoch(self.size))
+        step = done
         self.stack.template.train()
-        for epoch in range(self.stage.epochs):
+        for epoch in range(first, self.stage.epochs):
             order = self.order(epoch)
-            for start in range(0, self.size, size):
+            for start in range(skipped * size if epoch == first else 0, self.size, size):
                 if step == updates:
                     return
                 if stop is not None and stop.is_set():
@@ -291,6 +320,8 @@ class _StageTraining:
                 step += 1
                 if after is not None:
                     after(self.stage, step, self.stack, self.optimizer)
+                if keep is not None:
+                    keep(step, self.stack, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
     def update(self, index: Tensor, step: int) -> None:

@@ -1,0 +1,105 @@
+"""Stacks of long trainings, kept on the way: the same trainings go on from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whence.retrain.stacked import running_statistics
+from whence.run import optimizers
+
+if TYPE_CHECKING:
+    from whence.retrain.stack import Stack
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A stack after an update, on the CPU: {name: (S, ...)}."""
+
+    weights: dict[str, Tensor]
+    state: dict[str, Tensor]  # of the optimizer; what all models share (update counts) has no axis
+
+    @classmethod
+    def of(cls, stack: Stack, optimizer: Optimizer) -> Kept:
+        state = optimizers.flat_state(optimizer, _names(stack.parameters))
+        assert state is not None  # of elementwise optimizers: tensors and numbers
+        weights = {**stack.parameters, **stack.statistics}
+        return cls(
+            *({k: t.detach().to("cpu", copy=True) for k, t in d.items()} for d in (weights, state))
+        )
+
+    @torch.no_grad()
+    def restore(self, stack: Stack, optimizer: Optimizer) -> None:
+        """Put all models, and the optimizer's state, where they were."""
+        for name, tensor in {**stack.parameters, **stack.statistics}.items():
+            tensor.copy_(self.weights[name])
+        optimizers.load_state(optimizer, _names(stack.parameters), self.state)
+
+    @torch.no_grad()
+    def load(self, place: int, model: nn.Module, optimizer: Optimizer) -> None:
+        """Put one of the models, and its part of the optimizer's state, into plain ones."""
+        parameters = dict(model.named_parameters())
+        for name, tensor in (parameters | running_statistics(model)).items():
+            tensor.copy_(self.weights[name][place])
+        own = {key: t[place] if t.dim() else t for key, t in self.state.items()}
+        optimizers.load_state(optimizer, _names(parameters), own)
+
+
+def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, list[str]]:
+    return {id(parameter): [name] for name, parameter in parameters.items()}
+
+
+class Unfinished:
+    """The file in which a stack is kept on the way.
+
+    Args:
+        every: seconds between two times; more, if keeping it takes more than 3 % of them.
+    """
+
+    def __init__(self, file: Path, every: float) -> None:
+        self.file, self.every, self._last = file, every, monotonic()
+
+    def offer(self, stage: int, step: int, stack: Stack, optimizer: Optimizer) -> None:
+        """Keep a stack after so many updates of a stage, if it is time to."""
+        start = monotonic()
+        if start - self._last < self.every:
+            return
+        kept = Kept.of(stack, optimizer)
+        parts = {"weights": kept.weights, "state": kept.state}
+        tensors = {f"{w}/{n}": t.contiguous() for w, part in parts.items() for n, t in part.items()}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_name(self.file.name + ".tmp")
+        save_file(tensors, temporary, {"stage": str(stage), "step": str(step)})
+        os.replace(temporary, self.file)
+        self._last = monotonic()
+        self.every = max(self.every, 30 * (self._last - start))
+
+    def find(self) -> tuple[int, int, Kept] | None:
+        """The stage, the updates made in it, and the stack after them."""
+        if not self.file.exists():
+            return None
+        parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
+        try:
+            with safe_open(self.file, framework="pt") as file:
+                about = file.metadata()
+                for name in file.keys():  # noqa: SIM118
+                    part, _, own = name.partition("/")
+                    parts[part][own] = file.get_tensor(name)
+            return int(about["stage"]), int(about["step"]), Kept(**parts)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.file} cannot be read ({error}): remove it, and its trainings are made again"
+            ) from error
+
+    def drop(self) -> None:
+        self.file.unlink(missing_ok=True)
