@@ -205,6 +205,62 @@ def test_interrupted_between_two_checkpoints_it_goes_on(
         assert_same(recipe, run, recipe.run(seed, tmp_path / f"alone-{seed}", device="cpu"))
 
 
+@pytest.mark.parametrize("name", ["nesterov", "adamw", "stages", "batch norm"])
+def test_long_runs_go_on_from_their_last_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whence.retrain.stack import _StageTraining
+
+    recipe = {
+        "nesterov": recipes.recipe,
+        "adamw": lambda: recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"]),
+        "stages": recipes.two_stages,
+        "batch norm": lambda: recipes.recipe(model=recipes.batch_norm),
+    }[name]()
+    options: Any = {"progress": False, "device": "cpu"}
+    wanted = record(recipe, range(3), tmp_path / "wanted", **options)
+    total = wanted[0].checkpoints[-1].step
+    monkeypatch.setattr(ROOM, "LONG", 0.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    made, written, update, load = [0], [0], _StageTraining.update, ROOM.Kept.load
+
+    def failing(self: Any, *arguments: Any) -> None:
+        if len(self.seeds) == 3:
+            if made[0] == stop:
+                raise KeyboardInterrupt
+            made[0] += 1
+        update(self, *arguments)
+
+    def dies(*given: Any) -> None:
+        written[0] += 1
+        if written[0] == 9:  # in the second run
+            raise KeyboardInterrupt
+        load(*given)
+
+    monkeypatch.setattr(_StageTraining, "update", failing)
+    out = tmp_path / "runs"
+    for stop in (3, total // 2, total - 1):  # before the first checkpoint, and later
+        with pytest.raises(KeyboardInterrupt):
+            record(recipe, range(3), out, **options)
+        made[0] = stop
+    monkeypatch.setattr(ROOM.Kept, "load", dies)
+    stop = 10**9
+    with pytest.raises(KeyboardInterrupt):
+        record(recipe, range(3), out, **options)
+    assert list(out.glob(".unfinished-*"))
+    made[0] = 0
+    runs = record(recipe, range(3), out, **options)
+    assert made[0] == 0  # all was trained
+    assert not list(out.glob(".unfinished-*"))
+    for run, other in zip(runs, wanted, strict=True):
+        for one, two in zip(run.checkpoints, other.checkpoints, strict=True):
+            assert one.step == two.step
+            # the run that was being written goes on by itself: equal to rounding
+            assert run is runs[1] or one.sha256 == two.sha256
+            for key, weight in one.weights().items():
+                torch.testing.assert_close(weight, two.weights()[key], rtol=1e-9, atol=1e-12)
+
+
 def test_another_training_is_refused_before_anything_is_trained(
     together: Any, tmp_path: Path
 ) -> None:

@@ -852,3 +852,31 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         train(model, optimizer, start=8)
     assert content(tmp_path / "run") == before
     assert same(model.state_dict(), plain(tmp_path / "other").state_dict())
+
+
+def test_batch_norm_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Its statistics change in the forward pass before the first update that is seen."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 20, 4), torch.randn(12, 20, 1)
+    start = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1))
+
+    def train(folder: Path, stop: int | None = None) -> None:
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        recorder = whence.Recorder(folder, model, optimizer, checkpoints=4, total_steps=12)
+        first = recorder.restore()
+        with recorder:
+            for k in range(first, 12):
+                if k == stop:
+                    raise KeyboardInterrupt
+                optimizer.zero_grad()
+                F.mse_loss(model(x[k]), y[k]).backward()
+                optimizer.step()
+
+    train(tmp_path / "whole")
+    for stop in (2, 7, 11):
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "parts", stop)
+    train(tmp_path / "parts")
+    whole, parts = (Run.open(tmp_path / name).checkpoints for name in ("whole", "parts"))
+    assert [c.sha256 for c in parts] == [c.sha256 for c in whole] and len(parts) == 4

@@ -515,15 +515,14 @@ def test_a_damaged_unfinished_training_is_said(
 # --- Recipe.run --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("model", [recipes.dropout, recipes.batch_norm])
 @pytest.mark.parametrize("stop", [1, 9, 24, 30, 36])
 def test_an_interrupted_run_goes_on_with_the_same_bits(
-    tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stop: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.recipe import StageRecipe
 
-    recipe = recipes.two_stages(
-        model=recipes.dropout, scheduler=recipes.cosine, transform=recipes.jitter
-    )
+    recipe = recipes.two_stages(model=model, scheduler=recipes.cosine, transform=recipes.jitter)
     whole = recipe.run(3)
     plain, seen = StageRecipe.updates, []
 

@@ -29,11 +29,10 @@ from whence.recipe import Recipe, StageRecipe, training_device
 from whence.retrain.grid import Grid, name_of
 from whence.retrain.stack import Data, Interrupted, Stack, choose_engine, train_stack
 from whence.retrain.training import Training
-from whence.retrain.unfinished import Unfinished
+from whence.retrain.unfinished import LONG, Unfinished
 
 ENGINES = ("auto", "products", "vmap", "single")
 CACHED = 32 * 2**20  # bytes of parameters, gradients and momenta that a CPU core keeps at hand
-LONG = 60.0  # seconds; longer trainings are kept on the way
 SHARE = {"cuda": 0.85, "cpu": 0.5}  # of free memory, that models take by default
 # bytes that one model with convolutions keeps of a batch when it fills the machine: more than a
 # CPU's caches; on a GPU, some ten MB for every kernel
@@ -303,7 +302,8 @@ class Workshop:
                 self.device,
                 data,
                 stop=stop,
-                unfinished=unfinished,
+                begun=None if unfinished is None else unfinished.find(),
+                keep=None if unfinished is None else unfinished.offer,
             )
             task = copy.copy(self.recipe.task)  # each thread's own
             found = stack.measurements(task, data[_QUERY], len(self.query), self.block)

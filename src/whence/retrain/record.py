@@ -8,13 +8,16 @@ back instead of computed.
 from __future__ import annotations
 
 import copy
+import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import index
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import torch
@@ -27,17 +30,20 @@ from whence.data import Batches
 from whence.memory import free_and_total
 from whence.recipe import Recipe, StageRecipe
 from whence.recipe.stage import Ints
+from whence.retrain.grid import name_of
 from whence.retrain.measure import ENGINES, SHARE, Workshop, _units
 from whence.retrain.stack import Stack, train_stack
 from whence.retrain.training import Training
-from whence.retrain.unfinished import Kept
+from whence.retrain.unfinished import LONG, Begun, Kept
 from whence.run import Run
+from whence.run.checkpoint import replace_file
 from whence.run.plan import Plan
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: those of its updates that checkpoints follow}
 Write = Callable[[Recipe, Training, torch.device], Run]
 TRIED = 4  # examples by which an engine's measurements are checked
+UNFINISHED = ".unfinished-"  # folders begin so in which checkpoints wait for their runs
 COPIES = 4  # of a model at a checkpoint, at most: its weights, and the moments of its optimizer
 
 
@@ -84,6 +90,10 @@ def record(
     def write(by: Recipe, t: Training, where: torch.device | str | None) -> Run:
         return by.run(t.seed, folders[t], checkpoints, t.subset, stage=t.stage, device=where)
 
+    def files(unit: Sequence[Training]) -> _Files:
+        steps = {stage: sorted(own) for stage, own in due[unit[0]].items()}
+        return _Files(folders[unit[0]].parent, [t.key for t in unit], [identity, steps])
+
     # finished; or of another training, and refused; or begun by Recipe.run, which goes on with it
     runs = {t: write(known, t, device) for t in trainings if (folders[t] / "run.json").exists()}
     missing = [t for t in trainings if t not in runs]
@@ -92,9 +102,12 @@ def record(
     )
     with bar:
         if missing:
-            for training, run in _made(known, missing, due, write, device, memory, engine):
+            made = _made(known, missing, due, write, files, device, memory, engine)
+            for training, run in made:
                 runs[training] = run
                 bar.update()
+            for training in missing:
+                files([training]).drop()
     return [runs[t] for t in trainings]
 
 
@@ -148,6 +161,7 @@ def _made(
     trainings: Sequence[Training],
     due: Mapping[Training, Steps],
     write: Write,
+    files: Callable[[Sequence[Training]], _Files],
     device: torch.device | str | None,
     memory: int | str | None,
     engine: str,
@@ -165,7 +179,7 @@ def _made(
     # one stack after another: the cores of a CPU share its products
     at_once = shop.at_once(trainings[0], memory, most * torch.get_num_threads())
     for unit in _units(recipe, trainings, min(most, at_once)):
-        yield from _trained(shop, unit, due[unit[0]], write)
+        yield from _trained(shop, unit, due[unit[0]], write, files)
 
 
 def _held_at_once(recipe: Recipe, due: Mapping[Training, Steps]) -> int:
@@ -177,18 +191,33 @@ def _held_at_once(recipe: Recipe, due: Mapping[Training, Steps]) -> int:
 
 
 def _trained(
-    shop: Workshop, trainings: Sequence[Training], due: Steps, write: Write
+    shop: Workshop,
+    trainings: Sequence[Training],
+    due: Steps,
+    write: Write,
+    files: Callable[[Sequence[Training]], _Files],
 ) -> Iterator[tuple[Training, Run]]:
-    """Train all at once, then write each."""
+    """Train all at once, then write each. Checkpoints of a training that takes long are kept in
+    files until then, and it goes on from the last."""
     assert shop.engine is not None
-    kept: dict[str, dict[int, Kept]] = {stage: {} for stage in due}
+    on_disk, names = files(trainings), [stage.name for stage in shop.recipe.stages]
+    kept: dict[str, dict[int, Kept]] = {name: {} for name in names}
+    begun: Begun | None = None
+    for begun in on_disk.found():
+        kept[names[begun.stage]][begun.step] = begun.kept
+    started = monotonic()
 
     def keep(stage: StageRecipe, step: int, stack: Stack, optimizer: Optimizer) -> None:
         if step in due[stage.name]:
             kept[stage.name][step] = Kept.of(stack, optimizer)
+            if monotonic() - started >= LONG:
+                for number, name in enumerate(names):
+                    on_disk.save(number, kept[name])
 
     try:
-        train_stack(shop.recipe, trainings, shop.engine, shop.device, shop.data(), after=keep)
+        train_stack(
+            shop.recipe, trainings, shop.engine, shop.device, shop.data(), after=keep, begun=begun
+        )
     except torch.OutOfMemoryError:
         if len(trainings) == 1:
             raise
@@ -206,7 +235,56 @@ def _trained(
         f"{len(trainings)} models at once do not fit into memory: {half} are tried", stacklevel=2
     )
     for part in (trainings[:half], trainings[half:]):
-        yield from _trained(shop, part, due, write)
+        yield from _trained(shop, part, due, write, files)
+
+
+class _Files:
+    """The checkpoints of a stack, in files beside its runs until they are written.
+
+    Args:
+        beside: the folder that the runs are in.
+        trainings: the keys of the stack's trainings.
+        of: recipe and steps; files of others are not looked at.
+    """
+
+    def __init__(self, beside: Path, trainings: Sequence[str], of: object) -> None:
+        self.beside, self.trainings = beside, list(trainings)
+        self.of = name_of([json.dumps(of, sort_keys=True)])
+        self.folder = beside / f"{UNFINISHED}{name_of([self.of, *trainings])}"
+        self._saved: set[tuple[int, int]] = set()
+
+    def save(self, stage: int, kept: Mapping[int, Kept]) -> None:
+        """Those of a stage that are not there yet."""
+        about = {"of": self.of, "trainings": self.trainings}
+        for step, one in kept.items():
+            if (stage, step) not in self._saved:
+                file = self.folder / f"{stage:03}-{step:012}.safetensors"
+                one.save(file, stage=stage, step=step)
+                replace_file(self.folder / "stack.json", json.dumps(about).encode())
+                self._saved.add((stage, step))
+
+    def found(self) -> Iterator[Begun]:
+        """What there is of these trainings, in order; it may be of a stack that has more."""
+        for folder, trainings in self._alike():
+            if set(self.trainings) <= set(trainings):
+                places = [trainings.index(key) for key in self.trainings]
+                for file in sorted(folder.glob("*.safetensors")):
+                    begun = Kept.open(file)
+                    if folder == self.folder:
+                        self._saved.add((begun.stage, begun.step))
+                    yield replace(begun, kept=begun.kept.some(places))
+                return
+
+    def drop(self) -> None:
+        """All that is left of such trainings."""
+        for folder, _ in self._alike():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _alike(self) -> Iterator[tuple[Path, list[str]]]:
+        for told in sorted(self.beside.glob(f"{UNFINISHED}*/stack.json")):
+            about = json.loads(told.read_bytes())
+            if about["of"] == self.of:
+                yield told.parent, about["trainings"]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from whence.retrain.stacked import (
     unstackable,
 )
 from whence.retrain.training import Training
-from whence.retrain.unfinished import Unfinished
+from whence.retrain.unfinished import Begun
 from whence.task import Task
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam)
@@ -185,6 +185,7 @@ class Stack:
 
 
 After = Callable[[StageRecipe, int, Stack, Optimizer], None]
+Keep = Callable[[int, int, Stack, Optimizer], None]
 
 
 def train_stack(
@@ -197,7 +198,8 @@ def train_stack(
     updates: int | None = None,
     stop: threading.Event | None = None,
     after: After | None = None,
-    unfinished: Unfinished | None = None,
+    begun: Begun | None = None,
+    keep: Keep | None = None,
 ) -> Stack:
     """Train as many models as there are trainings, all with subsets of one size.
 
@@ -206,23 +208,22 @@ def train_stack(
         updates: stop after so many of each stage (for tests).
         stop: raises Interrupted at the next update once it is set.
         after: called after every update, with its number in the stage.
-        unfinished: where the stack is kept from time to time, and found if it was.
+        begun: where to go on.
+        keep: offered the stack after every update, with the number of the stage.
     """
     stack = Stack.of(recipe, [t.seed for t in trainings], engine, device)
     model = recipe.build(0).to(device)  # for the optimizers' factories to look at
-    found = None if unfinished is None else unfinished.find()
     for number, stage in enumerate(recipe.stages):
-        if found is not None and number < found[0]:
+        if begun is not None and number < begun.stage:
             continue
         examples = [recipe.examples(t.subset, t.stage)[stage.name] for t in trainings]
         seeds = [t.seed for t in trainings]
         training = _StageTraining(stack, stage, seeds, examples, model, data[stage.name])
         done = 0
-        if found is not None and number == found[0]:
-            done = found[1]
-            found[2].restore(stack, training.optimizer)
-        keep = None if unfinished is None else partial(unfinished.offer, number)
-        training.run(updates, stop, after, done, keep)
+        if begun is not None and number == begun.stage:
+            done = begun.step
+            begun.kept.restore(stack, training.optimizer)
+        training.run(updates, stop, after, done, keep and partial(keep, number))
     return stack
 
 

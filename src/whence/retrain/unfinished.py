@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -20,6 +20,8 @@ from whence.run import optimizers
 
 if TYPE_CHECKING:
     from whence.retrain.stack import Stack
+
+LONG = 60.0  # seconds; longer trainings are kept on the way
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,49 @@ class Kept:
         own = {key: t[place] if t.dim() else t for key, t in self.state.items()}
         optimizers.load_state(optimizer, _names(parameters), own)
 
+    def some(self, places: Sequence[int]) -> Kept:
+        """These of the models alone."""
+        return Kept(
+            *(
+                {name: t[list(places)] if t.dim() else t for name, t in part.items()}
+                for part in (self.weights, self.state)
+            )
+        )
+
+    def save(self, file: Path, **about: int) -> None:
+        """Into a file, whole or not at all."""
+        parts = {"weights": self.weights, "state": self.state}
+        tensors = {f"{w}/{n}": t.contiguous() for w, part in parts.items() for n, t in part.items()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(file.name + ".tmp")
+        save_file(tensors, temporary, {name: str(value) for name, value in about.items()})
+        os.replace(temporary, file)
+
+    @classmethod
+    def open(cls, file: Path) -> Begun:
+        """What was saved, with the stage and the step that were told."""
+        parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
+        try:
+            with safe_open(file, framework="pt") as opened:
+                about = opened.metadata()
+                for name in opened.keys():  # noqa: SIM118
+                    part, _, own = name.partition("/")
+                    parts[part][own] = opened.get_tensor(name)
+            return Begun(int(about["stage"]), int(about["step"]), cls(**parts))
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file} cannot be read ({error}): remove it, and its trainings are made again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A stack after so many updates of a stage, which is counted from 0."""
+
+    stage: int
+    step: int
+    kept: Kept
+
 
 def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, list[str]]:
     return {id(parameter): [name] for name, parameter in parameters.items()}
@@ -74,32 +119,12 @@ class Unfinished:
         start = monotonic()
         if start - self._last < self.every:
             return
-        kept = Kept.of(stack, optimizer)
-        parts = {"weights": kept.weights, "state": kept.state}
-        tensors = {f"{w}/{n}": t.contiguous() for w, part in parts.items() for n, t in part.items()}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_name(self.file.name + ".tmp")
-        save_file(tensors, temporary, {"stage": str(stage), "step": str(step)})
-        os.replace(temporary, self.file)
+        Kept.of(stack, optimizer).save(self.file, stage=stage, step=step)
         self._last = monotonic()
         self.every = max(self.every, 30 * (self._last - start))
 
-    def find(self) -> tuple[int, int, Kept] | None:
-        """The stage, the updates made in it, and the stack after them."""
-        if not self.file.exists():
-            return None
-        parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
-        try:
-            with safe_open(self.file, framework="pt") as file:
-                about = file.metadata()
-                for name in file.keys():  # noqa: SIM118
-                    part, _, own = name.partition("/")
-                    parts[part][own] = file.get_tensor(name)
-            return int(about["stage"]), int(about["step"]), Kept(**parts)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self.file} cannot be read ({error}): remove it, and its trainings are made again"
-            ) from error
+    def find(self) -> Begun | None:
+        return Kept.open(self.file) if self.file.exists() else None
 
     def drop(self) -> None:
         self.file.unlink(missing_ok=True)

@@ -60,6 +60,11 @@ def weights_sha256(model: nn.Module) -> str:
     return hashlib.sha256(serialize(model_weights(model)[0])).hexdigest()
 
 
+def parameters_sha256(model: nn.Module) -> str:
+    """The same of its parameters alone."""
+    return hashlib.sha256(serialize(untie(dict(model.named_parameters()))[0])).hexdigest()
+
+
 def serialize(tensors: Mapping[str, Tensor]) -> bytes:
     """A safetensors file: the same tensors give the same bytes, whatever their order or device."""
     own: dict[str, Tensor] = {}

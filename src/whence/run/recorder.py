@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from whence.run import optimizers
-from whence.run.checkpoint import RunError
+from whence.run.checkpoint import RunError, parameters_sha256
 from whence.run.plan import Due, Plan
 from whence.run.record import Record
 from whence.run.recording import Recording
@@ -101,6 +101,7 @@ class Recorder:
         self._recording: Recording | None = None
         self._restored: Restored | None = None  # until the next update
         self._begun = False  # whether this `with` has seen an update
+        self._stood: str | None = None  # the parameters, where a run goes on
         self._batch: NDArray[np.int64] | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -240,6 +241,7 @@ class Recorder:
         record = None
         if not self._overwrite and (self.path / "run.json").exists():
             record = continued(self.path, self.model)
+            self._stood = parameters_sha256(self.model)
         if record is None:
             record = Record(
                 subset=self._subset,
@@ -306,7 +308,12 @@ class Recorder:
                 f"the run is past stage {self._named!r}: it goes on in "
                 f"{recording.record.stages[-1].name!r}, which recorder.stage(...) must name"
             )
-        if not self._overwrite and (self.path / "run.json").exists():
+        # the first forward pass may have changed buffers (batch normalisation), but no parameter
+        if (
+            not self._overwrite
+            and (self.path / "run.json").exists()
+            and parameters_sha256(self.model) != self._stood
+        ):
             found = continued(self.path, self.model)
             if (found.steps if found else 0) != recording.updates:
                 raise RunError(
