@@ -283,3 +283,24 @@ def test_a_file_outside_the_folder_is_not_read(folder: Path, tmp_path: Path) -> 
     (folder / "run.json").write_text(json.dumps(content))
     with pytest.raises(RunError, match=r"checkpoints/other\.safetensors is missing"):
         Run.open(folder).checkpoints[0].weights()
+
+
+def test_the_architecture_is_what_no_version_of_torch_changes() -> None:
+    """Names and kinds of modules, rates of dropout, momenta of batch norms; nothing of the repr."""
+    from whence.run.checkpoint import architecture_sha256
+
+    def net(p: float = 0.1, momentum: float | None = 0.1, last: type = nn.ReLU) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=momentum), nn.Dropout(p), last()
+        )
+
+    class Wordy(nn.BatchNorm1d):
+        def extra_repr(self) -> str:
+            return super().extra_repr() + ", more=than before"
+
+    wordy, same = net(), architecture_sha256(net())
+    Wordy.__qualname__ = "BatchNorm1d"
+    wordy[1].__class__ = Wordy
+    assert repr(wordy) != repr(net()) and architecture_sha256(wordy) == same
+    others = [net(p=0.2), net(momentum=0.2), net(momentum=None), net(last=nn.Tanh)]
+    assert len({same, *map(architecture_sha256, others)}) == 1 + len(others)

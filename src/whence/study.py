@@ -20,6 +20,7 @@ from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Loaded, Passes, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.run import Run, RunError
+from whence.run.checkpoint import architecture_sha256
 from whence.table import Table
 from whence.task import Task
 
@@ -228,7 +229,7 @@ class Study:
             "task": f"{type(task).__module__}.{type(task).__qualname__}",
             "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
             "probe": [self.probe[stage]["outputs"], self.probe[stage]["losses"]],
-            "model": hashlib.sha256(repr(self.models[stage]).encode()).hexdigest(),
+            "model": architecture_sha256(self.models[stage]),
             "layers": [block.name for block in tracked.blocks],
         }
 

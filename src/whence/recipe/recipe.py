@@ -30,11 +30,10 @@ from whence.recipe.stage import (
     StageRecipe,
     Transform,
     make_stages,
-    named,
     reseed,
 )
 from whence.run import Recorder, Run, RunError
-from whence.run.checkpoint import weights_sha256
+from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.task import Task
 
 WIDENED = 10**8  # parameters of the largest model that is tried in float64
@@ -305,7 +304,7 @@ class Recipe:
         model, precise = self.build(0), self.precise()
         return {
             "initial": weights_sha256(model),
-            "model": hashlib.sha256(named(model).encode()).hexdigest(),
+            "model": architecture_sha256(model),
             "losses": {s.name: precise.tried(s.task, s.data, "losses") for s in self.stages},
             "stages": {s.name: s.identity(model) for s in self.stages},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,17 @@ def model_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def weights_sha256(model: nn.Module) -> str:
     """The SHA-256 of the file that a checkpoint of the model, as it is now, would be."""
     return hashlib.sha256(serialize(model_weights(model)[0])).hexdigest()
+
+
+def architecture_sha256(model: nn.Module) -> str:
+    """SHA-256 of its modules' names and kinds, and of what the first outputs hardly tell: rates of
+    dropout, momenta of batch norms. (Its repr would change with torch's versions.)"""
+    told = []
+    for name, module in model.named_modules():
+        settings = {k: getattr(module, k, None) for k in ("p", "momentum")}
+        numbers = {k: v for k, v in settings.items() if isinstance(v, (int, float))}
+        told.append([name, type(module).__qualname__, numbers])
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def parameters_sha256(model: nn.Module) -> str:

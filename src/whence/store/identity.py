@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from whence.data import Batches
 from whence.methods.bench import Bench
 from whence.methods.trak import trained_blocks
 from whence.run import Run
+from whence.run.checkpoint import architecture_sha256
 from whence.study import MEASURED, Study
 
 SCHEMA = 1
@@ -52,9 +52,7 @@ def identity_of(bench: Bench) -> dict[str, Any]:
         tasks[stage] = f"{type(task).__qualname__} {settings!r}"
     return {
         "run": bench.run.fingerprint,
-        "models": {
-            s: hashlib.sha256(repr(m).encode()).hexdigest() for s, m in study.models.items()
-        },
+        "models": {stage: architecture_sha256(model) for stage, model in study.models.items()},
         "tasks": tasks,
         "layers": [[b.name, b.o, b.width] for b in trained_blocks(bench)],
     }
