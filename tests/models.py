@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+import whence
+
 # --- models ------------------------------------------------------------------------------------
 
 
@@ -271,3 +273,16 @@ def train_run(
     optimizer.zero_grad(set_to_none=True)
     model.eval()
     return History(checkpoints, steps, rates, momentum, dampening, weight_decay)
+
+
+#: a model, its task, training data and queries
+CASES: dict[str, Any] = {
+    "mlp": lambda: (mlp(), whence.Classification(), vectors(20), vectors(3)),
+    "conv": lambda: (ConvNet(), whence.Classification(), images(), images(3)),
+    "gpt": lambda: (
+        Transformer(),
+        whence.LanguageModeling(),
+        documents(),
+        documents(3, seed=1),
+    ),
+}

@@ -18,16 +18,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
 ]
-CASES: dict[str, Any] = {
-    "mlp": lambda: (models.mlp(), whence.Classification(), models.vectors(20), models.vectors(3)),
-    "conv": lambda: (models.ConvNet(), whence.Classification(), models.images(), models.images(3)),
-    "gpt": lambda: (
-        models.Transformer(),
-        whence.LanguageModeling(),
-        models.documents(),
-        models.documents(3, seed=1),
-    ),
-}
 METHODS = [
     whence.Source(2),
     whence.Source(1, fisher="exact", curvature="kfac"),
@@ -61,12 +51,12 @@ def adam_run(model: Any, task: Any, data: Any, folder: Path) -> whence.Run:
     return whence.Run.open(folder / "run")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_the_device_changes_nothing(name: str, optimizer: str, method: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, task, train, query = CASES[name]()
+    model, task, train, query = models.CASES[name]()
     model = model.double()
     if optimizer == "adam":
         run = adam_run(model, task, train, tmp_path)

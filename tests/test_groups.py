@@ -23,16 +23,6 @@ from whence.layers.capture import Block
 from whence.layers.passes import Passes
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False}
-CASES: dict[str, Any] = {
-    "mlp": lambda: (models.mlp(), whence.Classification(), models.vectors(20), models.vectors(3)),
-    "conv": lambda: (models.ConvNet(), whence.Classification(), models.images(), models.images(3)),
-    "gpt": lambda: (
-        models.Transformer(),
-        whence.LanguageModeling(),
-        models.documents(),
-        models.documents(3, seed=1),
-    ),
-}
 METHODS = [
     whence.Source(2),
     whence.Source(2, curvature="kfac", weight_decay="curvature"),
@@ -84,7 +74,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.parametrize(
     ("train_run", "method"),
     [*((sgd_run, m) for m in METHODS), *((adam_run, m) for m in ADAM)],
@@ -94,7 +84,7 @@ def test_groups_of_layers_change_nothing(
     name: str, train_run: Any, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model, task, train, query = CASES[name]()
+    model, task, train, query = models.CASES[name]()
     model = model.double()
     run = train_run(model, task, train, tmp_path / "run")
     scores, kept = {}, {}
@@ -125,7 +115,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def small(tmp_path: Path) -> whence.Study:
     torch.manual_seed(0)
-    model, task, train, _ = CASES["mlp"]()
+    model, task, train, _ = models.CASES["mlp"]()
     run = sgd_run(model.double(), task, train, tmp_path / "run")
     return whence.Study(model, task, train=train, runs=run)
 

@@ -73,7 +73,7 @@ def architecture_sha256(model: nn.Module) -> str:
 
 
 def parameters_sha256(model: nn.Module) -> str:
-    """The same of its parameters alone."""
+    """SHA-256 of its parameters alone, without buffers."""
     return hashlib.sha256(serialize(untie(dict(model.named_parameters()))[0])).hexdigest()
 
 
