@@ -343,6 +343,48 @@ def test_a_second_method_does_not_fit_again(run: whence.Run, counted: Counter[st
     assert passes(whence.TracIn()) == (0, 0)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("curvature", ["ekfac", "kfac"])
+def test_forms_of_adam_share_what_is_fitted(
+    curvature: str, tmp_path: Path, counted: Counter[str]
+) -> None:
+    """One needs the Gauss-Newton matrix's own diagonal beside the factors, the other does not."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with whence.Recorder(tmp_path / "run", model, optimizer, checkpoints=3, total_steps=9):
+        for _ in range(9):
+            optimizer.zero_grad()
+            whence.Classification().losses(model(TRAIN[:][0].float()), TRAIN[:]).mean().backward()
+            optimizer.step()
+    run, squares = whence.Run.open(tmp_path / "run"), 3 if curvature == "ekfac" else 0
+    forms = {
+        "mixed": whence.Source(2, curvature),
+        "exact": whence.Source(2, curvature, exact=True),
+        "diagonal": whence.Source(2, "diagonal"),
+    }
+
+    def scores(names: list[str], where: str) -> dict[str, tuple[np.ndarray, tuple[int, int]]]:
+        found = {}
+        for name in names:
+            counted.clear()
+            asked = study(run, cache=tmp_path / where)
+            found[name] = forms[name].attribute(asked, QUERY, **EXACT).values, fits(counted)
+        return found
+
+    alone = {name: scores([name], name)[name] for name in forms}
+    assert [alone[name][1] for name in forms] == [(3, 3), (3, squares), (0, 3)]
+    orders = {
+        ("mixed", "exact"): [(3, 3), (0, 0)],
+        ("exact", "mixed"): [(3, squares), (0, 3)],
+        ("exact", "diagonal", "mixed"): [(3, squares), (0, 3), (0, 0)],
+    }
+    for order, passes in orders.items():
+        found = scores(list(order), "-".join(order))
+        assert [found[name][1] for name in order] == passes
+        for name in order:
+            assert np.array_equal(found[name][0], alone[name][0]), (order, name)
+
+
 def test_what_is_read_again_gives_the_same_bits(run: whence.Run) -> None:
     for method in (whence.Source(2), whence.Source(2, "kfac"), whence.Influence(1e-3)):
         first = method.attribute(study(run), QUERY, **EXACT).values

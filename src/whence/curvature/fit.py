@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -173,20 +173,41 @@ class Fitter:
         if self.kind == "identity":
             ones = {f"{b.name}/eigenvalues": torch.ones(b.shape) for b in self._blocks}
             return self._placed(ones)
-        settings = {
-            **self.settings,
-            "curvature": self.kind,
-            "diagonal": self.diagonal,
-            "weights": [_name(c) for c in checkpoints],
-        }
+        return self._placed(self._entry(checkpoints))
+
+    def _entry(self, checkpoints: Sequence[Weights]) -> dict[str, Tensor]:
+        """Bases and eigenvalues: stored, put together of what is stored, or fitted."""
+        settings = self._entry_settings(checkpoints)
         key = key_of(settings)
-        found = self.store.get(key)
+        found = self.store.get(key) or self._put_together(checkpoints)
         if found is None:
             found = self._fitted(checkpoints)
             self.store.put(key, found, settings)
             for checkpoint in checkpoints if self.kind != "diagonal" else ():  # only for this basis
                 self.store.drop(self._squares_key(checkpoint, checkpoints)[0])
-        return self._placed(found)
+        return found
+
+    def _entry_settings(self, checkpoints: Sequence[Weights]) -> dict[str, Any]:
+        return {
+            **self.settings,
+            "curvature": self.kind,
+            "diagonal": self.diagonal,
+            "weights": [_name(c) for c in checkpoints],
+        }
+
+    def _put_together(self, checkpoints: Sequence[Weights]) -> dict[str, Tensor] | None:
+        """From the same fitted with the diagonal, or without it, if there is one."""
+        if self.kind == "diagonal":
+            return None
+        other = replace(self, diagonal=not self.diagonal)
+        found = self.store.get(key_of(other._entry_settings(checkpoints)))
+        if found is None:
+            return None
+        if not self.diagonal:
+            return {name: value for name, value in found.items() if not name.endswith("/diagonal")}
+        alone = replace(self, kind="diagonal", diagonal=False)._entry(checkpoints)
+        own = {name.removesuffix("/eigenvalues"): value for name, value in alone.items()}
+        return found | {f"{name}/diagonal": value for name, value in own.items()}
 
     def _fitted(self, checkpoints: Sequence[Weights]) -> dict[str, Tensor]:
         if self.kind == "diagonal":
