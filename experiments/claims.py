@@ -93,17 +93,18 @@ def _one(entries: Found, name: str) -> Value | None:
     return known
 
 
-def _same(found: Found, names: Iterable[str], setup: str = "single") -> bool:
-    """Whether all of these were judged by the same truth; ensembles, of as many models. (One
-    model's LDS is a mean over models, of however many there are.)"""
-    entries = [found["lds"][name] for name in names if name in found["lds"]]
-    if setup == "ensemble":
-        entries = [entry for entry in entries if entry["ensemble"]]
-    sizes = [
-        {k: v for k, v in entry["of"].items() if k != "runs" or setup == "ensemble"}
-        for entry in entries
-    ]
-    return all(size == sizes[0] for size in sizes)
+def _same(found: Found, setups: Mapping[str, str]) -> bool:
+    """Whether these methods, each by one model ("single") or by its ensemble, were judged by the
+    same truth, and the ensembles have as many models. (One model's LDS is a mean over models, of
+    however many there are.)"""
+    entries = {name: found["lds"][name] for name in setups if name in found["lds"]}
+    truths = [{k: v for k, v in e["of"].items() if k != "runs"} for e in entries.values()]
+    models = {
+        entry["of"]["runs"]
+        for name, entry in entries.items()
+        if setups[name] == "ensemble" and entry["ensemble"]
+    }
+    return all(truth == truths[0] for truth in truths) and len(models) <= 1
 
 
 def first(
@@ -111,10 +112,7 @@ def first(
 ) -> Verdict:
     """SOURCE above all baselines; each by one model or by the ensemble."""
     name, others = experiment.source, baselines(experiment)
-    compared = (name, *others)
-    if not _same(found, compared) or (
-        theirs == "ensemble" and not _same(found, compared if own == theirs else others, theirs)
-    ):
+    if not _same(found, {name: own, **dict.fromkeys(others, theirs)}):
         return OTHER_SIZES
     word = {"single": "", "ensemble": " (ensemble)"}
     mine = label(name, experiment) + word[own]
@@ -134,7 +132,7 @@ def pair(high: str, low: str) -> Callable[[Found, Experiment], Verdict]:
     """One method above another, by one model."""
 
     def judge(found: Found, experiment: Experiment) -> Verdict:
-        if not _same(found, (high, low)):
+        if not _same(found, {high: "single", low: "single"}):
             return OTHER_SIZES
         names = (label(high, experiment), label(low, experiment))
         apart = difference(found, high, low)
