@@ -235,8 +235,7 @@ class Fitter:
 
     def _placed(self, found: Mapping[str, Tensor]) -> Curvature:
         names = [b.name for b in self._blocks]
-        needed = self.held * sum(factor_bytes(b, self.kind, self._sums) for b in self._blocks)
-        if self.room is None or needed <= self.room:
+        if self.room is None or self.held * self._needed <= self.room:
             return {name: self._block(name, found) for name in names}
         lying = {name: value.cpu() for name, value in found.items()}
         return Away(names, lambda name: self._block(name, lying))
@@ -254,6 +253,11 @@ class Fitter:
         )
 
     # -- groups of layers ----------------------------------------------------------------------
+
+    @property
+    def _needed(self) -> int:
+        """Bytes that the factors of all blocks take."""
+        return sum(factor_bytes(b, self.kind, self._sums) for b in self._blocks)
 
     @property
     def groups(self) -> list[list[Block]]:
@@ -290,11 +294,10 @@ class Fitter:
 
     def _tell(self, groups: int) -> None:
         assert self.room is not None
-        needed = sum(factor_bytes(b, self.kind, self._sums) for b in self._blocks)
         self.notes["factor_groups"] = groups
         warnings.warn(
-            f"the factors of all {len(self._blocks)} layers take {needed / 2**30:.2g} GiB, and "
-            f"there is room for {self.room / 2**30:.2g}: they are fitted in {groups} groups of "
+            f"the factors of all {len(self._blocks)} layers take {self._needed / 2**30:.2g} GiB, "
+            f"and there is room for {self.room / 2**30:.2g}: they are fitted in {groups} groups of "
             "layers, with passes over the data for each. It is faster with more memory=, or with "
             "fewer layers (Study(layers=...))",
             stacklevel=2,
