@@ -8,12 +8,10 @@ back instead of computed.
 from __future__ import annotations
 
 import copy
-import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -30,20 +28,17 @@ from whence.data import Batches
 from whence.memory import free_and_total
 from whence.recipe import Recipe, StageRecipe
 from whence.recipe.stage import Ints
-from whence.retrain.grid import name_of
 from whence.retrain.measure import ENGINES, SHARE, Workshop, _units
 from whence.retrain.stack import Stack, train_stack
 from whence.retrain.training import Training
-from whence.retrain.unfinished import LONG, Begun, Kept
+from whence.retrain.unfinished import LONG, Begun, Kept, UnfinishedRuns
 from whence.run import Run
-from whence.run.checkpoint import replace_file
 from whence.run.plan import Plan
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: those of its updates that checkpoints follow}
 Write = Callable[[Recipe, Training, torch.device], Run]
 TRIED = 4  # examples by which an engine's measurements are checked
-UNFINISHED = ".unfinished-"  # folders begin so in which checkpoints wait for their runs
 COPIES = 4  # of a model at a checkpoint, at most: its weights, and the moments of its optimizer
 
 
@@ -90,9 +85,9 @@ def record(
     def write(by: Recipe, t: Training, where: torch.device | str | None) -> Run:
         return by.run(t.seed, folders[t], checkpoints, t.subset, stage=t.stage, device=where)
 
-    def files(unit: Sequence[Training]) -> _Files:
+    def files(unit: Sequence[Training]) -> UnfinishedRuns:
         steps = {stage: sorted(own) for stage, own in due[unit[0]].items()}
-        return _Files(folders[unit[0]].parent, [t.key for t in unit], [identity, steps])
+        return UnfinishedRuns(folders[unit[0]].parent, [t.key for t in unit], [identity, steps])
 
     # finished; or of another training, and refused; or begun by Recipe.run, which goes on with it
     runs = {t: write(known, t, device) for t in trainings if (folders[t] / "run.json").exists()}
@@ -161,7 +156,7 @@ def _made(
     trainings: Sequence[Training],
     due: Mapping[Training, Steps],
     write: Write,
-    files: Callable[[Sequence[Training]], _Files],
+    files: Callable[[Sequence[Training]], UnfinishedRuns],
     device: torch.device | str | None,
     memory: int | str | None,
     engine: str,
@@ -195,7 +190,7 @@ def _trained(
     trainings: Sequence[Training],
     due: Steps,
     write: Write,
-    files: Callable[[Sequence[Training]], _Files],
+    files: Callable[[Sequence[Training]], UnfinishedRuns],
 ) -> Iterator[tuple[Training, Run]]:
     """Train all at once, then write each. Checkpoints of a training that takes long are kept in
     files until then, and it goes on from the last."""
@@ -236,55 +231,6 @@ def _trained(
     )
     for part in (trainings[:half], trainings[half:]):
         yield from _trained(shop, part, due, write, files)
-
-
-class _Files:
-    """The checkpoints of a stack, in files beside its runs until they are written.
-
-    Args:
-        beside: the folder that the runs are in.
-        trainings: the keys of the stack's trainings.
-        of: recipe and steps; files of others are not looked at.
-    """
-
-    def __init__(self, beside: Path, trainings: Sequence[str], of: object) -> None:
-        self.beside, self.trainings = beside, list(trainings)
-        self.of = name_of([json.dumps(of, sort_keys=True)])
-        self.folder = beside / f"{UNFINISHED}{name_of([self.of, *trainings])}"
-        self._saved: set[tuple[int, int]] = set()
-
-    def save(self, stage: int, kept: Mapping[int, Kept]) -> None:
-        """Those of a stage that are not there yet."""
-        about = {"of": self.of, "trainings": self.trainings}
-        for step, one in kept.items():
-            if (stage, step) not in self._saved:
-                file = self.folder / f"{stage:03}-{step:012}.safetensors"
-                one.save(file, stage=stage, step=step)
-                replace_file(self.folder / "stack.json", json.dumps(about).encode())
-                self._saved.add((stage, step))
-
-    def found(self) -> Iterator[Begun]:
-        """What there is of these trainings, in order; it may be of a stack that has more."""
-        for folder, trainings in self._alike():
-            if set(self.trainings) <= set(trainings):
-                places = [trainings.index(key) for key in self.trainings]
-                for file in sorted(folder.glob("*.safetensors")):
-                    begun = Kept.open(file)
-                    if folder == self.folder:
-                        self._saved.add((begun.stage, begun.step))
-                    yield replace(begun, kept=begun.kept.some(places))
-                return
-
-    def drop(self) -> None:
-        """All that is left of such trainings."""
-        for folder, _ in self._alike():
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _alike(self) -> Iterator[tuple[Path, list[str]]]:
-        for told in sorted(self.beside.glob(f"{UNFINISHED}*/stack.json")):
-            about = json.loads(told.read_bytes())
-            if about["of"] == self.of:
-                yield told.parent, about["trainings"]
 
 
 @dataclass(frozen=True)

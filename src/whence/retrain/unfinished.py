@@ -1,10 +1,12 @@
-"""Stacks of long trainings, kept on the way: the same trainings go on from there."""
+"""Stacks of long trainings, kept on the way: the same trainings, or runs, go on from there."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -15,13 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whence.retrain.grid import name_of
 from whence.retrain.stacked import running_statistics
 from whence.run import optimizers
+from whence.run.checkpoint import replace_file
 
 if TYPE_CHECKING:
     from whence.retrain.stack import Stack
 
 LONG = 60.0  # seconds; longer trainings are kept on the way
+HIDDEN = ".unfinished-"  # folders begin so in which checkpoints wait for their runs
 
 
 @dataclass(frozen=True)
@@ -128,3 +133,52 @@ class Unfinished:
 
     def drop(self) -> None:
         self.file.unlink(missing_ok=True)
+
+
+class UnfinishedRuns:
+    """The checkpoints of a stack, in files beside its runs until they are written.
+
+    Args:
+        beside: the folder that the runs are in.
+        trainings: the keys of the stack's trainings.
+        of: recipe and steps; files of others are not looked at.
+    """
+
+    def __init__(self, beside: Path, trainings: Sequence[str], of: object) -> None:
+        self.beside, self.trainings = beside, list(trainings)
+        self.of = name_of([json.dumps(of, sort_keys=True)])
+        self.folder = beside / f"{HIDDEN}{name_of([self.of, *trainings])}"
+        self._saved: set[tuple[int, int]] = set()
+
+    def save(self, stage: int, kept: Mapping[int, Kept]) -> None:
+        """Those of a stage that are not there yet."""
+        about = {"of": self.of, "trainings": self.trainings}
+        for step, one in kept.items():
+            if (stage, step) not in self._saved:
+                file = self.folder / f"{stage:03}-{step:012}.safetensors"
+                one.save(file, stage=stage, step=step)
+                replace_file(self.folder / "stack.json", json.dumps(about).encode())
+                self._saved.add((stage, step))
+
+    def found(self) -> Iterator[Begun]:
+        """What there is of these trainings, in order; it may be of a stack that has more."""
+        for folder, trainings in self._alike():
+            if set(self.trainings) <= set(trainings):
+                places = [trainings.index(key) for key in self.trainings]
+                for file in sorted(folder.glob("*.safetensors")):
+                    begun = Kept.open(file)
+                    if folder == self.folder:
+                        self._saved.add((begun.stage, begun.step))
+                    yield replace(begun, kept=begun.kept.some(places))
+                return
+
+    def drop(self) -> None:
+        """All that is left of such trainings."""
+        for folder, _ in self._alike():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _alike(self) -> Iterator[tuple[Path, list[str]]]:
+        for told in sorted(self.beside.glob(f"{HIDDEN}*/stack.json")):
+            about = json.loads(told.read_bytes())
+            if about["of"] == self.of:
+                yield told.parent, about["trainings"]
