@@ -245,15 +245,20 @@ def rotated_mnist(train: int = 12_500, test: int = 2000) -> Stages:
     if not 5 <= train <= len(x):
         raise ValueError(f"train={train}: choose from 5 to {len(x)} images")
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(x))[:train])
-    x, y, turned = x[order] / 255, y[order], torch.arange(train) % len(ANGLES)
+    x, y, turned = x[order], y[order], torch.arange(train) % len(ANGLES)
     for k, angle in enumerate(ANGLES):
-        x[turned == k] = rotate(x[turned == k], angle)
+        x[turned == k] = rotate_bytes(x[turned == k], angle)
     late = turned == ANGLES.index(SECOND_ANGLE)
     stages = {
-        "first": TensorDataset(x[~late].flatten(1), y[~late]),
-        "second": TensorDataset(x[late].flatten(1), y[late]),
+        "first": TensorDataset(x[~late].flatten(1) / 255, y[~late]),
+        "second": TensorDataset(x[late].flatten(1) / 255, y[late]),
     }
-    return stages, TensorDataset(rotate(a / 255, SECOND_ANGLE).flatten(1), b)
+    return stages, TensorDataset(rotate_bytes(a, SECOND_ANGLE).flatten(1) / 255, b)
+
+
+def rotate_bytes(images: Tensor, degrees: float) -> Tensor:
+    """Images of uint8, cut off to uint8 as Pillow's are: the same on every machine."""
+    return (rotate(images.double(), degrees) + 1e-6).to(torch.uint8)
 
 
 def rotate(images: Tensor, degrees: float) -> Tensor:

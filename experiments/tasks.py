@@ -279,7 +279,7 @@ def pacs(quick: bool, rate: float, wd: float) -> Made:
         for name, own in stages.items()
     }
     recipe = whence.Recipe(
-        partial(models.ResNet9, classes=7, stem_stride=2, width=16 if quick else 64),
+        partial(models.ResNet9, classes=7, stem_stride=2, width=16 if quick else 32),
         whence.Classification(),
         train,
         sgd(rate, wd),
@@ -579,7 +579,7 @@ TASKS: Mapping[str, Experiment] = _named(
         rotated,
         "MLP 784-512-256-128-10, SGD with momentum 1e-1, weight decay 1e-5, batch 128; first 0°, "
         "15°, 45°, 60° (20 epochs), then 30° (10 epochs)",
-        Scale(seeds=5, runs=5, removal=Removal(50, (40, 80, 160, 320, 640), 3, 5), panels=6),
+        Scale(seeds=20, removal=Removal(50, (40, 80, 160, 320, 640), 3, 5), panels=6),
         Scale(
             subsets=40,
             seeds=2,
@@ -602,9 +602,9 @@ TASKS: Mapping[str, Experiment] = _named(
         "pacs",
         "PACS",
         pacs,
-        "ResNet-9 (stride 2 at the stem), SGD with momentum, batch 128; first cartoon, photo, "
-        "sketch (30 epochs), then art paintings (10 epochs)",
-        Scale(subsets=60, seeds=1, queries=100, runs=2),
+        "ResNet-9 of half the width (stride 2 at the stem), SGD with momentum, batch 128; first "
+        "cartoon, photo, sketch (30 epochs), then art paintings (10 epochs)",
+        Scale(subsets=100, seeds=5, queries=100, measured=200, runs=3, panels=6),
         SLOW,
         group="two stages",
         paper_seeds=20,

@@ -394,6 +394,15 @@ def test_images() -> None:
 
 @real
 def test_rotated_mnist() -> None:
+    from PIL import Image
+
+    def by_pillow(image: torch.Tensor, angle: int) -> np.ndarray:
+        turned = Image.fromarray(image.numpy()).rotate(angle, Image.Resampling.BILINEAR)
+        return np.asarray(turned, np.float32) / 255
+
+    def middle(image: Any) -> Any:  # at the edge Pillow takes what lies half outside for outside
+        return image.reshape(28, 28)[2:-2, 2:-2]
+
     stages, query = data.rotated_mnist(50, 20)
     assert [len(s) for s in (*stages.values(), query)] == [40, 10, 20]
     with np.load(data.find("mnist", "mnist.npz"), allow_pickle=False) as file:
@@ -406,9 +415,10 @@ def test_rotated_mnist() -> None:
         rows = [i for i in range(50) if data.ANGLES[i % 5] in angles]
         assert y.tolist() == labels[order[rows]].tolist()
         for k, i in enumerate(rows):
-            wanted = data.rotate(images[order[i]][None] / 255, data.ANGLES[i % 5]).flatten()
-            torch.testing.assert_close(x[k], wanted)
-    torch.testing.assert_close(query.tensors[0], data.rotate(tests[:20] / 255, 30).flatten(1))
+            wanted = by_pillow(images[order[i]], data.ANGLES[i % 5])
+            np.testing.assert_array_equal(middle(x[k]), middle(wanted))
+    for found, image in zip(query.tensors[0], tests, strict=False):
+        np.testing.assert_array_equal(middle(found), middle(by_pillow(image, 30)))
 
 
 @real
