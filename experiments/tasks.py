@@ -604,7 +604,7 @@ TASKS: Mapping[str, Experiment] = _named(
         pacs,
         "ResNet-9 of half the width (stride 2 at the stem), SGD with momentum, batch 128; first "
         "cartoon, photo, sketch (30 epochs), then art paintings (10 epochs)",
-        Scale(subsets=100, seeds=5, queries=100, measured=200, runs=3, panels=6),
+        Scale(subsets=100, seeds=2, queries=100, measured=200, runs=3, panels=6),
         SLOW,
         group="two stages",
         paper_seeds=20,
