@@ -31,7 +31,8 @@ FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent / "docs"
 PICTURES = "figures/reproduce"  # below the pages
 NEAR = 0.05  # how far from one of the reference numbers is still near
-LETTERS = 400  # of a text in a panel
+LETTERS = 240  # of a text in a panel
+CALLED = {"SST-2": ("negative", "positive")}  # labels that are numbers in the files
 UNROLLED = "Unrolled, expected, Gauss-Newton"
 FORMS = {  # of SOURCE for Adam
     "SOURCE, λP⁻¹": 'with appendix C\'s λP⁻¹ (`Source(damping="preconditioner")`) in place of its '
@@ -351,9 +352,11 @@ def unfinished(found: Found, experiment: Experiment) -> list[str]:
     names = [n for n in (*experiment.methods, *experiment.dear) if n not in found["lds"]]
     if scale.downsampled and "Downsampling" not in found["lds"]:
         names.append("Downsampling")
-    wanted = dict.fromkeys(experiment.methods, scale.runs)
-    wanted |= dict.fromkeys(experiment.dear, scale.dear_runs)
-    fewer = sum(e["of"]["runs"] < wanted.get(n, 0) for n, e in found["lds"].items())
+    few = [
+        n
+        for n in (*experiment.methods, *experiment.dear)
+        if n in found["lds"] and found["lds"][n]["of"]["runs"] < scale.models(n)
+    ]
     parts = {
         "other α": set(map(float, found.get("alpha", {}))) >= set(scale.alphas),
         "epochs": set(map(float, found.get("epochs", {}))) >= set(scale.epochs),
@@ -361,7 +364,7 @@ def unfinished(found: Found, experiment: Experiment) -> list[str]:
         "panels": bool(found.get("panels")) or not scale.panels,
         "removal": bool(found.get("removal")) or scale.removal is None,
     }
-    names += [f"ensembles of {so_many(fewer, 'method')}"] if fewer else []
+    names += [f"ensembles of {listed(few)}"] if few else []
     return names + [part for part, there in parts.items() if not there]
 
 
@@ -516,25 +519,31 @@ def with_panels(examples: Results, kind: str) -> list[str]:
     return [task for task in examples if TASKS[task].panel == kind]
 
 
+def _models(found: Found) -> str:
+    """Those that a panel is of."""
+    return so_many(found["panels"]["of"]["runs"], "model")
+
+
 def image_panels(examples: Results, docs: Path) -> str:
     parts = []
     for task in with_panels(examples, "image"):
         name, head = f"{PICTURES}/examples-{task}.png", title(task, examples[task])
         if (docs / name).is_file():
-            models = examples[task]["panels"]["of"]["runs"]
+            by = f"**{head}**, by the mean scores of {_models(examples[task])}:"
             alt = f"{head}: the most helpful and most harmful training images of a few queries"
-            parts.append(f"**{head}**, by the mean scores of {models} models:\n\n![{alt}]({name})")
+            parts.append(f"{by}\n\n![{alt}]({name})")
         else:
             parts.append(f"**{head}**: *not drawn, for want of the images.*")
     return "\n\n".join(parts) or "*Not run yet.*"
 
 
-def shown_texts(found: Found) -> tuple[list[int], dict[int, list[int]]]:
-    """Queries of a panel of texts, and SOURCE's most helpful and most harmful example of each."""
-    rows = found["panels"]["methods"]["SOURCE"][: figures.QUERIES]
-    return list(range(len(rows))), {
-        k: [row["helpful"][0], row["harmful"][0]] for k, row in enumerate(rows)
-    }
+def shown_texts(found: Found) -> list[dict[str, list[int]]]:
+    """Of each query in a panel of texts, the most helpful and most harmful example by method."""
+    kept: Mapping[str, Any] = found["panels"]["methods"]
+    return [
+        {name: [rows[k]["helpful"][0], rows[k]["harmful"][0]] for name, rows in kept.items()}
+        for k in range(min(figures.QUERIES, *map(len, kept.values())))
+    ]
 
 
 def texts_of(found: Found, experiment: Experiment) -> dict[str, Any]:
@@ -543,17 +552,21 @@ def texts_of(found: Found, experiment: Experiment) -> dict[str, Any]:
         train, query = data.wikitext2_texts()
     else:
         name, _, count = experiment.make.args  # type: ignore[attr-defined]
-        classes = data.GLUE[name][1]
+        classes = CALLED.get(name, data.GLUE[name][1])
         train, query = (
             [f"{classes[y].replace('_', ' ')}: {' / '.join(t)}" for t, y in zip(*own, strict=True)]
             for own in data._glue(name, 160 if found["quick"] else count)
         )
-    queries, beside = shown_texts(found)
+    shown = shown_texts(found)
     return {
         "recipe": found["recipe"],
-        "query": {str(k): query[k][: 2 * LETTERS] for k in queries},
-        "train": {str(k): train[k][: 2 * LETTERS] for pair in beside.values() for k in pair},
+        "query": {str(k): query[k][: 2 * LETTERS + 1] for k in range(len(shown))},
+        "train": {str(k): train[k][: LETTERS + 1] for k in sorted(_examples(shown))},
     }
+
+
+def _examples(shown: list[dict[str, list[int]]]) -> set[int]:
+    return {example for by_method in shown for pair in by_method.values() for example in pair}
 
 
 def text_panels(examples: Results, folder: Path) -> str:
@@ -561,20 +574,19 @@ def text_panels(examples: Results, folder: Path) -> str:
     for task in with_panels(examples, "text"):
         found, file = examples[task], folder / "texts" / f"{task}.json"
         kept = json.loads(file.read_text()) if file.is_file() else {}
-        queries, beside = shown_texts(found)
-        wanted = {str(k) for pair in beside.values() for k in pair}
-        parts.append(f"**{title(task, found)}**, by SOURCE:")
+        shown = shown_texts(found)
+        wanted = set(map(str, _examples(shown)))
+        parts.append(f"**{title(task, found)}**, by the mean scores of {_models(found)}:")
         if kept.get("recipe") != found["recipe"] or not wanted <= set(kept["train"]):
             parts.append("*not shown, for want of the texts.*")
             continue
-        rows = [
-            [
-                plain(kept["query"][str(k)], LETTERS),
-                *(plain(kept["train"][str(e)], LETTERS) for e in beside[k]),
+        for k, by_method in enumerate(shown):
+            rows = [
+                [name, *(plain(kept["train"][str(e)], LETTERS) for e in pair)]
+                for name, pair in by_method.items()
             ]
-            for k in queries
-        ]
-        parts.append(columns(["query", "most helpful", "most harmful"], rows))
+            parts.append(f"*Query*: {plain(kept['query'][str(k)], 2 * LETTERS)}")
+            parts.append(columns(["method", "most helpful", "most harmful"], rows))
     return "\n\n".join(parts) or "*Texts: not run yet.*"
 
 

@@ -196,7 +196,7 @@ class Reproduction:
         scale = self.scale
         for name in self.experiment.methods:
             if self.wanted(name):
-                self.judge(name, scale.runs)
+                self.judge(name, scale.models(name))
         self.differences()
         if scale.downsampled and self.wanted("Downsampling"):
             self.downsampling()
@@ -212,7 +212,7 @@ class Reproduction:
             self.removal()
         for name in self.experiment.dear:
             if self.wanted(name):
-                self.judge(name, scale.dear_runs)
+                self.judge(name, scale.models(name))
         self.differences()  # again: panels and removal may have opened more scores
         return self.found
 
@@ -352,7 +352,7 @@ class Reproduction:
     def judge(self, name: str, runs: int) -> None:
         """LDS and calibration of a method, single and ensemble, at α = ½."""
         of = self.of(runs)
-        if self.found["lds"].get(name, {}).get("of") == of:
+        if covers(self.found["lds"].get(name), of):
             return
         judged = self.judged(name, runs)
         entry = self.entry(judged.together, judged.single, of) | {
@@ -385,7 +385,7 @@ class Reproduction:
         pairs += [("FastSource", "influence"), ("TracIn", "influence")]
         known, of = self.found.setdefault("differences", {}), self.of(runs)
         for one, other in pairs:
-            done = known.get(one, {}).get(other, {}).get("of") == of
+            done = covers(known.get(one, {}).get(other), of)
             if done or not all(self.at_hand(name, runs) for name in (one, other)):
                 continue
             high, low = self.judged(one, runs), self.judged(other, runs)
@@ -433,7 +433,7 @@ class Reproduction:
 
     def downsampling(self) -> None:
         name, of = "Downsampling", self.of(0) | {"models": self.scale.downsampled}
-        if self.found["lds"].get(name, {}).get("of") == of:
+        if covers(self.found["lds"].get(name), of):
             return
         start = time.perf_counter()
         with self.training("downsampling"):
@@ -465,7 +465,7 @@ class Reproduction:
         for name in self.experiment.methods:
             if not self.wanted(name) or name in ("Random", "DataInf"):
                 continue
-            if self.found.get("alpha", {}).get(under, {}).get(name, {}).get("of") == self.of(runs):
+            if covers(self.found.get("alpha", {}).get(under, {}).get(name), self.of(runs)):
                 continue
             made = self.scores(name, runs)
             result = lds(made, self.reference(share))
@@ -478,8 +478,8 @@ class Reproduction:
         recipe._precise = None
         runs, under, truth = self.scale.runs, str(epochs), None
         for name in self.experiment.methods:
-            done = self.found.get("epochs", {}).get(under, {}).get(name, {}).get("of")
-            if not self.wanted(name) or done == self.of(runs):
+            done = covers(self.found.get("epochs", {}).get(under, {}).get(name), self.of(runs))
+            if done or not self.wanted(name):
                 continue
             if truth is None:
                 truth = self.truth(OVER_EPOCHS, recipe, f"epochs-{epochs}")
@@ -497,7 +497,7 @@ class Reproduction:
         for share in (0.5, *self.scale.alphas):
             under = format(share, "g")
             known = self.found.get("optimum", {}).get(under, {})
-            if known and all(entry["of"] == of for entry in known.values()):
+            if known and all(covers(entry, of) for entry in known.values()):
                 continue
             left = 1 - 1 / self.examples if share == 1.0 else share
             truth, all_scores = at_the_optimum(self.recipe, self.query, left, self.scale.subsets)
@@ -510,7 +510,7 @@ class Reproduction:
         asked = self.scale.removal
         assert asked is not None
         of = json.loads(json.dumps(asdict(asked))) | {"runs": self.scale.runs}
-        if self.found.get("removal", {}).get("of") == of:
+        if covers(self.found.get("removal"), of):
             return
         by_method = {name: self.together(name, self.scale.runs) for name in asked.methods}
         with self.training("removal"):
@@ -550,7 +550,7 @@ class Reproduction:
     def panels(self) -> None:
         """The most helpful and most harmful examples of a few queries, by the runs' mean scores."""
         of = {"queries": self.scale.panels, "runs": self.scale.runs}
-        if self.found.get("panels", {}).get("of") == of:
+        if covers(self.found.get("panels"), of):
             return
         names = [n for n in IN_PANELS if n in self.experiment.methods]
         if not all(map(self.wanted, names)):  # a panel is of all of them
@@ -579,6 +579,20 @@ class Reproduction:
             yield
         spent = self.found["seconds"]
         spent[what] = spent.get(what, 0.0) + time.perf_counter() - start
+
+
+def covers(entry: Mapping[str, Any] | None, of: Mapping[str, Any]) -> bool:
+    """Whether an entry was found at these sizes, or larger ones."""
+    if entry is None:
+        return False
+    known = entry["of"]
+
+    def enough(name: str, asked: Any) -> bool:
+        if isinstance(asked, int):
+            return bool(known.get(name, 0) >= asked)
+        return set(known.get(name, ())) >= set(asked)
+
+    return all(enough(name, asked) for name, asked in of.items())
 
 
 def products(rounded: bool) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ PARTS = {
     "epochs": "LDS over epochs, α = 0.9",
     "optimum": "LDS at the optimum, over α",
 }
+NOISY = 0.1  # a noise ceiling below which methods cannot be told apart
 BASELINES = ("RepSim", "TracIn", "TRAK", "influence")  # of the paper's figures
 
 
@@ -137,6 +138,8 @@ def about(found: Found) -> str:
             f"{so_many(of['seeds'], 'seed')}"
         )
         parts.append("" if ceiling is None else f", noise ceiling {ceiling:.2f}")
+        if ceiling is not None and ceiling < NOISY:
+            parts.append(" (so few seeds tell the subsets' models no better apart than chance)")
         parts.append(f"; {first['diverged']} trainings diverged" if first["diverged"] else "")
     on = f"CPU ({m['processor']})" if found["device"] == "CPU" else found["device"]
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import models, optimum, reproduce, search, tables, tasks  # noqa: E402
 
-SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, dear_runs=1)
+SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, fewer={"HYDRA": 1})
 
 
 def blobs(count: int = 80, seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
@@ -124,6 +125,8 @@ def test_what_is_there_is_not_done_again_and_more_can_be_added(
     assert more["lds"]["SOURCE"]["of"] == {"subsets": 5, "seeds": 3, "queries": 6, "runs": 1}
     grid = json.loads((tmp_path / "blobs/truth-0.5/truth.json").read_text())
     assert grid["shape"] == [5, 3, 6]
+    less = reproduction(tmp_path, scale=replace(SMALL, subsets=4, seeds=2, runs=1)).run()
+    assert numbers(less) == numbers(more)  # what there is is not made smaller
 
 
 def test_trainings_may_measure_more_queries_than_are_asked_about(
@@ -161,6 +164,18 @@ def test_all_runs_of_a_kind_are_trained_in_one_go(
     again = reproduction(tmp_path, scale=replace(SMALL, runs=3), only=("RepSim",))
     again.run()
     assert calls[2:] == [[1000, 1001, 1002]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("WHENCE_DATA" not in os.environ, reason="WHENCE_DATA is not set")
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_committed_results_can_be_gone_on_with(task: str, tmp_path: Path) -> None:
+    """They were made on other machines, of data and models that are the same here."""
+    for quick in (False, True):
+        name = f"{task}-quick.json" if quick else f"{task}.json"
+        if (tasks.RESULTS / name).is_file():
+            given = {"quick": quick, "work": tmp_path, "results": tasks.RESULTS}
+            assert reproduction(tmp_path, tasks.TASKS[task], **given).found["lds"]
 
 
 def test_results_of_another_recipe_or_version_are_refused(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_result_that_is_not_finished(tmp_path: Path) -> None:
     made = page.text(tmp_path, tmp_path)
     assert f"Of {len(TASKS)} tasks 1 were run." in made
     assert "Not finished: FashionMNIST (TracIn; TRAK; FastSource; SOURCE, L = 1; SOURCE;" in made
-    assert "Downsampling; ensembles of 2 methods; other α; panels; removal)." in made
+    assert "Downsampling; ensembles of RepSim and influence; other α; panels; removal)." in made
     assert "| influence | 0.20 [0.19, 0.21] | – | 1 |" in made
     assert "Noise ceiling here unknown" in made
     assert "| FashionMNIST | … | … |" in made
@@ -376,12 +376,14 @@ def test_texts_are_nothing_but_text(tmp_path: Path) -> None:
     extensions = ["tables", "attr_list", "md_in_html", "pymdownx.arithmatex", "pymdownx.snippets"]
     html = markdown.markdown(part, extensions=extensions)
     tags = set(re.findall(r"</?([a-z0-9]+)", html))
-    assert tags == {"p", "strong", "table", "thead", "tbody", "tr", "th", "td"}, tags
-    assert html.count("<td>") == 3 and html.count("<strong>") == 1
-    cell = re.findall(r"<td>(.*?)</td>", html, re.S)[0]
+    assert tags == {"p", "strong", "em", "table", "thead", "tbody", "tr", "th", "td"}, tags
+    assert html.count("<td>") == 3 and html.count("<strong>") == html.count("<em>") == 1
+    cell = re.findall(r"<td>(.*?)</td>", html, re.S)[1]
+    query = re.findall(r"<p><em>Query</em>: (.*?)</p>", html, re.S)[0]
     import html as entities
 
-    assert entities.unescape(cell) == " ".join(HOSTILE.replace("\u202e", " ").split())
+    for shown in (cell, query):
+        assert entities.unescape(shown) == " ".join(HOSTILE.replace("\u202e", " ").split())
     write(tmp_path / "texts", "rte", kept | {"recipe": "other"})
     assert "for want of the texts" in page.text(tmp_path, tmp_path)
 
