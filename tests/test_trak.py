@@ -121,6 +121,14 @@ def test_every_precision_has_the_same_signs(dtype: torch.dtype) -> None:
     close(found.double(), whole @ matrix(random()).T, 5e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_gpu_makes_the_same_signs(dtype: torch.dtype) -> None:
+    some = torch.arange(256, dtype=torch.uint8).repeat(3)
+    looked_up = signs.looked_up(some, dtype).clone()  # before its memory is used again
+    assert looked_up.unique().tolist() == [-1, 1] and looked_up[5].tolist()[:4] == [1, -1, 1, -1]
+    assert torch.equal(signs.compared(some, dtype), looked_up)
+
+
 def test_lengths_are_kept() -> None:
     gradients, whole = held(6, 2)
     check(Projection([random(4000)]), gradients)

@@ -42,7 +42,7 @@ def keys(*parts: int | Ids, device: torch.device | None = None) -> Tensor:
     key = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
         counter = (
-            torch.tensor(_signed(part), device=device)
+            _signed(part)  # no tensor, which a GPU would have to wait for
             if isinstance(part, int)
             else torch.as_tensor(part, dtype=torch.int64, device=device)
         )

@@ -2,8 +2,7 @@
 
 R is never there as a whole. Sixty-four of its entries are one hash of (key, layer, parameter, which
 sixty-four), so any block of it can be made at any time, on any device the same; and the R of a
-smaller d is the left part of the R of a larger one. A block's bits become signs by a look into a
-table of all bytes.
+smaller d is the left part of the R of a larger one.
 
 Projecting n gradients of p parameters costs 2npd operations, plus pd signs to be made, each of
 which costs about as much as 16 multiplications.
@@ -108,19 +107,36 @@ class Random:
         name = int.from_bytes(hashlib.sha256(block.name.encode()).digest()[:8], "little")
         words = torch.arange(-(-self.dimension // WORD), device=self.device)
         step = max(1, self._limit // (len(words) * WORD))
-        table = byte_signs(self.device, self.dtype)
         for start in range(parameters.start, parameters.stop, step):
             here = range(start, min(start + step, parameters.stop))
             rows = torch.arange(here.start, here.stop, device=self.device).unsqueeze(1)
-            bits = keys(self.key, name, rows, words, device=self.device).view(torch.uint8)
-            signs = buffer(table, bits.numel(), 8)  # overwritten by the next block
-            torch.index_select(table, 0, bits.view(-1).to(torch.int32), out=signs)
+            hashes = keys(self.key, name, rows, words, device=self.device)
+            signs = signs_of(hashes.view(torch.uint8).view(-1), self.dtype)
             yield here, signs.view(len(here), -1)[:, : self.dimension]
+
+
+def signs_of(some: Tensor, dtype: torch.dtype) -> Tensor:
+    """The eight signs of every byte, (n, 8), lowest bit first: overwritten by the next call."""
+    return (looked_up if some.device.type == "cpu" else compared)(some, dtype)
+
+
+def looked_up(some: Tensor, dtype: torch.dtype) -> Tensor:
+    table = byte_signs(some.device, dtype)
+    signs = buffer(table, len(some), 8)
+    return torch.index_select(table, 0, some.to(torch.int32), out=signs)
+
+
+def compared(some: Tensor, dtype: torch.dtype) -> Tensor:
+    """For GPUs, which look up rows as short as a table's with a block of threads for each."""
+    plus, minus = byte_signs(some.device, dtype)[-1, 0], byte_signs(some.device, dtype)[0, 0]
+    bits = (2 ** torch.arange(8, device=some.device)).to(torch.uint8)
+    signs = buffer(plus, len(some), 8)
+    return torch.where((some.unsqueeze(1) & bits) != 0, plus, minus, out=signs)
 
 
 @cache
 def byte_signs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The eight signs of every byte, (256, 8), lowest bit first."""
+    """Those of all bytes, (256, 8)."""
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
     return (2 * (bits & 1) - 1).to(dtype)
 
