@@ -560,8 +560,8 @@ def texts_of(found: Found, experiment: Experiment) -> dict[str, Any]:
     shown = shown_texts(found)
     return {
         "recipe": found["recipe"],
-        "query": {str(k): query[k][: 2 * LETTERS + 1] for k in range(len(shown))},
-        "train": {str(k): train[k][: LETTERS + 1] for k in sorted(_examples(shown))},
+        "query": {str(k): query[k][: 3 * LETTERS] for k in range(len(shown))},
+        "train": {str(k): train[k][: 2 * LETTERS] for k in sorted(_examples(shown))},
     }
 
 

@@ -5,7 +5,7 @@ sixty-four), so any block of it can be made at any time, on any device the same;
 smaller d is the left part of the R of a larger one.
 
 Projecting n gradients of p parameters costs 2npd operations, plus pd signs to be made, each of
-which costs about as much as 16 multiplications.
+which costs a CPU about as much as 16 multiplications.
 """
 
 from __future__ import annotations
