@@ -186,4 +186,5 @@ def overview(tasks: Mapping[str, Experiment], folders: Iterable[Path]) -> Table:
                 "; ".join(known) or None,
             ]
         )
-    return Table(["task", "in the paper", "kind", "whole on", "found"], rows)
+    heads = ["task", "in the paper", "kind", "whole on", "found"]
+    return Table(heads, rows, texts=len(heads))

@@ -10,18 +10,24 @@ from html import escape
 
 
 class Table:
-    """Rows of cells. Text to the left in the first column, numbers to the right in the others.
+    """Rows of cells. Text to the left in the first columns, numbers to the right in the others.
 
     Args:
         heads: names of the columns; None for a sheet of facts: (name, text) rows, without a head.
         rows: cells, as many as there are heads; None prints as a dash.
         title: a line above the table.
+        texts: how many columns are text.
     """
 
     def __init__(
-        self, heads: Sequence[str] | None, rows: Iterable[Sequence[object]], *, title: str = ""
+        self,
+        heads: Sequence[str] | None,
+        rows: Iterable[Sequence[object]],
+        *,
+        title: str = "",
+        texts: int = 1,
     ) -> None:
-        self.title = title
+        self.title, self.texts = title, texts
         self.heads = None if heads is None else list(heads)
         self.rows = [["–" if cell is None else str(cell) for cell in row] for row in rows]
         columns = 2 if self.heads is None else len(self.heads)
@@ -68,7 +74,7 @@ class Table:
         return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
 
     def _left(self, column: int) -> bool:
-        return column == 0 or self.heads is None
+        return column < self.texts or self.heads is None
 
     def _padded(self, column: int, cell: str, width: int) -> str:
         return cell.ljust(width) if self._left(column) else cell.rjust(width)
