@@ -38,6 +38,7 @@ SCHEMA = 2
 FIRST_RUN, FIRST_HALF, FIRST_DOWN = 1000, 2000, 3000  # seeds: none is one of the truth's
 SHOWN = 5  # examples at either end in a panel
 IN_PANELS = ("RepSim", "TracIn", "TRAK", "influence", "SOURCE")
+FLOOR = 0.1  # under the roots of Adam's second moments
 OVER_EPOCHS = 0.9  # α of the LDS over the number of epochs
 
 Tell = Callable[[str], None]
@@ -57,8 +58,17 @@ def method(name: str, experiment: Experiment, examples: int) -> Any:
         "SOURCE, λP⁻¹": lambda: whence.Source(
             segments=segments, stage=stage, damping="preconditioner"
         ),
+        "SOURCE, λP⁻¹, floor": lambda: whence.Source(
+            segments=segments, stage=stage, damping="preconditioner", floor=FLOOR
+        ),
         "SOURCE, exact": lambda: whence.Source(segments=segments, stage=stage, exact=True),
         "SOURCE, exact, L = 1": lambda: whence.Source(segments=1, stage=stage, exact=True),
+        "SOURCE, exact, floor": lambda: whence.Source(
+            segments=segments, stage=stage, exact=True, floor=FLOOR
+        ),
+        "SOURCE, exact, floor, L = 1": lambda: whence.Source(
+            segments=1, stage=stage, exact=True, floor=FLOOR
+        ),
         "influence": lambda: whence.Influence(stage=stage),
         'influence (λ = "source")': lambda: whence.Influence(damping="source", stage=stage),
         "influence, Arnoldi": lambda: whence.Influence(

@@ -28,6 +28,7 @@ PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1",
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
 # with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: two others beside it
 ADAM = (*PAPER, "SOURCE, λP⁻¹", "SOURCE, exact")
+FLOORED = ("SOURCE, λP⁻¹, floor", "SOURCE, exact, floor", "SOURCE, exact, floor, L = 1")
 # An inverse at 1e-8 makes much of TF32's rounding: `experiments.rounding` measures how much.
 EXACT = ("influence",)
 MIXED = ("influence", "FastSource", "SOURCE, L = 1", "SOURCE")  # with Adam
@@ -242,10 +243,20 @@ def perceptron(name: str, noisy: bool, epochs: int, quick: bool, rate: float, wd
     )
 
 
-def digits(optimizer: Callable[..., Any], quick: bool, rate: float, wd: float) -> Made:
+def digits(
+    optimizer: Callable[..., Any],
+    quick: bool,
+    rate: float,
+    wd: float,
+    epochs: int = 20,
+    scheduler: Any = None,
+) -> Made:
     train, held = data.digits()
     model = partial(models.mlp, 64, 128, 128, 128, 10)
-    return whence.Recipe(model, whence.Classification(), train, optimizer(rate, wd), 64, 20), held
+    recipe = whence.Recipe(
+        model, whence.Classification(), train, optimizer(rate, wd), 64, epochs, scheduler=scheduler
+    )
+    return recipe, held
 
 
 def rotated(quick: bool, rate: float, wd: float) -> Made:
@@ -665,7 +676,7 @@ TASKS: Mapping[str, Experiment] = _named(
         group="not in the paper",
         rates=(1e-3, 1e-2),
         trak=512,
-        methods=(*ADAM, "SOURCE, exact, L = 1", 'influence (λ = "source")'),
+        methods=(*ADAM, *FLOORED, "SOURCE, exact, L = 1", 'influence (λ = "source")'),
         exact=MIXED,
     ),
 )

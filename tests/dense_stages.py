@@ -82,13 +82,18 @@ def preconditioned_exactly(H: Tensor, time: float, P: Tensor) -> tuple[Tensor, T
     return both[:size, :size].T, both[:size, size:].T
 
 
-def preconditioner(model: nn.Module, moments: list[Values], epsilon: float) -> Blocks:
+def preconditioner(
+    model: nn.Module, moments: list[Values], epsilon: float, floor: float = 0.0
+) -> Blocks:
     """P̄ (o*i,) per block: the mean over checkpoints of 1 / (√v̂ + ε); NaN where v̂ is not known."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     each = []
     for held in moments:
         unknown = {n: torch.full(s, torch.nan, dtype=torch.float64) for n, s in shapes.items()}
-        known = {n: 1 / (v.double().sqrt() + epsilon) for n, v in held.items()}
+        known = {
+            n: 1 / (v.double().clamp_min(floor**2 * v.double().mean()).sqrt() + epsilon)
+            for n, v in held.items()
+        }
         each.append(dense.matrices(model, unknown | known))
     return {name: torch.stack([p[name] for p in each]).mean(0).flatten() for name in each[0]}
 
@@ -301,9 +306,10 @@ class Staged:
         damping: float | str | None = None,
         weight_decay: str = "ignore",
         exact: bool = False,
+        floor: float = 0.0,
     ) -> np.ndarray:
         """Contributions (L, q, n); (L, n) for self-influence."""
-        how = (curvature, fisher, damping, weight_decay, exact)
+        how = (curvature, fisher, damping, weight_decay, exact, floor)
         if self.query is not None:
             return self._source(segments, self.last, *how)
         found = np.zeros((len(segments), self.total))
@@ -321,6 +327,7 @@ class Staged:
         damping: float | str | None,
         weight_decay: str,
         exact: bool,
+        floor: float,
     ) -> np.ndarray:
         query = dict(self._queries(measured))
         count = len(next(iter(query.values())))
@@ -339,7 +346,7 @@ class Staged:
             P: dict[str, Any] = dict.fromkeys(H)
             if segment.moments is not None:
                 model = self.stages[stage].model
-                P = preconditioner(model, segment.moments, segment.epsilon)
+                P = preconditioner(model, segment.moments, segment.epsilon, floor)
             for name, v in query.items():
                 if name not in H or len(H[name]) != v.shape[1] or not self._time(segment, name):
                     continue

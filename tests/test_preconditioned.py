@@ -242,6 +242,27 @@ def test_source_exactly_with_damping_and_weight_decay(kind: str) -> None:
     agree(it.source(2, **settings), it.dense.source(it.leg.segments(2), **settings))
 
 
+@pytest.mark.parametrize("form", [{}, {"damping": "preconditioner"}, {"exact": True}])
+@pytest.mark.parametrize(("name", "kind"), [("mlp", "adam"), ("conv", "adamw")])
+def test_a_floor_under_the_second_moments(name: str, kind: str, form: Any) -> None:
+    it, settings = pair(name, kind), form | {"floor": 0.5}
+    expected = it.dense.source(it.leg.segments(2), **settings)
+    agree(it.source(2, **settings), expected)
+    assert not np.allclose(expected, it.dense.source(it.leg.segments(2), **form), rtol=0.01)
+
+
+def test_a_floor_is_a_share_and_of_adam() -> None:
+    for wrong in (-0.1, 1.5, "low"):
+        with pytest.raises(ValueError, match=r"floor=.* must be a share, from 0 to 1"):
+            whence.Source(floor=wrong)  # type: ignore[arg-type]
+    it = pair("mlp", "adam")
+    plain = {"optimizer": "sgd", "second_moments": None}
+    run = whence.Run.from_checkpoints(it.leg.checkpoints, it.leg.steps, 0.1, **plain)
+    study = whence.Study(it.model, it.task, it.train, run)
+    with pytest.raises(ValueError, match=r"floor=0.1 is for Adam, AdamW and RMSprop, not SGD"):
+        whence.Source(floor=0.1).attribute(study, it.query, **EXACT)
+
+
 def test_source_exactly_in_single_precision_and_in_blocks() -> None:
     it = pair("conv", "adamw")
     method = whence.Source(2, fisher="exact", exact=True)

@@ -63,6 +63,9 @@ class Source(GradientMethod):
         weight_decay: "ignore" it, as the paper does, or count it as "curvature".
         exact: for Adam and its kin, take the whole curvature in the exponential too, and need no
             inverse: appendix C as it stands, by Lanczos iterations. SGD's form is exact as it is.
+        floor: for Adam and its kin, the least that a root √v̂ counts as, a share of the root mean v̂
+            of its parameter. 0 as published; 0.1 keeps P̄ from values that no update ever saw, where
+            gradients are rare.
         seed: of the pseudo-targets.
     """
 
@@ -76,6 +79,7 @@ class Source(GradientMethod):
         weight_decay: str = "ignore",
         seed: int = 0,
         exact: bool = False,
+        floor: float = 0.0,
     ) -> None:
         check_choices(curvature, fisher)
         named = damping is None or damping == "preconditioner"
@@ -85,10 +89,12 @@ class Source(GradientMethod):
             raise ValueError(f"weight_decay={weight_decay!r}: use 'ignore' or 'curvature'")
         if exact and damping == "preconditioner":
             raise ValueError("exact=True needs no inverse, and so no damping='preconditioner'")
+        if not (isinstance(floor, (int, float)) and 0 <= floor <= 1):
+            raise ValueError(f"floor={floor!r} must be a share, from 0 to 1")
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
         self.curvature, self.fisher, self.stage = curvature, fisher, stage
         self.damping, self.weight_decay, self.seed = damping, weight_decay, seed
-        self.exact = bool(exact)
+        self.exact, self.floor = bool(exact), float(floor)
 
     def points(self, segment: Segment) -> Sequence[Weights]:
         """Where a segment's gradients and curvature are taken."""
@@ -165,19 +171,21 @@ class Source(GradientMethod):
         durations = block_durations(bench, segment)
         decays = self._decays(bench, segment)
         if not adaptive:
-            if self.damping == "preconditioner":
-                raise ValueError("damping='preconditioner' is for Adam, AdamW and RMSprop, not SGD")
+            if self.damping == "preconditioner" or self.floor:
+                given = "damping='preconditioner'" if not self.floor else f"floor={self.floor}"
+                raise ValueError(f"{given} is for Adam, AdamW and RMSprop, not SGD")
             extra = float(self.damping or 0.0)
             shifts = {name: extra + decay for name, decay in decays.items()}
             return Plain(fitter.fit(points), durations, shifts)
         none = dict.fromkeys(decays, 0.0)
         decoupled = optimizer == "adamw"
+        P = preconditioner(bench, segment, floor=self.floor)
         if self.exact:
             extra = float(self.damping or 0.0)
             return Whole(
                 fitter.fit(points),
                 durations,
-                preconditioner(bench, segment),
+                P,
                 {name: extra + (0.0 if decoupled else decay) for name, decay in decays.items()},
                 decays if decoupled else none,
             )
@@ -185,7 +193,7 @@ class Source(GradientMethod):
         return Preconditioned(
             fitter.fit(points),
             durations,
-            preconditioner(bench, segment),
+            P,
             None if damping == "preconditioner" else float(damping or 0.0),
             l2=none if decoupled else decays,
             decay=decays if decoupled else none,
@@ -252,8 +260,13 @@ def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
     return durations
 
 
-def preconditioner(bench: Bench, *segments: Segment) -> dict[str, Tensor]:
-    """P̄: the mean over the segments' checkpoints of 1/(√v̂ + ε), per block (o, width)."""
+def preconditioner(bench: Bench, *segments: Segment, floor: float = 0.0) -> dict[str, Tensor]:
+    """P̄: the mean over the segments' checkpoints of 1/(√v̂ + ε), per block (o, width).
+
+    A parameter whose gradients are rare has hardly any v̂ between them, and 1/√v̂ is what none of its
+    updates saw: v̂ rises with the gradient itself. `floor` is the least share of the parameter's
+    root mean v̂ that a root counts as.
+    """
     checkpoints = [(segment, c) for segment in segments for c in segment.checkpoints]
     mean: dict[str, Tensor] = {}
     for segment, checkpoint in checkpoints:
@@ -265,7 +278,11 @@ def preconditioner(bench: Bench, *segments: Segment) -> dict[str, Tensor]:
                 "second_moments to Run.from_checkpoints (or optimizer='sgd' if that is what it was)"
             )
         epsilon = bench.run.epsilon(checkpoint.stage)
-        inverses = {n: 1 / (v.double().sqrt() + epsilon.get(n, 1e-8)) for n, v in moments.items()}
+        roots = {n: v.double().sqrt() for n, v in moments.items()}
+        least = {n: floor * float(v.double().mean().sqrt()) for n, v in moments.items()}
+        inverses = {
+            n: 1 / (root.clamp_min(least[n]) + epsilon.get(n, 1e-8)) for n, root in roots.items()
+        }
         _check_moments(bench, segment, checkpoint.step, moments, inverses)
         for name, value in bench.matrices(inverses).items():
             share = value / len(checkpoints)

@@ -1,0 +1,74 @@
+"""Which form of SOURCE for Adam: digits trained by AdamW at several rates, for long and for short.
+
+    python -m experiments.adam [--out FOLDER] [--results FOLDER]
+
+Keeps the LDS of one model in results/adam.json. Stopped and called again, it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from whence.scores.files import write_json
+
+from .machine import machine
+from .reproduce import Reproduction
+from .tasks import FLOORED, RESULTS, TASKS, Experiment, Scale, adamw, digits, to_zero
+
+WEIGHT_DECAY = 1e-2
+SCALE = Scale(seeds=5, queries=50, runs=1)
+METHODS = ("TracIn", "influence", "SOURCE", "SOURCE, λP⁻¹", "SOURCE, exact", *FLOORED)
+# rate, epochs, and whether the rate falls to zero
+SETTINGS = (
+    (1e-4, 20, False),
+    (3e-4, 20, False),
+    (1e-3, 20, False),
+    (3e-3, 20, False),
+    (1e-3, 20, True),
+    (1e-3, 3, False),
+    (1e-3, 3, True),
+    (3e-4, 3, True),
+)
+
+
+def variant(rate: float, epochs: int, falls: bool) -> Experiment:
+    """The task of `digits_adamw`, trained in another way."""
+    make = partial(digits, adamw, epochs=epochs, scheduler=to_zero if falls else None)
+    name = f"digits_adamw-{rate:g}-{epochs}{'-to-zero' if falls else ''}"
+    task = TASKS["digits_adamw"]
+    return replace(task, name=name, make=make, rates=(rate, WEIGHT_DECAY), methods=METHODS)
+
+
+def judged(rate: float, epochs: int, falls: bool, folder: Path) -> dict[str, Any]:
+    experiment = variant(rate, epochs, falls)
+    found = Reproduction(experiment, scale=SCALE, work=folder, results=folder / "results").run()
+    entries = found["lds"]
+    return {
+        "rate": rate,
+        "epochs": epochs,
+        "falls": falls,
+        "ceiling": next(iter(entries.values()))["ceiling"],
+        "lds": {name: entry["single"] for name, entry in entries.items()},
+        "seconds": {name: entry["seconds"] for name, entry in entries.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/adam"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = [judged(*setting, options.out) for setting in SETTINGS]
+    about = {"subsets": SCALE.subsets, "seeds": SCALE.seeds, "queries": SCALE.queries}
+    write_json(options.results / "adam.json", {"rows": rows, "of": about, "machine": machine()})
+
+
+if __name__ == "__main__":
+    main()
