@@ -20,7 +20,7 @@ import whence
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from experiments import models, optimum, reproduce, search, tables, tasks  # noqa: E402
+from experiments import adam, models, optimum, reproduce, search, tables, tasks  # noqa: E402
 
 SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, fewer={"HYDRA": 1})
 
@@ -164,6 +164,25 @@ def test_all_runs_of_a_kind_are_trained_in_one_go(
     again = reproduction(tmp_path, scale=replace(SMALL, runs=3), only=("RepSim",))
     again.run()
     assert calls[2:] == [[1000, 1001, 1002]]
+
+
+def test_forms_for_adam_over_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "SCALE", tasks.Scale(subsets=3, seeds=2, queries=4, runs=1))
+    monkeypatch.setattr(adam, "METHODS", ("TracIn", "SOURCE, exact, floor"))
+    monkeypatch.setattr(adam, "SETTINGS", ((1e-3, 1, False), (3e-4, 2, True)))
+    monkeypatch.setattr(
+        sys, "argv", ["adam", "--out", f"{tmp_path}/work", "--results", f"{tmp_path}"]
+    )
+    adam.main()
+    made = json.loads((tmp_path / "adam.json").read_text())
+    assert [(r["rate"], r["epochs"], r["falls"]) for r in made["rows"]] == list(adam.SETTINGS)
+    assert all(set(r["lds"]) == set(r["seconds"]) == set(adam.METHODS) for r in made["rows"])
+    assert made["rows"][0]["lds"] != made["rows"][1]["lds"]
+    monkeypatch.setattr(reproduce.Reproduction, "attribute", None)  # must not be called
+    adam.main()
+    assert json.loads((tmp_path / "adam.json").read_text()) == made
+    one, other = (adam.variant(*setting).recipe()[0] for setting in adam.SETTINGS)
+    assert one.fingerprint != other.fingerprint
 
 
 @pytest.mark.slow
