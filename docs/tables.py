@@ -323,7 +323,8 @@ def forms_table() -> list[str]:
     return [
         *lines,
         "",
-        f"With the floor the LDS of `exact=True` changes by {min(gains):+.2f} to {max(gains):+.2f}. "
+        "With the floor the LDS of `exact=True` changes by "
+        f"{min(gains):+.2f} to {max(gains):+.2f}. "
         f"The default is last in {last} of {len(rows)} rows.",
         "",
         f"Digits, AdamW, one model, L = 3; {of['subsets']} × {of['seeds']} trainings for each row, "
