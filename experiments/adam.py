@@ -66,8 +66,9 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = [judged(*setting, options.out) for setting in SETTINGS]
-    about = {"subsets": SCALE.subsets, "seeds": SCALE.seeds, "queries": SCALE.queries}
-    write_json(options.results / "adam.json", {"rows": rows, "of": about, "machine": machine()})
+    of = {"subsets": SCALE.subsets, "seeds": SCALE.seeds, "queries": SCALE.queries}
+    about = {"device": "CPU", "machine": machine()}
+    write_json(options.results / "adam.json", {"rows": rows, "of": of} | about)
 
 
 if __name__ == "__main__":
