@@ -49,9 +49,12 @@ ADAM = {  # what the forms of SOURCE for Adam are called there
 }
 FORMS = {  # and in adam.json
     "TracIn": "TracIn",
-    **ADAM,
-    '`damping="preconditioner"`, `floor=0.1`': "SOURCE, λP⁻¹, floor",
-    "`exact=True`, `floor=0.1`": "SOURCE, exact, floor",
+    "influence": "influence",
+    "default": "SOURCE",
+    "λP⁻¹": "SOURCE, λP⁻¹",
+    "exact": "SOURCE, exact",
+    "λP⁻¹, floor": "SOURCE, λP⁻¹, floor",
+    "exact, floor": "SOURCE, exact, floor",
 }
 # C checkpoints and L segments of the benchmarked methods
 CHECKPOINTS = {"influence": (1, 1), "SOURCE, C = 6, L = 3": (6, 3), "FastSource, L = 3": (3, 3)}
@@ -312,23 +315,24 @@ def forms_table() -> list[str]:
     """LDS of one model by each form, over rates and lengths of training."""
     found = json.loads((ROOT / "experiments/results/adam.json").read_text())
     heads = ["rate", "epochs", *FORMS, "ceiling"]
-    lines = [f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in found["rows"]:
-        cells = [tables.shown(row["lds"][name]) for name in FORMS.values()]
+        cells = [f"{row['lds'][name][0]:.2f}" for name in FORMS.values()]
         rate = f"{row['rate']:g}{', to 0' if row['falls'] else ''}"
         lines.append(f"| {rate} | {row['epochs']} | {' | '.join(cells)} | {row['ceiling']:.2f} |")
     of, m, rows = found["of"], found["machine"], [row["lds"] for row in found["rows"]]
+    widest = max((high - low) / 2 for r in rows for _, low, high in map(r.get, FORMS.values()))
     gains = [r["SOURCE, exact, floor"][0] - r["SOURCE, exact"][0] for r in rows]
     last = sum(min(FORMS.values(), key=lambda name: r[name][0]) == "SOURCE" for r in rows)
     return [
         *lines,
         "",
-        "With the floor the LDS of `exact=True` changes by "
-        f"{min(gains):+.2f} to {max(gains):+.2f}. "
-        f"The default is last in {last} of {len(rows)} rows.",
-        "",
-        f"Digits, AdamW, one model, L = 3; {of['subsets']} × {of['seeds']} trainings for each row, "
-        f"{of['queries']} queries. {m['processor']}, torch {m['torch']}, {m['date']}: "
+        "LDS of one model on digits, trained by AdamW, L = 3; "
+        f"{of['subsets']} × {of['seeds']} trainings for each row, {of['queries']} queries, 95 % "
+        f'intervals of at most ± {widest:.2f}. *λP⁻¹* is `damping="preconditioner"`, *exact* is '
+        "`exact=True`, *floor* is `floor=0.1`. With the floor, *exact* changes by "
+        f"{round(min(gains), 2) + 0.0:+.2f} to {max(gains):+.2f}; the default is last in {last} of "
+        f"{len(rows)} rows. {m['processor']}, torch {m['torch']}, {m['date']}: "
         "`python -m experiments.adam`.",
     ]
 
