@@ -1,5 +1,6 @@
-"""Tiny matrices are fastest on one thread, and two test machines agree to the last bit on it."""
+"""What holds for all tests."""
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,11 @@ import pytest
 import torch
 from browsing import CHROMIUM
 
+# Tiny matrices are fastest on one thread, and two test machines agree to the last bit on it.
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # as in a shell's background: what tests start, and interrupt, would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
