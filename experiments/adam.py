@@ -34,6 +34,8 @@ SETTINGS = (
     (1e-3, 3, True),
     (3e-4, 3, True),
 )
+# Those at which floors of 0.01, 0.1 and 1, and other means of P, were tried before 0.1 was taken.
+CHOSEN_ON = {(1e-4, 20, False), (1e-3, 20, False), (1e-3, 3, True), (3e-4, 3, True)}
 
 
 def variant(rate: float, epochs: int, falls: bool) -> Experiment:
@@ -52,6 +54,7 @@ def judged(rate: float, epochs: int, falls: bool, folder: Path) -> dict[str, Any
         "rate": rate,
         "epochs": epochs,
         "falls": falls,
+        "chosen_on": (rate, epochs, falls) in CHOSEN_ON,
         "ceiling": next(iter(entries.values()))["ceiling"],
         "lds": {name: entry["single"] for name, entry in entries.items()},
         "seconds": {name: entry["seconds"] for name, entry in entries.items()},
