@@ -18,11 +18,11 @@ from whence.scores.files import write_json
 
 from .machine import machine
 from .reproduce import Reproduction
-from .tasks import FLOORED, RESULTS, TASKS, Experiment, Scale, adamw, digits, to_zero
+from .tasks import FLOORED, FORMS, RESULTS, TASKS, Experiment, Scale, adamw, digits, to_zero
 
 WEIGHT_DECAY = 1e-2
 SCALE = Scale(seeds=5, queries=50, runs=1)
-METHODS = ("TracIn", "influence", "SOURCE", "SOURCE, λP⁻¹", "SOURCE, exact", *FLOORED)
+METHODS = ("TracIn", "influence", "SOURCE", *FORMS, *FLOORED, "SOURCE, exact, floor, L = 1")
 # rate, epochs, and whether the rate falls to zero
 SETTINGS = (
     (1e-4, 20, False),

@@ -62,11 +62,13 @@ def above(
 def difference(
     found: Found, high: str, low: str, own: str = "single", theirs: str = "single"
 ) -> Value | None:
-    """One method's LDS minus another's, if it was taken at the sizes that the two have now."""
+    """One method's LDS minus another's, if it was taken at the sizes that the two have now; where
+    one has fewer models, at those."""
     entry = found.get("differences", {}).get(high, {}).get(low, {})
-    sizes = [found["lds"].get(name, {}).get("of") for name in (high, low)]
+    sizes = [found["lds"].get(name, {}).get("of", {}) for name in (high, low)]
+    fewest = {"runs": min(size.get("runs", 0) for size in sizes)}
     known: Value | None = entry.get(own if own == theirs else f"{own}, {theirs}")
-    return known if [entry.get("of")] * 2 == sizes else None
+    return known if all(entry.get("of") == size | fewest for size in sizes) else None
 
 
 def every(verdicts: Iterable[Verdict]) -> Verdict:

@@ -390,17 +390,19 @@ class Reproduction:
     def differences(self) -> None:
         """How far apart methods that the paper compares are, on the same resamples; of methods
         whose scores are at hand."""
-        own, runs = self.experiment.source, self.scale.runs
+        own, models = self.experiment.source, self.scale.models
         pairs = [(own, name) for name in self.experiment.methods if name != own]
         pairs += [("FastSource", "influence"), ("TracIn", "influence")]
-        known, of = self.found.setdefault("differences", {}), self.of(runs)
+        known = self.found.setdefault("differences", {})
         for one, other in pairs:
+            fewest = min(models(one), models(other))
+            of = self.of(fewest)
             done = covers(known.get(one, {}).get(other), of)
-            if done or not all(self.at_hand(name, runs) for name in (one, other)):
+            if done or not all(self.at_hand(name, models(name)) for name in (one, other)):
                 continue
-            high, low = self.judged(one, runs), self.judged(other, runs)
+            high, low = (self.judged(name, models(name)) for name in (one, other))
             apart = {"single": high.single.minus(low.single)}
-            if runs > 1:
+            if fewest > 1:
                 apart["ensemble"] = high.together.minus(low.together)
                 apart["single, ensemble"] = high.single.minus(low.together)
             entry: dict[str, Any] = {k: [d.value, *d.interval] for k, d in apart.items()}

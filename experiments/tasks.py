@@ -26,9 +26,11 @@ Made = tuple[whence.Recipe, Held]
 # The order is that of tables and figures.
 PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1", "SOURCE")
 STAGED = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # a segment never spans stages
-# with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: two others beside it
-ADAM = (*PAPER, "SOURCE, λP⁻¹", "SOURCE, exact")
-FLOORED = ("SOURCE, λP⁻¹, floor", "SOURCE, exact, floor", "SOURCE, exact, floor, L = 1")
+# with Adam, 1e-8 in the inverse of SOURCE's preconditioned form is little: others beside it
+FORMS = ("SOURCE, λP⁻¹", "SOURCE, exact")
+FLOORED = tuple(f"{name}, floor" for name in FORMS)
+ONE_SEGMENT = ("SOURCE, exact, L = 1", "SOURCE, exact, floor, L = 1")
+ADAM = (*PAPER, *FORMS, *FLOORED)
 # An inverse at 1e-8 makes much of TF32's rounding: `experiments.rounding` measures how much.
 EXACT = ("influence",)
 MIXED = ("influence", "FastSource", "SOURCE, L = 1", "SOURCE")  # with Adam
@@ -41,8 +43,7 @@ DEAR = (
     "influence, Arnoldi",
 )
 LINEAR = ("TracIn", "influence", "SOURCE, L = 1")
-# the forms for Adam that are not the paper's, which take long on language models
-OTHER_FORMS = {"SOURCE, λP⁻¹": 1, "SOURCE, exact": 1}
+OTHER_FORMS = dict.fromkeys((*FORMS, *FLOORED), 1)  # they take long on language models
 
 
 @dataclass(frozen=True)
@@ -526,7 +527,7 @@ TASKS: Mapping[str, Experiment] = _named(
     ),
     fine_tuning(
         "SST-2",
-        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3, fewer=OTHER_FORMS, panels=6),
+        Scale(subsets=100, seeds=3, queries=100, measured=200, runs=3, fewer=OTHER_FORMS, panels=6),
         4096,
         48,
         5000,
@@ -534,7 +535,7 @@ TASKS: Mapping[str, Experiment] = _named(
     ),
     fine_tuning(
         "QNLI",
-        Scale(subsets=100, seeds=1, queries=100, measured=200, runs=3, fewer=OTHER_FORMS, panels=6),
+        Scale(subsets=100, seeds=3, queries=100, measured=200, runs=3, fewer=OTHER_FORMS, panels=6),
         2048,
         128,
         4000,
@@ -546,7 +547,7 @@ TASKS: Mapping[str, Experiment] = _named(
         "WikiText-2",
         wikitext2,
         "GPT-2 of 4 layers and width 256 from scratch, AdamW, batch 8, length 512, 5 epochs",
-        Scale(subsets=100, seeds=1, queries=100, runs=3, fewer=OTHER_FORMS, panels=6),
+        Scale(subsets=100, seeds=3, queries=100, runs=3, fewer=OTHER_FORMS, panels=6),
         SLOW,
         paper_seeds=5,
         differs=(
@@ -676,7 +677,7 @@ TASKS: Mapping[str, Experiment] = _named(
         group="not in the paper",
         rates=(1e-3, 1e-2),
         trak=512,
-        methods=(*ADAM, *FLOORED, "SOURCE, exact, L = 1", 'influence (λ = "source")'),
+        methods=(*ADAM, *ONE_SEGMENT, 'influence (λ = "source")'),
         exact=MIXED,
     ),
 )

@@ -230,16 +230,20 @@ def test_a_comparison_needs_intervals_that_lie_apart() -> None:
 
 
 def test_a_difference_of_other_sizes_does_not_count() -> None:
-    sizes = {"subsets": 4}
-    found = {
+    sizes = {"subsets": 4, "runs": 3}
+    found: dict[str, Any] = {
         "lds": {"SOURCE": {"of": sizes}, "TracIn": {"of": sizes}},
         "differences": {"SOURCE": {"TracIn": {"single": [1, 1, 1], "of": sizes}}},
     }
     assert claims.difference(found, "SOURCE", "TracIn") == [1, 1, 1]
     assert claims.difference(found, "SOURCE", "TracIn", "ensemble", "ensemble") is None
     assert claims.difference(found, "TracIn", "SOURCE") is None
-    found["lds"]["TracIn"]["of"] = {"subsets": 5}
+    found["lds"]["TracIn"]["of"] = sizes | {"subsets": 5}
     assert claims.difference(found, "SOURCE", "TracIn") is None
+    found["lds"]["TracIn"]["of"] = one_model = sizes | {"runs": 1}
+    assert claims.difference(found, "SOURCE", "TracIn") is None
+    found["differences"]["SOURCE"]["TracIn"]["of"] = one_model
+    assert claims.difference(found, "SOURCE", "TracIn") == [1, 1, 1]
 
 
 def test_source_is_first() -> None:
