@@ -328,7 +328,10 @@ class Reproduction:
             _wait(self.device)
             # what was made before is only opened now: its stages' own clocks tell
             spent = sum(made.diagnostics.get("seconds", {}).values())
-            seconds.setdefault(str(k), spent if known else time.perf_counter() - start)
+            if known:
+                seconds.setdefault(str(k), spent)
+            else:
+                seconds[str(k)] = time.perf_counter() - start
             self._scores[name, k] = made
         return [self._scores[name, k] for k in range(runs)]
 
