@@ -36,9 +36,10 @@ KINDS = ("ekfac", "kfac", "diagonal", "identity")
 FISHERS = ("sampled", "exact", "empirical")
 
 
-def check_choices(curvature: str, fisher: str) -> None:
-    """Refuse a kind of curvature or of Fisher matrix that does not exist."""
-    for name, value, options in (("curvature", curvature, KINDS), ("fisher", fisher, FISHERS)):
+def check_choices(curvature: str, fisher: str, *more: str) -> None:
+    """Refuse a kind of curvature (of these, and `more`) or of Fisher matrix that does not exist."""
+    kinds = (*KINDS, *more)
+    for name, value, options in (("curvature", curvature, kinds), ("fisher", fisher, FISHERS)):
         if value not in options:
             known = ", ".join(map(repr, options))
             raise ValueError(f"{name}={value!r} is not known: use one of {known}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,6 +33,8 @@ from whence.data import cut
 from whence.layers.capture import Block, Site, Tape
 from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.tracked import Tracked
+
+INSTEAD = "Source(curvature='ekfac'), or Influence(solver='ekfac') or 'datainf'"
 
 
 class Layout:
@@ -69,7 +72,7 @@ def fewer_by_columns(tracked: Tracked, queries: int) -> bool:
 
 @dataclass(frozen=True)
 class GaussNewton:
-    """H of the mean loss over the data of some parts, at a checkpoint.
+    """H of the mean loss over the data of some parts, mean over some checkpoints.
 
     Args:
         layout: the parameters it is over; other tracked layers count as constants.
@@ -78,7 +81,7 @@ class GaussNewton:
     """
 
     parts: Sequence[Part]
-    checkpoint: Weights
+    checkpoints: Sequence[Weights]
     layout: Layout
     batch_size: int
     numbers: int
@@ -93,15 +96,15 @@ class GaussNewton:
         """H v of each row: (q, p) -> (q, p)."""
         total = torch.zeros_like(vectors)
         v, totals = self.layout.split(vectors), self.layout.split(total)
-        for part in self.parts:
-            part.passes.load(self.checkpoint)
+        for part, checkpoint in product(self.parts, self.checkpoints):
+            part.passes.load(checkpoint)
             if fewer_by_columns(part.passes.tracked, self.queries):
                 self._add_by_columns(part, v, totals)
             else:
                 self._add_along(part, v, totals)
         if not bool(total.isfinite().all()):
             self._blame()
-        return total.div_(self.examples)
+        return total.div_(self.examples * len(self.checkpoints))
 
     def _blocks(self, part: Part) -> list[NDArray[np.int64]]:
         return [part.indices[b] for b in cut(len(part.indices), self.batch_size)]
@@ -149,7 +152,7 @@ class GaussNewton:
         for part in self.parts:
             if fewer_by_columns(part.passes.tracked, self.queries):  # asks for none
                 continue
-            part.passes.load(self.checkpoint)
+            part.passes.load(self.checkpoints[0])
             for model in self._linearised(part, self._blocks(part)[:1]):
                 v = torch.randn(1, self.layout.size, generator=generator).to(model.outputs)
                 y = torch.randn(1, *model.outputs.shape, generator=generator).to(model.outputs)
@@ -167,13 +170,14 @@ class GaussNewton:
 
     def _blame(self) -> NoReturn:
         """Look for the example at fault."""
-        for part in self.parts:
+        for part, checkpoint in product(self.parts, self.checkpoints):
+            part.passes.load(checkpoint)
             for sweep in part.passes.sweeps(part.data, self._blocks(part), Signal("loss")):
                 for _ in sweep.pairs:  # raises where a gradient is not finite
                     pass
         raise FloatingPointError(
             "a product with the Gauss-Newton matrix is not finite, though all gradients are: "
-            "use dtype=torch.float64, or solver='ekfac'"
+            f"use dtype=torch.float64, or {INSTEAD}"
         )
 
 
@@ -238,7 +242,7 @@ class Linearised:
 _KEEP: Any = {"retain_graph": True, "materialize_grads": True}
 _NO_SECOND = (
     "a product with the Gauss-Newton matrix needs second derivatives, and the model has an "
-    "operation without ({}): use solver='ekfac' or 'datainf', which need none"
+    f"operation without ({{}}): use {INSTEAD}, which need none"
 )
 
 

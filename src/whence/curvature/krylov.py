@@ -72,52 +72,63 @@ def matrix_functions(
     right: Tensor,
     steps: int,
     tolerance: float,
+    held: int = 0,
 ) -> Solution:
     """f(A) right for each function f and each row of right (q, p): (F, q, p). By Lanczos.
 
     A is symmetric and positive semidefinite. With A Q = Q T on the Krylov space of a row b, f(A) b
-    is about ‖b‖ Q f(T) e₁. The vectors of Q are not kept but made twice: first to find T, then to
-    add them up. As in `conjugate_gradients`, each row stops on its own, so no answer depends on
-    which rows are solved together.
+    is about ‖b‖ Q f(T) e₁. The vectors of Q are made twice: first to find T, then to add them up.
+    As in `conjugate_gradients`, each row stops on its own, so no answer depends on which rows are
+    solved together; those that are done cost nothing more.
 
     Args:
         functions: elementwise on eigenvalues.
         steps: the most that are taken.
         tolerance: a row is done when no f(T) e₁ has changed by more than this share of itself in
             the last few steps. What it changed by is returned as the residual.
+        held: so many of each row's vectors are kept, and not made again.
     """
     norms = right.norm(dim=1, keepdim=True)
     start = right / norms.clamp_min(torch.finfo(right.dtype).tiny)
     diagonal, beside = (right.new_zeros(len(right), steps, dtype=torch.float64) for _ in range(2))
     weights = diagonal.new_zeros(len(functions), *diagonal.shape)  # f(T) e₁
-    left, done = diagonal.new_full((len(right),), torch.inf), norms[:, 0] == 0
+    left = torch.zeros_like(diagonal[:, 0])
     taken = torch.zeros(len(right), dtype=torch.int64, device=right.device)
-    before, now = torch.zeros_like(start), start
-    for k in range(steps):
+    rows = norms[:, 0].nonzero()[:, 0]  # those under way
+    kept: list[Tensor] = []
+    before, now = torch.zeros_like(start[rows]), start[rows]
+    for k in range(steps if len(rows) else 0):
+        if k < held:
+            kept.append(torch.zeros_like(start).index_copy_(0, rows, now))
         along = product(now)
-        diagonal[:, k] = _inner(along, now)[:, 0]
-        before, now = now, _next(along, now, before, diagonal, beside, k)
-        beside[:, k] = now.norm(dim=1)
-        now = _scaled(now, beside, k)
+        diagonal[rows, k] = _inner(along, now)[:, 0].double()
+        made = _next(along, now, before, diagonal[rows], beside[rows], k)
+        beside[rows, k] = made.norm(dim=1).double()
+        before, now = now, _scaled(made, beside[rows], k)
         if (k + 1) % LOOKED_AT == 0 or k + 1 == steps:
-            found = _first_columns(diagonal[:, : k + 1], beside[:, :k], functions)
+            found = _first_columns(diagonal[rows, : k + 1], beside[rows, :k], functions)
             found = torch.nn.functional.pad(found, (0, steps - k - 1))
-            moved = (found - weights).norm(dim=2) / found.norm(dim=2).clamp_min(1e-300)
-            change = moved.max(0).values
-            weights = torch.where(done[:, None], weights, found)
-            taken, left = torch.where(done, taken, k + 1), torch.where(done, left, change)
-            done = done | (change <= tolerance)
-            if bool(done.all()):
+            moved = (found - weights[:, rows]).norm(dim=2) / found.norm(dim=2).clamp_min(1e-300)
+            weights[:, rows], taken[rows], left[rows] = found, k + 1, moved.max(0).values
+            going = left[rows] > tolerance
+            if not bool(going.any()):
                 break
+            if not bool(going.all()):
+                rows, before, now = (z[going] for z in (rows, before, now))
     x = right.new_zeros(len(functions), *right.shape)
     before, now = torch.zeros_like(start), start
-    for k in range(last := int(taken.max())):
+    for k in range(int(taken.max()) if len(right) else 0):
+        if k < len(kept):
+            before, now = now, kept[k]
+        elif k:
+            rows = (taken > k).nonzero()[:, 0]
+            along, there = product(now[rows]), diagonal[rows]
+            made = _next(along, now[rows], before[rows], there, beside[rows], k - 1)
+            made = _scaled(made, beside[rows], k - 1)
+            before, now = now, torch.zeros_like(start).index_copy_(0, rows, made)
         for own, weight in zip(x, weights, strict=True):
             own.addcmul_(weight[:, k : k + 1].to(x), now)
-        if k + 1 < last:
-            before, now = now, _next(product(now), now, before, diagonal, beside, k)
-            now = _scaled(now, beside, k)
-    return Solution(x.mul_(norms), taken, torch.where(norms[:, 0] > 0, left, 0.0))
+    return Solution(x.mul_(norms), taken, left)
 
 
 def _next(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whence.curvature import Basis, Curvature, Fitter, Part, Readout, cost
 from whence.curvature.fit import Away, accumulator, grouped
+from whence.curvature.gaussnewton import INSTEAD, GaussNewton, Layout
 from whence.curvature.products import FactoredReadout, build, turn
 from whence.data import Batches, cut
 from whence.layers.capture import Block, Site
@@ -102,6 +103,11 @@ class Bench:
         return self.passes[self.study.stages[-1]]
 
     @property
+    def zero(self) -> Tensor:
+        """A number where vectors live, and as precise as they are."""
+        return torch.zeros((), device=self.any.device, dtype=accumulator(self.any.dtype))
+
+    @property
     def sites(self) -> list[Site]:
         """The tracked layers of all stages; where several have one, the last stage's."""
         stages = reversed(self.study.stages)
@@ -155,6 +161,32 @@ class Bench:
             notes=self.diagnostics,
             **settings,
         )
+
+    def gauss_newton(
+        self,
+        parts: Sequence[Part],
+        checkpoints: Sequence[Weights],
+        names: Container[str],
+        queries: int,
+    ) -> GaussNewton:
+        """The true matrix over these blocks, for so many vectors at a time."""
+        dtype = self.any.dtype
+        if dtype.itemsize < 4:
+            raise ValueError(
+                f"{dtype} cannot resolve products with the Gauss-Newton matrix: use dtype=float32 "
+                f"or float64, or {INSTEAD}"
+            )
+        room = min(2**28, self.memory // 4) if self.any.device.type == "cpu" else self.memory // 4
+        H = GaussNewton(
+            parts,
+            checkpoints,
+            Layout(block for name, block in self.blocks.items() if name in names),
+            self.batch_size,
+            numbers=room // dtype.itemsize,
+            queries=queries,
+        )
+        H.check()
+        return H
 
     @property
     def factor_groups(self) -> int:

@@ -10,33 +10,44 @@ Gauss-Newton matrix D̄, the inverse with the EK-FAC H̄ (appendix D.2):
 `Whole` takes H̄ for both, and needs no inverse (appendix C as it stands, M = P̄^½ H̄ P̄^½):
 
     w = P̄^½ F_r(M) P̄^½ v,   v ← P̄^-½ exp(-η̄K M) P̄^½ v
+
+`Joint` does so with the true Gauss-Newton matrix of all layers together, for every optimizer.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from whence.curvature import Basis, Curvature, bases_of, inverse, response, survival
+from whence.curvature.gaussnewton import GaussNewton
+from whence.curvature.krylov import Solution, matrix_functions
 from whence.curvature.solve import apply, diagonal_of, solve
+from whence.data import cut
+from whence.layers.passes import products_as
 from whence.methods.bench import Vectors
+
+STEPS = 500  # Lanczos steps with the whole Gauss-Newton matrix, at most
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-10}
+HELD = 10  # vectors of a query meanwhile: right side, answers, and products on the way
 
 
 class Dynamics(Protocol):
     """How a segment answers to a pull on the parameters, and what it leaves of earlier ones."""
 
     @property
-    def curvature(self) -> Curvature: ...
-    @property
     def durations(self) -> dict[str, float]: ...
     @property
     def bases(self) -> dict[str, Basis | None]:
-        """Where query vectors are best built for this segment."""
+        """Of each block that the segment has: where query vectors are best built for it."""
         ...
 
     def through(self, v: Vectors, respond: bool, survive: bool) -> tuple[Vectors | None, Vectors]:
@@ -46,7 +57,7 @@ class Dynamics(Protocol):
         ...
 
     def exponents(self) -> dict[str, Tensor]:
-        """η̄K times the curvature as the exponential sees it, per block."""
+        """η̄K times the curvature as the exponential sees it, per block where it is known."""
         ...
 
 
@@ -214,3 +225,82 @@ class Whole:
             for name, P in self.preconditioner.items()
             if name in self.curvature
         }
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The true Gauss-Newton matrix H̄ of all layers together, by Lanczos iterations.
+
+    With D = η̄K P̄ of every parameter (P̄ = 1 for SGD) and M = D^½ H̄ D^½ + Δ:
+
+        w = D^½ (1 - exp(-M)) M⁻¹ D^½ v,   v ← D^-½ exp(-M) D^½ v
+
+    Args:
+        durations: η̄K of every block that was trained; H is over those.
+        rates, shift: D and Δ (p,).
+        memory: bytes that vectors may take.
+        account: is told how the iterations went.
+    """
+
+    H: GaussNewton
+    durations: dict[str, float]
+    rates: Tensor
+    shift: Tensor
+    memory: int
+    progress: bool
+    account: dict[str, Any]
+
+    @property
+    def bases(self) -> dict[str, Basis | None]:
+        return dict.fromkeys(self.durations)
+
+    def through(self, v: Vectors, respond: bool, survive: bool) -> tuple[Vectors | None, Vectors]:
+        """Both are functions of one matrix of one vector, and cost hardly more than one of them."""
+        own, layout, root = v.own().values, self.H.layout, self.rates.sqrt()
+        wanted = [f for f, yes in ((response, respond), (survival, survive)) if yes]
+        made = self._functions([partial(f, duration=1.0) for f in wanted], layout.join(own) * root)
+        survived = dict(own)
+        if survive:
+            survived |= layout.split(made.pop().div_(root))
+        responded = layout.split(made.pop().mul_(root)) if respond else None
+        return (
+            None if responded is None else Vectors(responded, dict.fromkeys(responded)),
+            Vectors(survived, dict.fromkeys(survived)),
+        )
+
+    def _functions(self, functions: list[Callable[[Tensor], Tensor]], v: Tensor) -> list[Tensor]:
+        """f(M) v of each row (q, p), as many rows at a time as fit."""
+        root, tolerance = self.rates.sqrt(), TOLERANCE[v.dtype]
+        size = v.element_size() * max(1, v.shape[1])
+        made = [torch.empty_like(v) for _ in functions]
+        for rows in cut(len(v), max(1, self.memory // 2 // (HELD * size))):
+            here = slice(int(rows[0]), int(rows[-1]) + 1)
+            bar = tqdm(desc="Lanczos iterations", disable=not self.progress, leave=False)
+
+            def product(x: Tensor, bar: Any = bar) -> Tensor:
+                bar.update()
+                return (self.H @ (x * root)).mul_(root).addcmul_(self.shift, x)
+
+            kept = self.memory // 2 // (len(rows) * size)
+            with bar, products_as("highest"):  # rounded to TF32 they do not converge
+                found = matrix_functions(product, functions, v[here], STEPS, tolerance, kept)
+            for own, part in zip(made, found.x, strict=True):
+                own[here] = part
+            self._note(found, tolerance)
+        return made
+
+    def _note(self, found: Solution, tolerance: float) -> None:
+        left = float(found.residuals.max()) if len(found.residuals) else 0.0
+        noted = self.account.setdefault("lanczos", {"iterations": 0, "residual": 0.0})
+        if left > tolerance >= noted["residual"]:
+            warnings.warn(
+                f"the dynamics are only known to {left:.0e} after {STEPS} Lanczos steps: use "
+                "dtype=torch.float64, floor=0.1 (for Adam), or curvature='ekfac'",
+                stacklevel=2,
+            )
+        most = int(found.steps.max()) if len(found.steps) else 0
+        noted["iterations"] = max(noted["iterations"], most)
+        noted["residual"] = max(noted["residual"], left)
+
+    def exponents(self) -> dict[str, Tensor]:
+        return {}

@@ -27,7 +27,7 @@ from whence.curvature import Fitter, check_choices
 from whence.data import Batches
 from whence.layers.passes import Weights
 from whence.methods.bench import Bench, Readouts, Term
-from whence.methods.dynamics import Dynamics, Plain, Preconditioned, Whole
+from whence.methods.dynamics import Dynamics, Joint, Plain, Preconditioned, Whole
 from whence.methods.gradient import GradientMethod
 from whence.methods.segmentation import automatic
 from whence.run import Segment
@@ -35,6 +35,8 @@ from whence.run import Segment
 PRECONDITIONED = ("adam", "adamw", "rmsprop")
 FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came before a segment
 DAMPING = 1e-8  # of the preconditioned form's inverse
+WHOLE = "gauss-newton"
+USUAL = 40  # Lanczos steps that the whole matrix takes, for the estimate
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Source(GradientMethod):
     Args:
         segments: how many segments to deal the checkpoints into, a list of the updates at which
             they end, "stages", or "auto" (a new one where the curvature has changed).
-        curvature: "ekfac", "kfac", "diagonal" or "identity".
+        curvature: "ekfac", "kfac", "diagonal" or "identity", layer by layer; or "gauss-newton", the
+            whole matrix of all layers together, for scores as large as the real changes, at the
+            price of some dozens of passes over the data for each checkpoint.
         fisher: "sampled" (seeded pseudo-targets), "exact" (one backward pass per output) or
             "empirical" (true targets).
         stage: attribute to this stage's examples only (default: all stages').
@@ -81,7 +85,9 @@ class Source(GradientMethod):
         exact: bool = False,
         floor: float = 0.0,
     ) -> None:
-        check_choices(curvature, fisher)
+        check_choices(curvature, fisher, WHOLE)
+        if curvature == WHOLE:
+            _check_whole(segments=segments, fisher=fisher, damping=damping, exact=exact)
         named = damping is None or damping == "preconditioner"
         if not named and not (isinstance(damping, Real) and damping >= 0):
             raise ValueError(f"damping={damping!r} must be zero or positive, or 'preconditioner'")
@@ -130,7 +136,16 @@ class Source(GradientMethod):
     def passes_needed(self, bench: Bench) -> dict[str, int]:
         needed, terms = super().passes_needed(bench), self.terms(bench)
         fitted = sum(len(term.checkpoints) for term in terms[_first_scored(bench, terms) :])
+        if self.curvature == WHOLE:
+            return {"products": USUAL * fitted} | needed
         return needed | fitting_passes(self.curvature, fitted)
+
+    def operations(self, bench: Bench, queries: int) -> dict[str, float]:
+        work = super().operations(bench, queries)
+        if self.curvature == WHOLE and bench.query is None:  # every example goes through
+            everyone = sum(len(bench.study.data[stage]) for stage in bench.stages)
+            work["products"] = super().operations(bench, everyone)["products"]
+        return work
 
     def vectors(
         self,
@@ -160,6 +175,10 @@ class Source(GradientMethod):
         """Those of one of so many segments."""
         optimizer = known_optimizer(bench, segment)
         adaptive = optimizer in PRECONDITIONED
+        if self.floor and not adaptive:
+            raise ValueError(f"floor={self.floor} is for Adam, AdamW and RMSprop, not SGD")
+        if self.curvature == WHOLE:
+            return self._joint(bench, segment, points, optimizer)
         mixed = adaptive and not self.exact and self.curvature in ("ekfac", "kfac")
         if mixed and self.damping is None and bench.any.dtype.itemsize < 4:
             raise ValueError(
@@ -171,9 +190,8 @@ class Source(GradientMethod):
         durations = block_durations(bench, segment)
         decays = self._decays(bench, segment)
         if not adaptive:
-            if self.damping == "preconditioner" or self.floor:
-                given = "damping='preconditioner'" if not self.floor else f"floor={self.floor}"
-                raise ValueError(f"{given} is for Adam, AdamW and RMSprop, not SGD")
+            if self.damping == "preconditioner":
+                raise ValueError("damping='preconditioner' is for Adam, AdamW and RMSprop, not SGD")
             extra = float(self.damping or 0.0)
             shifts = {name: extra + decay for name, decay in decays.items()}
             return Plain(fitter.fit(points), durations, shifts)
@@ -199,6 +217,33 @@ class Source(GradientMethod):
             decay=decays if decoupled else none,
             diagnostics=bench.account,
         )
+
+    def _joint(
+        self, bench: Bench, segment: Segment, points: Sequence[Weights], optimizer: str
+    ) -> Joint:
+        """The segment's dynamics with the whole Gauss-Newton matrix."""
+        stage, adaptive = segment.stage.name, optimizer in PRECONDITIONED
+        here = {block.name for block in bench.passes[stage].tracked.blocks}
+        trained = {k: ηK for k, ηK in block_durations(bench, segment).items() if ηK and k in here}
+        queries = 1 if bench.query is None else len(bench.query)
+        H = bench.gauss_newton(bench.parts([stage]), points, trained, queries)
+        P = preconditioner(bench, segment, floor=self.floor) if adaptive else {}
+        decays, decoupled = self._decays(bench, segment), optimizer == "adamw"
+        rates, shift = [bench.zero.new_zeros(0)], [bench.zero.new_zeros(0)]
+        for name, block in H.layout.blocks.items():
+            D = trained[name] * P.get(name, bench.zero.new_ones(block.shape))
+            curved = float(self.damping or 0.0) + (0.0 if decoupled else decays[name])
+            pulled = trained[name] * decays[name] if decoupled else 0.0
+            rates.append(D.flatten())
+            shift.append((D * curved + pulled).flatten())
+        memory = bench.memory // 4
+        joined = torch.cat(rates), torch.cat(shift)
+        return Joint(H, trained, *joined, memory, bench.any.progress, bench.account)
+
+    def _metadata(self, bench: Bench) -> dict[str, Any]:
+        if "lanczos" in bench.account:
+            bench.diagnostics["lanczos"] = bench.account["lanczos"]
+        return super()._metadata(bench)
 
     def _fitter(self, bench: Bench, stage: str, **more: Any) -> Fitter:
         return bench.fitter(
@@ -234,6 +279,23 @@ class Source(GradientMethod):
                 "training (mean or sum over tokens) and that the learning rates are right",
                 stacklevel=2,
             )
+
+
+def _check_whole(**given: Any) -> None:
+    """Refuse settings that mean nothing where nothing is sampled, factored or inverted."""
+    said = {
+        "segments": ("auto", "looks at the covariances of EK-FAC: give their number"),
+        "exact": (True, "is for EK-FAC: with 'gauss-newton' nothing is left out anyway"),
+        "damping": ("preconditioner", "is for an inverse, and with 'gauss-newton' there is none"),
+    }
+    for name, (value, why) in said.items():
+        if given[name] == value and isinstance(given[name], type(value)):
+            raise ValueError(f"{name}={value!r} {why}; or use curvature='ekfac'")
+    if given["fisher"] != "sampled":
+        raise ValueError(
+            f"fisher={given['fisher']!r} means nothing to curvature='gauss-newton', which samples "
+            "nothing: leave it out"
+        )
 
 
 def known_optimizer(bench: Bench, segment: Segment) -> str:
@@ -330,21 +392,23 @@ def described(segment: Segment, dynamics: Dynamics | None) -> dict[str, Any]:
     }
     if dynamics is None:
         return about
-    times = [x for name, x in dynamics.durations.items() if name in dynamics.curvature]
+    times = [x for name, x in dynamics.durations.items() if name in dynamics.bases]
     return about | spread(times, dynamics.exponents().values())
 
 
 def spread(durations: Iterable[float], exponents: Iterable[Tensor]) -> dict[str, Any]:
-    """The ends of η̄K over layers, and quantiles of η̄Kσ over all directions."""
+    """The ends of η̄K over layers, and quantiles of η̄Kσ over all directions, where known."""
+    times, known = list(durations), [part.flatten().cpu() for part in exponents]
+    found: dict[str, Any] = {"duration": {"least": min(times), "most": max(times)}} if times else {}
+    if not known:
+        return found
     levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.95, 1.0], dtype=torch.float64)
-    x = torch.cat([part.flatten().cpu() for part in exponents]).numpy()
+    x = torch.cat(known).numpy()
     places = (levels * (len(x) - 1)).round().long().numpy()
-    chosen, times = np.partition(x, places)[places], list(durations)  # a sort would take longer
-    return {
-        "duration": {"least": min(times), "most": max(times)},
-        "duration_times_eigenvalue": {
-            f"{level:.2f}": float(value) for level, value in zip(levels, chosen, strict=True)
-        },
+    chosen = np.partition(x, places)[places]  # a sort would take longer
+    quantiles = zip(levels, chosen, strict=True)
+    return found | {
+        "duration_times_eigenvalue": {f"{level:.2f}": float(x) for level, x in quantiles}
     }
 
 

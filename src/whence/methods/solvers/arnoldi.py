@@ -21,7 +21,7 @@ from whence.curvature import Part, key_of
 from whence.curvature.gaussnewton import GaussNewton, Layout
 from whence.curvature.krylov import Lanczos
 from whence.methods.bench import Bench, Vectors
-from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton, like
+from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton
 
 ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
 
@@ -62,7 +62,7 @@ class Arnoldi(Solver):
     def prepare(cls, bench: Bench, parts: Sequence[Part], λ: Damping, **settings: Any) -> Self:
         H = gauss_newton(bench, parts, λ, 1, settings["examples"], settings["seed"])
         found = _eigenpairs(bench, H, **settings)
-        values, U = found["values"], found["vectors"].to(like(bench))
+        values, U = found["values"], found["vectors"].to(bench.zero)
         residuals = found["residuals"] / values
         bench.diagnostics["solver"] = {
             "iterations": int(found["steps"]),
@@ -94,13 +94,13 @@ def _eigenpairs(
 
     Kept with the run's factors; a killed iteration goes on from its last snapshot.
     """
-    p, store, one = H.layout.size, bench.study.store(bench.run), like(bench)
+    p, store, one = H.layout.size, bench.study.store(bench.run), bench.zero
     iterations = min(iterations, p)
     settings = {
         "what": "leading eigenpairs",
         "identity": [dict(part.identity) for part in H.parts],
         "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.parts],
-        "weights": H.checkpoint.sha256,
+        "weights": H.checkpoints[0].sha256,
         "layers": list(H.layout.blocks),
         "dtype": bench.any.arithmetic,
         "seed": seed,

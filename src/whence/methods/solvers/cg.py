@@ -23,7 +23,7 @@ from whence.curvature.krylov import Product, conjugate_gradients
 from whence.data import cut
 from whence.methods.bench import Bench, Vectors
 from whence.methods.solvers.ekfac import EKFAC, fitted
-from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton, like
+from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton
 
 # Below this share of EK-FAC's largest eigenvalue the preconditioner is flat. EK-FAC finds the few
 # large eigenvalues of H, but many of its small ones are not H's, and dividing by them costs
@@ -78,10 +78,10 @@ class ConjugateGradients(Solver):
     @classmethod
     def prepare(cls, bench: Bench, parts: Sequence[Part], λ: Damping, **settings: Any) -> Self:
         asked = sum(len(p.indices) for p in parts) if bench.query is None else len(bench.query)
-        size = HELD * like(bench).element_size() * sum(b.size for b in bench.blocks.values())
+        size = HELD * bench.zero.element_size() * sum(b.size for b in bench.blocks.values())
         at_once = max(1, min(asked, bench.memory // 4 // size))
         H = gauss_newton(bench, parts, λ, at_once, settings["examples"], settings["seed"])
-        shift = λ.vector(H.layout, like(bench))
+        shift = λ.vector(H.layout, bench.zero)
         if λ.matrices is None:
             precondition = _ekfac(H.layout, fitted(bench, **_of_ekfac(settings)), λ)
         else:  # the optimizer's own preconditioner, which serves here too

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from whence.curvature import Basis, Part
-from whence.curvature.fit import accumulator
 from whence.curvature.gaussnewton import GaussNewton, Layout
 from whence.methods.bench import Bench, Vectors
 
@@ -83,24 +82,9 @@ def gauss_newton(
     bench: Bench, parts: Sequence[Part], λ: Damping, queries: int, examples: int | None, seed: int
 ) -> GaussNewton:
     """The true matrix of the layers that were trained, for so many vectors at a time."""
-    dtype = bench.any.dtype
-    if dtype.itemsize < 4:
-        raise ValueError(
-            f"{dtype} cannot resolve products with the Gauss-Newton matrix: use dtype=float32 or "
-            "float64, or solver='ekfac' or 'datainf'"
-        )
-    layout = Layout(block for name, block in bench.blocks.items() if λ.responds(name))
-    room = min(2**28, bench.memory // 4) if bench.any.device.type == "cpu" else bench.memory // 4
-    H = GaussNewton(
-        parts if examples is None else subsample(parts, examples, seed),
-        bench.run.final,
-        layout,
-        bench.batch_size,
-        numbers=room // dtype.itemsize,
-        queries=queries,
-    )
-    H.check()
-    return H
+    chosen = parts if examples is None else subsample(parts, examples, seed)
+    trained = {name for name in bench.blocks if λ.responds(name)}
+    return bench.gauss_newton(chosen, [bench.run.final], trained, queries)
 
 
 def subsample(parts: Sequence[Part], count: int, seed: int) -> list[Part]:
@@ -116,8 +100,3 @@ def subsample(parts: Sequence[Part], count: int, seed: int) -> list[Part]:
         inside = places[(places >= 0) & (places < len(part.indices))]
         kept.append(replace(part, indices=part.indices[inside]))
     return [part for part in kept if len(part.indices)]
-
-
-def like(bench: Bench) -> Tensor:
-    """Where vectors live, and in which precision."""
-    return torch.zeros((), device=bench.any.device, dtype=accumulator(bench.any.dtype))
