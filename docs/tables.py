@@ -35,6 +35,7 @@ MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
 TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
 SLOPES = {  # method: its name in experiments/results
     "SOURCE, L = 3": "SOURCE",
+    "SOURCE, L = 3, the whole Gauss-Newton matrix": "SOURCE, Gauss-Newton",
     "FastSource, L = 3": "FastSource",
     'influence (λ = "source")': 'influence (λ = "source")',
     "influence (λ = 1e-8)": "influence",
@@ -47,6 +48,10 @@ ADAM = {  # what the forms of SOURCE for Adam are called there
     '`damping="preconditioner"`': "SOURCE, λP⁻¹",
     "`exact=True`": "SOURCE, exact",
     "`exact=True, floor=0.1`": "SOURCE, exact, floor",
+}
+WHOLE = {  # SOURCE with the whole matrix, and what it is compared with
+    "SOURCE, Gauss-Newton": "SOURCE",
+    "SOURCE, Gauss-Newton, floor": "SOURCE, exact, floor",
 }
 LANGUAGE = ("rte", "sst2", "qnli", "wikitext2")
 FORMS = {  # and in adam.json
@@ -299,6 +304,33 @@ def slope_table() -> list[str]:
     return [*lines, f"| *noise ceiling of the LDS* | {' | '.join(ceilings)} |"]
 
 
+def whole_table() -> list[str]:
+    """SOURCE with the whole Gauss-Newton matrix beside EK-FAC."""
+    heads = ("task", "curvature", "LDS, one model", "LDS, mean of models", "slope", "seconds")
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---:|---:|---:|---:|"]
+    results = tables.read(ROOT / "experiments/results")
+    for task, r in results.items():
+        for whole, name in WHOLE.items():
+            for own in (name, whole) if whole in r["lds"] else ():
+                e = r["lds"][own]
+                row = (
+                    f"{tables.title(task)}, {e['of']['queries']} queries" if own == name else "",
+                    "EK-FAC" if own == name else "the whole matrix",
+                    tables.shown(e["single"]),
+                    f"{tables.shown(e['ensemble'])} ({e['of']['runs']})",
+                    f"{e['slope']:.2g}",
+                    f"{e['seconds']:.1f}",
+                )
+                lines.append(f"| {' | '.join(map(str, row))} |")
+    return [
+        *lines,
+        "",
+        "L = 3. The slope is that of real changes on those predicted by the models' mean scores. "
+        "Digits trained by AdamW: `exact=True, floor=0.1` beside the whole matrix with "
+        f"`floor=0.1`. {results['digits']['machine']['processor']}.",
+    ]
+
+
 def adam_table() -> list[str]:
     """LDS of one model by each form of SOURCE, where training was by AdamW."""
     lines = [f"| LDS, one model | M × R | {' | '.join(ADAM)} |", "|---|---:|" + "---:|" * len(ADAM)]
@@ -361,6 +393,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "epochs": epoch_table,
     "retraining": retraining_table,
     "slopes": slope_table,
+    "whole": whole_table,
     "adam": adam_table,
     "forms": forms_table,
 }

@@ -43,7 +43,8 @@ def variant(rate: float, epochs: int, falls: bool) -> Experiment:
     make = partial(digits, adamw, epochs=epochs, scheduler=to_zero if falls else None)
     name = f"digits_adamw-{rate:g}-{epochs}{'-to-zero' if falls else ''}"
     task = TASKS["digits_adamw"]
-    return replace(task, name=name, make=make, rates=(rate, WEIGHT_DECAY), methods=METHODS)
+    rates = rate, WEIGHT_DECAY
+    return replace(task, name=name, make=make, rates=rates, methods=METHODS, dear=())
 
 
 def judged(rate: float, epochs: int, falls: bool, folder: Path) -> dict[str, Any]:

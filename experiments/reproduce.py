@@ -69,6 +69,12 @@ def method(name: str, experiment: Experiment, examples: int) -> Any:
         "SOURCE, exact, floor, L = 1": lambda: whence.Source(
             segments=1, stage=stage, exact=True, floor=FLOOR
         ),
+        "SOURCE, Gauss-Newton": lambda: whence.Source(
+            segments=segments, stage=stage, curvature="gauss-newton"
+        ),
+        "SOURCE, Gauss-Newton, floor": lambda: whence.Source(
+            segments=segments, stage=stage, curvature="gauss-newton", floor=FLOOR
+        ),
         "influence": lambda: whence.Influence(stage=stage),
         'influence (λ = "source")': lambda: whence.Influence(damping="source", stage=stage),
         "influence, Arnoldi": lambda: whence.Influence(
@@ -410,7 +416,7 @@ class Reproduction:
                 apart["single, ensemble"] = high.single.minus(low.together)
             entry: dict[str, Any] = {k: [d.value, *d.interval] for k, d in apart.items()}
             known.setdefault(one, {})[other] = entry | {"of": of}
-        self.save()
+            self.save()
 
     def at_hand(self, name: str, runs: int) -> bool:
         """Whether a method was judged at these sizes, by scores that need not be made anew."""

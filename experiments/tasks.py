@@ -42,6 +42,7 @@ DEAR = (
     "influence, conjugate gradients",
     "influence, Arnoldi",
 )
+WHOLE = "SOURCE, Gauss-Newton"  # of all layers together
 LINEAR = ("TracIn", "influence", "SOURCE, L = 1")
 OTHER_FORMS = dict.fromkeys((*FORMS, *FLOORED), 1)  # they take long on language models
 
@@ -341,7 +342,7 @@ def _named(*experiments: Experiment) -> Mapping[str, Experiment]:
     return {experiment.name: experiment for experiment in experiments}
 
 
-QUICK = Scale(subsets=40, seeds=3, queries=50, runs=2, fewer=dict.fromkeys(DEAR, 1))
+QUICK = Scale(subsets=40, seeds=3, queries=50, runs=2, fewer=dict.fromkeys((*DEAR, WHOLE), 1))
 SLOW = Scale(subsets=16, seeds=1, queries=30, runs=1, panels=2)  # where one training is slow
 SHARES = (0.1, 0.3, 0.7, 0.9, 1.0)
 SGDM = (3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)  # the upper part of the paper's grid
@@ -421,13 +422,13 @@ CONCRETE = Experiment(
     "Concrete",
     partial(regression, data.concrete, 20),
     "MLP 8-128-128-128-1, SGD with momentum 3e-2, weight decay 1e-5, batch 32, 20 epochs",
-    Scale(seeds=100, queries=103, fewer=dict.fromkeys(DEAR, 2)),
+    Scale(seeds=100, queries=103, fewer=dict.fromkeys((*DEAR, WHOLE), 2)),
     QUICK,
     paper_seeds=100,
     rates=(3e-2, 1e-5),
     trak=512,
     methods=MORE,
-    dear=DEAR,
+    dear=(*DEAR, WHOLE),
 )
 PARKINSONS = Experiment(
     "parkinsons",
@@ -665,7 +666,7 @@ TASKS: Mapping[str, Experiment] = _named(
         rates=(3e-2, 1e-3),
         trak=512,
         methods=MORE,
-        dear=DEAR,
+        dear=(*DEAR, WHOLE),
     ),
     Experiment(
         "digits_adamw",
@@ -678,6 +679,7 @@ TASKS: Mapping[str, Experiment] = _named(
         rates=(1e-3, 1e-2),
         trak=512,
         methods=(*ADAM, *ONE_SEGMENT, 'influence (λ = "source")'),
+        dear=(f"{WHOLE}, floor",),
         exact=MIXED,
     ),
 )

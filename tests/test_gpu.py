@@ -29,6 +29,7 @@ METHODS = [
     whence.Influence(solver="datainf"),
     whence.TracIn(),
     whence.Source(2, exact=True),
+    whence.Source(2, curvature="gauss-newton"),
 ]
 
 

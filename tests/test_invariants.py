@@ -24,6 +24,7 @@ import whence.task
 EXACT = {"dtype": torch.float64, "progress": False}
 METHODS: dict[str, Callable[[], Any]] = {
     "source": lambda: whence.Source(segments=2, fisher="exact"),
+    "source-whole": lambda: whence.Source(segments=2, curvature="gauss-newton"),
     "influence": lambda: whence.Influence(damping=1e-3, fisher="exact"),
     "tracin": whence.TracIn,
 }

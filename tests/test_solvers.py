@@ -263,6 +263,10 @@ def test_matrix_functions_of_any_matrix() -> None:
     for row in range(4):  # alone as among others
         (alone,) = matrix_functions(lambda x: x @ A, functions[:1], right[[row]], 200, 1e-12).x
         torch.testing.assert_close(alone[0], found.x[0, row], rtol=1e-9, atol=1e-9)
+    for held in (1, 3, 200):  # kept, or made again
+        kept = matrix_functions(lambda x: x @ A, functions, right, 200, 1e-12, held)
+        torch.testing.assert_close(kept.x, found.x)
+        assert torch.equal(kept.steps, found.steps)
     early = matrix_functions(lambda x: x @ A, functions, right, 5, 1e-12)
     assert list(early.steps) == [5, 5, 0, 5] and early.residuals[0] > 1e-4
     near = matrix_functions(lambda x: x @ A.float(), functions, right.float(), 200, 1e-5)

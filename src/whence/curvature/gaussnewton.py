@@ -34,7 +34,7 @@ from whence.layers.capture import Block, Site, Tape
 from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.tracked import Tracked
 
-INSTEAD = "Source(curvature='ekfac'), or Influence(solver='ekfac') or 'datainf'"
+INSTEAD = "solver='ekfac' or 'datainf' of Influence, or curvature='ekfac' of Source"
 
 
 class Layout:
