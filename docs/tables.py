@@ -53,6 +53,7 @@ WHOLE = {  # SOURCE with the whole matrix, and what it is compared with
     "SOURCE, Gauss-Newton": "SOURCE",
     "SOURCE, Gauss-Newton, floor": "SOURCE, exact, floor",
 }
+DEPTH, JUDGED = {"layers": "EK-FAC", "whole": "whole"}, ("slope", "LDS")  # of depth.json
 LANGUAGE = ("rte", "sst2", "qnli", "wikitext2")
 FORMS = {  # and in adam.json
     "TracIn": "TracIn",
@@ -331,6 +332,35 @@ def whole_table() -> list[str]:
     ]
 
 
+def depth_table() -> list[str]:
+    """Slope and LDS of both by the number of hidden layers."""
+    found = json.loads((ROOT / "experiments/results/depth.json").read_text())
+    heads = [
+        "optimizer",
+        "hidden layers",
+        *(f"{k}: {what}" for k in DEPTH.values() for what in JUDGED),
+    ]
+    lines = [f"| {' | '.join([*heads, 'ceiling'])} |", "|---|---:|" + "---:|" * (len(heads) - 1)]
+    for row in found["rows"]:
+        cells = [
+            cell
+            for kind in DEPTH
+            for name in (row["methods"][kind],)
+            for cell in (f"{row['slope'][name]:.2f}", tables.shown(row["lds"][name]))
+        ]
+        about = f"{row['optimizer']} | {row['depth']}"
+        lines.append(f"| {about} | {' | '.join(map(str, cells))} | {row['ceiling']:.2f} |")
+    of, m = found["of"], found["machine"]
+    return [
+        *lines,
+        "",
+        f"Digits, hidden layers of {found['width']}, one model, L = 3; {of['subsets']} × "
+        f"{of['seeds']} trainings for each row, {of['queries']} queries. With AdamW `floor=0.1`, "
+        f"and EK-FAC with `exact=True`. {m['processor']}, torch {m['torch']}, {m['date']}: "
+        "`python -m experiments.depth`.",
+    ]
+
+
 def adam_table() -> list[str]:
     """LDS of one model by each form of SOURCE, where training was by AdamW."""
     lines = [f"| LDS, one model | M × R | {' | '.join(ADAM)} |", "|---|---:|" + "---:|" * len(ADAM)]
@@ -394,6 +424,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "retraining": retraining_table,
     "slopes": slope_table,
     "whole": whole_table,
+    "depth": depth_table,
     "adam": adam_table,
     "forms": forms_table,
 }

@@ -12,12 +12,11 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from whence.scores.files import write_json
 
 from .machine import machine
-from .reproduce import Reproduction
+from .reproduce import of_one_model
 from .tasks import FLOORED, FORMS, RESULTS, TASKS, Experiment, Scale, adamw, digits, to_zero
 
 WEIGHT_DECAY = 1e-2
@@ -47,21 +46,6 @@ def variant(rate: float, epochs: int, falls: bool) -> Experiment:
     return replace(task, name=name, make=make, rates=rates, methods=METHODS, dear=())
 
 
-def judged(rate: float, epochs: int, falls: bool, folder: Path) -> dict[str, Any]:
-    experiment = variant(rate, epochs, falls)
-    found = Reproduction(experiment, scale=SCALE, work=folder, results=folder / "results").run()
-    entries = found["lds"]
-    return {
-        "rate": rate,
-        "epochs": epochs,
-        "falls": falls,
-        "chosen_on": (rate, epochs, falls) in CHOSEN_ON,
-        "ceiling": next(iter(entries.values()))["ceiling"],
-        "lds": {name: entry["single"] for name, entry in entries.items()},
-        "seconds": {name: entry["seconds"] for name, entry in entries.items()},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/adam"))
@@ -69,7 +53,12 @@ def main() -> None:
     options = parser.parse_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rows = [judged(*setting, options.out) for setting in SETTINGS]
+        rows = [
+            {"rate": rate, "epochs": epochs, "falls": falls}
+            | {"chosen_on": (rate, epochs, falls) in CHOSEN_ON}
+            | of_one_model(variant(rate, epochs, falls), SCALE, options.out)
+            for rate, epochs, falls in SETTINGS
+        ]
     of = {"subsets": SCALE.subsets, "seeds": SCALE.seeds, "queries": SCALE.queries}
     about = {"device": "CPU", "machine": machine()}
     write_json(options.results / "adam.json", {"rows": rows, "of": of} | about)

@@ -602,6 +602,18 @@ class Reproduction:
         spent[what] = spent.get(what, 0.0) + time.perf_counter() - start
 
 
+def of_one_model(experiment: Experiment, scale: Scale, folder: Path) -> dict[str, Any]:
+    """LDS, slope and seconds of every method on one training, and the noise ceiling."""
+    entries = Reproduction(experiment, scale=scale, work=folder, results=folder / "results").run()
+    found = {name: entries["lds"][name] for name in experiment.methods}
+    return {
+        "ceiling": found[experiment.methods[0]]["ceiling"],
+        "lds": {name: entry["single"] for name, entry in found.items()},
+        "slope": {name: entry["slope"] for name, entry in found.items()},
+        "seconds": {name: entry["seconds"] for name, entry in found.items()},
+    }
+
+
 def covers(entry: Mapping[str, Any] | None, of: Mapping[str, Any]) -> bool:
     """Whether an entry was found at these sizes, or larger ones."""
     if entry is None:
