@@ -20,7 +20,7 @@ import whence
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from experiments import adam, models, optimum, reproduce, search, tables, tasks  # noqa: E402
+from experiments import adam, depth, models, optimum, reproduce, search, tables, tasks  # noqa: E402
 
 SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, fewer={"HYDRA": 1})
 
@@ -183,6 +183,24 @@ def test_forms_for_adam_over_settings(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads((tmp_path / "adam.json").read_text()) == made
     one, other = (adam.variant(*setting).recipe()[0] for setting in adam.SETTINGS)
     assert one.fingerprint != other.fingerprint
+
+
+def test_slopes_by_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depth, "SCALE", tasks.Scale(subsets=3, seeds=2, queries=3, runs=1))
+    monkeypatch.setattr(depth, "DEPTHS", (1, 2))
+    monkeypatch.setattr(depth, "WIDTH", 4)
+    monkeypatch.setattr(
+        sys, "argv", ["depth", "--out", f"{tmp_path}/work", "--results", f"{tmp_path}"]
+    )
+    depth.main()
+    made = json.loads((tmp_path / "depth.json").read_text())
+    told = [(row["optimizer"], row["depth"]) for row in made["rows"]]
+    assert told == [("SGD", 1), ("SGD", 2), ("AdamW", 1), ("AdamW", 2)]
+    for row in made["rows"]:
+        assert set(row["slope"]) == set(row["lds"]) == set(row["methods"].values())
+    monkeypatch.setattr(reproduce.Reproduction, "attribute", None)  # must not be called
+    depth.main()
+    assert json.loads((tmp_path / "depth.json").read_text()) == made
 
 
 @pytest.mark.slow
