@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import Fitter, check_choices
+from whence.curvature import Fitter, check_choices, cost
 from whence.data import Batches
 from whence.layers.passes import Weights
 from whence.methods.bench import Bench, Readouts, Term
-from whence.methods.dynamics import Dynamics, Joint, Plain, Preconditioned, Whole
+from whence.methods.dynamics import HELD, Dynamics, Joint, Plain, Preconditioned, Whole
 from whence.methods.gradient import GradientMethod
 from whence.methods.segmentation import automatic
 from whence.run import Segment
@@ -146,6 +146,11 @@ class Source(GradientMethod):
             everyone = sum(len(bench.study.data[stage]) for stage in bench.stages)
             work["products"] = super().operations(bench, everyone)["products"]
         return work
+
+    def numbers_held(self, bench: Bench, queries: int) -> int:
+        if self.curvature == WHOLE:
+            return queries * HELD * cost.vector_numbers(bench.any.tracked)
+        return super().numbers_held(bench, queries)
 
     def vectors(
         self,
