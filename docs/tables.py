@@ -29,6 +29,7 @@ import whence  # noqa: E402
 from benchmarks.against_kronfluence import floors  # noqa: E402
 from benchmarks.models import WORKLOADS, final_run  # noqa: E402
 from experiments import tables  # noqa: E402
+from experiments.claims import difference  # noqa: E402
 from whence.curvature import cost  # noqa: E402
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -53,6 +54,7 @@ WHOLE = {  # SOURCE with the whole matrix, and what it is compared with
     "SOURCE, Gauss-Newton": "SOURCE",
     "SOURCE, Gauss-Newton, floor": "SOURCE, exact, floor",
 }
+EXACTLY = {"SOURCE, exact": "", "SOURCE, exact, floor": " †"}
 DEPTH, JUDGED = {"layers": "EK-FAC", "whole": "whole"}, ("slope", "LDS")  # of depth.json
 LANGUAGE = ("rte", "sst2", "qnli", "wikitext2")
 FORMS = {  # and in adam.json
@@ -363,16 +365,27 @@ def depth_table() -> list[str]:
 
 def adam_table() -> list[str]:
     """LDS of one model by each form of SOURCE, where training was by AdamW."""
-    lines = [f"| LDS, one model | M × R | {' | '.join(ADAM)} |", "|---|---:|" + "---:|" * len(ADAM)]
+    heads = ["LDS, one model", "M × R", *ADAM, "`exact=True` − the default"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    fewer = set()
     for task, r in tables.read(ROOT / "experiments/results").items():
         if "SOURCE, exact" not in r["lds"] or r["quick"]:
             continue
         cells = [tables.shown(r["lds"][name]["single"]) for name in ADAM.values()]
         of = r["lds"]["SOURCE"]["of"]
-        lines.append(
-            f"| {tables.title(task)} | {of['subsets']} × {of['seeds']} | {' | '.join(cells)} |"
-        )
-    return lines
+        known = ((form, difference(r, "SOURCE", form)) for form in EXACTLY)
+        form, apart = next((form, x) for form, x in known if x is not None)
+        cells.append(f"{tables.shown([-apart[0], -apart[2], -apart[1]])}{EXACTLY[form]}")
+        fewer.add((of["runs"], r["lds"][form]["of"]["runs"]))
+        sizes = f"{of['subsets']} × {of['seeds']}"
+        lines.append(f"| {tables.title(task)} | {sizes} | {' | '.join(map(str, cells))} |")
+    most, least = max(a for a, _ in fewer), min(b for _, b in fewer)
+    return [
+        *lines,
+        "",
+        f"Means over {most} models; the last three forms have {least} on language models. The last "
+        "column is by the same models. †: with the floor.",
+    ]
 
 
 def forms_table() -> list[str]:

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 Results = Mapping[str, Found]
 
 BLUE, RED, GREEN, PINK, YELLOW, SKY, SILVER = COLOURS
-WHOLE = "SOURCE, exact"  # for Adam, beside the paper's own
+EXACT_FORM = "SOURCE, exact"  # for Adam, beside the paper's own
 LOOKS = {
     "RepSim": (SILVER, 0),
     "TracIn": (SKY, 1),
@@ -45,7 +45,7 @@ LOOKS = {
     "SOURCE, L = 1": (RED, 5),
     "SOURCE": (BLUE, 6),
     "SOURCE, λP⁻¹": ("#56789A", 6),
-    WHOLE: ("#003A66", 6),
+    EXACT_FORM: ("#003A66", 6),
     'influence (λ = "source")': ("#8A6D00", 3),
     "influence, conjugate gradients": ("#8A6D00", 3),
     "Random": (GREY, 0),
@@ -129,7 +129,7 @@ def lds_bars(results: Results, shown: Sequence[str]) -> Figure:
         for axis, task in zip(axes, shown, strict=True):
             experiment, lds = TASKS[task], results[task]["lds"]
             names = [*baselines(experiment), experiment.source]
-            names += [name for name in ("SOURCE, λP⁻¹", WHOLE) if name in experiment.methods]
+            names += [name for name in ("SOURCE, λP⁻¹", EXACT_FORM) if name in experiment.methods]
             for x, name in enumerate(names):
                 entry, colour = lds.get(name), LOOKS[name][0]
                 if entry is None:

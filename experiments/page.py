@@ -25,7 +25,7 @@ from whence.scores.files import write_json
 from . import claims, data, figures, tables
 from .claims import ABSENT, CLAIMS, FAILS, HOLDS, OPEN, Verdict
 from .tables import Found, so_many, title
-from .tasks import RESULTS, TASKS, Experiment
+from .tasks import RESULTS, TASKS, WHOLE, Experiment
 
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent / "docs"
@@ -33,11 +33,10 @@ PICTURES = "figures/reproduce"  # below the pages
 NEAR = 0.05  # how far from one of the reference numbers is still near
 LETTERS = 240  # of a text in a panel
 CALLED = {"SST-2": ("negative", "positive")}  # labels that are numbers in the files
-UNROLLED = "Unrolled, expected, Gauss-Newton"
 FORMS = {  # of SOURCE for Adam
     "SOURCE, λP⁻¹": 'with appendix C\'s λP⁻¹ (`Source(damping="preconditioner")`) in place of its '
     "inverse at 1e-8",
-    figures.WHOLE: "with the whole of appendix C (`Source(exact=True)`)",
+    figures.EXACT_FORM: "with the whole of appendix C (`Source(exact=True)`)",
 }
 MARKS = {HOLDS: "✓", FAILS: "✗", OPEN: "?", ABSENT: "…"}
 NEEDS = {  # one of these files, to draw a task's examples
@@ -300,12 +299,12 @@ def causes(results: Results, tasks: Iterable[str]) -> list[str]:
     for task in tasks:
         found, experiment = results[task], TASKS[task]
         own, theirs = (found["lds"][n]["single"] for n in (experiment.source, "influence"))
-        exact = found["lds"].get(UNROLLED, {}).get("single")
-        if exact and own[1] < exact[2] and exact[1] < own[2] and theirs[0] > exact[0]:
+        entry, whole = found["lds"][experiment.source], found["lds"].get(WHOLE)
+        if whole and whole["of"] == entry["of"] and whole["single"][0] < theirs[0]:
             lines.append(
-                f"- {title(task, found)}: the unrolling that SOURCE approximates, with the whole "
-                f"Gauss-Newton matrix and update by update, has {tables.shown(exact)}: its "
-                "approximations do not seem to be the cause."
+                f"- {title(task, found)}: with the whole Gauss-Newton matrix in place of EK-FAC "
+                f"SOURCE has {tables.shown(whole['single'])}: how curvature is approximated does "
+                "not seem to be the cause."
             )
         output = results.get(f"{task}_output", {}).get("lds", {})
         if {experiment.source, "influence"} <= output.keys():
@@ -317,8 +316,14 @@ def causes(results: Results, tasks: Iterable[str]) -> list[str]:
             )
         for form, words in FORMS.items():
             other = found["lds"].get(form, {}).get("single")
-            if other and other[0] > own[0]:
-                lines.append(f"- {title(task, found)}: {words}, SOURCE has {tables.shown(other)}.")
+            apart = claims.difference(found, experiment.source, form)
+            if other and (apart[0] < 0 if apart else other[0] > own[0]):
+                told = f"SOURCE has {tables.shown(other)}"
+                if apart:
+                    above = tables.shown([-apart[0], -apart[2], -apart[1]])
+                    models = tables.so_many(found["lds"][form]["of"]["runs"], "model")
+                    told += f", by the same {models} {above} more"
+                lines.append(f"- {title(task, found)}: {words}, {told}.")
     return ["What is known of why SOURCE is not first:\n\n" + "\n".join(lines)] if lines else []
 
 

@@ -166,7 +166,7 @@ class Reproduction:
         self._truths: dict[float, Any] = {}
         self._runs: dict[tuple[bool, str], list[whence.Run]] = {}
         self._scores: dict[tuple[str, int], Any] = {}
-        self._judged: dict[str, Judged] = {}
+        self._judged: dict[tuple[str, int], Judged] = {}
 
     def _open(self) -> dict[str, Any]:
         """The result file, if it is of this task as it is now."""
@@ -386,19 +386,19 @@ class Reproduction:
 
     def judged(self, name: str, runs: int) -> Judged:
         """Of one model, and of the ensemble."""
-        if name not in self._judged:
+        if (name, runs) not in self._judged:
             truth, made = self.reference(), self.scores(name, runs)
             together = lds(made, truth)
             single = together.single or together
             if name == "TRAK" and runs > 1:
                 made = [self.together(name, runs)]
                 together = lds(made, truth)
-            self._judged[name] = Judged(made, single, together)
-        return self._judged[name]
+            self._judged[name, runs] = Judged(made, single, together)
+        return self._judged[name, runs]
 
     def differences(self) -> None:
-        """How far apart methods that the paper compares are, on the same resamples; of methods
-        whose scores are at hand."""
+        """How far apart methods that the paper compares are, by the same models and on the same
+        resamples; of methods whose scores are at hand."""
         own, models = self.experiment.source, self.scale.models
         pairs = [(own, name) for name in self.experiment.methods if name != own]
         pairs += [("FastSource", "influence"), ("TracIn", "influence")]
@@ -409,7 +409,7 @@ class Reproduction:
             done = covers(known.get(one, {}).get(other), of)
             if done or not all(self.at_hand(name, models(name)) for name in (one, other)):
                 continue
-            high, low = (self.judged(name, models(name)) for name in (one, other))
+            high, low = (self.judged(name, fewest) for name in (one, other))
             apart = {"single": high.single.minus(low.single)}
             if fewest > 1:
                 apart["ensemble"] = high.together.minus(low.together)
@@ -425,7 +425,7 @@ class Reproduction:
         folders = [self.folder(name, k) for k in range(runs)]
         if name == "TRAK" and runs > 1:
             folders.append(self.folder(name, None, runs))
-        return name in self._judged or all(map(self.made, folders))
+        return (name, runs) in self._judged or all(map(self.made, folders))
 
     def made(self, folder: str) -> bool:
         """Whether there are finished scores."""
