@@ -29,7 +29,7 @@ import whence  # noqa: E402
 from benchmarks.against_kronfluence import floors  # noqa: E402
 from benchmarks.models import WORKLOADS, final_run  # noqa: E402
 from experiments import tables  # noqa: E402
-from experiments.claims import difference  # noqa: E402
+from experiments.claims import difference, turned  # noqa: E402
 from whence.curvature import cost  # noqa: E402
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -375,7 +375,7 @@ def adam_table() -> list[str]:
         of = r["lds"]["SOURCE"]["of"]
         known = ((form, difference(r, "SOURCE", form)) for form in EXACTLY)
         form, apart = next((form, x) for form, x in known if x is not None)
-        cells.append(f"{tables.shown([-apart[0], -apart[2], -apart[1]])}{EXACTLY[form]}")
+        cells.append(f"{tables.shown(turned(apart))}{EXACTLY[form]}")
         fewer.add((of["runs"], r["lds"][form]["of"]["runs"]))
         sizes = f"{of['subsets']} × {of['seeds']}"
         lines.append(f"| {tables.title(task)} | {sizes} | {' | '.join(map(str, cells))} |")

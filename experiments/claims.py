@@ -71,6 +71,12 @@ def difference(
     return known if all(entry.get("of") == size | fewest for size in sizes) else None
 
 
+def turned(apart: Value) -> list[float]:
+    """The difference of two the other way round."""
+    value, low, high = apart
+    return [-value, -high, -low]
+
+
 def every(verdicts: Iterable[Verdict]) -> Verdict:
     """Whether all hold: the verdict of those that count against it most."""
     found = list(verdicts)

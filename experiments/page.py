@@ -298,9 +298,9 @@ def causes(results: Results, tasks: Iterable[str]) -> list[str]:
     lines = []
     for task in tasks:
         found, experiment = results[task], TASKS[task]
-        own, theirs = (found["lds"][n]["single"] for n in (experiment.source, "influence"))
-        entry, whole = found["lds"][experiment.source], found["lds"].get(WHOLE)
-        if whole and whole["of"] == entry["of"] and whole["single"][0] < theirs[0]:
+        entry, theirs = (found["lds"][n] for n in (experiment.source, "influence"))
+        whole = found["lds"].get(WHOLE)
+        if whole and whole["of"] == entry["of"] and whole["single"][0] < theirs["single"][0]:
             lines.append(
                 f"- {title(task, found)}: with the whole Gauss-Newton matrix in place of EK-FAC "
                 f"SOURCE has {tables.shown(whole['single'])}: how curvature is approximated does "
@@ -317,10 +317,10 @@ def causes(results: Results, tasks: Iterable[str]) -> list[str]:
         for form, words in FORMS.items():
             other = found["lds"].get(form, {}).get("single")
             apart = claims.difference(found, experiment.source, form)
-            if other and (apart[0] < 0 if apart else other[0] > own[0]):
+            if other and (apart[0] < 0 if apart else other[0] > entry["single"][0]):
                 told = f"SOURCE has {tables.shown(other)}"
                 if apart:
-                    above = tables.shown([-apart[0], -apart[2], -apart[1]])
+                    above = tables.shown(claims.turned(apart))
                     models = tables.so_many(found["lds"][form]["of"]["runs"], "model")
                     told += f", by the same {models} {above} more"
                 lines.append(f"- {title(task, found)}: {words}, {told}.")

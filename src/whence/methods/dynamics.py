@@ -7,11 +7,11 @@ Gauss-Newton matrix D̄, the inverse with the EK-FAC H̄ (appendix D.2):
     S̄ = E = exp(-η̄K P̄ D̄)         r̄ = (I - E) H̄⁻¹ ḡ
     seen from the query:  w = (H̄ + λ)⁻¹ (I - E) v,   v ← E v
 
-`Whole` takes H̄ for both, and needs no inverse (appendix C as it stands, M = P̄^½ H̄ P̄^½):
+`Exact` takes H̄ for both, and needs no inverse (appendix C as it stands, M = P̄^½ H̄ P̄^½):
 
     w = P̄^½ F_r(M) P̄^½ v,   v ← P̄^-½ exp(-η̄K M) P̄^½ v
 
-`Joint` does so with the true Gauss-Newton matrix of all layers together, for every optimizer.
+`Whole` does so with the true Gauss-Newton matrix of all layers together, for every optimizer.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Preconditioned(_ByTurns):
 
 
 @dataclass(frozen=True)
-class Whole:
+class Exact:
     """A diagonal preconditioner P̄ with the EK-FAC H̄ throughout, by Lanczos iterations.
 
     Args:
@@ -228,7 +228,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Joint:
+class Whole:
     """The true Gauss-Newton matrix H̄ of all layers together, by Lanczos iterations.
 
     With D = η̄K P̄ of every parameter (P̄ = 1 for SGD) and M = D^½ H̄ D^½ + Δ:
@@ -290,7 +290,7 @@ class Joint:
         return made
 
     def _note(self, found: Solution, tolerance: float) -> None:
-        left = float(found.residuals.max()) if len(found.residuals) else 0.0
+        left, most = float(found.residuals.max()), int(found.steps.max())
         noted = self.account.setdefault("lanczos", {"iterations": 0, "residual": 0.0})
         if left > tolerance >= noted["residual"]:
             warnings.warn(
@@ -298,7 +298,6 @@ class Joint:
                 "dtype=torch.float64, floor=0.1 (for Adam), or curvature='ekfac'",
                 stacklevel=2,
             )
-        most = int(found.steps.max()) if len(found.steps) else 0
         noted["iterations"] = max(noted["iterations"], most)
         noted["residual"] = max(noted["residual"], left)
 

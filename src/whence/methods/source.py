@@ -27,7 +27,7 @@ from whence.curvature import Fitter, check_choices, cost
 from whence.data import Batches
 from whence.layers.passes import Weights
 from whence.methods.bench import Bench, Readouts, Term
-from whence.methods.dynamics import HELD, Dynamics, Joint, Plain, Preconditioned, Whole
+from whence.methods.dynamics import HELD, Dynamics, Exact, Plain, Preconditioned, Whole
 from whence.methods.gradient import GradientMethod
 from whence.methods.segmentation import automatic
 from whence.run import Segment
@@ -56,8 +56,8 @@ class Source(GradientMethod):
         segments: how many segments to deal the checkpoints into, a list of the updates at which
             they end, "stages", or "auto" (a new one where the curvature has changed).
         curvature: "ekfac", "kfac", "diagonal" or "identity", layer by layer; or "gauss-newton", the
-            whole matrix of all layers together, for scores as large as the real changes, at the
-            price of some dozens of passes over the data for each checkpoint.
+            whole matrix of all layers together, for scores about as large as the real changes, at
+            the price of some dozens of passes over the data for each checkpoint.
         fisher: "sampled" (seeded pseudo-targets), "exact" (one backward pass per output) or
             "empirical" (true targets).
         stage: attribute to this stage's examples only (default: all stages').
@@ -183,7 +183,7 @@ class Source(GradientMethod):
         if self.floor and not adaptive:
             raise ValueError(f"floor={self.floor} is for Adam, AdamW and RMSprop, not SGD")
         if self.curvature == WHOLE:
-            return self._joint(bench, segment, points, optimizer)
+            return self._whole(bench, segment, points, optimizer)
         mixed = adaptive and not self.exact and self.curvature in ("ekfac", "kfac")
         if mixed and self.damping is None and bench.any.dtype.itemsize < 4:
             raise ValueError(
@@ -205,7 +205,7 @@ class Source(GradientMethod):
         P = preconditioner(bench, segment, floor=self.floor)
         if self.exact:
             extra = float(self.damping or 0.0)
-            return Whole(
+            return Exact(
                 fitter.fit(points),
                 durations,
                 P,
@@ -223,9 +223,9 @@ class Source(GradientMethod):
             diagnostics=bench.account,
         )
 
-    def _joint(
+    def _whole(
         self, bench: Bench, segment: Segment, points: Sequence[Weights], optimizer: str
-    ) -> Joint:
+    ) -> Whole:
         """The segment's dynamics with the whole Gauss-Newton matrix."""
         stage, adaptive = segment.stage.name, optimizer in PRECONDITIONED
         here = {block.name for block in bench.passes[stage].tracked.blocks}
@@ -243,7 +243,7 @@ class Source(GradientMethod):
             shift.append((D * curved + pulled).flatten())
         memory = bench.memory // 4
         joined = torch.cat(rates), torch.cat(shift)
-        return Joint(H, trained, *joined, memory, bench.any.progress, bench.account)
+        return Whole(H, trained, *joined, memory, bench.any.progress, bench.account)
 
     def _metadata(self, bench: Bench) -> dict[str, Any]:
         if "lanczos" in bench.account:
