@@ -29,7 +29,7 @@ import whence
 from benchmarks.models import GPT, WORKLOADS, Workload, final_run
 from benchmarks.report import RESULTS, write_readme
 from experiments.machine import machine
-from whence.curvature import cost
+from whence.operators import cost
 
 STAGES = ("covariances", "eigendecomposition", "eigenvalues", "scores")
 DAMPING = 1e-3

@@ -30,7 +30,7 @@ from experiments.machine import machine
 from whence.data import cut
 from whence.layers.passes import Signal
 from whence.methods.trak import Trak
-from whence.project import gather
+from whence.projections import gather
 
 DAMPING = 1e-3
 WIDTHS = (784, 512, 256, 128, 10)

@@ -30,7 +30,7 @@ from experiments.machine import machine
 from experiments.models import mlp
 from whence.methods.hydra import Hydra
 from whence.methods.unrolled import CURVATURE_BATCH, STRETCHES, Unrolled
-from whence.recipe import Recipe
+from whence.retrain.recipe import Recipe
 
 METHODS: dict[str, Any] = {
     "Unrolled": Unrolled(),

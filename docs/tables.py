@@ -30,7 +30,7 @@ from benchmarks.against_kronfluence import floors  # noqa: E402
 from benchmarks.models import WORKLOADS, final_run  # noqa: E402
 from experiments import tables  # noqa: E402
 from experiments.claims import difference, turned  # noqa: E402
-from whence.curvature import cost  # noqa: E402
+from whence.operators import cost  # noqa: E402
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
 TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-from whence.report.plots import COLOURS, GREY, LINES, MARKERS, STYLE
+from whence.evaluate.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from whence.retrain import Training, measure
 
 from . import data

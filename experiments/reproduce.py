@@ -23,9 +23,9 @@ from torch.utils.data import Dataset, Subset
 
 import whence
 from whence.data import Batches
+from whence.engine.memory import allowance
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.layers.passes import products_as
-from whence.memory import allowance
 from whence.retrain import record
 from whence.scores.ensemble import ensemble
 from whence.scores.files import write_json

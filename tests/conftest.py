@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from browsing import CHROMIUM
+from support.browsing import CHROMIUM
 
 # Tiny matrices are fastest on one thread, and two test machines agree to the last bit on it.
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import matplotlib
 import torch
 
 import whence.demo
-from whence.curvature import inverse, response
+from whence.operators import inverse, response
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

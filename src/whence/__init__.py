@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Trak,
         Unrolled,
     )
-    from whence.recipe import Recipe
+    from whence.retrain.recipe import Recipe
     from whence.run import Recorder, Run
     from whence.scores import Scores
     from whence.store import GradientStore
@@ -43,7 +43,7 @@ _HOMES = {
         "Trak",
         "Unrolled",
     ),
-    "whence.recipe": ("Recipe",),
+    "whence.retrain.recipe": ("Recipe",),
     "whence.run": ("Recorder", "Run"),
     "whence.scores": ("Scores",),
     "whence.store": ("GradientStore",),

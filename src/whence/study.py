@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.curvature.cost import table
-from whence.curvature.store import Store
 from whence.data import Batches, Collate, place, structure
 from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Loaded, Passes, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
+from whence.operators.cost import table
+from whence.persist.factor_cache import Store
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256
 from whence.table import Table

@@ -381,8 +381,8 @@ class _Shown:
 
     def __init__(self, scores: Scores, path: Path, check: bool) -> None:
         from whence.cli.studyfile import load_study
-        from whence.report.check import by_stage, check_data
-        from whence.report.examples import Examples
+        from whence.present.check import by_stage, check_data
+        from whence.present.examples import Examples
 
         file = load_study(path)
         query = None if scores.is_self_influence else file.query

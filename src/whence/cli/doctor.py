@@ -179,7 +179,7 @@ def _batch(study: Any) -> Finding:
 
 
 def _cost(file: StudyFile, method: str, device: Any) -> Finding:
-    from whence.methods.method import _duration
+    from whence.methods.base import _duration
 
     study, kind = file.study, settings.kind(method)
     if not hasattr(kind, "estimate"):
@@ -265,7 +265,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from whence.memory import free_and_total
+    from whence.engine.memory import free_and_total
 
     names = {"cpu": f"{torch.get_num_threads()} threads"}
     if torch.cuda.is_available():

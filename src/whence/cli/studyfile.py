@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from whence.cli.screen import installed, say
 
 if TYPE_CHECKING:
-    from whence.recipe import Recipe
+    from whence.retrain.recipe import Recipe
     from whence.study import Study
 
 SHOWN = ("classes", "columns", "renderer", "tokenizer")  # how examples are shown
@@ -191,7 +191,7 @@ def _place(path: Path, error: BaseException) -> str:
 
 def _looks(path: Path, names: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """What is meant for showing examples; and what only has such a name, and why."""
-    from whence.report.examples import check_looks
+    from whence.present.examples import check_looks
 
     shown: dict[str, Any] = {}
     other: dict[str, str] = {}
@@ -223,7 +223,7 @@ def _checked(path: Path, names: dict[str, Any]) -> Study:
 
 
 def _recipe(path: Path, names: dict[str, Any]) -> Recipe | None:
-    from whence.recipe import Recipe
+    from whence.retrain.recipe import Recipe
 
     recipe = names.get("recipe")
     if recipe is not None and not isinstance(recipe, Recipe):

@@ -24,8 +24,8 @@ from torch.utils.data import Subset
 from whence.data import Batches
 from whence.evaluate.lds import Difference, Floats, by_number, columns
 from whence.methods.random import Labels, classes, draws
-from whence.recipe import Recipe
 from whence.retrain import Training, measure
+from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.table import Table, Tabled, estimate
 

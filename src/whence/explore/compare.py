@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from whence.explore.reading import Floats, Ints
 from whence.explore.state import Explored, Refused
-from whence.report.views import number, strongest
+from whence.present.views import number, strongest
 
 DOTS = 1500  # of a scatter plot, at most
 CURVE = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # k of the overlap curve

@@ -15,8 +15,8 @@ from whence.explore.jobs import DONE, UNFINISHED, Job, Jobs
 from whence.explore.reading import WORK
 from whence.explore.state import PAGE, Explored, Refused
 from whence.explore.whatif import judged, what_if
-from whence.report import views
-from whence.report.views import number
+from whence.present import views
+from whence.present.views import number
 
 SHOWN = 100  # entries at either end of a query, at most
 TICKED = 5000  # examples at a time

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from whence.data import Batches, digest
 from whence.explore.reading import Floats
-from whence.recipe import Recipe, StageRecipe
 from whence.retrain import Training
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
+from whence.retrain.recipe import Recipe
+from whence.retrain.stage import StageRecipe
 from whence.scores.files import load_array, save_array, write_json
 
 SCHEMA = 1

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from whence.explore.explorer import Explorer
 from whence.explore.jobs import Jobs
 from whence.explore.state import Explored, Given, open_scores
-from whence.report.check import check_data
+from whence.present.check import check_data
 from whence.scores import Scores
 
 if TYPE_CHECKING:
-    from whence.recipe import Recipe
+    from whence.retrain.recipe import Recipe
     from whence.study import Study
 
 LOCAL = ("127.0.0.1", "localhost", "::1")

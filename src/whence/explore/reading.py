@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.report.examples import Examples, Rendered
+from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 
 Floats = NDArray[np.float64]

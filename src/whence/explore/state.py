@@ -27,10 +27,10 @@ from whence.explore.reading import (
     Teller,
     words,
 )
-from whence.report.check import check_data
+from whence.present.check import check_data
+from whence.present.predict import predictions
+from whence.present.views import described, histogram, number, said, strongest
 from whence.report.page import QUERY_SIZE
-from whence.report.predict import predictions
-from whence.report.views import described, histogram, number, said, strongest
 from whence.scores import Scores
 from whence.study import Study
 
@@ -54,7 +54,7 @@ class Explored:
         query: the queries; None likewise.
         study: gives `train` and `collate`, and what the model predicts.
         labels: of the training examples, or `{stage: labels}`, in place of those in the data.
-        renderer, classes, columns, tokenizer: as in `whence.report.examples.Examples`.
+        renderer, classes, columns, tokenizer: as in `whence.present.examples.Examples`.
         check: False compares only the lengths of the data with the scores'.
     """
 

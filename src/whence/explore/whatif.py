@@ -15,7 +15,7 @@ from whence.explore.compare import correlation, mid_ranks
 from whence.explore.jobs import Job, Outcome
 from whence.explore.reading import Floats, Ints
 from whence.explore.state import Explored
-from whence.report.views import number, row_of
+from whence.present.views import number, row_of
 from whence.scores import Scores
 
 MARGIN = "margin"  # a measurement whose sign says whether the prediction is right

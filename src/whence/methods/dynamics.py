@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.curvature import Basis, Curvature, bases_of, inverse, response, survival
-from whence.curvature.gaussnewton import GaussNewton
-from whence.curvature.krylov import Solution, matrix_functions
-from whence.curvature.solve import apply, diagonal_of, solve
 from whence.data import cut
+from whence.engine.workspace import Vectors
 from whence.layers.passes import products_as
-from whence.methods.bench import Vectors
+from whence.operators import Basis, Curvature, bases_of, inverse, response, survival
+from whence.operators.gauss_newton import GaussNewton
+from whence.operators.krylov import Solution, matrix_functions
+from whence.operators.solve import apply, diagonal_of, solve
 
 STEPS = 500  # Lanczos steps with the whole Gauss-Newton matrix, at most
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-10}

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import cost
 from whence.data import Batches
+from whence.engine.scoring import Scoring, Tokens, by_token
+from whence.engine.workspace import LOSS, Bench, Readouts, Term
 from whence.layers.passes import Signal, precision_as_asked
-from whence.methods.bench import LOSS, Bench, Readouts, Term
-from whence.methods.method import Method, lay_out
-from whence.methods.scoring import Scoring, Tokens, by_token
+from whence.methods.base import Method, lay_out
+from whence.operators import cost
 from whence.scores import Scores
 from whence.study import Study
 

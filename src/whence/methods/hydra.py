@@ -14,9 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
-from whence.methods.objective import Tensors
-from whence.methods.replay import Adjoint
-from whence.methods.unrolling import (
+from whence.replay.objective import Tensors
+from whence.replay.sweep import (
     Block,
     Credit,
     ReplayBench,
@@ -24,7 +23,8 @@ from whence.methods.unrolling import (
     forward_operations,
     update_credits,
 )
-from whence.methods.updates import WEIGHT
+from whence.replay.training import Adjoint
+from whence.replay.updates import WEIGHT
 
 
 class Hydra(Unrolling):

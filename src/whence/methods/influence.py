@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from whence.curvature import Part
 from whence.data import Batches
-from whence.methods.bench import Bench, Readouts, Term
+from whence.engine.workspace import Bench, Readouts, Term
 from whence.methods.gradient import GradientMethod
 from whence.methods.solvers import SOLVERS, Damping, Solver
 from whence.methods.solvers.datainf import published_damping
 from whence.methods.source import PRECONDITIONED, block_durations, known_optimizer, preconditioner
+from whence.operators import Part
 
 
 @dataclass(frozen=True)

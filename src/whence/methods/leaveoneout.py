@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
-from whence.recipe import Recipe
 from whence.retrain import Training, measure
+from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.study import Study
 

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from whence.curvature import key_of
 from whence.data import Batches, cut
 from whence.draws import Uniform
+from whence.operators import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
 from whence.task import Classification, Task

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from whence.curvature import cost
 from whence.data import Batches, cut
+from whence.engine.workspace import Bench
 from whence.layers.representation import representations
-from whence.methods.bench import Bench
-from whence.methods.method import Method
+from whence.methods.base import Method
+from whence.operators import cost
 from whence.scores import Scores
 
 AT_ONCE = 2**22  # scores

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from whence.curvature import Fitter
-from whence.methods.bench import Bench
+from whence.engine.workspace import Bench
+from whence.operators import Fitter
 from whence.run import Segment
 
 FACTOR = 2.0

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import Fitter, check_choices, cost
 from whence.data import Batches
+from whence.engine.workspace import Bench, Readouts, Term
 from whence.layers.passes import Weights
-from whence.methods.bench import Bench, Readouts, Term
 from whence.methods.dynamics import HELD, Dynamics, Exact, Plain, Preconditioned, Whole
 from whence.methods.gradient import GradientMethod
 from whence.methods.segmentation import automatic
+from whence.operators import Fitter, check_choices, cost
 from whence.run import Segment
 
 PRECONDITIONED = ("adam", "adamw", "rmsprop")

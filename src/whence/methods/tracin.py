@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from whence.data import Batches
-from whence.methods.bench import Bench, Readouts, Term
+from whence.engine.workspace import Bench, Readouts, Term
 from whence.methods.gradient import GradientMethod
 
 

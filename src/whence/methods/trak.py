@@ -27,15 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import Part, cost, key_of
 from whence.data import Batches, cut
+from whence.engine.workspace import LOSS, MEASUREMENT, Bench, Readouts, Term, Vectors
 from whence.layers.capture import Block
 from whence.layers.passes import Passes, Signal
-from whence.methods.bench import LOSS, MEASUREMENT, Bench, Readouts, Term, Vectors
 from whence.methods.gradient import GradientMethod
-from whence.project import Projection, Random, check, gather, moments, projected
-from whence.project.projection import PROBED
-from whence.project.random import shares
+from whence.operators import Part, cost, key_of
+from whence.projections import Projection, Random, check, gather, moments, projected
+from whence.projections.projection import PROBED
+from whence.projections.random import shares
 from whence.run import Run
 
 

@@ -28,10 +28,9 @@ from torch import Tensor
 
 from whence.data import cut
 from whence.draws import keys
-from whence.methods.bench import Bench
-from whence.methods.objective import Objective, Tensors
-from whence.methods.replay import Adjoint, Draw, Indices, Update
-from whence.methods.unrolling import (
+from whence.engine.workspace import Bench
+from whence.replay.objective import Objective, Tensors
+from whence.replay.sweep import (
     Block,
     Credit,
     ReplayBench,
@@ -39,7 +38,8 @@ from whence.methods.unrolling import (
     forward_operations,
     update_credits,
 )
-from whence.methods.updates import WEIGHT
+from whence.replay.training import Adjoint, Draw, Indices, Update
+from whence.replay.updates import WEIGHT
 from whence.run import Stage
 
 CURVATURES: dict[str, Callable[..., tuple[Tensors, Tensor]]] = {

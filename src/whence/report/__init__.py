@@ -1,14 +1,14 @@
 """Results as pictures, tables and pages."""
 
-from whence.report.check import check_data
-from whence.report.examples import HTML, Examples
-from whence.report.plots import (
+from whence.evaluate.plots import (
     plot_calibration,
     plot_lds,
     plot_lds_over_alpha,
     plot_mislabeled,
     plot_removal,
 )
+from whence.present.check import check_data
+from whence.present.examples import HTML, Examples
 from whence.table import Table
 
 __all__ = [

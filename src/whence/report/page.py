@@ -18,11 +18,11 @@ from typing import Any
 
 import whence
 from whence.data import Collate
-from whence.methods.scoring import Tokens
-from whence.report.check import by_stage, check_data
-from whence.report.examples import Examples, Renderer
-from whence.report.predict import predictions
-from whence.report.views import (
+from whence.engine.scoring import Tokens
+from whence.present.check import by_stage, check_data
+from whence.present.examples import Examples, Renderer
+from whence.present.predict import predictions
+from whence.present.views import (
     Pool,
     View,
     described,

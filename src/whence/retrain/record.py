@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from whence.data import Batches
-from whence.memory import free_and_total
-from whence.recipe import Recipe, StageRecipe
-from whence.recipe.stage import Ints
+from whence.engine.memory import free_and_total
 from whence.retrain.measure import ENGINES, SHARE, Workshop, _units
+from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Stack, train_stack
+from whence.retrain.stage import Ints, StageRecipe
 from whence.retrain.training import Training
 from whence.retrain.unfinished import LONG, Begun, Kept, UnfinishedRuns
 from whence.run import Run

@@ -34,7 +34,7 @@ from torch.optim import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from whence.data import Batches, digest, place
-from whence.recipe import Recipe, StageRecipe
+from whence.retrain.recipe import Recipe
 from whence.retrain.stacked import (
     make_vmappable,
     running_statistics,
@@ -42,6 +42,7 @@ from whence.retrain.stacked import (
     stack_parameters,
     unstackable,
 )
+from whence.retrain.stage import StageRecipe
 from whence.retrain.training import Training
 from whence.retrain.unfinished import Begun
 from whence.task import Task

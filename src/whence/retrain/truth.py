@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from whence.data import Batches
 from whence.draws import keys, uniforms
-from whence.recipe import Recipe
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
+from whence.retrain.recipe import Recipe
 from whence.retrain.training import Training
 from whence.scores.files import load_array, make_folder, save_array, write_json
 

@@ -125,8 +125,8 @@ class Run(Record):
         notes: Mapping[str, Any] | None = None,
     ) -> Self:
         """A run of the `checkpoint-*` folders a `transformers.Trainer` has left: what they tell,
-        and what not, `whence.run.huggingface.from_huggingface` says."""
-        from whence.run.huggingface import from_huggingface
+        and what not, `whence.integrations.huggingface.from_huggingface` says."""
+        from whence.integrations.huggingface import from_huggingface
 
         return cls(**vars(from_huggingface(output_dir, model, stage=stage, size=size, notes=notes)))
 

@@ -20,13 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.curvature import key_of, response, survival
-from whence.curvature.fit import accumulator
 from whence.data import Batches
+from whence.engine.scoring import Columns, Scoring
+from whence.engine.workspace import Bench, Term
 from whence.layers.passes import Weights
-from whence.methods.bench import Bench, Term
-from whence.methods.method import Method, asked_stages
-from whence.methods.scoring import Columns, Scoring
+from whence.methods.base import Method, asked_stages
 from whence.methods.source import (
     PRECONDITIONED,
     Source,
@@ -36,6 +34,8 @@ from whence.methods.source import (
     spread,
 )
 from whence.methods.trak import check_rank, cholesky
+from whence.operators import key_of, response, survival
+from whence.operators.fit import accumulator
 from whence.run import Run, Segment
 from whence.scores import Scores
 from whence.store.rows import inner

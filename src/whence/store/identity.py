@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.utils.data import Subset, TensorDataset
 
-from whence.curvature import FISHERS
 from whence.data import Batches
-from whence.methods.bench import Bench
+from whence.engine.workspace import Bench
 from whence.methods.trak import trained_blocks
+from whence.operators import FISHERS
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256
 from whence.study import MEASURED, Study

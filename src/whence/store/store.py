@@ -28,16 +28,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.curvature import Part, Store, cost, key_of
-from whence.curvature.fit import accumulator
-from whence.curvature.products import Basis, add_gram, mirror
 from whence.data import Batches, cut
+from whence.engine.workspace import LOSS, MEASUREMENT, Bench
 from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
-from whence.methods.bench import LOSS, MEASUREMENT, Bench
-from whence.methods.method import announce, lay_out
+from whence.methods.base import announce, lay_out
 from whence.methods.trak import check_dimension, random_projection, trained_blocks, try_out
-from whence.project import Eigenbasis, Projection, moments, projected
-from whence.project.eigenbasis import Kept, leading
+from whence.operators import Part, Store, cost, key_of
+from whence.operators.fit import accumulator
+from whence.operators.products import Basis, add_gram, mirror
+from whence.projections import Eigenbasis, Projection, moments, projected
+from whence.projections.eigenbasis import Kept, leading
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
 from whence.scores import Scores

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.curvature import Part, key_of
-from whence.curvature.gaussnewton import GaussNewton, Layout
-from whence.curvature.krylov import Lanczos
-from whence.methods.bench import Bench, Vectors
+from whence.engine.workspace import Bench, Vectors
 from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton
+from whence.operators import Part, key_of
+from whence.operators.gauss_newton import GaussNewton, Layout
+from whence.operators.krylov import Lanczos
 
 ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.curvature import Curvature, Part, inverse
-from whence.curvature.gaussnewton import GaussNewton, Layout
-from whence.curvature.krylov import Product, conjugate_gradients
 from whence.data import cut
-from whence.methods.bench import Bench, Vectors
+from whence.engine.workspace import Bench, Vectors
 from whence.methods.solvers.ekfac import EKFAC, fitted
 from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton
+from whence.operators import Curvature, Part, inverse
+from whence.operators.gauss_newton import GaussNewton, Layout
+from whence.operators.krylov import Product, conjugate_gradients
 
 # Below this share of EK-FAC's largest eigenvalue the preconditioner is flat. EK-FAC finds the few
 # large eigenvalues of H, but many of its small ones are not H's, and dividing by them costs

@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from whence.curvature import Part, Readout
-from whence.curvature.sums import add_weighted, squared_norms
 from whence.data import cut
+from whence.engine.workspace import LOSS, Bench, Vectors
 from whence.layers.capture import Pair
 from whence.layers.passes import Weights
-from whence.methods.bench import LOSS, Bench, Vectors
 from whence.methods.solvers.solver import Damping, Solver
+from whence.operators import Part, Readout
+from whence.operators.sums import add_weighted, squared_norms
 
 SHARE = 0.1  # λ_l, of the mean square of a gradient's entries
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from whence.curvature import Basis, Curvature, Part, bases_of, check_choices, inverse
-from whence.curvature.solve import solve
-from whence.methods.bench import Bench, Vectors
+from whence.engine.workspace import Bench, Vectors
 from whence.methods.solvers.solver import Damping, Solver
 from whence.methods.source import fitting_passes
+from whence.operators import Basis, Curvature, Part, bases_of, check_choices, inverse
+from whence.operators.solve import solve
 
 
 @dataclass(frozen=True)

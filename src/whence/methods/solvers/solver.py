@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.curvature import Basis, Part
-from whence.curvature.gaussnewton import GaussNewton, Layout
-from whence.methods.bench import Bench, Vectors
+from whence.engine.workspace import Bench, Vectors
+from whence.operators import Basis, Part
+from whence.operators.gauss_newton import GaussNewton, Layout
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Where methods run: one run of a study laid out on a device, scored block by block."""

@@ -1,0 +1,245 @@
+"""Inner products of query vectors with training gradients, in blocks that fit, each written once.
+
+values[q, m] = Σ_terms Σ_{c in term} ⟨w_{term,q}, ∇L(m, θ_c)⟩
+
+(or the gradient of another signal, times a weight of each example, where a method says so.)
+
+Queries are taken so many at once as memory allows; for each such block of queries, examples go by
+in chunks. A chunk is written when all its checkpoints are added up, so what is written is final.
+
+A pass over the examples costs more than the vectors of a few queries, so as many queries as fit
+share one. If the vectors of all terms fit, they are held while the examples go by. If not, only one
+term's are, and they are made anew for each chunk, which is then larger (SPREAD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from whence.data import Batches, cut
+from whence.engine.workspace import LOSS, Bench, Readouts, Term
+from whence.layers.capture import Pair
+from whence.layers.passes import Signal
+from whence.operators import cost
+from whence.operators.fit import accumulator
+from whence.scores import ScoreWriter
+
+CHUNK = 1024  # examples
+# Examples per query in a chunk that vectors are made anew for: those of a query (two rotations per
+# term) cost about as much as the gradients of ten examples.
+SPREAD = 64
+
+#: the vectors of some queries, (data, stage, indices, examples they will meet) -> term by term, in
+#: any order: (which, vectors). What was given is not kept by the giver.
+VectorsOf = Callable[[Batches, str, NDArray[np.int64], int], Iterable[tuple[int, Any]]]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A chunk of examples: indices in the dataset of a stage, and columns of the score matrix."""
+
+    stage: str
+    indices: NDArray[np.int64]
+    place: slice
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One example's score, position by position.
+
+    Attributes:
+        values: (q, t): what each position of the example did to each query.
+        rest: (q,): what cannot be told apart by position (layers after pooling). A row's values and
+            its rest add up to the example's score.
+    """
+
+    example: int
+    values: NDArray[np.floating]
+    rest: NDArray[np.floating]
+
+
+@dataclass
+class Scoring:
+    """One run's scores on their way into a writer."""
+
+    bench: Bench
+    terms: list[Term]
+    vectors: VectorsOf
+    writer: ScoreWriter
+    by_segment: bool
+    signal: Signal = LOSS
+    weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
+    shared: bool = False  # whether the vectors of all terms are the same
+
+    def queries(self, query: Batches) -> None:
+        """Every query against every example."""
+        bench, stage = self.bench, self.bench.study.stages[-1]
+        examples = sum(len(bench.study.data[s]) for s in bench.stages)
+        bar = tqdm(
+            total=len(query) * examples,
+            desc="scores",
+            unit="score",
+            unit_scale=True,
+            disable=not bench.any.progress,
+            leave=False,
+        )
+        with bar:
+            for rows in cut(len(query), self._at_once()):
+                where, held = slice(int(rows[0]), int(rows[-1]) + 1), self._holds(len(rows))
+                columns = self._columns(self._chunk(0 if held else len(rows)))
+                todo = [c for c in columns if not self.writer.done(where, c.place)]
+                kept = list(self.vectors(query, stage, rows, examples)) if held and todo else None
+                bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
+                for chunk in todo:
+                    ready = kept or self.vectors(query, stage, rows, len(chunk.indices))
+                    self._write(where, chunk, self._contributions(ready, chunk, len(rows)))
+                    bar.update(len(rows) * len(chunk.indices))
+
+    def selves(self) -> None:
+        """Every example against itself."""
+        chunks = self._columns(self._at_once())
+        for chunk in tqdm(
+            chunks, desc="self-influence", disable=not self.bench.any.progress, leave=False
+        ):
+            if not self.writer.done(None, chunk.place):
+                data, count = self.bench.study.data[chunk.stage], len(chunk.indices)
+                ready = self.vectors(data, chunk.stage, chunk.indices, count)
+                self._write(None, chunk, self._contributions(ready, chunk, None))
+
+    def _contributions(
+        self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
+    ) -> Tensor:
+        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
+        shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
+        passes = self.bench.any
+        totals = torch.zeros(shape, dtype=accumulator(passes.dtype), device=passes.device)
+        data = self.bench.study.data[chunk.stage]
+        blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.bench.batch_size)]
+        for which, readouts in ready:
+            term, total = self.terms[which], totals[which]
+            for here, name, a, s in self._positions_of(term, chunk.stage, data, blocks):
+                if name not in readouts:  # the vectors do not reach this layer
+                    continue
+                if queries is None:
+                    total[here] += readouts[name].paired(a, s, here)
+                else:
+                    readouts[name].add_inner(total[:, here], a, s)
+            del readouts  # before the next ones are made
+        if self.weights is not None:
+            totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
+        return totals
+
+    def _positions_of(
+        self, term: Term, stage: str, data: Batches, blocks: list[NDArray[np.int64]]
+    ) -> Iterator[tuple[slice, str, Tensor, Tensor]]:
+        """(columns, layer, a, s) of all gradients of a term.
+
+        Where examples are single positions, a term's checkpoints are given as positions of one
+        gradient, so that their sum meets the queries once and not once for each.
+        """
+        passes, checkpoints = self.bench.passes[stage], term.checkpoints
+        single = all(t == 1 for t in self.bench.positions.values())
+        if term.stage != stage:
+            return
+        if not single or len(checkpoints) == 1:
+            for checkpoint in checkpoints:
+                passes.load(checkpoint)
+                start = 0
+                for sweep in passes.sweeps(data, blocks, self.signal):
+                    here = slice(start, start + len(sweep.indices))
+                    for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+                        yield here, pair.block.name, pair.a, pair.s
+                    start = here.stop
+            return
+        start = 0
+        for block in blocks:
+            held: dict[str, list[Pair]] = {}
+            for checkpoint in checkpoints:
+                passes.load(checkpoint)
+                for sweep in passes.sweeps(data, [block], self.signal):
+                    for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+                        held.setdefault(pair.block.name, []).append(pair)
+            here = slice(start, start + len(block))
+            for name, pairs in held.items():
+                a = torch.cat([pair.a for pair in pairs], 1)
+                yield here, name, a, torch.cat([pair.s for pair in pairs], 1)
+            start = here.stop
+
+    def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
+        sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
+        before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
+        self.writer.account["magnitudes"] = [
+            x + y for x, y in zip(before, sizes.tolist(), strict=True)
+        ]
+        values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
+        parts = contributions.cpu().numpy() if self.by_segment else None
+        self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
+
+    def _chunk(self, queries: int) -> int:
+        """How many examples are scored between two notes of progress, if the vectors of so many
+        queries are made for them: whole batches."""
+        batch, size = self.bench.batch_size, accumulator(self.bench.any.dtype).itemsize
+        room = self.bench.memory // 8 // (len(self.terms) * max(1, queries) * size)  # their scores
+        return max(CHUNK, 4 * batch, min(SPREAD * queries, room)) // batch * batch
+
+    def _at_once(self) -> int:
+        """How many queries' vectors fit: one term's, and two sets on the way to the next."""
+        return max(1, self._fitting(1))
+
+    def _holds(self, queries: int) -> bool:
+        """Whether the vectors of all terms fit, of so many queries."""
+        return self._fitting(1 if self.shared else len(self.terms)) >= queries
+
+    def _fitting(self, sets: int) -> int:
+        size = self._vector() * accumulator(self.bench.any.dtype).itemsize
+        return int(self.bench.memory // 2 // ((sets + 2) * size))
+
+    def _vector(self) -> int:
+        """Numbers in a query's vector."""
+        return cost.vector_numbers(self.bench.any.tracked)
+
+    def _columns(self, size: int) -> list[Columns]:
+        found, offset = [], 0
+        for stage in self.bench.stages:
+            count = len(self.bench.study.data[stage])
+            for indices in cut(count, size):
+                place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
+                found.append(Columns(stage, indices, place))
+            offset += count
+        return found
+
+
+def by_token(
+    bench: Bench, terms: list[Term], ready: Mapping[int, Readouts], stage: str, example: int
+) -> Tokens:
+    """What each position of one example of a stage did to each query whose vectors are ready."""
+    data, passes = bench.study.data[stage], bench.passes[stage]
+    parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
+    for which, readouts in ready.items():
+        term = terms[which]
+        for checkpoint in term.checkpoints if term.stage == stage else ():
+            passes.load(checkpoint)
+            for sweep in passes.sweeps(data, [np.array([example])], LOSS):
+                for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+                    readout = readouts.get(pair.block.name)
+                    if readout is None:
+                        continue
+                    value = readout.by_position(pair.a, pair.s)[:, 0]
+                    if value.shape[1] % pair.calls == 0:  # the same positions, in several calls
+                        value = value.reshape(len(value), pair.calls, -1).sum(1)
+                    t = value.shape[1]
+                    parts[t] = parts[t] + value if t in parts else value
+    # the longest axis is the tokens'; layers without it (a pooled head) are the rest
+    length = max(parts)
+    rest = torch.zeros_like(parts[length][:, 0])
+    for t, part in parts.items():
+        rest = rest if t == length else rest + part.sum(1)
+    return Tokens(int(example), parts[length].cpu().numpy(), rest.cpu().numpy())

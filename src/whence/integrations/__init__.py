@@ -1,0 +1,1 @@
+"""Hugging Face and Lightning: recording their trainers, reading the folders they leave."""

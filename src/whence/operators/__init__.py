@@ -1,0 +1,35 @@
+"""Curvature of the training objective: covariances, eigenbases, eigenvalues, their functions."""
+
+from whence.operators import cost
+from whence.operators.fit import (
+    FISHERS,
+    KINDS,
+    BlockCurvature,
+    Curvature,
+    Fitter,
+    Part,
+    bases_of,
+    check_choices,
+)
+from whence.operators.functions import inverse, response, survival
+from whence.operators.products import Basis, Readout
+from whence.persist.factor_cache import Store, key_of
+
+__all__ = [
+    "FISHERS",
+    "KINDS",
+    "Basis",
+    "BlockCurvature",
+    "Curvature",
+    "Fitter",
+    "Part",
+    "Readout",
+    "Store",
+    "bases_of",
+    "check_choices",
+    "cost",
+    "inverse",
+    "key_of",
+    "response",
+    "survival",
+]

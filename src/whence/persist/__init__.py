@@ -1,0 +1,1 @@
+"""How results are kept: atomic files, checksums, snapshots, identities."""

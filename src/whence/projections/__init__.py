@@ -1,0 +1,18 @@
+"""Per-example gradients in few dimensions: random projections, leading eigenvectors."""
+
+from whence.projections.eigenbasis import Eigenbasis
+from whence.projections.gradients import Gradients, gather, projected
+from whence.projections.moments import moments
+from whence.projections.projection import Projection, check
+from whence.projections.random import Random
+
+__all__ = [
+    "Eigenbasis",
+    "Gradients",
+    "Projection",
+    "Random",
+    "check",
+    "gather",
+    "moments",
+    "projected",
+]

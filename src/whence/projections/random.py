@@ -1,0 +1,161 @@
+"""Random signs: P = R/√d with independent R_kj = ±1, so that E[PᵀP] = I (Achlioptas, 2003).
+
+R is never there as a whole. Sixty-four of its entries are one hash of (key, layer, parameter, which
+sixty-four), so any block of it can be made at any time, on any device the same; and the R of a
+smaller d is the left part of the R of a larger one.
+
+Projecting n gradients of p parameters costs 2npd operations, plus pd signs to be made, each of
+which costs a CPU about as much as 16 multiplications.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from whence.draws import keys
+from whence.layers.capture import Block
+from whence.operators.fit import accumulator
+from whence.operators.products import LARGE, buffer
+from whence.projections.gradients import Gradients
+
+WORD = 64  # signs in one hash
+GATHERED = {"cpu": 512, "cuda": 4096}  # examples for which making the signs costs a few percent
+
+
+class Random:
+    """A random projection of some blocks' gradients, taken as one long vector, to d numbers.
+
+    Args:
+        blocks: whose gradients. Others, and none for a block, count as zero.
+        dimension: d.
+        key: seeds the signs.
+        dtype: of the products; sums are kept in float32 at least.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        dimension: int,
+        key: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.blocks, self.dimension, self.key = list(blocks), dimension, key
+        self.device, self.dtype = device, dtype
+
+    def __repr__(self) -> str:
+        return f"Random({[block.name for block in self.blocks]}, {self.dimension}, {self.key})"
+
+    @property
+    def gathers(self) -> int:
+        return GATHERED.get(self.device.type, GATHERED["cuda"])
+
+    def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
+        """P g of every example, (n, d)."""
+        n = max(map(len, gradients.values()))
+        wide = accumulator(self.dtype)
+        total = torch.zeros(n, self.dimension, device=self.device, dtype=wide)
+        for block in self.blocks:
+            if block.name not in gradients:  # another stage may not have the layer
+                continue
+            step = max(1, self._limit // (n * block.width))
+            for first in range(0, block.o, step):
+                last = min(first + step, block.o)
+                part = gradients[block.name].rows(first, last).flatten(1).to(self.dtype)
+                here = range(first * block.width, last * block.width)
+                for columns, signs in self._signs(block, here):
+                    some = part[:, columns.start - here.start : columns.stop - here.start]
+                    if wide == self.dtype:
+                        total.addmm_(some, signs)
+                    else:
+                        total += some @ signs
+        return total.div_(self.dimension**0.5)
+
+    def lift(self, values: Tensor) -> dict[str, Tensor]:
+        """Pᵀ v of every row of values (q, d), as matrices (q, o, width) of the blocks."""
+        found = {}
+        values = values.to(self.dtype) / self.dimension**0.5
+        for block in self.blocks:
+            flat = values.new_empty(len(values), block.size, dtype=accumulator(self.dtype))
+            for columns, signs in self._signs(block, range(block.size)):
+                flat[:, columns.start : columns.stop] = values @ signs.mT
+            found[block.name] = flat.view(-1, *block.shape)
+        return found
+
+    def spread(self, by_block: Mapping[str, float]) -> Tensor:
+        """A number per block as one per coordinate, (d,): they must agree, for P mixes blocks."""
+        found = {by_block[block.name] for block in self.blocks}
+        if len(found) > 1:
+            raise ValueError(
+                f"the layers' learning rates differ (η̄K from {min(found):.3g} to {max(found):.3g})"
+                ", and a joint random projection mixes layers: use joint=False, or the projection "
+                "'eigenbasis'"
+            )
+        return torch.full((self.dimension,), found.pop(), dtype=torch.float64, device=self.device)
+
+    @property
+    def _limit(self) -> int:
+        return LARGE.get(self.device.type, LARGE["cuda"])
+
+    def _signs(self, block: Block, parameters: range) -> Iterator[tuple[range, Tensor]]:
+        """√d Pᵀ for these parameters of a block, (parameters, d), a few at a time."""
+        name = int.from_bytes(hashlib.sha256(block.name.encode()).digest()[:8], "little")
+        words = torch.arange(-(-self.dimension // WORD), device=self.device)
+        step = max(1, self._limit // (len(words) * WORD))
+        for start in range(parameters.start, parameters.stop, step):
+            here = range(start, min(start + step, parameters.stop))
+            rows = torch.arange(here.start, here.stop, device=self.device).unsqueeze(1)
+            hashes = keys(self.key, name, rows, words, device=self.device)
+            signs = signs_of(hashes.view(torch.uint8).view(-1), self.dtype)
+            yield here, signs.view(len(here), -1)[:, : self.dimension]
+
+
+def signs_of(some: Tensor, dtype: torch.dtype) -> Tensor:
+    """The eight signs of every byte, (n, 8), lowest bit first: overwritten by the next call."""
+    return (looked_up if some.device.type == "cpu" else compared)(some, dtype)
+
+
+def looked_up(some: Tensor, dtype: torch.dtype) -> Tensor:
+    table = byte_signs(some.device, dtype)
+    signs = buffer(table, len(some), 8)
+    return torch.index_select(table, 0, some.to(torch.int32), out=signs)
+
+
+def compared(some: Tensor, dtype: torch.dtype) -> Tensor:
+    """For GPUs, which look up rows as short as a table's with a block of threads for each."""
+    plus, minus = byte_signs(some.device, dtype)[-1, 0], byte_signs(some.device, dtype)[0, 0]
+    bits = (2 ** torch.arange(8, device=some.device)).to(torch.uint8)
+    signs = buffer(plus, len(some), 8)
+    return torch.where((some.unsqueeze(1) & bits) != 0, plus, minus, out=signs)
+
+
+@cache
+def byte_signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Those of all bytes, (256, 8)."""
+    bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
+    return (2 * (bits & 1) - 1).to(dtype)
+
+
+def shares(blocks: Sequence[Block], dimension: int) -> list[int]:
+    """`dimension` shared out equally; no block gets more than half its parameters' number.
+
+    (With more, its projected gradients would soon be linearly dependent.)
+    """
+    most = [max(1, block.size // 2) for block in blocks]
+    if not len(blocks) <= dimension <= sum(most):
+        raise ValueError(
+            f"dimension={dimension} cannot be shared out among {len(blocks)} layers: with "
+            "joint=False each gets at least 1 and at most half the number of its parameters, so "
+            f"use {len(blocks)} to {sum(most)}"
+        )
+    left, found = dimension, [0] * len(blocks)
+    smallest_first = sorted(range(len(blocks)), key=lambda k: most[k])
+    for place, k in enumerate(smallest_first):
+        found[k] = min(left // (len(blocks) - place), most[k])
+        left -= found[k]
+    return found

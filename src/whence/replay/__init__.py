@@ -1,0 +1,1 @@
+"""Replaying a recorded training: what Hydra and Unrolled share."""

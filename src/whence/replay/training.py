@@ -1,0 +1,481 @@
+"""Replaying a recorded training: every point it went through, and every update from last to first.
+
+Initial weights, batches, rates and hyperparameters are enough to make a training again. It is made
+twice: once to keep every √T-th point, and then stretch by stretch, from the last to the first, each
+from the point it starts at; so that about 2√T points are held at a time and no weights are needed
+on disk. At the run's checkpoints the replay takes the recorded weights and optimizer state, and
+how far it had strayed from them is noted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from whence.data import cut, place
+from whence.engine.workspace import Bench
+from whence.replay.objective import Objective, Tensors
+from whence.replay.updates import GRADIENT, SLOTS, WEIGHT, Rule, State, Table, pull_back
+from whence.run import Run, RunError, Stage
+from whence.run.checkpoint import Checkpoint
+from whence.run.optimizers import NUMBER
+from whence.study import Study
+
+Adjoint = dict[str, State]  # of the weight and optimizer state of every parameter, (q, ...) each
+Indices = NDArray[np.int64]
+Part = tuple[Indices, Any]  # examples and their batch
+Draw = Callable[[int], Indices]  # the examples of an update
+Load = Callable[[Sequence[int]], Iterator[list[Part]]]
+
+STRAYED = 1e-2  # of the way since the last checkpoint: more than rounding does
+
+
+@dataclass(frozen=True)
+class Point:
+    """The training after `step` updates; `counts`: how many of them each parameter took part in."""
+
+    step: int
+    states: dict[str, State]
+    counts: dict[str, int]
+
+    @property
+    def weights(self) -> Tensors:
+        return {name: state[WEIGHT] for name, state in self.states.items()}
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update that follows a point.
+
+    Attributes:
+        rules: of the parameters that it changed.
+        gradients: of the batch's mean loss in those parameters, before clipping.
+        clip_norm: the most that the gradient's norm may be.
+        parts: examples and their batches; cut from the update's batch.
+    """
+
+    point: Point
+    stage: Stage
+    rules: dict[str, Rule]
+    gradients: Tensors
+    clip_norm: float | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        return self.point.step
+
+    @property
+    def examples(self) -> int:
+        return sum(len(indices) for indices, _ in self.parts)
+
+    def applied(self) -> Point:
+        """The point after it."""
+        clipping, _ = self._clipping()
+        states, counts = dict(self.point.states), dict(self.point.counts)
+        for name, rule in self.rules.items():
+            g = self.gradients[name] if clipping is None else self.gradients[name] * clipping
+            states[name] = rule(states[name], g)
+            counts[name] = rule.count
+        return Point(self.step + 1, states, counts)
+
+    def pull_back(self, adjoint: Adjoint) -> tuple[Adjoint, Tensors]:
+        """The adjoint before the update, but for what goes through the gradient; and what does:
+        the derivative (q, ...) of the measurements in the gradient that was applied."""
+        clipping, _ = self._clipping()
+        before, pulls = dict(adjoint), {}
+        linear: dict[Any, Table] = {}  # a group's parameters share theirs
+        for name, rule in self.rules.items():
+            g = self.gradients[name] if clipping is None else self.gradients[name] * clipping
+            state = self.point.states[name]
+            key = rule.rate, rule.momentum, id(rule.settings), *state
+            table = linear.get(key) or rule.table(state, g)
+            if rule.linear:
+                linear[key] = table
+            found = pull_back(table, adjoint[name])
+            if GRADIENT in found:
+                pulls[name] = found.pop(GRADIENT)
+            before[name] = found
+        return before, pulls
+
+    def unclip(self, pulls: Tensors) -> Tensors:
+        """The derivative in the batch's gradient g, from that in the clipped one, c(‖g‖) g."""
+        clipping, bend = self._clipping()
+        if clipping is None or bend is None or not pulls:
+            return pulls
+        inner = [pull.flatten(1) @ self.gradients[name].flatten() for name, pull in pulls.items()]
+        along = bend * torch.stack(inner).sum(0)
+        return {
+            name: clipping * pull - torch.tensordot(along, self.gradients[name], 0)
+            for name, pull in pulls.items()
+        }
+
+    def _clipping(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the gradient is multiplied by, c; and its slope b: dc = -b ⟨g, dg⟩."""
+        if self.clip_norm is None:
+            return None, None
+        norms = torch.stack([torch.linalg.vector_norm(g) for g in self.gradients.values()])
+        norm = torch.linalg.vector_norm(norms)
+        c = self.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        clipped = c < 1
+        return c.clamp(max=1.0), torch.where(clipped, c / ((norm + 1e-6) * norm), 0.0)
+
+
+class Replay:
+    """A run's training, made again on one device and in one precision.
+
+    Args:
+        bench: the run, its data and the library's own copy of the model.
+        batch_size: examples per pass; an update's batch is cut into as many (default: not at all).
+        modelled: whether all that the model does in training must be known (dropout, batch norm).
+    """
+
+    def __init__(self, bench: Bench, batch_size: int | None, modelled: bool = True) -> None:
+        study, run = self.study, self.run = bench.study, bench.run
+        self.device, self.dtype, self.workers = bench.any.device, bench.any.dtype, bench.any.workers
+        self.batch_size = batch_size
+        _refuse(study, run, self.dtype)
+        assert run.initial is not None and run.batches is not None
+        self.batches, self.steps = run.batches, run.final.step
+        self.anchors: dict[int, Checkpoint] = {c.step: c for c in run.trajectory[1:]}
+        self.anchors |= {c.step: c for c in run.checkpoints}
+        self.deviations: dict[int, float] = {}  # at each of them
+        self.objectives: dict[str, Objective] = {}
+        self.unmodelled: list[str] = []
+        initial, known = run.initial.weights(), {name for names in run.groups for name in names}
+        trained: dict[str, None] = {}
+        for stage, passes in bench.passes.items():
+            _check_parameters(passes.model, stage, initial)
+            passes.load(run.initial)
+            self.objectives[stage] = Objective(passes.model.requires_grad_(False), passes.task)
+            self.unmodelled += self._in_training_only(stage)
+            trained |= dict.fromkeys(n for n, _ in passes.model.named_parameters() if n in known)
+        if self.unmodelled and modelled:
+            raise ValueError(
+                f"{'; '.join(dict.fromkeys(self.unmodelled))}: what was drawn there, or measured "
+                "in a batch, is not recorded, so training cannot be replayed. Train with dropout "
+                "off and batch norm in eval mode (or LayerNorm); or use Source"
+            )
+        self.trained = list(trained)
+        self.numbers = sum(initial[name].numel() for name in self.trained)
+        self.slots = max(SLOTS[kind] for kind in run.optimizers.values())
+        self.width = self._width(bench.memory // 4)
+
+    # -- forwards ------------------------------------------------------------------------------
+
+    def first(self) -> Point:
+        """Before the first update."""
+        assert self.run.initial is not None
+        weights = self.run.initial.weights()
+        return Point(0, {name: {WEIGHT: self._put(weights[name])} for name in self.trained}, {})
+
+    def final(self) -> Point:
+        """After the last update, as recorded."""
+        return self._anchored(replace(self.first(), step=self.steps), compare=False)
+
+    def forward(self, point: Point, last: int) -> Iterator[tuple[Update, Point]]:
+        """Every update from a point up to `last`, and the point after it."""
+        for parts in self._loaded(range(point.step, last), self._drawn, self.batch_size):
+            point = self._entering(point)
+            update = self._update(point, parts)
+            point = self._anchored(update.applied())
+            yield update, point
+
+    def _update(self, point: Point, parts: list[Part]) -> Update:
+        t, stage = point.step, self.stage(point.step)
+        run, objective, weights = self.run, self.objectives[stage.name], point.weights
+        settings = {
+            name: (run.learning_rates[t, c], run.momentums[t, c], run.hyperparameters[c])
+            for c in run.columns[stage.name]
+            # zeros for both: the group was not stepping
+            if run.learning_rates[t, c] or run.momentums[t, c]
+            for name in run.groups[c]
+            if name in weights
+        }
+        examples, gradients = sum(len(indices) for indices, _ in parts), Tensors()
+        for _, batch in parts if settings else ():
+            for name, g in objective.gradient(weights, settings, batch, "losses", examples).items():
+                gradients[name] = gradients[name] + g if name in gradients else g
+        kind, counts = run.optimizers[stage.name], point.counts
+        rules = {
+            name: Rule(kind, float(rate), float(momentum), others, counts.get(name, 0) + 1)
+            for name, (rate, momentum, others) in settings.items()
+            if name in gradients
+        }
+        clip = run.notes.get("clip_norm")
+        clip = clip.get(stage.name) if isinstance(clip, Mapping) else clip
+        return Update(point, stage, rules, gradients, clip)
+
+    def _entering(self, point: Point) -> Point:
+        """The point, without the state of an optimizer that the stage begun here does not go on
+        with: one that goes on keeps its parameter groups."""
+        stages = self.run.stages
+        k = next((k for k, s in enumerate(stages) if s.start == point.step), 0)
+        columns = self.run.columns
+        if k == 0 or set(columns[stages[k].name]) & set(columns[stages[k - 1].name]):
+            return point
+        states = {name: {WEIGHT: state[WEIGHT]} for name, state in point.states.items()}
+        return Point(point.step, states, {})
+
+    def _anchored(self, point: Point, compare: bool = True) -> Point:
+        """The point with what the run has recorded there, if it has."""
+        checkpoint = self.anchors.get(point.step)
+        if checkpoint is None:
+            return point
+        weights, state = checkpoint.weights(), checkpoint.optimizer_state()
+        states, counts = dict(point.states), dict(point.counts)
+        for name in self.trained:
+            states[name] = states[name] | {WEIGHT: self._put(weights[name])}
+        if compare and point.step not in self.deviations:
+            self.deviations[point.step] = self._deviation(point, states, weights)
+        if state is not None:
+            states = {name: {WEIGHT: held[WEIGHT]} for name, held in states.items()}
+            for key, value in state.items():
+                name, what = key.removesuffix(NUMBER).rsplit("/", 1)
+                if name in states and what == "step":
+                    counts[name] = int(value)
+                elif name in states and value.shape == states[name][WEIGHT].shape:
+                    states[name][what] = self._put(value)
+        return Point(point.step, states, counts)
+
+    def _deviation(self, point: Point, states: Mapping[str, State], recorded: Tensors) -> float:
+        """How far the replay has strayed, as a share of the way since the checkpoint before."""
+        before = max((step for step in self.anchors if step < point.step), default=0)
+        start = (self.anchors[before] if before else self.run.initial).weights()  # type: ignore[union-attr]
+        stray = way = size = 0.0
+        for name in self.trained:
+            there = states[name][WEIGHT].double()
+            stray += float((point.states[name][WEIGHT].double() - there).square().sum())
+            way += float((self._put(start[name]).double() - there).square().sum())
+            size += float(there.square().sum())
+        coarse = max(
+            torch.finfo(kind).eps
+            for kind in {self.dtype, *(recorded[name].dtype for name in self.trained)}
+        )
+        if not np.isfinite(stray):
+            raise FloatingPointError(
+                f"the replay is NaN or infinite between the updates {before} and {point.step}: "
+                "mend or leave out the examples that are, in the data and in the training"
+            )
+        # where training hardly moved, rounding must not look like straying
+        return float(np.sqrt(stray) / (np.sqrt(way) + 1e3 * coarse * np.sqrt(size) or 1.0))
+
+    # -- backwards -----------------------------------------------------------------------------
+
+    def backward(
+        self, last: int, first: int = 0, draw: Draw | None = None, size: int | None = None
+    ) -> Iterator[Update]:
+        """The updates from number `last` down to the one after `first` others.
+
+        Args:
+            draw: other examples to load with each of them than its own batch.
+            size: into parts of how many (default: all at once).
+        """
+        load = partial(self._loaded, draw=draw or self._drawn, size=size)
+        for update in self._sweep(self._since(first), last, load):
+            if update.step >= first:
+                yield update
+
+    def _since(self, first: int) -> Point:
+        """The last point recorded whole, with the optimizer's state, from which to replay."""
+        at = [c.step for c in self.run.checkpoints if c.step <= first and self.run.resumable]
+        point = self.first()
+        return self._anchored(replace(point, step=at[-1]), compare=False) if at else point
+
+    def _sweep(self, point: Point, last: int, load: Load) -> Iterator[Update]:
+        length = last - point.step
+        if length <= self.width:
+            held = [update for update, _ in self.forward(point, last)]
+            for parts in load(range(last - 1, point.step - 1, -1)):
+                yield replace(held.pop(), parts=parts)
+            return
+        ends = [point.step + length * k // self.width for k in range(1, self.width + 1)]
+        points = [point]
+        for end in ends[:-1]:
+            (point,) = deque((after for _, after in self.forward(point, end)), maxlen=1)
+            points.append(point)
+        for end in reversed(ends):
+            yield from self._sweep(points.pop(), end, load)
+
+    def _width(self, memory: int) -> int:
+        """How many points each level of the sweep holds: √T, or less where that is too many, with
+        more levels, of which each replays the training once more."""
+        each = (2 + self.slots) * self.numbers * self.dtype.itemsize  # with weight and gradient
+        levels = 2
+        while True:
+            width = max(2, int(np.ceil(self.steps ** (1 / levels) - 1e-9)))
+            if width == 2 or levels * width * each <= memory:
+                return width
+            levels += 1
+
+    def warn(self, deviations: Mapping[str, float]) -> None:
+        """Say when the replay was not the training that was recorded, by these {step: share}."""
+        worst = max(deviations, key=lambda step: deviations[step], default=None)
+        if worst is not None and deviations[worst] > STRAYED and not self.unmodelled:
+            warnings.warn(
+                f"the replay misses the recorded weights at update {worst} by "
+                f"{deviations[worst]:.1%} of the way since the checkpoint before it. It "
+                "supposes that each update descended on the mean of its batch's losses, on the "
+                "data as it is now; augmentation, another reduction or clipping that was not "
+                "noted would show like this. The scores are of the replayed training",
+                stacklevel=2,
+            )
+
+    def _in_training_only(self, stage: str) -> list[str]:
+        """What a stage's model does in training and not in evaluation, by name."""
+        model, found, frozen = self.objectives[stage].model, [], []
+        assert self.run.initial is not None
+        weights = self.run.initial.weights(), self.run.final.weights()
+        for name, module in model.named_modules():
+            if isinstance(module, _DropoutNd) and module.p > 0:
+                found.append(f"{name} is {type(module).__name__}(p={module.p})")
+            elif isinstance(module, _BatchNorm):
+                before, after = (held[f"{name}.running_mean"] for held in weights)
+                if torch.equal(before, after):
+                    frozen.append(module)
+                else:
+                    found.append(
+                        f"{name} is a {type(module).__name__} whose running statistics changed: it "
+                        "was in training mode"
+                    )
+        if found:
+            return found
+        batch = place(self.study.data[stage].take([0]), self.device, self.dtype)
+        objective = self.objectives[stage]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            calm = objective.outputs({}, batch)
+            model.train()
+            for module in frozen:
+                module.eval()
+            active = objective.outputs({}, batch)
+            model.eval()
+        if float((active - calm).norm()) > 1e-3 * float(calm.norm()):
+            return [f"{type(model).__name__} puts out something else in training mode (dropout?)"]
+        return []
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def stage(self, t: int) -> Stage:
+        """The stage of the update after t others."""
+        return next(s for s in self.run.stages if s.start <= t < s.end)
+
+    def _drawn(self, t: int) -> Indices:
+        return self.batches[t]
+
+    def _loaded(self, updates: Sequence[int], draw: Draw, size: int | None) -> Iterator[list[Part]]:
+        """The examples of each update, in parts of at most `size`."""
+        for stage, group in groupby(updates, self.stage):
+            drawn = [draw(t) for t in group]
+            parts = [[b[p] for p in cut(len(b), size or len(b))] for b in drawn]
+            data = self.study.data[stage.name]
+            stream = data.stream(
+                [part for each in parts for part in each], self.device, self.dtype, self.workers
+            )
+            for each in parts:
+                yield [next(stream) for _ in each]
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype)
+
+    def fingerprint(self) -> str:
+        """Of what the run's own does not cover: where it began, and its batches."""
+        assert self.run.initial is not None
+        digest = hashlib.sha256(self.run.initial.sha256.encode())
+        digest.update(json.dumps(self.run.notes, sort_keys=True).encode())
+        for batch in self.batches:
+            digest.update(np.ascontiguousarray(batch, np.int64).tobytes() + b"|")
+        return digest.hexdigest()
+
+
+def _refuse(study: Study, run: Run, dtype: torch.dtype) -> None:
+    """Raise for runs that cannot be replayed, saying what would make them so."""
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype}: a training is replayed in torch.float32 or float64")
+    if run.batches is None:
+        size = sum(t.nbytes for t in run.final.weights().values())
+        raise RunError(
+            f"{run!r} has not recorded which examples each update used: call "
+            "recorder.step(indices) before every optimizer.step() (8 bytes for each), or give "
+            "Run.from_checkpoints(batches=...). Weights need not be kept, the training is "
+            "replayed; every_step=True keeps them too, if replaying is out of the question: "
+            f"{(run.steps + 1) * size / 2**30:.3g} GiB for this run's {run.steps:,} updates"
+        )
+    if run.initial is None:
+        raise RunError(
+            f"{run!r} has no weights from before its first update: the Recorder keeps them; give "
+            "Run.from_checkpoints(initial=...), or a checkpoint at step 0"
+        )
+    for stage in run.stages:
+        kind = run.optimizers[stage.name]
+        if kind not in SLOTS:
+            raise ValueError(
+                f"stage {stage.name!r} was trained with {kind}: only the updates of "
+                f"{', '.join(SLOTS)} are known here. Use Source, or TracIn"
+            )
+        _check_batches(study, run, stage)
+    if any(settings.get("maximize") for settings in run.hyperparameters):
+        raise ValueError(
+            "the run was trained with maximize=True, which is not replayed: negate the loss"
+        )
+    if "clip_value" in run.notes:
+        raise ValueError(
+            f"the run clipped gradients by value ({run.notes['clip_value']!r}), which is not "
+            "replayed: clip by norm, noted as clip_norm"
+        )
+
+
+def _check_batches(study: Study, run: Run, stage: Stage) -> None:
+    assert run.batches is not None
+    batches = run.batches[stage.start : min(stage.end, run.final.step)]
+    updates = (
+        np.repeat(np.arange(len(batches)), [len(batch) for batch in batches]) + stage.start + 1
+    )
+    empty = [k for k, batch in enumerate(batches) if not len(batch)]
+    if empty:
+        raise RunError(
+            f"update {stage.start + empty[0] + 1} has an empty batch: give the examples it used"
+        )
+    used, drawn = study.used(run, stage.name), np.concatenate(batches)
+    count = len(study.data[stage.name])
+    outside = np.flatnonzero((drawn < 0) | (drawn >= count))
+    if len(outside):
+        raise RunError(
+            f"update {updates[outside[0]]} used example {drawn[outside[0]]} of stage "
+            f"{stage.name!r}, whose data has {count}: give the data that was trained on, as it was"
+        )
+    strangers = np.flatnonzero(~np.isin(drawn, used))
+    if len(strangers):
+        raise RunError(
+            f"update {updates[strangers[0]]} used example {drawn[strangers[0]]}, which is not in "
+            "the run's subset: batches are indices of the whole dataset"
+        )
+
+
+def _check_parameters(model: nn.Module, stage: str, initial: Mapping[str, Tensor]) -> None:
+    """Raise where a stage's model has parameters of which nobody knows how they started."""
+    new = [
+        name
+        for name, p in model.named_parameters()
+        if name not in initial or initial[name].shape != p.shape
+    ]
+    if new:
+        raise ValueError(
+            f"the model of stage {stage!r} has parameters that the run's first weights have not, "
+            f"or in another shape ({', '.join(new[:3])}): how they started is not recorded. Make "
+            "the whole model before the first stage"
+        )

@@ -1,0 +1,603 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import whence
+from whence.cli import main, settings
+from whence.cli.screen import explained
+from whence.cli.studyfile import load_study
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import whence
+
+train_set = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+"""
+
+# `tick` interrupts this very process at a chosen moment, and counts how much was done.
+STUDY = """
+import atexit, os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+import whence
+
+print("a study file may print what it likes")
+ticks = 0
+
+def tick(what):
+    global ticks
+    if os.environ.get("TICKS") == what:
+        ticks += 1
+        if ticks == int(os.environ.get("STOP_AT", "-1")):
+            os.kill(os.getpid(), signal.SIGINT)
+
+if "TICKS" in os.environ:
+    atexit.register(lambda: print(f"ticks {ticks}", file=sys.stderr))
+
+class Watched(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, k):
+        tick("reads")
+        return self.x[k], self.y[k]
+
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(2100, 4, generator=generator)
+y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+train, query, others = Watched(x, y), TensorDataset(x[:6], y[:6]), TensorDataset(x[:3], y[:3])
+few = TensorDataset(x[:60], y[:60])
+classes = ["none", "one", "both"]
+
+def make_model():
+    tick("models")
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+def make_recipe(data, epochs):
+    return whence.Recipe(
+        make_model, whence.Classification(), data,
+        optimizer=lambda p: torch.optim.SGD(p, lr=1.0), batch_size=20, epochs=epochs,
+    )
+
+recipe = make_recipe(few, 8)
+if os.environ.get("FEW"):
+    study = whence.Study(make_model(), whence.Classification(), few, recipe.run(0, "runs/few"))
+else:
+    run = make_recipe(TensorDataset(x, y), 1).run(0, "runs/all", checkpoints=2)
+    study = whence.Study(make_model(), whence.Classification(), train, run)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_training.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_training", raising=False)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    whence.Run.from_checkpoints([model.state_dict()], [3], 0.1).save(tmp_path / "run")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study file with its runs."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "study.py").write_text(STUDY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        for few in ("", "1"):
+            patch.setenv("FEW", few)
+            load_study("study.py")
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a study of 60 examples and a recipe."""
+    (tmp_path / "study.py").write_text(STUDY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEW", "1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def command(*more: str, run: str = "run", model: str = "my_training:make_model") -> int:
+    return main(["layers", run, "--model", model, "--train", "my_training:train_set", *more])
+
+
+def typed(line: str) -> int:
+    return main(shlex.split(line))
+
+
+def answered(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    """What a command answers to a machine."""
+    capsys.readouterr()
+    assert typed(f"{line} --json") == code
+    return json.loads(capsys.readouterr().out)
+
+
+def process(folder: Path, line: str, **environment: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a real `whence`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "whence.cli", *shlex.split(line)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def test_layers_shows_what_is_tracked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command() == 0
+    said = capsys.readouterr().out
+    assert "5 × 4+1" in said and "3 × 5+1" in said and "all 43 parameters are tracked" in said
+    assert command("--layers", "2") == 0
+    assert "0 (58.1%: not chosen)" in capsys.readouterr().out
+    assert command("--layers", "0", "2") == 0  # several after one option
+    assert "all 43 parameters are tracked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run": "nowhere"}, "no run at nowhere"),
+        ({"model": "my_training"}, "write MODULE:NAME"),
+        ({"model": "my_training:mistake"}, "--model 'my_training:mistake' cannot be found"),
+        ({"model": "no_such_module:x"}, "cannot be found"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: dict[str, str], message: str
+) -> None:
+    assert command(**given) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+# -- help, typos -----------------------------------------------------------------------------------
+
+
+def test_help_and_typos(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((["--help"], 0), (["layer"], 2), (["layers", "--help"], 0)):
+        assert main(arguments) == code
+    assert "No such command 'layer'. Did you mean 'layers'?" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"whence {whence.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("attribute study.py --segmants 3", "No such option: --segmants"),
+        ("attribute study.py --segmants 3", "--segments"),
+        ("attribute study.py --method sorce", "Did you mean source? There are source, "),
+        ("attribute study.py --dimension 9", "a setting of trak, not of source, which has --segm"),
+        ("attribute study.py --method trak --dimension x", "--dimension x: give INT"),
+        ("attribute study.py --method downsampling", "needs --truth"),
+        ("attribute", "Missing argument"),
+        ("attribute study.py --device cuda:99", "--device cuda:99: "),
+        ("attribute study.py --device toaster", "--device toaster: use cpu, cuda"),
+        ("attribute study.py --dtype int8", "--dtype int8: use one of float32"),
+        (
+            "attribute study.py --method random --batch-size 3",
+            "--batch-size means nothing to random",
+        ),
+        ("attribute study.py --curvature x", "curvature='x'"),
+        ("attribute study.py --query nobody", "defines no 'nobody' for --query"),
+        ("attribute study.py --segments 70", "70"),
+        ("attribute nowhere.py", "nowhere.py does not exist"),
+        ("attribute runs", "runs is a folder: give a study file"),
+        ("attribute runs/few", "runs/few is a run's folder"),
+        ("fit study.py --method random", "random fits nothing"),
+        ("top nowhere --query 0", "nowhere does not exist: give a folder that `whence attribute`"),
+        ("top runs --query 0", "runs holds no scores"),
+        ("top study.py --query 0", "study.py is a file"),
+        ("top scores --query 6", "query=6 is out of range: these scores have queries 0..5"),
+        ("top scores", "say which query"),
+        ("top scores --query 0 -k 0", "Invalid value for '-k'"),
+        ("attribute study.py --out scores --segments 2", "It holds (6, 60) scores by Source(segm"),
+        ("lds scores scores --truth runs", "given twice"),
+        ("lds scores --truth runs", "runs has no truth.json"),
+        ("truth study.py --seeds many", "--seeds many: give whole numbers"),
+        ("truth study.py --query self", "--query self: retraining measures queries"),
+        ("removal study.py scores -k 3,1", "ascending"),
+        ("report scores -o runs", "--out runs is a folder"),
+        ("layers study.py --model a:b", "--model is for a run's folder"),
+        ("doctor nowhere.py", "nowhere.py does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(
+    small_with_scores: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    capsys.readouterr()
+    assert typed(line) == 2
+    said = capsys.readouterr()
+    told = [one for one in said.err.splitlines() if "may print" not in one]
+    assert len(told) == 1 and message in told[0], said.err
+    assert said.out == ""
+
+
+@pytest.fixture(scope="module")
+def made(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """And with scores."""
+    folder = tmp_path_factory.mktemp("made") / "here"
+    shutil.copytree(recorded, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setenv("FEW", "1")
+        assert typed("attribute study.py --out scores") == 0
+    return folder
+
+
+@pytest.fixture
+def small_with_scores(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("FEW", "1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return made
+
+
+def test_a_usage_error_and_help_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from whence.cli import main; "
+        "codes = main(['attribute', '--help']), main(['attribute', 'x.py', '--dimension', '3']); "
+        "assert codes == (0, 2), codes; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_the_extra_only_the_demo_works() -> None:
+    """What a plain install is: typer and rich cannot be imported."""
+    code = """
+import sys
+sys.modules["typer"] = sys.modules["rich"] = None
+from whence.cli import main
+assert main(["attribute", "study.py"]) == 2
+try:
+    main(["demo", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1 and "pip install 'whence[cli]'" in done.stderr
+    assert "usage: whence demo" in done.stdout
+
+
+def test_the_demo_answers_machines(tmp_path: Path) -> None:
+    code, answer, said = process(tmp_path, "demo --out tour --quiet --json")
+    assert code == 0 and "Test digit" in said
+    found = json.loads(answer)
+    assert found["accuracy"] > 0.9 and found["flipped_among_the_worst"]["SOURCE"] > 75
+    assert (tmp_path / found["figure"]).exists()
+
+
+# -- settings are the classes' own -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", settings.methods())
+def test_options_are_the_constructors_arguments(name: str) -> None:
+    """What was read from the source is what Python itself says of the class."""
+    read, real = settings.methods()[name], inspect.signature(settings.kind(name)).parameters
+    assert list(read) == list(real)
+    for setting in read.values():
+        parameter = real[setting.name]
+        if parameter.default is inspect.Parameter.empty:
+            assert setting.default is None
+        else:
+            assert setting.default == str(parameter.default)
+        assert " | ".join(setting.kinds) == parameter.annotation
+        assert setting.about, f"{name} does not say what {setting.name} is"
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "value"),
+    [
+        ("source", {"segments": "2"}, {"segments": 2}),
+        ("source", {"segments": "auto"}, {"segments": "auto"}),
+        ("source", {"segments": "30,60"}, {"segments": [30, 60]}),
+        ("source", {"damping": "1e-3"}, {"damping": 1e-3}),
+        ("source", {"damping": "none"}, {"damping": None}),
+        ("influence", {"damping": "source"}, {"damping": "source"}),
+        ("trak", {"joint": True}, {"joint": False}),  # --no-joint
+        ("unrolled", {"expected": True}, {"expected": True}),
+        ("leaveoneout", {"examples": "3", "seeds": "2"}, {"examples": [3], "seeds": 2}),
+    ],
+)
+def test_texts_become_values(method: str, text: dict[str, Any], value: dict[str, Any]) -> None:
+    assert settings.chosen(method, text) == value
+    assert settings.find("Leave-One-Out") == "leaveoneout"
+
+
+# -- the whole way ---------------------------------------------------------------------------------
+
+
+def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fitted = answered("fit study.py --segments 2", capsys)
+    assert len(fitted["cache"][0]["new"]) > 0
+    assert answered("fit study.py --segments 2", capsys)["cache"][0]["new"] == []
+    factors = sorted(path.name for path in (small / "runs/few/factors").iterdir())
+
+    found = answered("attribute study.py --segments 2 --by-segment --out scores/source", capsys)
+    assert found["shape"] == [6, 60] and found["settings"]["segments"] == 2
+    # nothing was fitted again
+    assert sorted(path.name for path in (small / "runs/few/factors").iterdir()) == factors
+    scores = whence.Scores.load("scores/source")
+    assert scores.by_segment is not None and len(scores.by_segment) == 2
+    assert answered("attribute study.py --method tracin --query others -o scores/t", capsys)[
+        "shape"
+    ] == [3, 60]
+    alone = answered("attribute study.py --query self --top 5 --out scores/self", capsys)
+    assert alone["self_influence"] and whence.Scores.load("scores/self").top is not None
+    left = "attribute study.py --method leaveoneout --examples 3,5 --engine single -o scores/loo"
+    assert answered(left, capsys)["shape"] == [6, 2]
+
+    best = answered("top scores/source --query 3 -k 2 --study study.py", capsys)
+    assert [e["example"] for e in best["helpful"]] == scores.helpful(3, 2).examples
+    assert [e["value"] for e in best["harmful"]] == [e.value for e in scores.harmful(3, 2)]
+    assert best["helpful"][0]["label"] in ("none", "one", "both") and best["shown"]["label"]
+    assert typed("top scores/source --query 3 -k 2 --study study.py") == 0
+    shown = capsys.readouterr().out
+    assert "most helpful" in shown and str(best["harmful"][0]["example"]) in shown
+
+    truth = answered("truth study.py --subsets 4 --seeds 2 --alpha 0.6 --out truth/x", capsys)
+    assert (truth["subsets"], truth["seeds"], truth["alpha"]) == (4, [0, 1], 0.6)
+    judged = answered("lds scores/source --truth truth/x --bootstrap 100", capsys)
+    real = whence.evaluate.lds(scores, whence.retrain.Truth.load("truth/x"), bootstrap=100)
+    assert judged["source"]["value"] == real.value
+    assert typed("lds scores/source --truth truth/x --bootstrap 100") == 0
+    assert "LDS of Source" in capsys.readouterr().out
+
+    line = "removal study.py scores/source -k 2,4 --queries 2 --seeds 1 --select-seeds 1"
+    removed = answered(f"{line} --out removal/x", capsys)
+    assert removed["k"] == [2, 4] and set(removed["flipped"]) == {"source", "Random"}
+    page = answered("report scores/source --study study.py -o page.html", capsys)
+    assert (small / "page.html").stat().st_size == page["bytes"] > 1000
+
+    layers = answered("layers study.py", capsys)
+    assert [layer["parameters"] for layer in layers["layers"]] == [25, 18]
+    assert typed("top scores/source --query 3 --study my.py") == 2
+
+
+def test_progress_tells_the_time_left_and_leaves_stdout_alone(
+    small_with_scores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("attribute study.py --method tracin --out again --progress --json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["method"] == "TracIn"
+    assert re.search(r"scores: .*<", said.err)  # [elapsed<left, rate]
+    assert "a study file may print what it likes" in said.err
+
+
+def test_the_doctor(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = answered("doctor", capsys)
+    assert machine["versions"]["torch"] == torch.__version__
+    assert machine["devices"][0]["device"] == "cpu" and machine["devices"][0]["total"] > 0
+    sound = answered("doctor study.py", capsys)["study"]
+    verdicts = {check["check"]: check["verdict"] for check in sound["checks"]}
+    assert sound["sound"] and verdicts == dict.fromkeys(verdicts, "sound")
+    cost = next(check["message"] for check in sound["checks"] if check["check"] == "cost")
+    assert "6 × covariances" in cost and "of memory" in cost
+    recipe = next(check for check in sound["checks"] if check["check"] == "recipe")
+    assert recipe["message"] == "it is what made the run, with seed 0"
+    assert typed("doctor study.py") == 0
+    assert "✓ recipe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "verdict", "message"),
+    [
+        ("nn.Linear(4, 5)", "run, weights", "bad", "of another architecture than the model"),
+        ("Watched(x, y)", "data", "bad", "differs between two reads"),
+        ("TensorDataset(x[:6], y[:6])", "query", "bad", "query batches are built like"),
+        ("recipe = make_recipe(few, 8)", "recipe", "bad", "is not the study's"),
+        ("seed", "recipe", "note", "does not start from the run's initial weights"),
+        ("weights", "run, weights", "bad", "truncated or altered"),
+        ("", "recipe", "note", "none is defined"),
+    ],
+)
+def test_the_doctor_finds(
+    small: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: str,
+    check: str,
+    verdict: str,
+    message: str,
+) -> None:
+    assert typed("layers study.py") == 0  # makes the run
+    tail = {
+        "nn.Linear(4, 5)": "study = whence.Study(nn.Linear(4, 3), whence.Classification(), few, "
+        "'runs/few')",
+        "Watched(x, y)": "class Noisy(Watched):\n"
+        "    def __getitem__(self, k):\n        return self.x[k] + torch.rand(4), self.y[k]\n"
+        "study = whence.Study(make_model(), whence.Classification(), Noisy(x[:60], y[:60]), "
+        "'runs/few')",
+        "TensorDataset(x[:6], y[:6])": "query = TensorDataset(x[:6])",
+        "recipe = make_recipe(few, 8)": "recipe = make_recipe(TensorDataset(x[:70], y[:70]), 8)",
+        "seed": "recipe = whence.Recipe(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), "
+        "nn.Linear(5, 3)).apply(lambda m: [p.data.mul_(2) for p in m.parameters()] and None), "
+        "whence.Classification(), few, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), "
+        "batch_size=20, epochs=2)",
+        "weights": "",
+        "": "del recipe",
+    }[change]
+    (small / "study.py").write_text(STUDY + "\n" + tail + "\n")
+    if change == "weights":
+        checkpoint = sorted((small / "runs/few/checkpoints").glob("*.safetensors"))[1]
+        checkpoint.write_bytes(checkpoint.read_bytes()[:-1] + b"\x01")
+    found = answered("doctor study.py", capsys, code=1 if verdict == "bad" else 0)["study"]
+    assert found["sound"] == (verdict != "bad")
+    messages = [
+        c["message"] for c in found["checks"] if (c["check"], c["verdict"]) == (check, verdict)
+    ]
+    assert any(message in one for one in messages), found["checks"]
+
+
+def test_what_fails_in_the_users_code_is_1(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (small / "study.py").write_text(
+        STUDY + "\nclass Bad(whence.Classification):\n    def measurements(self, outputs, batch):\n"
+        "        raise RuntimeError('no such luck')\n"
+        "study = whence.Study(make_model(), Bad(), few, study.runs)\n"
+    )
+    assert typed("attribute study.py") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert re.search(r"failed at .*study\.py, line \d+: RuntimeError: no such luck", said[-1])
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"the disk is full \(No space", 1),
+        (OSError("problem writing element 5 to file"), "the disk is full .* make room", 1),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "denied: 'x': choose another", 2),
+    ],
+)
+def test_disks_that_are_full_or_locked(error: OSError, said: str, code: int) -> None:
+    with pytest.raises(OSError) as raised:
+        raise error
+    message, found = explained(raised.value)
+    assert re.search(said, message) and found == code
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.npy"))}
+
+
+@pytest.mark.parametrize(
+    ("line", "ticks", "share", "out", "environment"),
+    [
+        ("attribute study.py --segments 1 --batch-size 256", "reads", 0.9, "scores", {}),
+        (
+            "truth study.py --subsets 6 --seeds 2 --engine single",
+            "models",
+            0.8,
+            "truth",
+            {"FEW": "1"},
+        ),
+    ],
+    ids=["attribute", "truth"],
+)
+def test_interrupted_the_same_command_goes_on_to_the_same_bits(
+    recorded: Path,
+    tmp_path: Path,
+    line: str,
+    ticks: str,
+    share: float,
+    out: str,
+    environment: dict[str, str],
+) -> None:
+    line += f" --out {out} --json"
+    environment = environment | {"TICKS": ticks}
+    folders = {name: tmp_path / name for name in ("whole", "cut")}
+    for folder in folders.values():
+        shutil.copytree(recorded, folder)
+    code, answer, said = process(folders["whole"], line, **environment)
+    assert code == 0 and json.loads(answer)["path"] == out, said
+    total = int(re.findall(r"ticks (\d+)", said)[-1])
+    stop = {"STOP_AT": str(int(share * total))}
+    code, answer, said = process(folders["cut"], line, **environment, **stop)
+    assert code == 130 and answer == "", said
+    assert "interrupted. What is done is kept; the same command goes on from there:" in said
+    again = next(one.strip() for one in said.splitlines() if one.startswith("  whence "))
+    assert again == f"whence {line}"
+    assert not list((folders["cut"] / out).glob("scores.json"))
+    code, answer, said = process(folders["cut"], again.removeprefix("whence "), **environment)
+    assert code == 0, said
+    assert int(re.findall(r"ticks (\d+)", said)[-1]) < 0.9 * total  # not all was done again
+    whole, cut = (bits(folder / out) for folder in folders.values())
+    assert whole and whole == cut
+
+
+def test_whatever_a_study_file_prints_is_not_in_the_answer(recorded: Path) -> None:
+    """Nor what C code or another process prints."""
+    (recorded / "loud.py").write_text(
+        "import os\nprint('a')\nos.write(1, b'b\\n')\nos.system('echo c')\nfrom study import *\n"
+    )
+    code, answer, said = process(recorded, "layers loud.py --json", FEW="1")
+    assert code == 0 and json.loads(answer)["share"] == 1, said
+    assert {"a", "b", "c"} <= set(said.split())
+
+
+def test_ctrl_c_from_outside(made: Path) -> None:
+    """A real SIGINT while the study file still loads."""
+    (made / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "whence.cli", "attribute", "slow.py"],
+        cwd=made,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stderr is not None and running.stderr.readline() == "here\n"
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=30)
+    assert running.returncode == 130 and "whence attribute slow.py" in said
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_help_says(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "make_cli", "__file__": str(ROOT / "docs/make_cli.py")}
+    exec(compile((ROOT / "docs/make_cli.py").read_text(), "make_cli.py", "exec"), names)
+    assert names["page"]() == (ROOT / "docs/cli.md").read_text(), "python docs/make_cli.py"
+
+
+def test_the_pages_study_file_can_be_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command does: with other data each time, the second would be refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = re.search(r"```python\n(# study.py\n.*?)```", (ROOT / "docs/cli.md").read_text(), re.S)
+    assert found is not None
+    (tmp_path / "study.py").write_text(found[1])
+    first, second = load_study("study.py"), load_study("study.py")
+    assert first.study.data["train"].fingerprint() == second.study.data["train"].fingerprint()
+    assert first.needs_recipe().fingerprint == second.needs_recipe().fingerprint
+
+
+def test_nothing_of_the_command_line_imports_torch_at_the_top() -> None:
+    for file in sorted((ROOT / "src/whence/cli").glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            heavy = ("torch", "numpy", "whence.s", "whence.r", "whence.m", "whence.e", "whence.d")
+            assert not [name for name in names if name.startswith(heavy)], (file, names)

@@ -1,0 +1,60 @@
+"""Tables made of results are current, and costs are as the page counts them, by its own factors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+import tables  # noqa: E402
+
+sys.path.remove(str(ROOT / "docs"))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
+
+
+@pytest.mark.parametrize("page", ["cost", "meaning"])
+def test_tables_are_made_of_the_results(page: str) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text()
+    assert tables.MARKED.search(text)
+    assert tables.filled(text) == text, "python docs/tables.py"
+
+
+def test_time_is_as_counted() -> None:
+    found = tables.seconds()
+    assert {c.kind for c in found} == set(tables.AT_MOST)
+    for c in found:
+        assert tables.AT_LEAST <= c.ratio <= tables.AT_MOST[c.kind], (c.what, c.ratio)
+
+
+def test_memory_is_as_counted() -> None:
+    low, high = tables.MEMORY
+    for c in tables.memory():
+        assert low <= c.ratio <= high, (c.what, c.ratio)
+
+
+def test_the_page_states_the_factors() -> None:
+    text = (ROOT / "docs/cost.md").read_text()
+    assert "factor of three" in text and tables.AT_MOST["float32"] == 3
+    for factor in tables.AT_MOST.values():
+        assert f"| {factor:g} |" in text
+
+
+def test_the_formulas_on_the_page_are_the_counts() -> None:
+    """The table of operations, written out anew."""
+    from types import SimpleNamespace
+
+    from whence.operators import cost
+
+    for o, i, t, q in ((10, 64, 1, 7), (96, 32, 12, 5), (8, 40, 100, 3)):
+        block = SimpleNamespace(o=o, i=i, width=i, size=o * i)
+        assert cost.forward_backward(block, t) == 4 * t * o * i
+        assert cost.covariance(block, t) == t * (i * i + o * o)
+        several = min(t, o) * i * i + min(t, i) * o * o + t * o * i
+        assert cost.squares(block, t) == 2 * (several if t > 1 else i * i + o * o + o * i)
+        assert cost.inner(block, t, q) == 2 * o * i * (q + (t if t > 1 else 0))
+        assert cost.eigenbasis(block) / 2 == 9 * (i**3 + o**3)
+        assert 2 * cost.rotate_queries(block, q) == 4 * q * o * i * (i + o)

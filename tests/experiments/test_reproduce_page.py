@@ -1,0 +1,423 @@
+"""The results page: what the script makes of the committed results, and of any others."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments import claims, data, figures, page, tables  # noqa: E402
+from experiments.claims import ABSENT, FAILS, HOLDS, OPEN  # noqa: E402
+from experiments.tasks import RESULTS, TASKS, WHOLE  # noqa: E402
+
+OF = {"subsets": 100, "seeds": 10, "queries": 500, "runs": 10}
+IN_PAGE = re.compile(r"\]\(figures/reproduce/([^)]*)\)")
+HOSTILE = (
+    "<script>alert(1)</script> | [a](javascript:alert(2)) ![b](//c/d.png) `e` **f** _g_ $h$ "
+    '&lt; \\| {: onclick=i } --8<-- "README.md" <!-- k --> ^l^\n\n# m\n\u202etxt'
+)
+
+
+def entry(
+    single: float | None, ensemble: float | None = None, half: float = 0.01
+) -> dict[str, Any]:
+    """An LDS with intervals of ± half."""
+    values = [None if v is None else [v, v - half, v + half] for v in (single, ensemble)]
+    return {
+        "single": values[0],
+        "ensemble": values[1],
+        "ceiling": 0.9,
+        "diverged": 0,
+        "of": dict(OF),
+        "method": "Method()",
+        "slope": 0.5,
+        "seconds": 1.0,
+    }
+
+
+def result(task: str, lds: dict[str, dict[str, Any]], quick: bool = False) -> dict[str, Any]:
+    versions = {"processor": "P", "python": "3", "torch": "2", "whence": "0", "date": "2026-01-01"}
+    return {
+        "schema": 2,
+        "task": task,
+        "quick": quick,
+        "recipe": "r" * 64,
+        "rate": 0.1,
+        "weight_decay": 0.0,
+        "lds": lds,
+        "seconds": {},
+        "examples": 100,
+        "device": "CPU",
+        "tf32": False,
+        "machine": versions,
+        "commands": [f"whence reproduce {task}"],
+    }
+
+
+def paper(source: float = 0.5, **changed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Results in the paper's order."""
+    values = {"RepSim": 0.05, "TracIn": 0.2, "TRAK": 0.1, "influence": 0.3, "FastSource": 0.45}
+    made = {name: entry(v, v + 0.05) for name, v in values.items()}
+    return made | {"SOURCE": entry(source, source + 0.05)} | changed
+
+
+def write(folder: Path, name: str, found: dict[str, Any]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Path]:
+    """All figures of the committed results, drawn anew; no text is written into the results."""
+    docs = tmp_path_factory.mktemp("docs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "write_json", lambda file, content: None)
+        return set(page.draw(docs=docs)), docs / page.PICTURES
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    made = page.text()
+    assert made == (ROOT / "docs/reproduce.md").read_text(), "python -m experiments.page"
+    assert "<!--" not in made
+
+
+def test_figures_are_those_that_the_script_makes(drawn: tuple[set[str], Path]) -> None:
+    names, _ = drawn
+    shown = set(IN_PAGE.findall((ROOT / "docs/reproduce.md").read_text()))
+    held = {file.name: file.stat().st_size for file in (ROOT / "docs" / page.PICTURES).iterdir()}
+    assert shown == set(held), "python -m experiments.page"
+    assert {name for name in shown if not name.startswith("examples-")} <= names <= shown
+    assert max(held.values()) < 200_000
+
+
+def test_figures_are_drawn(drawn: tuple[set[str], Path]) -> None:
+    from PIL import Image
+
+    names, folder = drawn
+    for name in names:
+        with Image.open(folder / name) as image:
+            pixels = np.asarray(image.convert("L"))
+        assert pixels.min() < 100 and pixels.max() > 250 and pixels.std() > 5, name
+
+
+def test_two_weights_are_predicted_by_unrolling_and_not_by_influence() -> None:
+    found = figures.two_weights(seeds=150)
+
+    def off(name: str, real: Any) -> float:
+        return float(np.linalg.norm(found.predicted[name] - real) / np.linalg.norm(real))
+
+    assert off("unrolling", found.real) < 0.08
+    assert off("SOURCE", found.real) < 0.12
+    assert off("influence", found.real) > 1
+    assert off("influence", found.optimum) < 0.3
+    # in closed form: the example's gradient at the end of training by the inverse of the curvature
+    ends = found.paths[0][-1]
+    x, y = found.example
+    expected = np.linalg.solve(found.hessian[0], x * (x @ ends - y)) / 60
+    np.testing.assert_allclose(found.predicted["influence"], expected, rtol=1e-5)
+
+
+def test_without_results(tmp_path: Path) -> None:
+    made = page.text(tmp_path, tmp_path)
+    assert IN_PAGE.findall(made) == ["unrolling.png"]
+    assert (
+        f"Of {len(TASKS)} tasks 0 were run." in made
+        and "0 hold, 0 do not, 0 are not decided" in made
+    )
+    assert made.count("*Not run yet") > len(TASKS)
+    assert "<!--" not in made and "None" not in made
+
+
+def test_what_differs_is_said() -> None:
+    found = result("rotated_mnist", paper()) | {"tf32": True, "tracked": "the last 1 blocks"}
+    for one in found["lds"].values():
+        one["of"] = {"subsets": 60, "seeds": 5, "queries": 100, "runs": 3}
+    assert page.differences(found, TASKS["rotated_mnist"]) == [
+        *TASKS["rotated_mnist"].differs,
+        "attributed by the last 1 blocks",
+        "M = 60 (the paper: 100)",
+        "R = 5 (the paper: 20)",
+        "ensembles of 3 (the paper: 10)",
+        "trained in TF32",
+    ]
+    whole = result("concrete_n", paper())
+    for one in whole["lds"].values():
+        one["of"]["seeds"] = 100
+    assert page.differences(whole, TASKS["concrete_n"]) == []
+
+
+def test_a_result_of_another_version_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "mnist", result("mnist", paper()) | {"schema": 1})
+    with pytest.raises(ValueError, match=r"mnist\.json is of version 1, not 2: make it again"):
+        page.text(tmp_path, tmp_path)
+
+
+def test_a_quick_result_is_marked(tmp_path: Path) -> None:
+    write(tmp_path, "fashion_mnist-quick", result("fashion_mnist", paper(), quick=True))
+    made = page.text(tmp_path, tmp_path)
+    assert "0 were run, 1 only in the quick version" in made
+    assert "### FashionMNIST (quick)" in made and "A smaller version of: MLP 784" in made
+    assert "| FashionMNIST (quick) | ✓ | ✓ |" in made
+    assert "numbers of the quick version" in made
+    write(tmp_path, "fashion_mnist", result("fashion_mnist", paper()))
+    assert "quick)" not in page.text(tmp_path, tmp_path)
+
+
+def test_a_result_that_is_not_finished(tmp_path: Path) -> None:
+    begun = {"RepSim": entry(0.1), "influence": entry(0.2)}
+    for one in begun.values():
+        one["ceiling"], one["of"]["runs"] = None, 1
+    write(tmp_path, "fashion_mnist", result("fashion_mnist", begun))
+    write(tmp_path, "rte", result("rte", {}))  # nothing judged yet
+    made = page.text(tmp_path, tmp_path)
+    assert f"Of {len(TASKS)} tasks 1 were run." in made
+    assert "Not finished: FashionMNIST (TracIn; TRAK; FastSource; SOURCE, L = 1; SOURCE;" in made
+    assert "Downsampling; ensembles of RepSim and influence; other α; panels; removal)." in made
+    assert "| influence | 0.20 [0.19, 0.21] | – | 1 |" in made
+    assert "Noise ceiling here unknown" in made
+    assert "| FashionMNIST | … | … |" in made
+    figure = figures.lds_bars(tables.read(tmp_path), ["fashion_mnist"])
+    assert [t.get_text() for t in figure.axes[0].texts] == ["not run"] * 3
+
+
+def test_beside_the_paper(tmp_path: Path) -> None:
+    reference = json.loads((RESULTS / "reference.json").read_text())
+    near = {
+        name: entry(v[0], reference["fashion_mnist"]["paper"]["ensemble"][name][0])
+        for name, v in reference["fashion_mnist"]["paper"]["single"].items()
+    }
+    made = page.compared({"fashion_mnist": result("fashion_mnist", near)}, reference)
+    assert "All 14 numbers that there are lie within 0.05" in made and "not kept" not in made
+    assert "| SOURCE, L = 3 | 0.46 [0.45, 0.47] | 0.46 ± 0.01 | 0.42 | +0.000 |" in made
+    near["influence"] = entry(0.35, 0.50, 0.02)
+    made = page.compared({"fashion_mnist": result("fashion_mnist", near)}, reference)
+    assert "Not within 0.05 of either: influence, ensemble (+0.050)" not in made
+    near["influence"] = entry(0.47, 0.53, 0.02)
+    made = page.compared({"fashion_mnist": result("fashion_mnist", near)}, reference)
+    assert "**Not within 0.05 of either: influence, one model (+0.170); influence, ensemble" in made
+    line = "paper's, one model: **not kept**: influence before FastSource, L = 3; influence before"
+    assert line in made and "influence before SOURCE, L = 3 (intervals overlap)" in made
+
+
+# --- claims -------------------------------------------------------------------------------------
+
+
+def word(task: str, claim: int, found: dict[str, Any] | None) -> str | None:
+    """The verdict on a claim, by its number on the page."""
+    verdict = claims.judged({} if found is None else {task: found})[task][claim - 1]
+    return None if verdict is None else verdict.word
+
+
+def test_a_comparison_needs_intervals_that_lie_apart() -> None:
+    assert claims.above([0.5, 0.45, 0.55], "a", [0.4, 0.35, 0.44], "b").word == HOLDS
+    assert claims.above([0.4, 0.35, 0.44], "a", [0.5, 0.45, 0.55], "b").word == FAILS
+    overlap = claims.above([0.5, 0.45, 0.55], "a", [0.4, 0.35, 0.46], "b")
+    assert overlap.word == OPEN and overlap.why == "a: 0.50 [0.45, 0.55], b: 0.40 [0.35, 0.46]"
+    assert claims.above(None, "a", [0.4, 0.35, 0.46], "b").word == ABSENT
+    # the difference decides where it is known: for it, against it, or not
+    near = [0.5, 0.4, 0.6], "a", [0.48, 0.38, 0.58], "b"
+    decided = claims.above(*near, [0.02, 0.01, 0.03])
+    assert decided.word == HOLDS and "difference 0.020 [0.010, 0.030]" in decided.why
+    assert claims.above(*near, [0.02, -0.01, 0.05]).word == OPEN
+    assert claims.above(*near, [-0.02, -0.03, -0.01]).word == FAILS
+
+
+def test_a_difference_of_other_sizes_does_not_count() -> None:
+    sizes = {"subsets": 4, "runs": 3}
+    found: dict[str, Any] = {
+        "lds": {"SOURCE": {"of": sizes}, "TracIn": {"of": sizes}},
+        "differences": {"SOURCE": {"TracIn": {"single": [1, 1, 1], "of": sizes}}},
+    }
+    assert claims.difference(found, "SOURCE", "TracIn") == [1, 1, 1]
+    assert claims.difference(found, "SOURCE", "TracIn", "ensemble", "ensemble") is None
+    assert claims.difference(found, "TracIn", "SOURCE") is None
+    found["lds"]["TracIn"]["of"] = sizes | {"subsets": 5}
+    assert claims.difference(found, "SOURCE", "TracIn") is None
+    found["lds"]["TracIn"]["of"] = one_model = sizes | {"runs": 1}
+    assert claims.difference(found, "SOURCE", "TracIn") is None
+    found["differences"]["SOURCE"]["TracIn"]["of"] = one_model
+    assert claims.difference(found, "SOURCE", "TracIn") == [1, 1, 1]
+
+
+def test_source_is_first() -> None:
+    assert word("concrete", 1, None) == ABSENT
+    assert word("concrete", 1, result("concrete", paper())) == HOLDS
+    assert word("concrete", 1, result("concrete", paper(source=0.2))) == FAILS
+    close = result("concrete", paper(influence=entry(0.49, 0.6)))
+    assert (word("concrete", 1, close), word("concrete", 2, close)) == (OPEN, FAILS)
+    without = paper()
+    del without["TRAK"]
+    assert word("concrete", 1, result("concrete", without)) == ABSENT
+    without["influence"] = entry(0.7)  # that it is not first is certain already
+    assert word("concrete", 1, result("concrete", without)) == FAILS
+    lonely = {name: entry(one["single"][0]) for name, one in paper().items()}
+    assert word("concrete", 2, result("concrete", lonely)) == ABSENT
+    assert word("cifar10", 2, result("cifar10", paper())) is None  # not claimed
+
+
+def test_why_source_is_not_first_is_told_by_other_methods() -> None:
+    lds = paper(source=0.2) | {WHOLE: entry(0.2)}
+    (text,) = page.causes({"concrete": result("concrete", lds)}, ["concrete"])
+    assert "Concrete: with the whole Gauss-Newton matrix" in text and "λP⁻¹" not in text
+    lds[WHOLE] = entry(0.6)  # better: it may well be EK-FAC
+    assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
+    lds[WHOLE] = entry(0.2) | {"of": lds["SOURCE"]["of"] | {"runs": 2}}  # of other models
+    assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
+    adam = paper(source=0.2) | {"SOURCE, λP⁻¹": entry(0.7)}
+    (text,) = page.causes({"rte": result("rte", adam)}, ["rte"])
+    assert "SOURCE has 0.70" in text
+    assert "What is known of why" in page.claims_part({"rte": result("rte", adam)})
+    assert "What is known of why" not in page.claims_part({"rte": result("rte", paper())})
+
+
+def test_methods_judged_at_different_sizes_are_not_compared() -> None:
+    found = result("concrete", paper())
+    found["lds"]["TRAK"]["of"]["seeds"] = 100
+    assert word("concrete", 1, found) == OPEN
+    assert "different sizes" in page.claims_part({"concrete": found})
+    found = result("concrete", paper())
+    found["lds"]["TRAK"]["of"]["runs"] = 3  # one model is one model, an ensemble is not
+    assert (word("concrete", 1, found), word("concrete", 2, found)) == (HOLDS, OPEN)
+    found["lds"]["TRAK"] |= {"ensemble": None}
+    assert word("concrete", 2, found) == ABSENT
+    uneven = result("concrete_n", paper())  # SOURCE's single number, beside ensembles of one size
+    uneven["lds"]["SOURCE"]["of"]["runs"] = 3
+    assert word("concrete_n", 4, uneven) == HOLDS
+    uneven["lds"]["TRAK"]["of"]["runs"] = 3
+    assert word("concrete_n", 4, uneven) == OPEN
+
+
+def test_claims_where_training_did_not_converge() -> None:
+    usual = result("concrete_n", paper())
+    assert word("concrete_n", 3, usual) == FAILS  # TracIn .2, influence .3
+    assert word("concrete_n", 4, usual) == HOLDS
+    other = result("concrete_n", paper(TracIn=entry(0.48, 0.55)))
+    assert (word("concrete_n", 3, other), word("concrete_n", 4, other)) == (HOLDS, FAILS)
+    assert word("concrete", 3, usual | {"task": "concrete"}) is None
+    text = page.claims_part({"concrete_n": other})
+    assert (
+        "- Concrete-N, claim 4: SOURCE, L = 3: 0.50 [0.49, 0.51], TracIn (ensemble): 0.55" in text
+    )
+
+
+def test_fastsource_and_segments() -> None:
+    found = result("fashion_mnist", paper() | {"SOURCE, L = 1": entry(0.505)})
+    assert [word("fashion_mnist", k, found) for k in (5, 6, 7)] == [HOLDS, HOLDS, OPEN]
+
+
+def test_claims_over_alpha_and_by_removal() -> None:
+    found = result("fashion_mnist", paper())
+    assert [word("fashion_mnist", k, found) for k in (8, 9, 12)] == [ABSENT] * 3
+    found["alpha"] = {f"{a:g}": paper() for a in TASKS["fashion_mnist"].full.alphas}
+    assert word("fashion_mnist", 8, found) == HOLDS
+    assert word("fashion_mnist", 9, found) == OPEN  # as high as at ½
+    found["alpha"]["1"] = {name: entry(0.0) for name in paper()}
+    assert (word("fashion_mnist", 8, found), word("fashion_mnist", 9, found)) == (HOLDS, HOLDS)
+    del found["alpha"]["0.3"]
+    assert word("fashion_mnist", 8, found) == ABSENT
+    found["removal"] = {
+        "k": [10, 20],
+        "queries": 50,
+        "trainings": 100,
+        "flipped": {"SOURCE": [0.1, 0.6], "TRAK": [0.3, 0.4], "Random": [0, 0.9]},
+        "interval": {
+            "SOURCE": [[0, 0.2], [0.5, 0.7]],
+            "TRAK": [[0.2, 0.4], [0.3, 0.45]],
+            "Random": [[0, 0], [0.8, 1]],
+        },
+    }
+    assert word("fashion_mnist", 12, found) == HOLDS
+    found["removal"]["interval"]["TRAK"][1][1] = 0.55
+    assert word("fashion_mnist", 12, found) == OPEN
+    found["removal"]["differences"] = {"TRAK": [[-0.2, -0.3, -0.1], [0.2, 0.05, 0.3]]}
+    assert word("fashion_mnist", 12, found) == HOLDS
+
+
+def test_claims_of_linear_models() -> None:
+    def one(value: float) -> dict[str, Any]:  # a lone run
+        return entry(None, value)
+
+    found = result("linear_regression", {"SOURCE, L = 1": entry(0.9), "TracIn": entry(0.7)})
+    found["lds"]["influence"] = entry(0.8)
+    few, most = {"SOURCE, L = 1": one(0.8), "influence": one(0.5)}, {"influence": one(0.85)}
+    found["epochs"] = {"1": few, "50": most}
+    found["optimum"] = {"0.1": {"influence": one(0.6)}, "1": {"influence": one(0.99)}}
+    assert [word("linear_regression", k, found) for k in (1, 2, 10, 11)] == [
+        HOLDS,
+        None,
+        ABSENT,
+        HOLDS,
+    ]
+    most["SOURCE, L = 1"] = one(0.87)
+    assert word("linear_regression", 10, found) == HOLDS
+    most["influence"] = one(0.58)
+    assert word("linear_regression", 10, found) == OPEN
+
+
+# --- text from elsewhere ------------------------------------------------------------------------
+
+
+def test_texts_are_nothing_but_text(tmp_path: Path) -> None:
+    markdown = pytest.importorskip("markdown")
+    found = result("rte", paper())
+    found["panels"] = {
+        "of": {"queries": 1, "runs": 5},
+        "methods": {"SOURCE": [{"helpful": [7, 8], "harmful": [9, 4]}]},
+    }
+    write(tmp_path, "rte", found)
+    assert "for want of the texts" in page.text(tmp_path, tmp_path)
+    (tmp_path / "texts").mkdir()
+    kept = {"recipe": "r" * 64, "query": {"0": HOSTILE}, "train": {"7": HOSTILE, "9": "x" * 999}}
+    write(tmp_path / "texts", "rte", kept)
+    made = page.text(tmp_path, tmp_path)
+    part = made[made.index("**RTE**") : made.index("## What was done")]
+    assert "x" * page.LETTERS + " …" in part and "x" * (page.LETTERS + 1) not in part
+    extensions = ["tables", "attr_list", "md_in_html", "pymdownx.arithmatex", "pymdownx.snippets"]
+    html = markdown.markdown(part, extensions=extensions)
+    tags = set(re.findall(r"</?([a-z0-9]+)", html))
+    assert tags == {"p", "strong", "em", "table", "thead", "tbody", "tr", "th", "td"}, tags
+    assert html.count("<td>") == 3 and html.count("<strong>") == html.count("<em>") == 1
+    cell = re.findall(r"<td>(.*?)</td>", html, re.S)[1]
+    query = re.findall(r"<p><em>Query</em>: (.*?)</p>", html, re.S)[0]
+    import html as entities
+
+    for shown in (cell, query):
+        assert entities.unescape(shown) == " ".join(HOSTILE.replace("\u202e", " ").split())
+    write(tmp_path / "texts", "rte", kept | {"recipe": "other"})
+    assert "for want of the texts" in page.text(tmp_path, tmp_path)
+
+
+def test_texts_are_those_of_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "glue/RTE"
+    folder.mkdir(parents=True)
+    rows = [f"{k}\tone {k}\ttwo {k}\t{('entailment', 'not_entailment')[k % 2]}" for k in range(200)]
+    for file in ("train.tsv", "dev.tsv"):
+        (folder / file).write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *rows]))
+    monkeypatch.setenv("WHENCE_DATA", str(tmp_path))
+    assert page.here("rte")
+    found = result("rte", paper())
+    panel = {"helpful": [7], "harmful": [190]}
+    found["panels"] = {"of": {}, "methods": {"SOURCE": [panel] * 3}}
+    texts = page.texts_of(found, TASKS["rte"])
+    assert texts["query"]["1"] == "not entailment: one 1 / two 1"
+    assert texts["train"] == {
+        "7": "not entailment: one 7 / two 7",
+        "190": "entailment: one 190 / two 190",
+    }
+
+
+def test_nothing_is_downloaded_for_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WHENCE_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not any(page.here(task) for task in page.NEEDS)
+    assert set(page.NEEDS) == {name for name, e in TASKS.items() if e.panel}
+    assert all(file.split("/")[-1] for files in page.NEEDS.values() for file in files)
+    folders = {file.rsplit("/", 1)[0] for files in page.NEEDS.values() for file in files}
+    assert folders <= set(data.SOURCES)

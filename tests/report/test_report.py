@@ -1,0 +1,676 @@
+"""The report: what is in the file, what it refuses, and what it makes of strange data."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support import models
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+import whence
+from whence.engine.scoring import Tokens
+from whence.present.examples import CHARACTERS, png
+from whence.present.predict import predictions
+from whence.present.views import harmful_overall, histogram, overview, query_view, row_of, strongest
+from whence.report import HTML, Examples, check_data, page
+from whence.scores import Top
+
+QUIET: dict[str, Any] = {"dtype": torch.float64, "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
+
+
+@pytest.fixture(scope="module")
+def study() -> whence.Study:
+    torch.manual_seed(0)
+    model, task, train = models.mlp().double(), whence.Classification(), models.vectors(20)
+    history = models.train_run(model, task, train, [3, 6, 9], 0.2)
+    return whence.Study(model, task, train=train, runs=history.run)
+
+
+QUERY = models.vectors(5, seed=1)
+
+
+@pytest.fixture(scope="module")
+def scores(study: whence.Study) -> whence.Scores:
+    return whence.Source(3).attribute(study, QUERY, by_segment=True, **QUIET)
+
+
+def made(values: Any, higher_is_better: bool = True, **more: Any) -> whence.Scores:
+    about = {"method": "Made", "measurement": "margin", "unit": "logits"} | more
+    return whence.Scores(np.asarray(values), higher_is_better=higher_is_better, **about)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is embedded in a report: (payload, examples), read as a browser would."""
+    found = {}
+    for name in ("whence-scores", "whence-examples"):
+        pattern = rf'<script type="application/json" id="{name}">(.*?)</script>'
+        match = re.search(pattern, path.read_text("utf-8"), re.S)
+        assert match
+        found[name] = json.loads(match[1])
+    return found["whence-scores"], found["whence-examples"]
+
+
+def pixels(shown: dict[str, Any]) -> np.ndarray:
+    """A rendered image as another library reads it."""
+    data = base64.b64decode(shown["image"].removeprefix("data:image/png;base64,"))
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+# -- views: against plain sorting and counting -----------------------------------------------------
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_query_is_ranked_like_the_scores_do(higher: bool) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 40)).round(1)  # with ties
+    scores = made(values, higher)
+    view = query_view(scores, 1, 6)
+    for end, ranking in (("helpful", scores.helpful(1, 6)), ("harmful", scores.harmful(1, 6))):
+        assert [e["column"] for e in view[end]] == ranking.examples
+        assert [e["value"] for e in view[end]] == pytest.approx([e.value for e in ranking])
+    sign = 1 if higher else -1
+    assert view["helped"] == pytest.approx(values[1][sign * values[1] > 0].sum())
+    assert view["harmed"] == pytest.approx(values[1][sign * values[1] < 0].sum())
+
+
+def test_only_what_helped_is_called_helpful() -> None:
+    view = query_view(made([[3.0, 0.0, 1.0]]), 0, 5)
+    assert [e["column"] for e in view["helpful"]] == [0, 2]
+    assert view["harmful"] == []
+
+
+def test_segments_of_entries_and_of_queries(scores: whence.Scores) -> None:
+    view = query_view(scores, 2, 4)
+    assert scores.by_segment is not None
+    for entry in view["helpful"] + view["harmful"]:
+        expected = scores.by_segment[:, 2, entry["column"]]
+        assert entry["segments"] == pytest.approx(expected, rel=1e-4)
+        assert sum(entry["segments"]) == pytest.approx(entry["value"], rel=1e-3, abs=1e-8)
+    total = np.sum(view["segments"], 1)
+    assert total == pytest.approx(scores.by_segment[:, 2].sum(1), rel=1e-3, abs=1e-8)
+    assert [s["name"] for s in overview(scores)["segments"]] == [
+        "updates 0–3",
+        "updates 3–6",
+        "updates 6–9",
+    ]
+
+
+@pytest.mark.parametrize("values", [[0.3, -2.0, 5.0, 5.0], [1.0, 2.0], [-1.0], [0.0, 0.0]])
+def test_no_bin_has_two_signs(values: list[float]) -> None:
+    found = histogram(np.array(values))
+    edges = found["low"] + found["width"] * np.arange(len(found["counts"]) + 1)
+    assert sum(found["counts"]) == len(values)
+    assert np.abs(edges).min() < 1e-9 * found["width"] + 1e-12  # zero is an edge
+    for value in values:  # every value is in a bin that is counted
+        at = min(int(np.floor((value - found["low"]) / found["width"] + 1e-9)), len(edges) - 2)
+        assert found["counts"][at] > 0
+
+
+def test_strongest_is_a_stable_sort() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(50):
+        values = random.integers(0, 6, 30).astype(float)
+        k = int(random.integers(1, 40))
+        assert strongest(values, k).tolist() == np.argsort(-values, kind="stable")[:k].tolist()
+
+
+def test_the_class_mix_counts_the_shown() -> None:
+    labels = [str(c) for c in np.random.default_rng(0).integers(0, 3, 40)]
+    view = query_view(
+        made(np.random.default_rng(1).standard_normal((1, 40))), 0, 8, labels.__getitem__
+    )
+    for end in ("helpful", "harmful"):
+        expected = Counter(labels[entry["column"]] for entry in view[end])
+        assert dict(view["classes"][end]) == expected
+    nothing = query_view(made([[1.0, -1.0]]), 0, 2, lambda column: None)
+    assert nothing["classes"] is None  # no labels: no mix
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_most_harmful_over_all_queries(higher: bool) -> None:
+    values = np.random.default_rng(3).standard_normal((6, 30))
+    values[2, 4] = np.nan
+    scores = made(values, higher)
+    sign = 1 if higher else -1
+    mean = sign * np.nanmean(values, 0)
+    view = harmful_overall(scores, 5, near=3)
+    assert [e["column"] for e in view["entries"]] == np.argsort(mean)[:5].tolist()
+    filled = np.where(np.isnan(values), np.inf, sign * values)
+    near = np.argsort(filled, 1)[:, :3]
+    for entry in view["entries"]:
+        column = entry["column"]
+        assert entry["value"] == pytest.approx(np.nanmean(values[:, column]), rel=1e-4)
+        assert entry["queries"] == int((near == column).any(1).sum())
+        assert entry["worst"] == int(np.argmin(filled[:, column]))
+
+
+def test_numbers_that_are_none_are_counted_and_said() -> None:
+    values = np.array([[1.0, np.nan, -1.0, np.inf], [0.5, -np.inf, 2.0, -2.0]])
+    scores = made(values, spread=np.full((2, 4), np.inf))
+    view = query_view(scores, 0, 5)
+    assert view["not_numbers"] == 2
+    assert [e["column"] for e in view["helpful"]] == [0]
+    assert view["helpful"][0]["spread"] is None
+    assert sum(view["histogram"]["counts"]) == 2
+    assert any("3 scores are not finite" in note for note in overview(scores)["notes"])
+    json.dumps([view, overview(scores), harmful_overall(scores)], allow_nan=False)
+    hopeless = made(np.full((1, 3), np.nan))
+    view = query_view(hopeless, 0)
+    assert view["helpful"] == view["harmful"] == [] and view["histogram"] is None
+
+
+def test_scores_of_which_only_the_top_was_kept(study: whence.Study, tmp_path: Path) -> None:
+    whole = whence.TracIn().attribute(study, QUERY, **QUIET)
+    top = whence.TracIn().attribute(study, QUERY, top=4, **QUIET)
+    for row in range(5):
+        ours, theirs = query_view(top, row, 4), query_view(whole, row, 4)
+        for end in ("helpful", "harmful"):
+            assert ours[end] == theirs[end][: len(ours[end])]
+        assert ours["histogram"] is None and ours["helped"] is None
+    values, columns = row_of(top, 0)
+    assert values == pytest.approx(whole.values[0][columns])
+    # everything kept twice (at both ends) is counted once
+    few = whence.TracIn().attribute(study, QUERY, top=20, **QUIET)
+    assert harmful_overall(few, 5)["entries"] == harmful_overall(whole, 5)["entries"]
+    path = top.report(tmp_path / "top.html", study=study, query=QUERY, k=9)
+    assert any("Only each query's top 4" in n for n in read(path)[0]["overview"]["notes"])
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def test_what_the_report_holds(study: whence.Study, scores: whence.Scores, tmp_path: Path) -> None:
+    path = scores.report(
+        tmp_path / "r.html", query=QUERY, study=study, classes=["a", "b", "c"], k=3, title="<T>"
+    )
+    payload, shown = read(path)
+    assert payload["title"] == "<T>" and "<title>&lt;T&gt;</title>" in path.read_text()
+    assert payload["overview"]["method"] == "Source" and payload["overview"]["unit"] == "logits"
+    assert payload["overview"]["notes"] == []
+    used = {e["column"] for v in payload["queries"] for e in v["helpful"] + v["harmful"]}
+    used |= {e["column"] for e in payload["harmful"]["entries"]}
+    assert set(map(int, shown["examples"])) == used and not shown["ids"]
+    example = shown["examples"][str(payload["queries"][0]["helpful"][0]["column"])]
+    assert example["kind"] == "row" and example["label"] in "abc"
+
+
+def test_predictions_are_the_final_models(study: whence.Study, tmp_path: Path) -> None:
+    model = models.mlp().double()
+    model.load_state_dict(study.runs[0].final.weights())
+    model.eval()
+    x, y = QUERY.tensors
+    logits = model(x).detach()
+    others = logits.clone()
+    others[torch.arange(5), y] = -torch.inf
+    margin = logits[torch.arange(5), y] - others.logsumexp(1)
+    before = {k: v.clone() for k, v in study.model.state_dict().items()}
+    study.model.train()
+    found = predictions(study, QUERY, [3, 0])
+    assert study.model.training
+    assert all(torch.equal(v, before[k]) for k, v in study.model.state_dict().items())
+    for index in (3, 0):
+        assert found[index]["measurement"] == pytest.approx(float(margin[index]))
+        assert found[index]["output"]["class"] == int(logits[index].argmax())
+        most = float(logits[index].softmax(0).max())
+        assert found[index]["output"]["probability"] == pytest.approx(most)
+
+
+def test_a_study_of_other_runs_is_refused(
+    study: whence.Study, scores: whence.Scores, tmp_path: Path
+) -> None:
+    other = models.mlp().double()
+    run = whence.Run.from_checkpoints([other.state_dict()], [3], 0.1)
+    train = study.train["train"]
+    wrong = whence.Study(other, whence.Classification(), train=train, runs=run)
+    with pytest.raises(ValueError, match="the study has other runs than the one the scores"):
+        scores.report(tmp_path / "r.html", study=wrong, query=QUERY)
+    with pytest.raises(ValueError, match="query batches are built like"):
+        scores.report(tmp_path / "r.html", study=study, query=list(range(5)), check=False)
+
+
+def test_predictions_of_other_tasks() -> None:
+    torch.manual_seed(0)
+    model = models.mlp((4, 3, 1)).double()
+    data = models.regression(6)
+    run = whence.Run.from_checkpoints([model.state_dict()], [3], 0.1)
+    several = whence.Study(model, whence.Regression(), train=data, runs=[run, run])
+    found = predictions(several, data)
+    outputs = model(data.tensors[0]).detach().flatten()
+    errors = (outputs - data.tensors[1].flatten()).abs()
+    for k in range(6):
+        assert found[k]["output"]["value"] == pytest.approx(float(outputs[k]))
+        assert found[k]["measurement"] == pytest.approx(float(errors[k]))
+    language = models.Transformer().double()
+    run = whence.Run.from_checkpoints([language.state_dict()], [3], 0.1)
+    texts = models.documents()
+    study = whence.Study(language, whence.LanguageModeling(), train=texts, runs=run)
+    assert all(one["output"] is None for one in predictions(study, texts).values())
+
+
+def test_without_a_study_it_is_said(
+    scores: whence.Scores, study: whence.Study, tmp_path: Path
+) -> None:
+    payload, shown = read(
+        scores.report(tmp_path / "r.html", train=study.train["train"], query=QUERY)
+    )
+    assert any(
+        "Predictions and measurements are not shown" in n for n in payload["overview"]["notes"]
+    )
+    assert payload["queries"][0]["prediction"] is None
+    payload, shown = read(scores.report(tmp_path / "r.html"))
+    assert any("No training data was given" in note for note in payload["overview"]["notes"])
+    assert {e["kind"] for e in shown["examples"].values()} == {"missing"}
+
+
+def test_self_influence_is_an_audit_list(study: whence.Study, tmp_path: Path) -> None:
+    selves = whence.Source(3).attribute(study, **QUIET)
+    payload, shown = read(selves.report(tmp_path / "r.html", study=study))
+    ranked = [e["column"] for e in payload["audit"]["helpful"]]
+    assert ranked == [e.example for e in selves.helpful(k=20) if e.value > 0]
+    assert all(shown["examples"][str(column)]["prediction"] in "012" for column in ranked)
+    with pytest.raises(ValueError, match="self-influence has none"):
+        selves.report(tmp_path / "r.html", queries=[0])
+    with pytest.raises(ValueError, match="self-influence scores, which have no queries"):
+        selves.report(tmp_path / "r.html", query=QUERY)
+
+
+def test_stages_are_told_apart(tmp_path: Path) -> None:
+    """Ids repeat: a column is (stage, id), and shows the example of its own stage."""
+    data = {"pre": [("old a", 0), ("old b", 1)], "fine": [("new a", 1), ("new b", 0)]}
+    scores = made(
+        [[4.0, 3.0, 2.0, 1.0]], train_ids=[0, 1, 0, 1], stage=["pre", "pre", "fine", "fine"]
+    )
+    labels = {"pre": ["p0", "p1"], "fine": ["f0", "f1"]}
+    payload, shown = read(scores.report(tmp_path / "r.html", train=data, labels=labels))
+    texts = [shown["examples"][str(e["column"])] for e in payload["queries"][0]["helpful"]]
+    assert [(t["text"], t["stage"], t["id"], t["label"]) for t in texts] == [
+        ("old a", "pre", 0, "p0"),
+        ("old b", "pre", 1, "p1"),
+        ("new a", "fine", 0, "f0"),
+        ("new b", "fine", 1, "f1"),
+    ]
+    with pytest.raises(ValueError, match=r"train has the stages \['pre'\], but the scores"):
+        scores.report(tmp_path / "r.html", train={"pre": data["pre"]})
+    with pytest.raises(ValueError, match=r"give train=\{'pre': dataset"):
+        scores.report(tmp_path / "r.html", train=data["pre"])
+
+
+def test_token_scores_are_put_on_their_examples(tmp_path: Path) -> None:
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join("abcde"[i] for i in ids)
+
+    data = models.documents()  # padded on the right
+    scores = made(np.arange(12.0).reshape(2, 6) - 5)
+    tokens = [Tokens(5, np.arange(8.0).reshape(2, 4), np.zeros(2))]
+    payload, shown = read(
+        scores.report(tmp_path / "r.html", train=data, tokenizer=Letters(), tokens=tokens, k=2)
+    )
+    entry = payload["queries"][1]["helpful"][0]
+    assert entry["column"] == 5 and entry["tokens"] == [4, 5, 6, 7]
+    row = data[5]
+    real = [int(i) for i, m in zip(row["input_ids"], row["attention_mask"], strict=True) if m]
+    assert shown["examples"]["5"]["text"] == Letters().decode(real)
+    assert len(shown["examples"]["5"]["pieces"]) == 4
+    assert "".join(shown["examples"]["5"]["pieces"]) == Letters().decode(real)
+    unlike = [Tokens(5, np.zeros((2, 3)), np.zeros(2))]
+    payload, shown = read(scores.report(tmp_path / "r.html", train=data, tokens=unlike))
+    assert any(
+        "per-token scores of 1 examples are not shown" in n for n in payload["overview"]["notes"]
+    )
+    for wrong in (
+        Tokens(9, np.zeros((2, 4)), np.zeros(2)),
+        Tokens(1, np.zeros((3, 4)), np.zeros(3)),
+    ):
+        with pytest.raises(ValueError, match=r"do not belong to these scores \(2 queries\)"):
+            scores.report(tmp_path / "r.html", train=data, tokens=[wrong])
+
+
+def test_many_examples_are_cut_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "BUDGET", 2000)
+    monkeypatch.setattr(page, "QUERIES", 3)
+    values = np.random.default_rng(0).standard_normal((4, 300))
+    train = [f"text {k} " + "x" * 100 for k in range(300)]
+    scores = made(values, train_ids=np.arange(300), stage=["all"] * 300)
+    payload, shown = read(scores.report(tmp_path / "r.html", train={"all": train}))
+    notes = payload["overview"]["notes"]
+    assert any("shown only by their numbers" in note for note in notes)
+    assert any("The first 3 of 4 queries are shown" in note for note in notes)
+    assert len(payload["queries"]) == 3
+    worst = [str(e["column"]) for e in payload["harmful"]["entries"]]
+    assert worst[0] in shown["examples"]  # the list over all queries comes first
+    assert not shown["examples"].keys() & shown["ids"].keys()
+    assert all(ids == [int(column), "all"] for column, ids in shown["ids"].items())
+
+
+def test_the_policy_allows_what_is_there_and_nothing_else(tmp_path: Path) -> None:
+    import hashlib
+
+    text = made([[1.0, -1.0]]).report(tmp_path / "r.html", train=["a", "b"]).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy and "default-src 'none'" in policy[1] and "unsafe" not in policy[1]
+    inline = re.findall(r"<script>(.*?)</script>", text, re.S)
+    inline += re.findall(r"<style>(.*?)</style>", text, re.S)
+    assert len(inline) == 3
+    for part in inline:
+        digest = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+    outside = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)
+    assert "http:" not in outside and "https:" not in outside
+
+
+# -- data that is not what the scores are about ----------------------------------------------------
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def test_data_of_another_length_or_order_is_refused(
+    study: whence.Study, scores: whence.Scores, tmp_path: Path
+) -> None:
+    train = study.train["train"]
+    assert check_data(scores, train, QUERY) == []
+    swapped = Subset(train, [1, 0, *range(2, 20)])
+    for wrong, message in (
+        (
+            Subset(train, range(19)),
+            "the training data has 19 examples, but the scores are about 20",
+        ),
+        (
+            models.vectors(21),
+            "has 21 examples, but the scores are about 20 examples: give the data",
+        ),
+        (swapped, "the training data is not what the scores were made with: its contents differ"),
+        ([], "train.* is empty|the training data is empty"),
+        (Endless(), "must be a map-style dataset"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            scores.report(tmp_path / "r.html", train=wrong, query=QUERY)
+    with pytest.raises(ValueError, match="the query data has 4 examples"):
+        scores.report(tmp_path / "r.html", query=Subset(QUERY, range(4)))
+    with pytest.raises(ValueError, match="the query data is not what the scores were made with"):
+        scores.report(tmp_path / "r.html", query=Subset(QUERY, [1, 0, 2, 3, 4]))
+    assert not (tmp_path / "r.html").exists()
+    # the same content in another dataset is the same data
+    assert check_data(scores, TensorDataset(*train.tensors), QUERY) == []
+    path = scores.report(tmp_path / "r.html", train=swapped, query=QUERY, check=False)
+    notes = read(path)[0]["overview"]["notes"]
+    assert any("training data were not checked, as asked" in note for note in notes)
+
+
+def test_random_data_is_named_as_such(scores: whence.Scores) -> None:
+    class Augmented(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return torch.rand(4), 0
+
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ValueError, match=r"it is random \(augmented\?\)"),
+    ):
+        warnings.simplefilter("ignore")
+        check_data(scores, Augmented(range(20)))
+
+
+def test_every_method_keeps_fingerprints(study: whence.Study, tmp_path: Path) -> None:
+    train = study.train["train"]
+    swapped = Subset(train, [1, 0, *range(2, 20)])
+    store = whence.GradientStore.build(
+        study, tmp_path / "store", dimension=16, methods=["tracin"], progress=False
+    )
+    found = [
+        whence.TracIn().attribute(study, QUERY, **QUIET),
+        whence.RepSim().attribute(study, QUERY, **QUIET),
+        whence.Random(0).attribute(study, QUERY),
+        store.tracin(QUERY),
+    ]
+    for scores in found:
+        scores.save(tmp_path / "saved")
+        scores = whence.Scores.load(tmp_path / "saved")
+        assert check_data(scores, train, QUERY) == [], scores.method
+        with pytest.raises(ValueError, match="is not what the scores were made with"):
+            check_data(scores, swapped, QUERY)
+
+
+def test_what_could_not_be_checked_is_said(study: whence.Study) -> None:
+    (unknown,) = check_data(made([[1.0, 2.0]]), ["a", "b"])
+    assert "the scores carry no fingerprint" in unknown
+    collated = whence.Study(
+        study.model,
+        whence.Classification(),
+        train=study.train["train"],
+        runs=study.runs,
+        collate=torch.utils.data.default_collate,
+    )
+    scores = whence.Random(0).attribute(collated, QUERY)
+    said = check_data(scores, collated.train["train"], QUERY)
+    assert len(said) == 2 and "collate function must be the same (none was given" in said[0]
+    assert check_data(scores, collated.train["train"], QUERY, collate=collated.collate) == []
+
+
+def test_paths_and_queries_that_are_wrong(scores: whence.Scores, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"cannot be written: .*nowhere is no folder"):
+        scores.report(tmp_path / "nowhere" / "r.html")
+    with pytest.raises(FileNotFoundError, match="is a folder: give the name of a file"):
+        scores.report(tmp_path)
+    with pytest.raises(IndexError, match=r"query=7 is out of range: .* queries 0\.\.4"):
+        scores.report(tmp_path / "r.html", queries=[0, 7])
+    with pytest.raises(ValueError, match="k=0: show at least one"):
+        scores.report(tmp_path / "r.html", k=0)
+    payload, _ = read(scores.report(tmp_path / "r.html", queries=[4, 2, 4]))
+    assert [view["row"] for view in payload["queries"]] == [4, 2]
+
+
+# -- how examples look -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (28, 28, 1), (5, 3, 3), (1, 9, 3)])
+def test_pngs_are_pngs(shape: tuple[int, int, int]) -> None:
+    random = np.random.default_rng(0)
+    for image in (random.integers(0, 256, shape), np.indices(shape).sum(0)):
+        found = np.asarray(Image.open(io.BytesIO(png(image.astype(np.uint8)))))
+        assert (found.reshape(shape) == image).all()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (torch.tensor([[0.0, 0.5], [1.0, 0.25]]), [[0, 128], [255, 64]]),
+        (torch.tensor([[-1.0, 0.0], [1.0, 3.0]]), [[0, 64], [128, 255]]),
+        (np.array([[0, 65535], [32768, 0]], np.uint16), [[0, 255], [128, 0]]),
+        (np.array([[0, 200]], np.uint8), [[0, 200]]),
+        (np.array([[True, False]]), [[255, 0]]),
+        (np.array([[NAN, INF, 1.0, 0.0]]), [[128, 128, 255, 0]]),
+        (np.array([[NAN]]), [[128]]),
+        (np.array([[7e300]]), [[128]]),
+        (np.array([[-1.7e308, 1.7e308]]), [[0, 255]]),
+        (np.array([[[0.0]], [[1.0]]]), [[128]]),  # two channels: their mean
+        (torch.zeros(1, 1), [[0]]),
+        (torch.tensor([[[0.0]], [[1.0]], [[0.0]], [[0.3]]]), [[[0, 255, 0]]]),  # four: first three
+        (np.zeros((6, 5, 3), np.uint8), np.zeros((6, 5, 3))),  # channels last
+        (Image.new("RGB", (2, 1), (1, 2, 3)), [[[1, 2, 3], [1, 2, 3]]]),
+        (torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16), [[0, 255]]),
+    ],
+    ids=lambda given: type(given).__name__,  # a repr would hold an address
+)
+def test_images_of_any_range_and_shape(array: Any, expected: Any) -> None:
+    shown = Examples([(array, 1)]).render(0)
+    assert shown["kind"] == "image"
+    assert np.abs(pixels(shown).astype(int) - np.asarray(expected)).max() <= 1
+
+
+def test_large_and_flat_images() -> None:
+    assert pixels(Examples([torch.rand(5000, 3)]).render(0)).shape == (64, 1)
+    picture = np.zeros((200, 100, 3), np.uint8)
+    picture[:100] = 255
+    small = pixels(Examples([picture]).render(0))
+    assert small.shape == (64, 32, 3) and (small[:30] == 255).all() and (small[34:] == 0).all()
+    digit = torch.rand(64)
+    found = pixels(Examples([(digit, 3)]).render(0))
+    assert np.abs(found - (digit.view(8, 8) * 255).numpy()).max() <= 1
+    assert Examples([(digit, 3)], columns=[f"c{k}" for k in range(64)]).render(0)["kind"] == "row"
+    assert Examples([torch.rand(2, 3, 4, 5)]).render(0)["row"] == [
+        ["array", "float32 of shape 2 × 3 × 4 × 5"]
+    ]
+    assert Examples([torch.rand(0, 3)]).render(0)["kind"] == "row"
+
+
+def test_texts_rows_and_labels() -> None:
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(f"w{i}" for i in ids)
+
+    def shown(example: Any, **options: Any) -> dict[str, Any]:
+        return Examples([example], **options).render(0)
+
+    assert shown("hello")["text"] == "hello"
+    assert shown(("hello", 1), classes=["no", "yes"])["label"] == "yes"
+    assert shown(("hello", 7), classes=["no", "yes"])["label"] == "7"
+    assert shown(("hello", 1), classes={1: "one"})["label"] == "one"
+    assert shown(("a", torch.tensor(0.12345678)))["label"] == "0.1235"
+    for empty in (None, "", torch.zeros(0), [], torch.zeros(3)):
+        assert shown(("a", empty))["label"] is None
+    assert shown({"text": "t", "id": 3, "label": 2})["text"] == "t"
+    assert shown({"text": "t", "id": 3, "label": 2})["label"] == "2"
+    assert shown({"age": 31, "job": "cook"})["row"] == [["age", "31"], ["job", "cook"]]
+    ids = {"input_ids": [4, 2, 9], "attention_mask": [1, 1, 0], "labels": [4, 2, -100]}
+    assert shown(ids, tokenizer=Words())["text"] == "w4 w2"
+    assert shown(ids)["text"] == "4 2" and shown(ids)["label"] is None
+    assert shown((torch.tensor([3, 1]),), tokenizer=Words())["text"] == "w3 w1"
+    row = shown((torch.tensor([0.5, 2.0]), 1), columns=["x", "y"])
+    assert row["row"] == [["x", "0.5"], ["y", "2"]]
+    assert shown(torch.zeros(2), columns=["x"])["note"] == "columns has 1 names for 2 values"
+    assert len(shown(torch.zeros(100))["row"]) == 60
+    assert shown(torch.zeros(100))["more"] == "40 more values"
+    assert shown(object())["kind"] == "text"
+    million = shown("y" * 1_000_000)
+    assert len(million["text"]) == CHARACTERS + 1 and million["more"] == "998,000 more characters"
+    assert shown("lone \ud800 surrogate")["text"].encode()
+    with pytest.raises(ValueError, match="labels has 1 entries, but the dataset 2"):
+        Examples(["a", "b"], labels=["x"])
+    assert shown(("a", 1), classes=np.array(["no", "yes"]))["label"] == "yes"
+    flat = shown(torch.zeros(64), columns=["x"])  # these columns are of something else
+    assert flat["kind"] == "image" and flat["note"] == "columns has 1 names for 64 values"
+    for options, message in [
+        ({"tokenizer": 3}, "tokenizer is a int: it must have decode"),
+        ({"classes": "abc"}, "classes is a str: it must be a list of names"),
+        ({"classes": {"cat": 0}}, r"classes maps from .* give {number: name}"),
+        ({"classes": torch.arange(3)}, "classes is a Tensor: it must be a list"),
+        ({"columns": 3}, "columns is a int: it must be a list of names"),
+        ({"columns": {"a", "b"}}, "columns is a set: it must be a list of names"),
+        ({"renderer": "svg"}, "renderer is a str: it must be a function"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            Examples(["a"], **options)
+
+
+def test_a_renderer_may_give_anything() -> None:
+    def shown(renderer: Any) -> dict[str, Any]:
+        return Examples([(torch.zeros(3), 1)], renderer=renderer).render(0)
+
+    assert shown(lambda e: HTML("<b>x</b>")) | {} == {
+        "id": 0,
+        "kind": "custom",
+        "html": "<b>x</b>",
+        "label": "1",
+    }
+    assert shown(lambda e: "<b>x</b>")["kind"] == "text"  # not marked: text
+    assert shown(lambda e: np.zeros((4, 4)))["kind"] == "image"
+    assert shown(lambda e: {"label id": int(e[1])})["row"] == [["label id", "1"]]
+    with pytest.warns(UserWarning, match=r"example 0 is not shown: rendering it failed: KeyError"):
+        failed = shown(lambda e: {}["no"])
+    assert failed["kind"] == "missing" and "KeyError" in failed["note"]
+
+
+EVIL = "</script><script>alert(1)</script><!-- <b>&amp; \u202e \u2028 ]]>"
+
+
+def test_evil_texts_stay_texts(tmp_path: Path) -> None:
+    scores = made([[1.0, -1.0]], method=EVIL, unit=EVIL, settings={EVIL: EVIL})
+    path = scores.report(
+        tmp_path / "r.html",
+        train=[(EVIL, EVIL), ({EVIL: EVIL, "b": EVIL}, 0)],
+        query=[(EVIL, 0)],
+        classes=[EVIL],
+        title=EVIL,
+    )
+    payload, shown = read(path)
+    assert shown["examples"]["0"]["text"] == EVIL and payload["queries"][0]["label"] == EVIL
+    text = path.read_text("utf-8")
+    assert "<script>alert" not in text and "<!--" not in text and html.escape(EVIL) in text
+    assert text.count("</script>") == 4
+
+
+# -- notebooks -------------------------------------------------------------------------------------
+
+
+def test_lone_surrogates_are_replaced_wherever_they_are(tmp_path: Path) -> None:
+    lone, html = "x\ud800", HTML("<b>\ud800</b>")
+    scores = made([[1.0, -1.0]], settings={lone: lone}, stage=[lone] * 2)
+    train = {lone: [(lone, 0)] * 2}
+    path = scores.report(tmp_path / "r.html", train=train, title=lone, classes=[lone])
+    assert read(path)[0]["title"] == "x?" and read(path)[1]["examples"]["0"]["label"] == "x?"
+    path = scores.report(path, train=train, renderer=lambda _: html)
+    assert read(path)[1]["examples"]["0"]["html"] == "<b>?</b>"
+
+
+def test_results_are_tables_in_a_notebook(study: whence.Study, scores: whence.Scores) -> None:
+    shown = scores._repr_html_()
+    assert "<table>" in shown and "Scores by Source(" in shown and "5 queries x 20" in shown
+    assert repr(scores).startswith("Scores by Source(segments=3")
+    assert "higher is better" in repr(scores)
+    assert "<b>" not in made([[1.0]], unit="<b>")._repr_html_()
+    assert "<table>" in scores.helpful(0, 2)._repr_html_()
+    shown = study._repr_html_()
+    assert "parameters" in shown and "20 examples" in shown and "Classification" in shown
+    top = whence.Scores(
+        None,
+        method="M",
+        measurement="m",
+        unit="u",
+        higher_is_better=True,
+        train_ids=[0, 1],
+        top=Top(np.zeros((2, 1, 1)), np.zeros((2, 1, 1), np.int64)),
+    )
+    assert "only the top 1" in top._repr_html_()
+
+
+def test_bars_work_in_a_notebook_without_ipywidgets() -> None:
+    """A kernel in all that tqdm looks at, and no ipywidgets: bars are drawn as text."""
+    code = """
+import sys, types
+class Shell:
+    config = {"IPKernelApp": {}}
+kernel = types.ModuleType("IPython")
+kernel.get_ipython = lambda: Shell()
+sys.modules["IPython"] = kernel
+for name in ("ipywidgets", "IPython.html.widgets", "IPython.html"):
+    sys.modules[name] = None
+from whence.engine.scoring import tqdm
+list(tqdm(range(3), desc="scores"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "scores: 100%" in done.stderr and "3/3" in done.stderr

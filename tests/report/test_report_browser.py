@@ -1,0 +1,216 @@
+"""The report in a real browser, from disk and without a network: python -m pytest -m browser"""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.browsing import EVIL, Opened
+from torch.utils.data import TensorDataset
+
+import whence
+from whence.engine.scoring import Tokens
+from whence.report import HTML
+
+pytestmark = pytest.mark.browser
+
+
+class Visit(Opened):
+    """A page opened from disk."""
+
+    def __init__(self, browser: Any, path: Path, place: str = "", **context: Any) -> None:
+        super().__init__(browser, path.as_uri() + place, **context)
+        self.page.wait_for_selector("html[data-ready]", state="attached")
+
+    def text(self, selector: str) -> str:
+        return str(self.page.inner_text(selector))
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            if kind is None:
+                assert self.complaints == []
+                assert [url for url in self.asked if not url.startswith(("file:", "data:"))] == []
+        finally:
+            self.context.close()
+
+
+def made(queries: int = 12, examples: int = 60, **more: Any) -> whence.Scores:
+    values = np.random.default_rng(0).standard_t(3, (queries, examples)).astype(np.float32)
+    about = {"method": "Source", "measurement": "margin", "unit": "logits"} | more
+    parts = np.stack([values * 0.25, values * 0.75])
+    return whence.Scores(values, higher_is_better=True, by_segment=parts, **about)
+
+
+def pictures(count: int, seed: int = 0) -> TensorDataset:
+    random = torch.Generator().manual_seed(seed)
+    images = torch.rand(count, 1, 8, 8, generator=random)
+    return TensorDataset(images, torch.randint(3, (count,), generator=random))
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    return made().report(tmp_path / "r.html", train=pictures(60), query=pictures(12, 1))
+
+
+def test_looking_at_queries_by_keyboard(browser: Any, report: Path) -> None:
+    with Visit(browser, report) as visit:
+        page = visit.page
+        assert visit.text("h2") == "Query 0"
+        assert page.locator(".ranking.helpful .card").count() == 10
+        assert page.locator(".ranking.harmful .card").count() == 10
+        for key, expected in (
+            ("j", 1),
+            ("ArrowDown", 2),
+            ("ArrowRight", 3),
+            ("k", 2),
+            ("ArrowUp", 1),
+        ):
+            page.keyboard.press(key)
+            page.wait_for_selector(f"h2:text-is('Query {expected}')")
+        current = page.locator(".query-item[aria-current]")
+        assert current.count() == 1 and "query 1" in str(current.get_attribute("aria-label"))
+        page.keyboard.press("/")
+        page.keyboard.type("11")  # typed into the filter, not taken for commands
+        assert page.locator(".query-item").count() == 1
+        page.keyboard.press("Escape")
+        page.keyboard.press("j")
+        page.wait_for_selector("h2:text-is('Query 11')")
+
+
+def test_values_and_charts_are_those_of_the_scores(browser: Any, report: Path) -> None:
+    scores = made()
+    best = scores.helpful(3, 1)[0]
+    with Visit(browser, report, "#query=3") as visit:
+        card = visit.page.locator(".ranking.helpful .card").first
+        assert f"#{best.example}" in card.inner_text()
+        assert f"+{best.value:.3g}"[:5] in card.inner_text()
+        timeline = card.locator("svg.timeline")
+        assert "segment 2: +" in str(timeline.get_attribute("aria-label"))
+        heights = [float(r.get_attribute("height")) for r in timeline.locator("rect").all()]
+        assert heights[0] == pytest.approx(heights[1] / 3, rel=0.01)
+        bars = visit.page.locator("svg.histogram rect title").all_text_contents()
+        assert sum(int(bar.split()[0].replace(",", "")) for bar in bars) == 60
+        picture = card.locator("img")
+        assert picture.evaluate("image => image.naturalWidth") == 8
+
+
+def test_an_example_opens_and_leads_to_its_queries(browser: Any, report: Path) -> None:
+    with Visit(browser, report) as visit:
+        page = visit.page
+        page.locator(".ranking.harmful .card-face").first.focus()
+        page.keyboard.press("Enter")
+        dialog = page.locator("dialog[open]")
+        assert "Training example #" in dialog.inner_text()
+        link = dialog.locator(".related button").last
+        row = link.inner_text().removeprefix("query ")
+        link.click()
+        page.wait_for_selector(f"h2:text-is('Query {row}')")
+        assert page.locator("dialog[open]").count() == 0
+
+
+def test_the_other_pages(browser: Any, report: Path) -> None:
+    worst = made().values.mean(0).argsort()[:2]
+    with Visit(browser, report) as visit:
+        page = visit.page
+        page.click("text=Most harmful overall")
+        page.wait_for_selector("h2:text-is('Most harmful over all queries')")
+        rows = page.locator(".listing tbody tr")
+        for k, example in enumerate(worst):
+            assert f"#{example}" in rows.nth(k).inner_text()
+        rows.first.locator("button.link").click()
+        page.wait_for_selector("h2:has-text('Query ')")
+        page.click("nav.tabs >> text=About")
+        page.wait_for_selector("h2:text-is('About these scores')")
+        assert "values[q, m] estimates f(with m) - f(without m)" in visit.text(".about")
+        assert "could not be checked" in visit.text(".notices")
+    with Visit(browser, report, "#query=99") as visit:
+        assert "no such query" in visit.text("main")
+
+
+def test_training_text_is_only_text(browser: Any, tmp_path: Path) -> None:
+    train = [(EVIL, 0)] * 58 + [("z" * 1_000_000, 1), ("", 2)]
+    path = made(method=EVIL, settings={EVIL: EVIL}).report(
+        tmp_path / "r.html", train=train, query=[(EVIL, 0)] * 12, classes=[EVIL, EVIL], title="safe"
+    )
+    for place in ("", "#harmful", "#about"):
+        with Visit(browser, path, place) as visit:
+            assert visit.page.title() == "safe"
+            assert visit.page.locator("main img, main script, main svg[onload]").count() == 0
+            if not place:
+                assert "<script>document.title='owned'</script>" in visit.text(".card .words")
+                assert visit.page.evaluate("document.documentElement.scrollWidth") == 1280
+
+
+def test_nothing_runs_in_what_a_renderer_made(browser: Any, tmp_path: Path) -> None:
+    def shown(example: Any) -> HTML:
+        word = html.escape("<i>")
+        return HTML(f"<b style='color: rgb(1, 2, 3)'>{word}</b><img src=x onerror='owned=1'>")
+
+    path = made().report(
+        tmp_path / "r.html", train=pictures(60), query=pictures(12), renderer=shown
+    )
+    with Visit(browser, path) as visit:
+        bold = visit.page.locator(".card b").first
+        assert bold.inner_text() == "<i>"
+        assert bold.evaluate("b => getComputedStyle(b).color") == "rgb(1, 2, 3)"
+        assert visit.page.evaluate("typeof owned") == "undefined"
+        assert all("Content Security Policy" in said for said in visit.complaints)
+        visit.complaints.clear()
+        visit.asked = [url for url in visit.asked if not url.endswith("/x")]
+
+
+def test_tokens_rows_and_self_influence(browser: Any, tmp_path: Path) -> None:
+    ids = TensorDataset(torch.arange(60 * 4).reshape(60, 4))
+    tokens = [Tokens(k, np.tile([3.0, -3.0, 0.0, 1.0], (12, 1)), np.zeros(12)) for k in range(60)]
+    path = made().report(tmp_path / "t.html", train=ids, tokens=tokens)
+    with Visit(browser, path) as visit:
+        words = visit.page.locator(".card .tokens").first
+        assert words.locator(".token.helpful").count() == 2
+        harmed = words.locator(".token.harmful")
+        style = harmed.evaluate("token => getComputedStyle(token).textDecorationStyle")
+        assert harmed.count() == 1 and style == "wavy"  # told apart without colours, too
+    table = TensorDataset(torch.rand(60, 3), torch.rand(60))
+    path = made().report(tmp_path / "r.html", train=table, columns=["a", "b", "<c>"])
+    with Visit(browser, path) as visit:
+        assert "<c>" in visit.text(".card .cells")
+    values = np.random.default_rng(0).standard_normal(60)
+    selves = whence.Scores(
+        values, method="Source", measurement="loss", unit="nats", higher_is_better=False
+    )
+    with Visit(browser, selves.report(tmp_path / "s.html", train=pictures(60))) as visit:
+        assert "Most memorised training examples" in visit.text("h2")
+        assert f"#{values.argmin()}" in visit.page.locator(".listing tbody tr").first.inner_text()
+        visit.page.keyboard.press("j")  # there is no list of queries to walk
+
+
+def test_light_dark_and_narrow(browser: Any, report: Path) -> None:
+    def background(visit: Visit) -> str:
+        return str(visit.page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    with Visit(browser, report, color_scheme="light") as light:
+        before = background(light)
+        light.page.click(".theme")
+        assert background(light) != before
+    with Visit(browser, report, color_scheme="dark") as dark:
+        assert background(dark) != before
+    for place in ("", "#harmful", "#about"):
+        with Visit(browser, report, place, viewport={"width": 400, "height": 800}) as narrow:
+            assert narrow.page.evaluate("document.documentElement.scrollWidth") == 400
+
+
+def test_a_thousand_queries_are_walked(browser: Any, tmp_path: Path) -> None:
+    path = made(1000, 2000).report(
+        tmp_path / "r.html", train=pictures(2000), query=pictures(1000, 1)
+    )
+    with Visit(browser, path, "#query=998") as visit:
+        visit.page.keyboard.press("j")
+        visit.page.wait_for_selector("h2:text-is('Query 999')")
+        visit.page.keyboard.press("j")  # the last stays
+        assert visit.text("h2") == "Query 999"

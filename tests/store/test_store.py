@@ -1,0 +1,801 @@
+"""GradientStore: exact where its subspace is everything; written once, resumed, grown, refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import dense, judged, models
+from support.flat import Flat
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import whence
+import whence.persist.factor_cache
+import whence.store.store as module
+from whence.layers.passes import Passes
+from whence.methods.trak import Trak
+from whence.scores import ensemble
+from whence.store import GradientStore
+from whence.store.answers import Stretch
+from whence.store.rows import inner
+
+QUIET: Any = {"progress": False}
+BUILD: Any = {"dtype": torch.float64, "progress": False, "fisher": "exact"}
+TRAIN, QUERY = models.vectors(24), models.vectors(3, seed=1)
+STEPS = [3, 6, 10, 14]
+
+
+@pytest.fixture(autouse=True)
+def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring the machine's speed takes longer than any of these attributions."""
+    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
+
+
+def close(values: Any, expected: Any, tolerance: float = 1e-8) -> None:
+    values, expected = np.asarray(values), np.asarray(expected)
+    assert values.shape == expected.shape
+    error = abs(values - expected).max() / abs(expected).max()
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+class Case:
+    def __init__(self, model: nn.Module, task: Any, train: Any, query: Any) -> None:
+        self.model, self.task, self.train, self.query = model, task, train, query
+        kind = {"momentum": 0.5, "batch_size": 8}
+        self.history = models.train_run(model, task, train, STEPS, lambda k: 0.2 / (1 + k), **kind)
+        self.study = whence.Study(model, task, train=train, runs=self.history.run)
+        self.dense = dense.Dense(model, task, train, self.history, query)
+        self.flat = Flat(self.study)
+        self.parameters = sum(b.size for b in self.flat.blocks.values())
+
+    @property
+    def times(self) -> list[float]:
+        """η̄K of two segments."""
+        return [2 * sum(self.history.rates[a:b]) for a, b in ((0, 6), (6, 14))]
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": lambda: Case(models.mlp(), whence.Classification(), TRAIN, QUERY),
+    "conv": lambda: Case(
+        models.ConvNet(), whence.Classification(), models.images(12), models.images(3, seed=1)
+    ),
+    "gpt": lambda: Case(
+        models.Transformer(tied=False),
+        whence.LanguageModeling(),
+        models.documents(10),
+        models.documents(3, seed=1),
+    ),
+}
+
+
+@cache
+def case(name: str = "mlp") -> Case:
+    torch.manual_seed(0)
+    return CASES[name]()
+
+
+@pytest.fixture
+def it() -> Case:
+    return case()
+
+
+# --- exact where everything is kept ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_layer_by_layer(name: str, tmp_path: Path) -> None:
+    """All coordinates of the eigenbasis, one block per layer: the dense Gauss-Newton's answers."""
+    it = case(name)
+    store = GradientStore.build(
+        it.study, tmp_path / "s", it.parameters, "eigenbasis", joint=False, **BUILD
+    )
+    scores = store.source(it.query, segments=2, by_segment=True, **QUIET)
+    close(scores.by_segment, it.dense.source(2, "gauss-newton", "exact"))
+    close(scores.values, it.dense.source(2, "gauss-newton", "exact").sum(0))
+    close(store.tracin(it.query, **QUIET).values, it.dense.tracin())
+    for damping in (1e-2, "source"):
+        expected = it.dense.influence(damping, "gauss-newton", "exact")
+        close(store.influence(it.query, damping, **QUIET).values, expected)
+
+
+def joint_source(
+    columns: list[list[Tensor]], rows: list[list[Tensor]], q: Tensor, times: list[Tensor]
+) -> Tensor:
+    """SOURCE with whole matrices: exp(-TH) as it stands, T diagonal, not symmetric."""
+    n, parts = len(rows[0][0]), []
+    for C, g, T in reversed(list(zip(columns, rows, times, strict=True))):
+        H = torch.stack([c.T @ c / n for c in C]).mean(0)
+        TH = T.unsqueeze(1) * H
+        size = len(H)
+        corner = torch.zeros(2 * size, 2 * size, dtype=H.dtype)  # exp([[-TH, T], [0, 0]])
+        corner[:size, :size], corner[:size, size:] = -TH, T.diag()
+        r = torch.linalg.matrix_exp(corner)[:size, size:]
+        parts.insert(0, -(q @ r @ torch.stack(g).mean(0).T) / n)
+        q = q @ torch.linalg.matrix_exp(-TH)
+    return torch.stack(parts)
+
+
+def test_everything_jointly(it: Case, tmp_path: Path) -> None:
+    """One curvature matrix for all layers, with what is between them."""
+    store = GradientStore.build(it.study, tmp_path / "s", it.parameters, "eigenbasis", **BUILD)
+    found = it.study.runs[0].checkpoints
+    columns = [it.flat.columns(c, it.train) for c in found]
+    rows = [it.flat.gradients(c, "losses", it.train) for c in found]
+    q = it.flat.gradients(found[-1], "measurements", it.query)
+    times = [torch.full((it.parameters,), x, dtype=torch.float64) for x in it.times]
+    expected = joint_source([columns[:2], columns[2:]], [rows[:2], rows[2:]], q, times)
+    close(store.source(it.query, segments=2, by_segment=True, **QUIET).by_segment, expected)
+    H = columns[-1].T @ columns[-1] / 24 + 0.1 * torch.eye(it.parameters).double()
+    expected = -(q @ torch.linalg.solve(H, rows[-1].T)) / 24
+    close(store.influence(it.query, 0.1, **QUIET).values, expected)
+
+
+def grouped(rates: Any) -> tuple[whence.Study, Case]:
+    """The first layer in a group of its own; rates (updates, 2)."""
+    it = case()
+    groups = [["0.weight", "0.bias"], ["2.weight", "2.bias", "4.weight", "4.bias"]]
+    run = whence.Run.from_checkpoints(it.history.checkpoints, STEPS, rates, groups=groups)
+    return whence.Study(it.model, it.task, train=TRAIN, runs=run), it
+
+
+@pytest.mark.parametrize("rates", [([0.2, 0.05], [0.1, 0.3]), ([0.2, 0.1], [0.0, 0.1])], ids=str)
+@pytest.mark.parametrize("joint", [True, False])
+def test_rates_of_layers(tmp_path: Path, rates: Any, joint: bool) -> None:
+    """Each layer by its own clock, also one that stands still in a segment."""
+    study, it = grouped(np.repeat(rates, [6, 8], axis=0))
+    store = GradientStore.build(
+        study, tmp_path / "s", it.parameters, "eigenbasis", joint=joint, **BUILD
+    )
+    found = study.runs[0].checkpoints
+    columns = [it.flat.columns(c, it.train) for c in found]
+    if not joint:  # no curvature between layers
+        columns = [_apart(c, it) for c in columns]
+    rows = [it.flat.gradients(c, "losses", it.train) for c in found]
+    q = it.flat.gradients(found[-1], "measurements", it.query)
+    times = []
+    for pair, steps in zip(rates, (6, 8), strict=True):
+        per_block = [pair[name != "0"] * steps for name in it.flat.blocks]
+        sizes = torch.tensor([b.size for b in it.flat.blocks.values()])
+        times.append(torch.tensor(per_block, dtype=torch.float64).repeat_interleave(sizes))
+    expected = joint_source([columns[:2], columns[2:]], [rows[:2], rows[2:]], q, times)
+    close(store.source(it.query, segments=2, by_segment=True, **QUIET).by_segment, expected)
+    if joint and 0.0 not in rates[1]:
+        with pytest.raises(ValueError, match=r"learning rates differ .* use joint=False, or"):
+            GradientStore.build(study, tmp_path / "r", 8, **QUIET).source(QUERY, **QUIET)
+
+
+def _apart(columns: Tensor, it: Case) -> Tensor:
+    """Each column cut into one for each layer."""
+    sizes = [b.size for b in it.flat.blocks.values()]
+    ends = np.cumsum([0, *sizes])
+    made = []
+    for a, b in pairwise(ends):
+        only = torch.zeros_like(columns)
+        only[:, a:b] = columns[:, a:b]
+        made.append(only)
+    return torch.cat(made)
+
+
+def test_a_stretch_whose_clock_stands_still_is_the_limit_of_a_slow_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(5, 5, generator=generator).double()
+    H, v = A @ A.T, torch.randn(2, 5, generator=generator).double()
+
+    def stretch(T: Tensor) -> Stretch:
+        x, V = torch.linalg.eigh(T.sqrt().unsqueeze(1) * H * T.sqrt())
+        return Stretch(x.clamp_min(0), V, T, H if (T == 0).any() else None)
+
+    slow, still = (stretch(torch.tensor([0.3, t, 0.2, t, 1.0]).double()) for t in (1e-10, 0.0))
+    torch.testing.assert_close(slow.survive(v), still.survive(v), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(slow.respond(v), still.respond(v), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_trak_is_trak(it: Case, tmp_path: Path, joint: bool) -> None:
+    store = GradientStore.build(
+        it.study, tmp_path / "s", 9, joint=joint, seed=3, methods=["trak"], **BUILD
+    )
+    for damping in (0.0, 1e-2):
+        method = Trak(9, seed=3, joint=joint, damping=damping)
+        expected = method.attribute(it.study, it.query, dtype=torch.float64, **QUIET)
+        close(store.trak(it.query, damping, **QUIET).values, expected.values)
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+def test_fishers(it: Case, tmp_path: Path, fisher: str) -> None:
+    """The second moments are those of the brute force, example by example."""
+    store = GradientStore.build(
+        it.study,
+        tmp_path / "s",
+        it.parameters,
+        "eigenbasis",
+        joint=False,
+        seed=2,
+        **(BUILD | {"fisher": fisher}),
+    )
+    from whence.task import Uniform
+
+    uniform = lambda example, step: Uniform(2, step, [example])  # noqa: E731
+    oracle = dense.Dense(it.model, it.task, it.train, it.history, it.query, uniform)
+    expected = oracle.source(2, "gauss-newton", fisher)
+    close(store.source(it.query, segments=2, by_segment=True, **QUIET).by_segment, expected)
+
+
+def test_stages(tmp_path: Path) -> None:
+    """Influence and TRAK pool the stages at the final model; SOURCE and TracIn keep them apart."""
+    torch.manual_seed(0)
+    model, task = models.mlp(), whence.Classification()
+    data = {"a": models.vectors(18, seed=2), "b": models.vectors(10, seed=3)}
+    legs = [models.train_run(model, task, own, [4, 8], 0.1) for own in data.values()]
+    run = whence.Run.from_checkpoints(
+        [c for leg in legs for c in leg.checkpoints], [4, 8, 12, 16], 0.1, stages={"a": 8, "b": 16}
+    )
+    study = whence.Study(model, task, train=data, runs=run)
+    flat = Flat(study)
+    p = sum(b.size for b in flat.blocks.values())
+    store = GradientStore.build(study, tmp_path / "s", p, "eigenbasis", **BUILD)
+    final, q = run.final, flat.gradients(run.final, "measurements", QUERY)
+    both = [torch.cat([flat.gradients(final, "losses", d) for d in data.values()])]
+    C = torch.cat([flat.columns(final, d) for d in data.values()])
+    H = C.T @ C / 28 + 0.1 * torch.eye(p).double()
+    expected = -(q @ torch.linalg.solve(H, both[0].T)).numpy() / 28
+    scores = store.influence(QUERY, 0.1, **QUIET)
+    close(scores.values, expected)
+    assert list(scores.stage or []) == ["a"] * 18 + ["b"] * 10
+    close(store.influence(QUERY, 0.1, stage="b", **QUIET).values, expected[:, 18:])
+    method = whence.TracIn()
+    close(
+        store.tracin(QUERY, **QUIET).values,
+        method.attribute(study, QUERY, dtype=torch.float64, **QUIET).values,
+    )
+    close(
+        store.trak(QUERY, 1e-2, **QUIET).values,
+        _unprojected_trak(flat, final, data, q, 1e-2),
+    )
+    own = store.source(QUERY, "stages", by_segment=True, **QUIET)
+    first, second = (_leg(flat, leg, run, name) for leg, name in ((0, "a"), (1, "b")))
+    time = torch.full((p,), 0.8, dtype=torch.float64)
+    close(own.by_segment[1][:, 18:], joint_source([second[0]], [second[1]], q, [time])[0])
+    H2 = torch.stack([c.T @ c / 10 for c in second[0]]).mean(0)
+    seen = q @ torch.linalg.matrix_exp(-0.8 * H2)
+    close(own.by_segment[0][:, :18], joint_source([first[0]], [first[1]], seen, [time])[0])
+
+
+def _leg(flat: Flat, leg: int, run: Any, name: str) -> tuple[list[Tensor], list[Tensor]]:
+    found, data = run.checkpoints[2 * leg : 2 * leg + 2], flat.study.train[name]
+    return [flat.columns(c, data) for c in found], [
+        flat.gradients(c, "losses", data) for c in found
+    ]
+
+
+def _unprojected_trak(flat: Flat, final: Any, data: Any, q: Tensor, damping: float) -> Tensor:
+    f, L = (
+        torch.cat([flat.gradients(final, what, d) for d in data.values()])
+        for what in ("measurements", "losses")
+    )
+    gram = f.T @ f + damping * len(f) * torch.eye(f.shape[1]).double()
+    return -q @ torch.linalg.solve(gram, L.T)
+
+
+def test_a_run_on_half_the_data(it: Case, tmp_path: Path) -> None:
+    """Rows of all examples, curvature and 1/N of those that were trained on."""
+    half = np.arange(1, 24, 2)
+    run = whence.Run.from_checkpoints(
+        it.history.checkpoints, STEPS, it.history.rates, momentum=0.5, subset=half
+    )
+    study = whence.Study(it.model, it.task, train=TRAIN, runs=run)
+    store = GradientStore.build(study, tmp_path / "s", it.parameters, "eigenbasis", **BUILD)
+    C = it.flat.columns(run.final, TensorDataset(*TRAIN[torch.from_numpy(half)]))
+    L = it.flat.gradients(run.final, "losses", TRAIN)
+    q = it.flat.gradients(run.final, "measurements", QUERY)
+    H = C.T @ C / 12 + 0.1 * torch.eye(it.parameters).double()
+    expected = -(q @ torch.linalg.solve(H, L.T)) / 12
+    close(store.influence(QUERY, 0.1, **QUIET).values, expected)
+
+
+# --- fewer dimensions -----------------------------------------------------------------------------
+
+
+def test_random_inner_products_have_the_error_they_should(tmp_path: Path) -> None:
+    """TracIn at one checkpoint: unbiased, with a variance of about (‖v‖²‖g‖² + ⟨v,g⟩²)/d."""
+    torch.manual_seed(0)
+    model, d = models.mlp((4, 40, 3)).double(), 200
+    run = whence.Run.from_checkpoints([model.state_dict()], [1], 1.0)
+    study = whence.Study(model, whence.Classification(), train=TRAIN, runs=run)
+    flat = Flat(study)
+    g = flat.gradients(run.final, "losses", TRAIN)
+    v = flat.gradients(run.final, "measurements", QUERY)
+    true = -(v @ g.T)
+    deviation = ((v.square().sum(1, keepdim=True) * g.square().sum(1) + true.square()) / d).sqrt()
+    off = []
+    for seed in range(8):
+        path = tmp_path / str(seed)
+        store = GradientStore.build(
+            study, path, d, seed=seed, methods=["tracin"], dtype=torch.float64, **QUIET
+        )
+        found = torch.from_numpy(store.tracin(QUERY, **QUIET).to_numpy())
+        off.append((found - true) / deviation)
+    z = torch.stack(off)
+    assert 0.4 < float(z.square().mean()) < 1.3
+    assert abs(float(z.mean())) < 0.3
+
+
+@pytest.mark.parametrize("projection", ["random", "eigenbasis"])
+def test_more_dimensions_are_nearer(it: Case, tmp_path: Path, projection: str) -> None:
+    full = GradientStore.build(it.study, tmp_path / "s", it.parameters, "eigenbasis", **BUILD)
+    expected = full.source(QUERY, **QUIET).values
+    near = []
+    for d in (4, 16, 48):
+        store = GradientStore.build(it.study, tmp_path / f"{d}", d, projection, **BUILD)
+        found = store.source(QUERY, **QUIET).values
+        ranks = [np.argsort(np.argsort(values, axis=1), axis=1) for values in (found, expected)]
+        near.append(np.mean([np.corrcoef(*pair)[0, 1] for pair in zip(*ranks, strict=True)]))
+    assert near[-1] > (0.95 if projection == "eigenbasis" else 0.5) and near[-1] > near[0]
+
+
+def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
+    """No other so many entries in these bases have a larger second moment."""
+    store = GradientStore.build(it.study, tmp_path / "s", 10, "eigenbasis", **BUILD)
+    curvature = whence.Source(fisher="exact")
+    bench = curvature._bench(
+        it.study, it.study.runs[0], QUERY, None, torch.float64, None, None, False, 0
+    )
+    fitted = bench.fitter(["train"], kind="ekfac", fisher="exact").fit(bench.run.checkpoints)
+    every = torch.cat([block.eigenvalues.flatten() for block in fitted.values()])
+    leading = every.sort(descending=True).values[:10]
+    (part,) = store.projection(bench).parts
+    kept = []
+    for name, own in part.kept.items():  # type: ignore[union-attr]
+        basis = fitted[name].basis
+        assert basis is not None
+        outputs = [_column(basis.outputs, c) for c in own.basis.outputs.T]
+        inputs = [_column(basis.inputs, c) for c in own.basis.inputs.T]
+        pairs = zip(own.rows.tolist(), own.columns.tolist(), strict=True)
+        kept += [float(fitted[name].eigenvalues[outputs[r], inputs[c]]) for r, c in pairs]
+    np.testing.assert_allclose(sorted(kept, reverse=True), leading)
+
+
+def _column(basis: Tensor, column: Tensor) -> int:
+    return int((basis - column.unsqueeze(1)).norm(dim=0).argmin())
+
+
+@pytest.mark.parametrize("projection", ["random", "eigenbasis"])
+def test_on_digits(tmp_path: Path, projection: str) -> None:
+    """SOURCE in 256 of 6,000 dimensions still predicts retraining."""
+    study, query = judged.study(100), judged.data()[1]
+    store = GradientStore.build(study, tmp_path / "s", 256, projection, **QUIET)
+    source, influence, tracin = (
+        judged.judge(answer(query, **QUIET))
+        for answer in (store.source, store.influence, store.tracin)
+    )
+    assert 0.18 < source < 0.5 and 0.05 < influence < 0.45 and 0.02 < tracin < 0.4
+    assert source > tracin
+
+
+# --- queries --------------------------------------------------------------------------------------
+
+
+class Counted(TensorDataset):
+    """Says when it is read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read = getattr(self, "read", 0) + 1
+        return super().__getitem__(index)
+
+
+def test_queries_do_not_touch_the_training_data(it: Case, tmp_path: Path) -> None:
+    data = Counted(*TRAIN.tensors)
+    study = whence.Study(it.model, it.task, train=data, runs=it.history.run)
+    store = GradientStore.build(study, tmp_path / "s", 12, **BUILD)
+    first = store.source(QUERY, **QUIET)
+    before = data.read
+    again = store.source(QUERY, **QUIET)
+    for answer in (store.tracin, store.influence, store.trak):
+        answer(models.vectors(4, seed=7), **QUIET)
+    assert data.read - before <= 4  # only what a query is compared with: how an example is built
+    assert (first.values == again.values).all()
+
+
+def test_opened_again(it: Case, tmp_path: Path) -> None:
+    for projection in ("random", "eigenbasis"):
+        built = GradientStore.build(it.study, tmp_path / projection, 12, projection, **BUILD)
+        opened = GradientStore.open(tmp_path / projection, it.study)
+        for answer in ("tracin", "influence", "trak", "source"):
+            one, other = (getattr(s, answer)(QUERY, **QUIET) for s in (built, opened))
+            assert (one.values == other.values).all()
+    assert "eigenbasis, dimension 12, examples {train: 24}" in repr(opened)
+
+
+def test_a_store_that_cannot_be_written_to_answers(
+    it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    expected = store.source(QUERY, **QUIET).values
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("read-only")
+
+    shutil.rmtree(tmp_path / "s" / "decompositions")
+    opened = GradientStore.open(tmp_path / "s", it.study)
+    monkeypatch.setattr(opened._made, "put", refuse)
+    with pytest.warns(UserWarning, match="cannot be kept with the store"):
+        assert (opened.source(QUERY, **QUIET).values == expected).all()
+
+
+def test_decompositions_make_room(
+    it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT", 3 * 12 * 12 * 8)
+    store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    first = store.influence(QUERY, 0.1, **QUIET).values
+    for damping in (0.2, 0.3, 0.4, 0.5):
+        store.influence(QUERY, damping, **QUIET)
+    assert len(store._kept) <= 3
+    assert (store.influence(QUERY, 0.1, **QUIET).values == first).all()
+    assert not (tmp_path / "s" / "decompositions").exists()  # cheap ones are not kept on disk
+
+
+def test_many_queries_and_settings(it: Case, tmp_path: Path) -> None:
+    store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    plain = store.source(TRAIN, **QUIET)
+    assert plain.settings["projection"] == "random" and plain.settings["segments"] == 3
+    assert plain.diagnostics["segments"][0]["share_of_score"] > 0
+    small = store.source(TRAIN, memory="1MB", batch_size=7, **QUIET)
+    close(small.values, plain.values, 1e-9)
+    top = store.source(TRAIN, top=3, **QUIET)
+    assert top.helpful(5, 3).examples == plain.helpful(5, 3).examples
+    out = store.source(TRAIN, out=tmp_path / "scores", **QUIET)
+    assert (whence.Scores.load(tmp_path / "scores").values == plain.values).all()
+    assert (out.values == plain.values).all()
+    for count in (1, 2, 8, 20):
+        few = store.source(TensorDataset(*TRAIN[:count]), **QUIET)
+        close(few.values, plain.values[:count], 1e-9)
+
+
+@pytest.mark.parametrize("q", [1, 3, 6, 7, 16, 40])
+def test_inner_products(q: int) -> None:
+    generator = torch.Generator().manual_seed(q)
+    rows = torch.randn(300, 5, generator=generator)
+    vectors = torch.randn(q, 5, generator=generator)
+    torch.testing.assert_close(inner(rows, vectors), vectors @ rows.T)
+
+
+def test_an_ensemble_of_stores(it: Case, tmp_path: Path) -> None:
+    stores = [GradientStore.build(it.study, tmp_path / f"{k}", 12, seed=k, **BUILD) for k in (0, 1)]
+    each = [store.source(QUERY, **QUIET) for store in stores]
+    close(ensemble(each).values, (each[0].values + each[1].values) / 2)
+
+
+def test_float32(it: Case, tmp_path: Path) -> None:
+    exact, single = (
+        GradientStore.build(it.study, tmp_path / str(k), 40, "eigenbasis", **options)
+        for k, options in enumerate((BUILD, BUILD | {"dtype": torch.float32}))
+    )
+    assert single.rows("train", it.study.runs[0].final).dtype == torch.float32
+    close(single.source(QUERY, **QUIET).values, exact.source(QUERY, **QUIET).values, 1e-3)
+
+
+# --- killed, grown --------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.fixture
+def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = type("Clock", (), {"monotonic": staticmethod(lambda: 0.0)})
+    monkeypatch.setattr(whence.persist.factor_cache, "time", clock)
+    monkeypatch.setattr(whence.persist.factor_cache, "SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "NOTED_EVERY", -1.0)
+    monkeypatch.setattr("whence.projections.random.GATHERED", {"cpu": 8, "cuda": 8})
+
+
+def bytes_of(path: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in sorted((path / "gradients").iterdir())}
+
+
+@pytest.mark.parametrize("at", [1, 3, 8, 17, 23])
+def test_killed_anywhere_it_goes_on(
+    it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes_everything: None, at: int
+) -> None:
+    options = BUILD | {"fisher": "sampled", "batch_size": 8}
+    whole = GradientStore.build(it.study, tmp_path / "whole", 12, **options)
+    true, seen = Passes._batch, []
+
+    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any) -> Any:
+        seen.append((self.step, signal.name, int(indices[0])))
+        if len(seen) == at + 1:
+            raise Interrupted
+        return true(self, data, indices, batch, signal)
+
+    monkeypatch.setattr(Passes, "_batch", counted)
+    with pytest.raises(Interrupted):
+        GradientStore.build(it.study, tmp_path / "cut", 12, **options)
+    with pytest.raises(ValueError, match=r"is not finished: make the same GradientStore\.build"):
+        GradientStore.open(tmp_path / "cut", it.study)
+    done = seen[:at]
+    store = GradientStore.build(it.study, tmp_path / "cut", 12, **options)
+    again = [one for one in seen[at + 1 :] if one in done]
+    assert len(again) <= 2  # the projection is tried again; at most one batch is done twice
+    assert bytes_of(tmp_path / "cut") == bytes_of(tmp_path / "whole")
+    for answer in ("source", "trak"):
+        one, other = (getattr(s, answer)(QUERY, **QUIET).values for s in (store, whole))
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+@pytest.mark.parametrize("projection", ["random", "eigenbasis"])
+def test_data_that_has_grown(
+    it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, projection: str, fisher: str
+) -> None:
+    options = BUILD | {"fisher": fisher}
+    first = TensorDataset(*TRAIN[:15])
+    small, large = (
+        whence.Study(it.model, it.task, train=data, runs=it.history.run) for data in (first, TRAIN)
+    )
+    GradientStore.build(small, tmp_path / "s", 12, projection, **options).source(QUERY, **QUIET)
+    assert any((tmp_path / "s" / "decompositions").iterdir())
+    with pytest.raises(ValueError, match=r"is of 15 examples, and train has 24: .*build adds"):
+        GradientStore.open(tmp_path / "s", large)
+    true, seen = Passes._batch, []
+
+    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any) -> Any:
+        if len(indices) > 8:  # more than the probe's
+            seen.extend(indices.tolist())
+        return true(self, data, indices, batch, signal)
+
+    monkeypatch.setattr(Passes, "_batch", counted)
+    store = GradientStore.build(large, tmp_path / "s", 12, projection, **options)
+    assert set(seen) == set(range(15, 24))
+    assert not (tmp_path / "s" / "decompositions").exists()
+    monkeypatch.setattr(Passes, "_batch", true)
+    if projection == "random":  # the eigenbasis stays that of the first examples
+        fresh = GradientStore.build(large, tmp_path / "fresh", 12, projection, **options)
+        for answer in ("tracin", "influence", "trak", "source"):
+            one, other = (getattr(s, answer)(QUERY, **QUIET).values for s in (store, fresh))
+            close(one, other, 1e-9)
+    assert store.source(QUERY, **QUIET).values.shape == (3, 24)
+    assert GradientStore.open(tmp_path / "s", large).tracin(QUERY, **QUIET).shape == (3, 24)
+
+
+def test_more_methods_later(it: Case, tmp_path: Path) -> None:
+    store = GradientStore.build(it.study, tmp_path / "s", 12, methods=["influence"], **BUILD)
+    files = [f.name for f in (tmp_path / "s" / "gradients").iterdir()]
+    assert files == ["0-00000014.npy"]
+    with pytest.raises(ValueError, match="built for influence, not for source: build it again"):
+        store.source(QUERY, **QUIET)
+    store = GradientStore.build(it.study, tmp_path / "s", 12, methods=["source"], **BUILD)
+    whole = GradientStore.build(it.study, tmp_path / "t", 12, **BUILD)
+    for answer in ("influence", "source"):
+        one, other = (getattr(s, answer)(QUERY, **QUIET).values for s in (store, whole))
+        close(one, other, 1e-12)
+    with pytest.raises(ValueError, match="not for trak"):
+        store.trak(QUERY, **QUIET)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def changed(it: Case, **changes: Any) -> whence.Study:
+    given = {"task": it.task, "train": TRAIN, "runs": it.history.run}
+    return whence.Study(changes.pop("model", it.model), **(given | changes))
+
+
+def other_weights(it: Case) -> whence.Study:
+    moved = copy.deepcopy(it.history.checkpoints)
+    moved[-1]["0.weight"] = moved[-1]["0.weight"] + 1e-3
+    run = whence.Run.from_checkpoints(moved, STEPS, it.history.rates, momentum=0.5)
+    return changed(it, runs=run)
+
+
+def other_data(it: Case) -> whence.Study:
+    x, y = (t.clone() for t in TRAIN.tensors)
+    x[7, 0] += 1e-3
+    return changed(it, train=TensorDataset(x, y))
+
+
+class Doubled(whence.Classification):
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        return 2 * super().losses(outputs, batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (other_weights, "made with other weights or rates of the run"),
+        (other_data, "other data: the first 24 examples of train are not those"),
+        (lambda it: changed(it, train=TensorDataset(*TRAIN[:20])), "was made of other data"),
+        (lambda it: changed(it, layers=["0", "2"]), "made with other layers"),
+        (lambda it: changed(it, task=Doubled()), "made with another task"),
+    ],
+)
+def test_another_study(it: Case, tmp_path: Path, make: Any, message: str) -> None:
+    GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    for again in (
+        lambda: GradientStore.open(tmp_path / "s", make(it)),
+        lambda: GradientStore.build(make(it), tmp_path / "s", 12, **BUILD),
+    ):
+        with pytest.raises(ValueError, match=message):
+            again()
+
+
+def test_a_changed_loss_is_noticed(it: Case, tmp_path: Path) -> None:
+    """A row is made again before the first answer: whatever changed, it shows there."""
+    store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    store.study = changed(it, task=Doubled())
+    with pytest.raises(ValueError, match="does not belong to this study: example 0 of train"):
+        store.tracin(QUERY, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dimension": 13}, "made with dimension=12, not 13"),
+        ({"seed": 1}, "seed=0, not 1"),
+        ({"fisher": "sampled"}, "fisher='exact', not 'sampled'"),
+        (
+            {"joint": False, "projection": "eigenbasis"},
+            "projection='random', not 'eigenbasis'; joint=True, not False",
+        ),
+        ({"dtype": torch.float32}, "dtype='float64', not 'float32'"),
+        ({"projection": "hash"}, "projection='hash' is not known: use one of 'random'"),
+        ({"methods": ["hydra"]}, "methods='hydra' is not known"),
+        ({"methods": []}, "methods is empty"),
+        ({"fisher": "true"}, "fisher='true' is not known"),
+        ({"dimension": 65}, "dimension=65, but only 64 parameters are tracked"),
+    ],
+)
+def test_other_settings(it: Case, tmp_path: Path, options: Any, message: str) -> None:
+    GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    with pytest.raises(ValueError, match=message):
+        GradientStore.build(it.study, tmp_path / "s", **({"dimension": 12} | BUILD | options))
+
+
+def cut_off(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def emptied(path: Path) -> None:
+    np.save(path, np.zeros((24, 5)))
+
+
+def shortened(path: Path) -> None:
+    np.save(path, np.load(path)[:20])
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (cut_off, ValueError, "is truncated or damaged"),
+        (emptied, ValueError, "belongs to another store"),
+        (shortened, ValueError, "has 20 rows, but the store is of 24 examples"),
+        (Path.unlink, FileNotFoundError, "is missing: the store is not whole"),
+    ],
+)
+def test_damaged_rows(it: Case, tmp_path: Path, damage: Any, error: Any, message: str) -> None:
+    GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    damage(tmp_path / "s" / "gradients" / "0-00000006.npy")
+    with pytest.raises(error, match=message):
+        GradientStore.open(tmp_path / "s", it.study)
+
+
+def test_missing_second_moments(it: Case, tmp_path: Path) -> None:
+    GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    for file in (tmp_path / "s" / "factors").iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"is not whole: second moments .* are missing"):
+        GradientStore.open(tmp_path / "s", it.study).source(QUERY, **QUIET)
+
+
+def test_rows_that_are_not_numbers_are_named(it: Case, tmp_path: Path) -> None:
+    GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    path = tmp_path / "s" / "gradients" / "0-00000006.npy"
+    rows = np.load(path)
+    rows[17, 3] = np.nan
+    np.save(path, rows)
+    store = GradientStore.open(tmp_path / "s", it.study)
+    with pytest.raises(ValueError, match="of train example 17 at step 6 are NaN or infinite"):
+        store.tracin(QUERY, **QUIET)
+
+
+def test_an_example_that_is_not_a_number_is_named(it: Case, tmp_path: Path) -> None:
+    x, y = (t.clone() for t in TRAIN.tensors)
+    x[9] = float("nan")
+    with pytest.raises(FloatingPointError, match="NaN or infinite for train example 9"):
+        GradientStore.build(changed(it, train=TensorDataset(x, y)), tmp_path / "s", 12, **BUILD)
+
+
+def test_no_store(it: Case, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        GradientStore.open(tmp_path / "none", it.study)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(FileNotFoundError, match=r"has no store\.json"):
+        GradientStore.open(tmp_path / "other", it.study)
+    with pytest.raises(ValueError, match="is not empty, and no store"):
+        GradientStore.build(it.study, tmp_path / "other", 12, **BUILD)
+    for text, message in (
+        ("{", "is not the description of a store"),
+        (json.dumps({"schema": 99}), "has schema 99"),
+        (json.dumps({"schema": 1}), "is incomplete: complete, data"),
+    ):
+        (tmp_path / "other" / "store.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            GradientStore.open(tmp_path / "other", it.study)
+
+
+def test_what_a_store_cannot_do(it: Case, tmp_path: Path) -> None:
+    two = whence.Study(it.model, it.task, train=TRAIN, runs=[it.history.run, it.history.run])
+    with pytest.raises(ValueError, match=r"one run, and the study has 2.*whence\.scores\.ensemble"):
+        GradientStore.build(two, tmp_path / "s", 12, **BUILD)
+    store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    with pytest.raises(ValueError, match="a store answers queries: for self-influence use"):
+        store.source(None, **QUIET)
+    with pytest.raises(ValueError, match="stage='tune' is not in the run"):
+        store.source(QUERY, stage="tune", **QUIET)
+    with pytest.raises(ValueError, match=r"damping=0\.0 must be positive, or 'source'"):
+        store.influence(QUERY, 0.0, **QUIET)
+    with pytest.raises(ValueError, match=r"damping=-1\.0 must be zero or a positive number"):
+        store.trak(QUERY, -1.0, **QUIET)
+    with pytest.raises(ValueError, match="segments=5, but the run has only 4"):
+        store.source(QUERY, segments=5, **QUIET)
+    wide = GradientStore.build(it.study, tmp_path / "w", 50, "eigenbasis", **BUILD)
+    with pytest.raises(ValueError, match="dimension=50, but there are only 24 training examples"):
+        wide.trak(QUERY, **QUIET)
+
+
+def test_adam(it: Case, tmp_path: Path) -> None:
+    run = whence.Run.from_checkpoints(it.history.checkpoints, STEPS, 1e-3, optimizer="adam")
+    store = GradientStore.build(changed(it, runs=run), tmp_path / "s", 12, **BUILD)
+    with pytest.raises(ValueError, match="SOURCE from a store is for SGD: the preconditioner"):
+        store.source(QUERY, **QUIET)
+    with pytest.raises(ValueError, match="damping='source' is for SGD"):
+        store.influence(QUERY, **QUIET)
+    assert np.isfinite(store.influence(QUERY, 1e-2, **QUIET).values).all()
+
+
+def test_a_full_disk(it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(OSError, match=r"the store needs .* GiB in .*, where 0\.0 GiB are free"):
+        GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+
+
+def test_the_model_is_left_alone(it: Case, tmp_path: Path) -> None:
+    model = it.model.train()
+    before = copy.deepcopy(model.state_dict())
+    GradientStore.build(it.study, tmp_path / "s", 12, **BUILD).source(QUERY, **QUIET)
+    assert model.training and all((before[k] == v).all() for k, v in model.state_dict().items())
+    assert not any(p.grad is not None for p in model.parameters())
+    model.eval()
+
+
+# --- on a GPU: run by hand, with pytest -m gpu ---------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("projection", ["random", "eigenbasis"])
+def test_built_and_asked_anywhere(it: Case, tmp_path: Path, projection: str) -> None:
+    """Made on one device, asked on the other: the same scores."""
+    here = GradientStore.build(it.study, tmp_path / "cpu", 12, projection, **BUILD)
+    there = GradientStore.build(it.study, tmp_path / "gpu", 12, projection, device="cuda", **BUILD)
+    for answer in ("tracin", "influence", "trak", "source"):
+        expected = getattr(here, answer)(QUERY, **QUIET).values
+        tolerance = 1e-7
+        if projection == "random":  # an eigenbasis is known up to signs that each device chooses
+            close(getattr(here, answer)(QUERY, device="cuda", **QUIET).values, expected, tolerance)
+        close(getattr(there, answer)(QUERY, device="cuda", **QUIET).values, expected, tolerance)
+        close(getattr(there, answer)(QUERY, device="cpu", **QUIET).values, expected, tolerance)
