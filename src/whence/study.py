@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.layers.choose import Chooser, by_name
-from whence.layers.passes import Clock, Loaded, Passes, precision_as_asked
+from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.factor_cache import Store
@@ -150,7 +150,7 @@ class Study:
         share with it is tracked; unless `shared` is False (self-influence). Layers that the run
         never moved are not, unless `frozen`.
         """
-        copies: dict[int, Loaded] = {}
+        copies: dict[int, WeightLoader] = {}
         found: dict[tuple[int, int], Tracked] = {}
         made: dict[str, Passes] = {}
         clock = Clock(device)
@@ -160,12 +160,12 @@ class Study:
                 model = cast(copied(own), device, dtype).eval()
                 for parameter in model.parameters():
                     parameter.grad = None
-                copies[id(own)] = Loaded(model)
+                copies[id(own)] = WeightLoader(model)
             loaded = copies[id(own)]
             own_checkpoints = [c for c in run.checkpoints if c.stage == stage]
             if not own_checkpoints:
                 raise RunError(f"{run!r} has no checkpoint in stage {stage!r} yet: let it train on")
-            loaded.put(own_checkpoints[-1])
+            loaded.load(own_checkpoints[-1])
             count = min(PROBED, len(self.data[stage]))
             several, one = (
                 place(self.data[stage].take(range(k)), device, dtype) for k in (count, 1)

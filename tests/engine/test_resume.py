@@ -96,7 +96,7 @@ def call(name: str, run: Any, out: Path | None) -> whence.Scores:
 KILLED = """
     import os, shutil, signal, sys, torch
     from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
+    sys.path[:0] = [sys.argv[1], sys.argv[1] + "/engine"]
     torch.set_num_threads(1)
     import test_resume as t
     from whence.operators import cost
@@ -316,13 +316,13 @@ def test_finished_work_is_not_done_again(
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Passes by kind of work: "covariances", "eigenvalues", "other" (queries and scores)."""
     counts: Counter[str] = Counter()
-    real = Passes.sweeps
+    real = Passes.backward_passes
 
     def sweeps(self: Passes, data: Any, blocks: Any, signal: Any, label: str | None = None) -> Any:
         counts[(label or "other").split(",")[0]] += 1
         return real(self, data, blocks, signal, label)
 
-    monkeypatch.setattr(Passes, "sweeps", sweeps)
+    monkeypatch.setattr(Passes, "backward_passes", sweeps)
     return counts
 
 

@@ -294,7 +294,7 @@ def test_runs_recorded_at_once_on_the_gpu(
 def test_batch_norm_on_the_gpu(norm: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 as on the CPU; in float32 most updates are replayed from a CUDA graph."""
     from support import recipes
-    from test_retrain_batchnorm import NORMS, Residual
+    from test_batch_norm import NORMS, Residual
 
     from whence.retrain import Training, measure, stacked
 
@@ -321,7 +321,7 @@ def test_batch_norm_on_the_gpu(norm: str, apart: int, monkeypatch: pytest.Monkey
 
 def test_batch_norm_under_vmap_on_the_gpu() -> None:
     from support import recipes
-    from test_retrain_batchnorm import Started
+    from test_batch_norm import Started
 
     from whence.retrain import Training, measure
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_exactness
-import test_preconditioned as adaptive
+import test_adam as adaptive
+import test_source_exact as test_exactness
 import test_stages
 import torch
 from support import dense
 from support import dense_stages as ds
 from support.dense_stages import close
-from test_solvers import flat, gauss_newton
+from test_influence_solvers import flat, gauss_newton
 from torch import Tensor
 
 import whence

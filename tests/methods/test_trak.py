@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 import whence.persist.factor_cache
-from whence.layers.capture import Block
+from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak, loss_by_measurement, random_projection
 from whence.projections import Gradients, Projection, Random
@@ -45,7 +45,10 @@ def close(values: Any, expected: Any, tolerance: float = 1e-9) -> None:
 
 # --- the projection -----------------------------------------------------------------------------
 
-BLOCKS = [Block("a", 7, 5, True, "a.weight"), Block("b", 3, 11, False, "b.weight")]
+BLOCKS = [
+    ParameterBlock("a", 7, 5, True, "a.weight"),
+    ParameterBlock("b", 3, 11, False, "b.weight"),
+]
 
 
 def random(d: int = 70, key: int = 1, dtype: torch.dtype = torch.float64, blocks: Any = BLOCKS):
@@ -88,13 +91,13 @@ def test_projection_is_the_matrix_that_lifting_shows(
 
 def test_the_signs_are_random() -> None:
     """Balanced, uncorrelated along rows and columns, other for every seed and layer."""
-    block = Block("a", 60, 50, False, "a.weight")
+    block = ParameterBlock("a", 60, 50, False, "a.weight")
     d, p = 640, block.size
     R = matrix(random(d, blocks=[block])) * d**0.5
     assert set(R.unique().tolist()) == {-1.0, 1.0}
     for other in (
         matrix(random(d, 2, blocks=[block])) * d**0.5,
-        matrix(random(d, blocks=[Block("b", 60, 50, False, "b.weight")])) * d**0.5,
+        matrix(random(d, blocks=[ParameterBlock("b", 60, 50, False, "b.weight")])) * d**0.5,
     ):
         assert abs(float((R * other).mean())) < 5 / (d * p) ** 0.5
     assert abs(float(R.mean())) < 5 / (d * p) ** 0.5
@@ -147,7 +150,7 @@ def test_a_projection_that_does_not_work_is_noticed(
 def test_a_projection_that_leaves_a_layer_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     true = Random._signs
 
-    def without(self: Random, block: Block, parameters: range) -> Any:
+    def without(self: Random, block: ParameterBlock, parameters: range) -> Any:
         for here, found in true(self, block, parameters):
             yield here, found * (block.name != "2")
 
@@ -158,7 +161,7 @@ def test_a_projection_that_leaves_a_layer_out_is_noticed(monkeypatch: pytest.Mon
 
 def test_shares_of_layers() -> None:
     sizes = [1000, 30, 1000, 8]
-    blocks = [Block(str(k), size, 1, False, "w") for k, size in enumerate(sizes)]
+    blocks = [ParameterBlock(str(k), size, 1, False, "w") for k, size in enumerate(sizes)]
     assert shares(blocks, 119) == [50, 15, 50, 4]
     assert shares(blocks, 8) == [2, 2, 2, 2]
     assert shares(blocks, 1019) == [500, 15, 500, 4]
@@ -217,7 +220,7 @@ def case(name: str) -> Case:
 def projection(study: whence.Study, d: int, joint: bool = True) -> Projection:
     """The projection that Trak uses for the study's (first) run."""
     how: Any = (None, torch.float64, None, None, False, 0)
-    bench = Trak()._bench(study, study.runs[0], study.train[study.stages[-1]], *how)
+    bench = Trak()._workspace(study, study.runs[0], study.train[study.stages[-1]], *how)
     return random_projection(bench, d, joint, seed=0)
 
 

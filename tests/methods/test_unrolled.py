@@ -543,7 +543,7 @@ def test_a_sweep_of_another_calculation_is_not_taken_up(
 ) -> None:
     study, query = case
     monkeypatch.setattr(unrolling, "SAVED_EVERY", 0.0)
-    wrong = unrolling.Block(
+    wrong = unrolling.QueryBlock(
         slice(0, 5), slice(0, 10), query, "train", np.arange(5), {"train": np.arange(10)}
     )
     saved = unrolling.Saved(tmp_path / "sweep.safetensors")

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_exactness
-import test_preconditioned
+import test_adam as test_preconditioned
+import test_source_exact as test_exactness
 import test_stages
 import torch
 from support import dense, judged, models

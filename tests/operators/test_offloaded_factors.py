@@ -18,9 +18,9 @@ from torch.utils.data import default_collate
 import whence
 import whence.methods.base
 from whence.data import place
-from whence.layers.capture import Block
+from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
-from whence.operators.fit import Away, factor_bytes, grouped
+from whence.operators.fit import OffloadedFactors, factor_bytes, grouped
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False}
 METHODS = [
@@ -103,13 +103,13 @@ def test_groups_of_layers_change_nothing(
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     seen: Counter[str] = Counter()
-    sweeps = Passes.sweeps
+    sweeps = Passes.backward_passes
 
     def counting(self: Passes, data: Any, blocks: Any, signal: Any, label: str = "", **more: Any):  # type: ignore[no-untyped-def]
         seen[re.sub(r",.*", "", label)] += 1
         return sweeps(self, data, blocks, signal, label, **more)
 
-    monkeypatch.setattr(Passes, "sweeps", counting)
+    monkeypatch.setattr(Passes, "backward_passes", counting)
     return seen
 
 
@@ -172,8 +172,8 @@ def test_stopped_among_the_groups_it_goes_on(
     np.testing.assert_allclose(found.values, method.attribute(other, query, **EXACT).values, 1e-7)
 
 
-def block(name: str, o: int, i: int) -> Block:
-    return Block(name, o, i, bias=False, parameter=f"{name}.weight")
+def block(name: str, o: int, i: int) -> ParameterBlock:
+    return ParameterBlock(name, o, i, bias=False, parameter=f"{name}.weight")
 
 
 def test_groups_are_filled_in_order() -> None:
@@ -194,7 +194,7 @@ def test_one_block_at_a_time_is_there() -> None:
         brought.append(name)
         return name.upper()
 
-    away = Away(["a", "b"], bring)
+    away = OffloadedFactors(["a", "b"], bring)
     assert list(away) == ["a", "b"] and len(away) == 2 and "a" in away and "c" not in away
     assert brought == []
     assert (away["a"], away["a"], away["b"], away["a"]) == ("A", "A", "B", "A")

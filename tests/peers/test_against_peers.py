@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import whence
-from whence.operators import Fitter, Part
+from whence.operators import FitData, Fitter
 
 kronfluence = pytest.importorskip("kronfluence")
 curvlinops = pytest.importorskip("curvlinops")
@@ -51,11 +51,11 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
         run, device=torch.device("cpu"), dtype=torch.float64, quiet=True
     ).values()
     identity = study.identity(run, "train", passes.tracked)
-    part = Part(passes, study.data["train"], study.used(run, "train"), identity)
+    part = FitData(passes, study.data["train"], study.used(run, "train"), identity)
     fitter = Fitter([part], study.store(run), batch_size=5, fisher=fisher)
     covariances, fitted = fitter.covariances(run.final), fitter.fit([run.final])
     found = {}
-    for site in passes.tracked.sites:
+    for site in passes.tracked.layers:
         A, S = covariances[f"{site.name}/A"], covariances[f"{site.name}/S"]
         weight = site.modules[0].weight
         if weight.dim() == 4:

@@ -314,7 +314,8 @@ SCRIPT = """
 import sys, torch, time
 sys.path.insert(0, {tests!r})
 torch.set_num_threads({threads})
-from support import recipes, whence
+import whence
+from support import recipes
 from whence.retrain import ground_truth, measure
 from whence.retrain.measure import Workshop
 made = Workshop.make

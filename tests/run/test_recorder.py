@@ -750,7 +750,7 @@ def test_restoring_nothing(tmp_path: Path) -> None:
 KILLED = """
     import os, signal, sys, torch
     from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
+    sys.path[:0] = [sys.argv[1], sys.argv[1] + "/run"]
     torch.set_num_threads(1)
     import test_recorder as t
 
@@ -820,7 +820,7 @@ def test_a_killed_process_leaves_what_it_had(tmp_path: Path) -> None:
     """SIGKILL between two updates, from outside the library."""
     script = f"""
         import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        sys.path[:0] = {[str(Path(__file__).parents[1]), str(Path(__file__).parent)]!r}
         import test_recorder as t
         from pathlib import Path
         model = t.mlp()

@@ -347,7 +347,7 @@ def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
     """No other so many entries in these bases have a larger second moment."""
     store = GradientStore.build(it.study, tmp_path / "s", 10, "eigenbasis", **BUILD)
     curvature = whence.Source(fisher="exact")
-    bench = curvature._bench(
+    bench = curvature._workspace(
         it.study, it.study.runs[0], QUERY, None, torch.float64, None, None, False, 0
     )
     fitted = bench.fitter(["train"], kind="ekfac", fisher="exact").fit(bench.run.checkpoints)

@@ -23,7 +23,7 @@ class Flat:
         run = study.runs[0]
         found = study.passes(run, device=torch.device("cpu"), dtype=torch.float64, quiet=True)
         self.study = study
-        self.sites = found[study.stages[-1]].tracked.sites
+        self.sites = found[study.stages[-1]].tracked.layers
         self.blocks = {b.name: b for site in self.sites for b in site.blocks}
 
     def gradients(

@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, Bench, Readouts, Term
-from whence.layers.capture import Pair
+from whence.engine.workspace import LOSS, Readouts, Term, Workspace
+from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal
 from whence.operators import cost
 from whence.operators.fit import accumulator
@@ -70,7 +70,7 @@ class Tokens:
 class Scoring:
     """One run's scores on their way into a writer."""
 
-    bench: Bench
+    workspace: Workspace
     terms: list[Term]
     vectors: VectorsOf
     writer: ScoreWriter
@@ -81,14 +81,14 @@ class Scoring:
 
     def queries(self, query: Batches) -> None:
         """Every query against every example."""
-        bench, stage = self.bench, self.bench.study.stages[-1]
-        examples = sum(len(bench.study.data[s]) for s in bench.stages)
+        workspace, stage = self.workspace, self.workspace.study.stages[-1]
+        examples = sum(len(workspace.study.data[s]) for s in workspace.stages)
         bar = tqdm(
             total=len(query) * examples,
             desc="scores",
             unit="score",
             unit_scale=True,
-            disable=not bench.any.progress,
+            disable=not workspace.final_passes.progress,
             leave=False,
         )
         with bar:
@@ -107,10 +107,13 @@ class Scoring:
         """Every example against itself."""
         chunks = self._columns(self._at_once())
         for chunk in tqdm(
-            chunks, desc="self-influence", disable=not self.bench.any.progress, leave=False
+            chunks,
+            desc="self-influence",
+            disable=not self.workspace.final_passes.progress,
+            leave=False,
         ):
             if not self.writer.done(None, chunk.place):
-                data, count = self.bench.study.data[chunk.stage], len(chunk.indices)
+                data, count = self.workspace.study.data[chunk.stage], len(chunk.indices)
                 ready = self.vectors(data, chunk.stage, chunk.indices, count)
                 self._write(None, chunk, self._contributions(ready, chunk, None))
 
@@ -119,10 +122,10 @@ class Scoring:
     ) -> Tensor:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
         shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
-        passes = self.bench.any
+        passes = self.workspace.final_passes
         totals = torch.zeros(shape, dtype=accumulator(passes.dtype), device=passes.device)
-        data = self.bench.study.data[chunk.stage]
-        blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.bench.batch_size)]
+        data = self.workspace.study.data[chunk.stage]
+        blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
         for which, readouts in ready:
             term, total = self.terms[which], totals[which]
             for here, name, a, s in self._positions_of(term, chunk.stage, data, blocks):
@@ -145,15 +148,15 @@ class Scoring:
         Where examples are single positions, a term's checkpoints are given as positions of one
         gradient, so that their sum meets the queries once and not once for each.
         """
-        passes, checkpoints = self.bench.passes[stage], term.checkpoints
-        single = all(t == 1 for t in self.bench.positions.values())
+        passes, checkpoints = self.workspace.passes[stage], term.checkpoints
+        single = all(t == 1 for t in self.workspace.positions.values())
         if term.stage != stage:
             return
         if not single or len(checkpoints) == 1:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
                 start = 0
-                for sweep in passes.sweeps(data, blocks, self.signal):
+                for sweep in passes.backward_passes(data, blocks, self.signal):
                     here = slice(start, start + len(sweep.indices))
                     for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
                         yield here, pair.block.name, pair.a, pair.s
@@ -161,10 +164,10 @@ class Scoring:
             return
         start = 0
         for block in blocks:
-            held: dict[str, list[Pair]] = {}
+            held: dict[str, list[LayerFactors]] = {}
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
-                for sweep in passes.sweeps(data, [block], self.signal):
+                for sweep in passes.backward_passes(data, [block], self.signal):
                     for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
                         held.setdefault(pair.block.name, []).append(pair)
             here = slice(start, start + len(block))
@@ -186,8 +189,13 @@ class Scoring:
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress, if the vectors of so many
         queries are made for them: whole batches."""
-        batch, size = self.bench.batch_size, accumulator(self.bench.any.dtype).itemsize
-        room = self.bench.memory // 8 // (len(self.terms) * max(1, queries) * size)  # their scores
+        batch, size = (
+            self.workspace.batch_size,
+            accumulator(self.workspace.final_passes.dtype).itemsize,
+        )
+        room = (
+            self.workspace.memory // 8 // (len(self.terms) * max(1, queries) * size)
+        )  # their scores
         return max(CHUNK, 4 * batch, min(SPREAD * queries, room)) // batch * batch
 
     def _at_once(self) -> int:
@@ -199,17 +207,17 @@ class Scoring:
         return self._fitting(1 if self.shared else len(self.terms)) >= queries
 
     def _fitting(self, sets: int) -> int:
-        size = self._vector() * accumulator(self.bench.any.dtype).itemsize
-        return int(self.bench.memory // 2 // ((sets + 2) * size))
+        size = self._vector() * accumulator(self.workspace.final_passes.dtype).itemsize
+        return int(self.workspace.memory // 2 // ((sets + 2) * size))
 
     def _vector(self) -> int:
         """Numbers in a query's vector."""
-        return cost.vector_numbers(self.bench.any.tracked)
+        return cost.vector_numbers(self.workspace.final_passes.tracked)
 
     def _columns(self, size: int) -> list[Columns]:
         found, offset = [], 0
-        for stage in self.bench.stages:
-            count = len(self.bench.study.data[stage])
+        for stage in self.workspace.stages:
+            count = len(self.workspace.study.data[stage])
             for indices in cut(count, size):
                 place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
                 found.append(Columns(stage, indices, place))
@@ -218,16 +226,16 @@ class Scoring:
 
 
 def by_token(
-    bench: Bench, terms: list[Term], ready: Mapping[int, Readouts], stage: str, example: int
+    workspace: Workspace, terms: list[Term], ready: Mapping[int, Readouts], stage: str, example: int
 ) -> Tokens:
     """What each position of one example of a stage did to each query whose vectors are ready."""
-    data, passes = bench.study.data[stage], bench.passes[stage]
+    data, passes = workspace.study.data[stage], workspace.passes[stage]
     parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
     for which, readouts in ready.items():
         term = terms[which]
         for checkpoint in term.checkpoints if term.stage == stage else ():
             passes.load(checkpoint)
-            for sweep in passes.sweeps(data, [np.array([example])], LOSS):
+            for sweep in passes.backward_passes(data, [np.array([example])], LOSS):
                 for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
                     readout = readouts.get(pair.block.name)
                     if readout is None:

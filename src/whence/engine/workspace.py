@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.layers.capture import Block, Site
+from whence.layers.capture import ParameterBlock, TrackedLayer
 from whence.layers.passes import Passes, Signal, Weights
-from whence.operators import Basis, Curvature, Fitter, Part, Readout, cost
-from whence.operators.fit import Away, accumulator, grouped
+from whence.operators import Basis, Curvature, FitData, Fitter, Readout, cost
+from whence.operators.fit import OffloadedFactors, accumulator, grouped
 from whence.operators.gauss_newton import INSTEAD, GaussNewton, Layout
 from whence.operators.products import FactoredReadout, build, turn
 from whence.run import Run, Segment
@@ -62,7 +62,7 @@ class Vectors:
             factor = function(name, block.eigenvalues)
             values[name] = turned.mul_(factor) if fresh else turned * factor
             bases[name] = block.basis
-            if isinstance(curvature, Away):  # whose basis goes
+            if isinstance(curvature, OffloadedFactors):  # whose basis goes
                 values[name], bases[name] = turn(values[name], block.basis, None), None
         return Vectors(values, bases)
 
@@ -83,7 +83,7 @@ class Vectors:
 
 
 @dataclass
-class Bench:
+class Workspace:
     """One run of a study laid out for work on one device: data, passes, batch size, memory."""
 
     study: Study
@@ -99,24 +99,26 @@ class Bench:
     room: int | None = None  # bytes on the device for factors; None for as many as they need
 
     @property
-    def any(self) -> Passes:
+    def final_passes(self) -> Passes:
         return self.passes[self.study.stages[-1]]
 
     @property
     def zero(self) -> Tensor:
         """A number where vectors live, and as precise as they are."""
-        return torch.zeros((), device=self.any.device, dtype=accumulator(self.any.dtype))
+        return torch.zeros(
+            (), device=self.final_passes.device, dtype=accumulator(self.final_passes.dtype)
+        )
 
     @property
-    def sites(self) -> list[Site]:
+    def layers(self) -> list[TrackedLayer]:
         """The tracked layers of all stages; where several have one, the last stage's."""
         stages = reversed(self.study.stages)
-        found = [site for stage in stages for site in self.passes[stage].tracked.sites]
+        found = [site for stage in stages for site in self.passes[stage].tracked.layers]
         return list({site.name: site for site in reversed(found)}.values())
 
     @property
-    def blocks(self) -> dict[str, Block]:
-        return {block.name: block for site in self.sites for block in site.blocks}
+    def blocks(self) -> dict[str, ParameterBlock]:
+        return {block.name: block for site in self.layers for block in site.blocks}
 
     @property
     def positions(self) -> dict[str, int]:
@@ -127,7 +129,7 @@ class Bench:
     def rates(self, rate: Callable[[str], float]) -> dict[str, float]:
         """A learning rate of every block; its weight and bias must agree on it."""
         found = {}
-        for site in self.sites:
+        for site in self.layers:
             both = {name: rate(name) for name in site.parameter_names()}
             if len(set(both.values())) > 1:
                 said = ", ".join(f"{name} {value:.3g}" for name, value in both.items())
@@ -138,10 +140,10 @@ class Bench:
             found.update(dict.fromkeys((b.name for b in site.blocks), both[site.weight]))
         return found
 
-    def parts(self, stages: Sequence[str]) -> list[Part]:
+    def parts(self, stages: Sequence[str]) -> list[FitData]:
         """The data of these stages that the run trained on, and what it goes through."""
         return [
-            Part(
+            FitData(
                 self.passes[stage],
                 self.study.data[stage],
                 self.study.used(self.run, stage),
@@ -164,19 +166,23 @@ class Bench:
 
     def gauss_newton(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[FitData],
         checkpoints: Sequence[Weights],
         names: Container[str],
         queries: int,
     ) -> GaussNewton:
         """The true matrix over these blocks, for so many vectors at a time."""
-        dtype = self.any.dtype
+        dtype = self.final_passes.dtype
         if dtype.itemsize < 4:
             raise ValueError(
                 f"{dtype} cannot resolve products with the Gauss-Newton matrix: use dtype=float32 "
                 f"or float64, or {INSTEAD}"
             )
-        room = min(2**28, self.memory // 4) if self.any.device.type == "cpu" else self.memory // 4
+        room = (
+            min(2**28, self.memory // 4)
+            if self.final_passes.device.type == "cpu"
+            else self.memory // 4
+        )
         H = GaussNewton(
             parts,
             checkpoints,
@@ -191,13 +197,13 @@ class Bench:
     @property
     def factor_groups(self) -> int:
         """How many groups of layers EK-FAC's factors are fitted in."""
-        dtype = accumulator(self.any.dtype)
+        dtype = accumulator(self.final_passes.dtype)
         return len(grouped(self.blocks.values(), "ekfac", dtype, self.room))
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
         found = {}
-        for site in self.sites:
+        for site in self.layers:
             module: Any = site.modules[0]
             weights = site.kind.matrices(module, self._given(tensors, site.weight, module.weight))
             columns = [[weight] for weight in weights]
@@ -210,8 +216,8 @@ class Bench:
         return found
 
     def _given(self, tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-        dtype = accumulator(self.any.dtype)
-        return tensors.get(name, torch.zeros_like(like)).to(self.any.device, dtype)
+        dtype = accumulator(self.final_passes.dtype)
+        return tensors.get(name, torch.zeros_like(like)).to(self.final_passes.device, dtype)
 
     def gradients(
         self,
@@ -222,7 +228,7 @@ class Bench:
         bases: dict[str, Basis | None],
     ) -> Vectors:
         """∇f(q, θ_c) of these queries, each block built in its basis."""
-        passes, dtype = self.passes[stage], accumulator(self.any.dtype)
+        passes, dtype = self.passes[stage], accumulator(self.final_passes.dtype)
         passes.load(checkpoint)
         values = {
             b.name: torch.empty(len(indices), *b.shape, dtype=dtype, device=passes.device)
@@ -230,7 +236,7 @@ class Bench:
         }
         start = 0
         blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
-        for sweep in passes.sweeps(data, blocks, MEASUREMENT):
+        for sweep in passes.backward_passes(data, blocks, MEASUREMENT):
             rows = slice(start, start + len(sweep.indices))
             for _, pairs in sweep.pairs:
                 for pair in pairs:
@@ -249,7 +255,7 @@ class Bench:
             block.name: [] for block in self.passes[stage].tracked.blocks
         }
         blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
-        for sweep in self.passes[stage].sweeps(data, blocks, MEASUREMENT):
+        for sweep in self.passes[stage].backward_passes(data, blocks, MEASUREMENT):
             for _, pairs in sweep.pairs:
                 for pair in pairs:
                     if pair.a.shape[1] == 1:
@@ -266,7 +272,7 @@ class Bench:
                 ready[name] = FactoredReadout(inputs[:, 0], torch.cat(slopes)[:, 0], bias)
             else:  # among others, batches of documents of one token
                 built = [g if s is None else build(g, s, None, bias) for g, s in parts]
-                ready[name] = Readout.of(torch.cat(built), None, bias, self.any.dtype)
+                ready[name] = Readout.of(torch.cat(built), None, bias, self.final_passes.dtype)
         return ready
 
     def readouts(self, vectors: Vectors, scale: float, examples: int) -> Readouts:
@@ -282,5 +288,5 @@ class Bench:
                 cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
             ):
                 value, basis = turn(value, basis, None), None
-            ready[name] = Readout.of(value.mul_(scale), basis, block.bias, self.any.dtype)
+            ready[name] = Readout.of(value.mul_(scale), basis, block.bias, self.final_passes.dtype)
         return ready

@@ -22,7 +22,7 @@ from whence.layers.kind import Kind
 
 
 @dataclass(frozen=True)
-class Block:
+class ParameterBlock:
     """One (o, i) matrix of parameters, its bias as a last column."""
 
     name: str
@@ -45,7 +45,7 @@ class Block:
         return self.o * self.width
 
 
-class Pair:
+class LayerFactors:
     """Inputs `a` (n, t, i) and output gradients `s` (n, t, o) of one block; mask (n, t) or None.
 
     `a` is made when it is first asked for: a convolution's patches are large, and not every use
@@ -54,7 +54,7 @@ class Pair:
 
     def __init__(
         self,
-        block: Block,
+        block: ParameterBlock,
         inputs: Callable[[], Tensor],
         s: Tensor,
         mask: Tensor | None = None,
@@ -75,7 +75,7 @@ class Pair:
 
 
 @dataclass(eq=False)
-class Site:
+class TrackedLayer:
     """A tracked layer: the module (or the modules that share its parameters) and its blocks."""
 
     name: str
@@ -85,10 +85,10 @@ class Site:
     modules: list[nn.Module] = field(default_factory=list)
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ParameterBlock]:
         groups, o, i = self.kind.shape(self.modules[0])
         names = [self.name] if groups == 1 else [f"{self.name}[{g}]" for g in range(groups)]
-        return [Block(name, o, i, self.bias is not None, self.weight) for name in names]
+        return [ParameterBlock(name, o, i, self.bias is not None, self.weight) for name in names]
 
     def parameter_names(self) -> list[str]:
         return [self.weight] + ([self.bias] if self.bias else [])
@@ -111,8 +111,8 @@ class Tape:
     copy): that makes autograd build the graph, and nothing else.
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[Site]) -> None:
-        self.model, self.sites = model, sites
+    def __init__(self, model: nn.Module, sites: Sequence[TrackedLayer]) -> None:
+        self.model, self.layers = model, sites
         self.calls: dict[str, list[_Call]] = {site.name: [] for site in sites}
         self._failures: dict[str, str] = {}
         self._count = 0
@@ -121,7 +121,7 @@ class Tape:
         self._handles: list[RemovableHandle] = []
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
-        for site in self.sites:
+        for site in self.layers:
             for module in site.modules:
                 module._parameters["weight"].requires_grad_(True)  # type: ignore[union-attr]
                 self._handles.append(module.register_forward_hook(self._hook(site)))
@@ -136,7 +136,7 @@ class Tape:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, site: Site) -> Any:
+    def _hook(self, site: TrackedLayer) -> Any:
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
                 self._failures[site.name] = "it is not called with one tensor, or returns none"
@@ -157,7 +157,7 @@ class Tape:
 
         return note
 
-    def problem(self, site: Site, n: int) -> str | None:
+    def problem(self, site: TrackedLayer, n: int) -> str | None:
         """Why this site's calls cannot be used for n examples; None when they can."""
         if site.name in self._failures:
             return self._failures[site.name]
@@ -171,7 +171,7 @@ class Tape:
             return "its input is changed in place after it is read"
         return None
 
-    def first_call(self, site: Site) -> int:
+    def first_call(self, site: TrackedLayer) -> int:
         return self.calls[site.name][0].order
 
     def backward(
@@ -180,7 +180,7 @@ class Tape:
         gradient: Tensor | None = None,
         mask: Tensor | None = None,
         keep: bool = True,
-    ) -> Iterator[tuple[Site, list[Pair]]]:
+    ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
         """Each site's pairs for d(output)/d(...), in forward order.
 
         Args:
@@ -188,19 +188,19 @@ class Tape:
             mask: positions that exist, (n, t).
             keep: whether another backward pass will follow.
         """
-        calls = [call for site in self.sites for call in self.calls[site.name]]
+        calls = [call for site in self.layers for call in self.calls[site.name]]
         found = torch.autograd.grad(
             output, [call.edge for call in calls], gradient, retain_graph=keep, allow_unused=True
         )
         gradients = dict(zip(map(id, calls), found, strict=True))
         mask = None if mask is None or bool(mask.all()) else mask
-        for site in self.sites:
+        for site in self.layers:
             mine = [(call, gradients.pop(id(call))) for call in self.calls[site.name]]
             yield site, self._pairs(site, mine, mask)
 
     def _pairs(
-        self, site: Site, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
-    ) -> list[Pair]:
+        self, site: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
+    ) -> list[LayerFactors]:
         parts = cache(lambda: [site.kind.inputs(call.module, call.x) for call, _ in calls])
         slopes: list[list[Tensor]] = []
         for (call, gradient), k in zip(calls, range(len(calls)), strict=True):
@@ -217,7 +217,9 @@ class Tape:
             s = [slope[k] for slope in slopes]
             inputs = partial(lambda k: _joined([part[k] for part in parts()]), k)
             pairs.append(
-                Pair(block, inputs, _joined(s), _mask_for(calls, s, mask), shortcut, len(calls))
+                LayerFactors(
+                    block, inputs, _joined(s), _mask_for(calls, s, mask), shortcut, len(calls)
+                )
             )
         return pairs
 
@@ -242,7 +244,7 @@ def _mask_for(
     return _joined(columns)
 
 
-def gradients_of(pairs: list[Pair]) -> list[Tensor]:
+def gradients_of(pairs: list[LayerFactors]) -> list[Tensor]:
     """Whole per-example gradients (n, o, width) of each block of a site, built plainly."""
     built = []
     for pair in pairs:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from whence.data import Batches
-from whence.layers.capture import Pair, Site, Tape
+from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.tracked import Tracked
 from whence.task import Task, Uniform
 
@@ -34,13 +34,13 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class BackwardPass:
     """One backward pass of one batch; only the "exact" signal has several a batch."""
 
     indices: np.ndarray
     first: bool
     last: bool
-    pairs: Iterator[tuple[Site, list[Pair]]]
+    pairs: Iterator[tuple[TrackedLayer, list[LayerFactors]]]
 
 
 class Clock:
@@ -78,7 +78,7 @@ class Weights(Protocol):
     def weights(self) -> dict[str, Tensor]: ...
 
 
-class Loaded:
+class WeightLoader:
     """A model and which weights are in it; recent checkpoints are kept, within a few gigabytes."""
 
     KEPT = 4 * 2**30
@@ -88,7 +88,7 @@ class Loaded:
         self._current: str | None = None
         self._recent: dict[str, dict[str, Tensor]] = {}
 
-    def put(self, checkpoint: Weights) -> None:
+    def load(self, checkpoint: Weights) -> None:
         """Put a checkpoint's weights into the model; refuse those of another architecture."""
         key = checkpoint.sha256
         if key == self._current:
@@ -109,7 +109,7 @@ class Passes:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: WeightLoader,
         task: Task,
         tracked: Tracked,
         clock: Clock,
@@ -132,12 +132,12 @@ class Passes:
 
     def load(self, checkpoint: Weights) -> None:
         """From now on, pass at this checkpoint's weights."""
-        self.loaded.put(checkpoint)
+        self.loaded.load(checkpoint)
         self.step = checkpoint.step
 
-    def sweeps(
+    def backward_passes(
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
-    ) -> Iterator[Sweep]:
+    ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label makes a progress bar."""
         silent = label is None or not self.progress
         bar = tqdm(total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False)
@@ -148,8 +148,8 @@ class Passes:
 
     def _batch(
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
-    ) -> Iterator[Sweep]:
-        with torch.enable_grad(), Tape(self.model, self.tracked.sites) as tape:
+    ) -> Iterator[BackwardPass]:
+        with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
             directions: list[tuple[Tensor, Tensor | None]]
             if signal.name == "exact":
@@ -158,7 +158,7 @@ class Passes:
                 directions = [(outputs, column.reshape(outputs.shape)) for column in columns]
             else:
                 directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
-        for site in self.tracked.sites:
+        for site in self.tracked.layers:
             problem = tape.problem(site, len(indices))
             if problem:
                 raise ValueError(
@@ -171,7 +171,7 @@ class Passes:
             last = k == len(directions)
             found = tape.backward(output, gradient, mask, keep=not last)
             culprit = partial(self._culprit, data, indices, batch, signal)
-            yield Sweep(indices, k == 1, last, self._checked(found, seen, culprit))
+            yield BackwardPass(indices, k == 1, last, self._checked(found, seen, culprit))
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":
@@ -190,8 +190,10 @@ class Passes:
 
     @staticmethod
     def _checked(
-        found: Iterator[tuple[Site, list[Pair]]], seen: list[Tensor], culprit: Callable[[], str]
-    ) -> Iterator[tuple[Site, list[Pair]]]:
+        found: Iterator[tuple[TrackedLayer, list[LayerFactors]]],
+        seen: list[Tensor],
+        culprit: Callable[[], str],
+    ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
         """The pairs as they come, and then an error if any of them was not finite."""
         sums = [x.detach().sum() for x in seen]
         for site, pairs in found:
@@ -204,17 +206,17 @@ class Passes:
         """Run a bad batch again, to name the layer and the examples where it goes wrong."""
         where = f"checkpoint at step {self.step}"
         plain = Signal("loss") if signal.name == "exact" else signal
-        with torch.enable_grad(), Tape(self.model, self.tracked.sites) as tape:
+        with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
             values = self._values(outputs, batch, indices, plain)
             total = values.sum()
-        for site in self.tracked.sites:
+        for site in self.tracked.layers:
             for call in tape.calls[site.name]:
                 bad = ~call.x.flatten(1).isfinite().all(1)
                 if bad.any():
                     return self._said(data, indices, bad, f"the input of layer {site.name}", where)
         slopes = {site.name: pairs for site, pairs in tape.backward(total)}
-        for site in reversed(self.tracked.sites):  # the backward pass met the last layer first
+        for site in reversed(self.tracked.layers):  # the backward pass met the last layer first
             for pair in slopes[site.name]:
                 bad = ~pair.s.flatten(1).isfinite().all(1)
                 if bad.any():

@@ -60,7 +60,7 @@ def _where(passes: Passes, layer: str | None) -> Sequence[tuple[str, nn.Module]]
             known = ", ".join(name for name in modules if name)
             raise ValueError(f"layer={layer!r} is not in the model: it has {known}")
         return [(layer, modules[layer])]
-    sites = passes.tracked.sites
+    sites = passes.tracked.layers
     found = [(s.name, m) for s in sites for m in s.modules if not isinstance(m, nn.Conv2d)]
     if not found:
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.data import batch_length
-from whence.layers.capture import Block, Site, Tape, gradients_of
+from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, gradients_of
 from whence.layers.choose import Chooser
 from whence.layers.kind import kind_of
 from whence.task import Task
@@ -38,21 +38,21 @@ class Excluded:
 class Tracked:
     """The tracked layers of one model, in the order in which the forward pass met them."""
 
-    sites: tuple[Site, ...]
+    layers: tuple[TrackedLayer, ...]
     excluded: tuple[Excluded, ...]
     parameters: int
     positions: dict[str, int]  # t of each block, on the examples the layers were checked on
     outputs: int  # numbers the model puts out for one of them
 
     @property
-    def blocks(self) -> list[Block]:
-        return [block for site in self.sites for block in site.blocks]
+    def blocks(self) -> list[ParameterBlock]:
+        return [block for site in self.layers for block in site.blocks]
 
     def shared_with(self, other: Tracked) -> Tracked:
         """The layers of the same name and shape in another model (or stage)."""
         theirs = {(b.name, b.shape) for b in other.blocks}
-        kept = [s for s in self.sites if {(b.name, b.shape) for b in s.blocks} <= theirs]
-        return replace(self, sites=tuple(kept))
+        kept = [s for s in self.layers if {(b.name, b.shape) for b in s.blocks} <= theirs]
+        return replace(self, layers=tuple(kept))
 
     @property
     def unseen(self) -> list[Excluded]:
@@ -133,7 +133,9 @@ def find(
     return Tracked(tuple(kept), *_left_out(model, kept, reasons), positions, outputs[0].numel())
 
 
-def _candidates(model: nn.Module, choose: Chooser | None, reasons: dict[str, str]) -> list[Site]:
+def _candidates(
+    model: nn.Module, choose: Chooser | None, reasons: dict[str, str]
+) -> list[TrackedLayer]:
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}  # every module that holds a parameter
     for path, module in model.named_modules(remove_duplicate=False):
@@ -144,7 +146,7 @@ def _candidates(model: nn.Module, choose: Chooser | None, reasons: dict[str, str
                 owners.setdefault(id(parameter), []).append((path, module))
     trackable = {path: m for path, m in model.named_modules() if kind_of(m)}
     chosen = trackable if choose is None else choose(trackable)
-    sites: dict[tuple[int, int | None], Site] = {}
+    sites: dict[tuple[int, int | None], TrackedLayer] = {}
     for path, module in trackable.items():
         kind = kind_of(module)
         assert kind is not None
@@ -173,7 +175,7 @@ def _candidates(model: nn.Module, choose: Chooser | None, reasons: dict[str, str
         key = (id(weight), None if bias is None else id(bias))
         site = sites.setdefault(
             key,
-            Site(
+            TrackedLayer(
                 path or "(model)",
                 kind,
                 names[id(weight)],
@@ -204,8 +206,8 @@ def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -
 
 
 def _verified(
-    model: nn.Module, task: Task, batch: Any, sites: list[Site], reasons: dict[str, str]
-) -> tuple[list[Site], dict[str, int]]:
+    model: nn.Module, task: Task, batch: Any, sites: list[TrackedLayer], reasons: dict[str, str]
+) -> tuple[list[TrackedLayer], dict[str, int]]:
     """Sites whose captured gradients equal autograd's, example by example; each block's positions.
 
     What is differentiated is a random combination of the outputs: losses that are nearly zero
@@ -245,12 +247,12 @@ def _verified(
     return kept, positions
 
 
-def _parameters(site: Site) -> list[nn.Parameter]:
+def _parameters(site: TrackedLayer) -> list[nn.Parameter]:
     module: Any = site.modules[0]
     return [module.weight] + ([module.bias] if site.bias else [])
 
 
-def _expected_matrices(site: Site, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
+def _expected_matrices(site: TrackedLayer, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
     """Autograd's gradient of a site as its blocks' matrices."""
     module: Any = site.modules[0]
 
@@ -266,7 +268,7 @@ def _expected_matrices(site: Site, gradients: Mapping[int, Tensor | None]) -> li
 
 
 def _left_out(
-    model: nn.Module, sites: list[Site], reasons: dict[str, str]
+    model: nn.Module, sites: list[TrackedLayer], reasons: dict[str, str]
 ) -> tuple[tuple[Excluded, ...], int]:
     tracked = {name for site in sites for name in site.parameter_names()}
     parameters = dict(model.named_parameters())

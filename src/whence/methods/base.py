@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from whence.data import Batches
 from whence.engine.memory import allowance
-from whence.engine.workspace import Bench
+from whence.engine.workspace import Workspace
 from whence.layers.passes import precision_as_asked
 from whence.operators import cost, key_of
 from whence.run import Run
@@ -39,7 +39,11 @@ class Method(ABC):
 
     @abstractmethod
     def _attribute_one(
-        self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
+        self,
+        workspace: Workspace,
+        out: str | os.PathLike[str] | None,
+        top: int | None,
+        by_segment: bool,
     ) -> Scores:
         """The scores of one run."""
 
@@ -84,10 +88,10 @@ class Method(ABC):
             for k, run in enumerate(study.runs):
                 place = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
                 with torch.no_grad(), precision_as_asked():
-                    bench = self._bench(
+                    workspace = self._workspace(
                         study, run, query, device, dtype, batch_size, memory, progress, workers
                     )
-                    scores = self._attribute_one(bench, place, top, by_segment)
+                    scores = self._attribute_one(workspace, place, top, by_segment)
                 yield scores
 
         if len(study.runs) == 1:
@@ -97,7 +101,7 @@ class Method(ABC):
             mean.save(out)
         return mean
 
-    def _bench(
+    def _workspace(
         self,
         study: Study,
         run: Run,
@@ -108,7 +112,7 @@ class Method(ABC):
         memory: int | str | None,
         progress: bool,
         workers: int,
-    ) -> Bench:
+    ) -> Workspace:
         return lay_out(
             study,
             run,
@@ -126,7 +130,7 @@ class Method(ABC):
 
     def _writer(
         self,
-        bench: Bench,
+        workspace: Workspace,
         out: str | os.PathLike[str] | None,
         top: int | None,
         segments: int | None,
@@ -134,35 +138,40 @@ class Method(ABC):
         """Where this run's scores go."""
         writer = ScoreWriter(
             out,
-            None if bench.query is None else len(bench.query),
-            sum(len(bench.study.data[stage]) for stage in bench.stages),
-            key=self._key(bench),
+            None if workspace.query is None else len(workspace.query),
+            sum(len(workspace.study.data[stage]) for stage in workspace.stages),
+            key=self._key(workspace),
             segments=segments,
             top=top,
-            dtype=np.float64 if bench.any.dtype == torch.float64 else np.float32,
+            dtype=np.float64 if workspace.final_passes.dtype == torch.float64 else np.float32,
         )
-        bench.account = writer.account
+        workspace.account = writer.account
         return writer
 
-    def _key(self, bench: Bench) -> str:
+    def _key(self, workspace: Workspace) -> str:
         """Of everything that the scores depend on."""
-        tracked = bench.any.tracked
+        tracked = workspace.final_passes.tracked
         return key_of(
             {
                 "method": repr(self),
-                "run": bench.run.fingerprint,
+                "run": workspace.run.fingerprint,
                 "train": {
-                    s: bench.study.identity(bench.run, s, tracked) for s in bench.study.stages
+                    s: workspace.study.identity(workspace.run, s, tracked)
+                    for s in workspace.study.stages
                 },
-                "query": None if bench.query is None else bench.query.fingerprint(),
-                "tasks": [repr(task) for task in bench.study.tasks.values()],
-                "measured": bench.study.probe[bench.study.stages[-1]]["measurements"],
-                "dtype": bench.any.arithmetic,
+                "query": None if workspace.query is None else workspace.query.fingerprint(),
+                "tasks": [repr(task) for task in workspace.study.tasks.values()],
+                "measured": workspace.study.probe[workspace.study.stages[-1]]["measurements"],
+                "dtype": workspace.final_passes.arithmetic,
             }
         )
 
     def _announce(
-        self, bench: Bench, work: Mapping[str, float], passes: Mapping[str, int], numbers: int
+        self,
+        workspace: Workspace,
+        work: Mapping[str, float],
+        passes: Mapping[str, int],
+        numbers: int,
     ) -> None:
         """An estimate of time and memory, kept with the scores and shown before long work.
 
@@ -171,19 +180,19 @@ class Method(ABC):
             passes: how many of each kind.
             numbers: held at once.
         """
-        announce(self, bench, work, passes, numbers)
+        announce(self, workspace, work, passes, numbers)
 
-    def _metadata(self, bench: Bench) -> dict[str, Any]:
-        study, tracked = bench.study, bench.any.tracked
+    def _metadata(self, workspace: Workspace) -> dict[str, Any]:
+        study, tracked = workspace.study, workspace.final_passes.tracked
         task = study.tasks[study.stages[-1]]
-        sizes = bench.account.get("magnitudes", [])  # Σ |contribution| of each term
-        for k, segment in enumerate(bench.diagnostics.get("segments", [])):
+        sizes = workspace.account.get("magnitudes", [])  # Σ |contribution| of each term
+        for k, segment in enumerate(workspace.diagnostics.get("segments", [])):
             segment["share_of_score"] = sizes[k] / (sum(sizes) or 1.0)
-            if str(k) in bench.account.get("survival", {}):
-                segment["survival"] = bench.account["survival"][str(k)]
-        if "damping_sensitivity" in bench.account:
-            moved = bench.account["damping_sensitivity"]
-            bench.diagnostics["damping_sensitivity"] = moved
+            if str(k) in workspace.account.get("survival", {}):
+                segment["survival"] = workspace.account["survival"][str(k)]
+        if "damping_sensitivity" in workspace.account:
+            moved = workspace.account["damping_sensitivity"]
+            workspace.diagnostics["damping_sensitivity"] = moved
             share = float(np.median(list(moved.values())))
             if share > SENSITIVE:
                 warnings.warn(
@@ -193,41 +202,41 @@ class Method(ABC):
                     "stands, damping='preconditioner', or a larger number",
                     stacklevel=2,
                 )
-        clock = bench.any.clock
-        bench.diagnostics |= {
+        clock = workspace.final_passes.clock
+        workspace.diagnostics |= {
             "seconds": clock.seconds,
             "cpu_seconds": clock.cpu_seconds,
-            "batch_size": bench.batch_size,
+            "batch_size": workspace.batch_size,
             "tracked": tracked.summary(),
         }
-        counts = {stage: len(study.data[stage]) for stage in bench.stages}
+        counts = {stage: len(study.data[stage]) for stage in workspace.stages}
         return {
             "method": type(self).__name__,
             "settings": self.settings(),
             "measurement": task.measurement,
             "unit": task.unit,
             "higher_is_better": task.higher_is_better,
-            "query_ids": None if bench.query is None else np.arange(len(bench.query)),
+            "query_ids": None if workspace.query is None else np.arange(len(workspace.query)),
             "train_ids": np.concatenate([np.arange(count) for count in counts.values()]),
             "stage": [s for s, c in counts.items() for _ in range(c)]
             if len(study.stages) > 1
             else None,
-            "diagnostics": bench.diagnostics,
+            "diagnostics": workspace.diagnostics,
             "provenance": {
-                "run": bench.run.fingerprint,
-                "train": self._data(bench),
+                "run": workspace.run.fingerprint,
+                "train": self._data(workspace),
                 "collated": study.collate is not None,
-                "query": None if bench.query is None else bench.query.fingerprint(),
+                "query": None if workspace.query is None else workspace.query.fingerprint(),
                 "torch": torch.__version__,
-                "device": str(bench.any.device),
-                "dtype": bench.any.arithmetic,
+                "device": str(workspace.final_passes.device),
+                "dtype": workspace.final_passes.arithmetic,
             },
             "excluded": [asdict(e) for e in tracked.excluded],
         }
 
-    def _data(self, bench: Bench) -> dict[str, str]:
+    def _data(self, workspace: Workspace) -> dict[str, str]:
         """Fingerprints of the data whose examples are scored, by stage."""
-        return {stage: bench.study.data[stage].fingerprint() for stage in bench.stages}
+        return {stage: workspace.study.data[stage].fingerprint() for stage in workspace.stages}
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -253,7 +262,7 @@ def lay_out(
     memory: int | str | None = None,
     progress: bool = True,
     workers: int = 0,
-) -> Bench:
+) -> Workspace:
     """One run of a study, ready for work on a device.
 
     Args:
@@ -284,7 +293,7 @@ def lay_out(
     elif batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     room = int(FACTORS[where.type] * allowed) if where.type in FACTORS else None
-    return Bench(study, run, query, stages, passes, batch_size, allowed, room=room)
+    return Workspace(study, run, query, stages, passes, batch_size, allowed, room=room)
 
 
 def asked_stages(study: Study, stage: str | None) -> list[str]:
@@ -295,18 +304,24 @@ def asked_stages(study: Study, stage: str | None) -> list[str]:
 
 
 def announce(
-    what: object, bench: Bench, work: Mapping[str, float], passes: Mapping[str, int], numbers: int
+    what: object,
+    workspace: Workspace,
+    work: Mapping[str, float],
+    passes: Mapping[str, int],
+    numbers: int,
 ) -> None:
     """An estimate of time and memory, kept with the diagnostics and shown before long work."""
-    dtype = bench.any.dtype
-    examples = sum(len(bench.study.data[stage]) for stage in bench.stages)
+    dtype = workspace.final_passes.dtype
+    examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
     operations = examples * sum(work[kind] * count for kind, count in passes.items())
-    seconds = 1.5 * operations / cost.rate(bench.any.device, dtype)  # beside the products
-    held = min(numbers * dtype.itemsize, bench.memory)
-    bench.diagnostics["estimate"] = {"seconds": seconds, "bytes": held, "passes": dict(passes)}
-    if bench.any.progress and seconds > 10:
+    seconds = (
+        1.5 * operations / cost.rate(workspace.final_passes.device, dtype)
+    )  # beside the products
+    held = min(numbers * dtype.itemsize, workspace.memory)
+    workspace.diagnostics["estimate"] = {"seconds": seconds, "bytes": held, "passes": dict(passes)}
+    if workspace.final_passes.progress and seconds > 10:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in passes.items())
-        queries = "" if bench.query is None else f", {len(bench.query):,} queries"
+        queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
         tqdm.write(
             f"{what!r}: {examples:,} examples{queries}; passes: {kinds}; "
             f"about {_duration(seconds)} and {held / 2**30:.1f} GiB"

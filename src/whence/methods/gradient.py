@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whence.data import Batches
 from whence.engine.scoring import Scoring, Tokens, by_token
-from whence.engine.workspace import LOSS, Bench, Readouts, Term
+from whence.engine.workspace import LOSS, Readouts, Term, Workspace
 from whence.layers.passes import Signal, precision_as_asked
 from whence.methods.base import Method, lay_out
 from whence.operators import cost
@@ -35,17 +35,17 @@ class GradientMethod(Method):
     # -- what a method defines -----------------------------------------------------------------
 
     @abstractmethod
-    def terms(self, bench: Bench) -> list[Term]:
+    def terms(self, workspace: Workspace) -> list[Term]:
         """Which checkpoints' training gradients count, in the order of training."""
 
     @abstractmethod
-    def prepare(self, bench: Bench, terms: list[Term]) -> Any:
+    def prepare(self, workspace: Workspace, terms: list[Term]) -> Any:
         """Fit what the vectors need; called once per run."""
 
     @abstractmethod
     def vectors(
         self,
-        bench: Bench,
+        workspace: Workspace,
         prepared: Any,
         data: Batches,
         stage: str,
@@ -55,22 +55,24 @@ class GradientMethod(Method):
         """The vectors w of these queries for each term, by its number, in any order; to be used on
         so many examples. A set that was given is not kept here, so that its memory can go."""
 
-    def training(self, bench: Bench, prepared: Any) -> tuple[Signal, Mapping[str, Tensor] | None]:
+    def training(
+        self, workspace: Workspace, prepared: Any
+    ) -> tuple[Signal, Mapping[str, Tensor] | None]:
         """What of an example is differentiated, and its weight if any, (n,) per stage."""
         return LOSS, None
 
-    def passes_needed(self, bench: Bench) -> dict[str, int]:
+    def passes_needed(self, workspace: Workspace) -> dict[str, int]:
         """How many passes of each kind over the training data, for the estimate."""
-        terms = [term for term in self.terms(bench) if term.stage in bench.stages]
+        terms = [term for term in self.terms(workspace) if term.stage in workspace.stages]
         return {"scores": sum(len(term.checkpoints) for term in terms)}
 
-    def operations(self, bench: Bench, queries: int) -> dict[str, float]:
+    def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
         """What a pass of each kind costs per example, for the estimate."""
-        return cost.pass_operations(bench.any.tracked, queries, self._factored)
+        return cost.pass_operations(workspace.final_passes.tracked, queries, self._factored)
 
-    def numbers_held(self, bench: Bench, queries: int) -> int:
+    def numbers_held(self, workspace: Workspace, queries: int) -> int:
         """How many numbers are in memory at once, for the estimate."""
-        tracked = bench.any.tracked
+        tracked = workspace.final_passes.tracked
         return 2 * cost.factor_numbers(tracked) + queries * cost.vector_numbers(tracked)
 
     # -- what all of them do -------------------------------------------------------------------
@@ -92,7 +94,7 @@ class GradientMethod(Method):
         """
         for run in study.runs:
             with torch.no_grad(), precision_as_asked():
-                bench = lay_out(
+                workspace = lay_out(
                     study,
                     run,
                     stage=self.stage,
@@ -103,7 +105,7 @@ class GradientMethod(Method):
                     progress=progress,
                     workers=workers,
                 )
-                self.prepare(bench, self.terms(bench))
+                self.prepare(workspace, self.terms(workspace))
 
     def estimate(
         self,
@@ -117,19 +119,19 @@ class GradientMethod(Method):
     ) -> dict[str, Any]:
         """What `attribute` would take of each run: seconds, bytes, and passes over the data."""
         with torch.no_grad(), precision_as_asked():
-            bench = self._bench(
+            workspace = self._workspace(
                 study, study.runs[0], query, device, dtype, batch_size, memory, False, 0
             )
-            self._announce_work(bench)
-        return dict(bench.diagnostics["estimate"])
+            self._announce_work(workspace)
+        return dict(workspace.diagnostics["estimate"])
 
-    def _announce_work(self, bench: Bench) -> None:
-        queries = 1 if bench.query is None else len(bench.query)
-        work, held = self.operations(bench, queries), self.numbers_held(bench, queries)
-        passes = self.passes_needed(bench)
+    def _announce_work(self, workspace: Workspace) -> None:
+        queries = 1 if workspace.query is None else len(workspace.query)
+        work, held = self.operations(workspace, queries), self.numbers_held(workspace, queries)
+        passes = self.passes_needed(workspace)
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
-            passes[kind] *= bench.factor_groups
-        self._announce(bench, work, passes, held)
+            passes[kind] *= workspace.factor_groups
+        self._announce(workspace, work, passes, held)
 
     def tokens(
         self,
@@ -160,31 +162,39 @@ class GradientMethod(Method):
         if query is None:
             raise ValueError("tokens() needs queries: give the ones that were attributed")
         with torch.no_grad(), precision_as_asked():
-            bench = self._bench(
+            workspace = self._workspace(
                 study, study.runs[0], query, device, dtype, None, memory, progress, 0
             )
-            assert bench.query is not None
-            terms = self.terms(bench)
-            rows, last = np.arange(len(bench.query)), study.stages[-1]
-            prepared = self.prepare(bench, terms)
-            ready = dict(self.vectors(bench, prepared, bench.query, last, rows, len(examples)))
-            return [by_token(bench, terms, ready, stage, example) for example in examples]
+            assert workspace.query is not None
+            terms = self.terms(workspace)
+            rows, last = np.arange(len(workspace.query)), study.stages[-1]
+            prepared = self.prepare(workspace, terms)
+            ready = dict(
+                self.vectors(workspace, prepared, workspace.query, last, rows, len(examples))
+            )
+            return [by_token(workspace, terms, ready, stage, example) for example in examples]
 
     def _attribute_one(
-        self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
+        self,
+        workspace: Workspace,
+        out: str | os.PathLike[str] | None,
+        top: int | None,
+        by_segment: bool,
     ) -> Scores:
-        terms = self.terms(bench)
-        writer = self._writer(bench, out, top, len(terms) if by_segment else None)
+        terms = self.terms(workspace)
+        writer = self._writer(workspace, out, top, len(terms) if by_segment else None)
         if writer.already is not None:
             return writer.already
-        self._announce_work(bench)
-        prepared = self.prepare(bench, terms)
-        vectors = partial(self.vectors, bench, prepared)
-        signal, weights = self.training(bench, prepared)
-        scoring = Scoring(bench, terms, vectors, writer, by_segment, signal, weights, self._shared)
-        with bench.any.clock("scores"):
-            if bench.query is None:
+        self._announce_work(workspace)
+        prepared = self.prepare(workspace, terms)
+        vectors = partial(self.vectors, workspace, prepared)
+        signal, weights = self.training(workspace, prepared)
+        scoring = Scoring(
+            workspace, terms, vectors, writer, by_segment, signal, weights, self._shared
+        )
+        with workspace.final_passes.clock("scores"):
+            if workspace.query is None:
                 scoring.selves()
             else:
-                scoring.queries(bench.query)
-        return writer.finish(**self._metadata(bench))
+                scoring.queries(workspace.query)
+        return writer.finish(**self._metadata(workspace))

@@ -16,9 +16,9 @@ import torch
 
 from whence.replay.objective import Tensors
 from whence.replay.sweep import (
-    Block,
     Credit,
-    ReplayBench,
+    QueryBlock,
+    ReplayWorkspace,
     Unrolling,
     forward_operations,
     update_credits,
@@ -44,27 +44,27 @@ class Hydra(Unrolling):
 
     def sweep(
         self,
-        bench: ReplayBench,
-        block: Block,
+        workspace: ReplayWorkspace,
+        block: QueryBlock,
         gradients: Tensors,
         adjoint: Adjoint | None,
         last: int,
     ) -> Iterator[Credit]:
         if adjoint is None:
             adjoint = {name: {WEIGHT: torch.ones_like(g[:1])} for name, g in gradients.items()}
-        first, size = block.first(bench.run), bench.at_once(len(block.indices))
-        for update in bench.replay.backward(last, first, size=size):
+        first, size = block.first(workspace.run), workspace.at_once(len(block.indices))
+        for update in workspace.replay.backward(last, first, size=size):
             adjoint, pulls = update.pull_back(adjoint)
             if update.stage.name in block.wanted and pulls:
                 directions = update.unclip({n: c * gradients[n] for n, c in pulls.items()})
                 objective, weights = (
-                    bench.replay.objectives[update.stage.name],
+                    workspace.replay.objectives[update.stage.name],
                     update.point.weights,
                 )
                 slopes = [objective.slopes(weights, directions, batch) for _, batch in update.parts]
                 yield from update_credits(update, slopes, adjoint)
 
-    def operations(self, bench: ReplayBench, queries: int) -> float:
-        replay = bench.replay
+    def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
+        replay = workspace.replay
         drawn = sum(map(len, replay.batches[: replay.steps]))
-        return forward_operations(bench) * drawn * (6 + 2 * queries)
+        return forward_operations(workspace) * drawn * (6 + 2 * queries)

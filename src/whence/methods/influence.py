@@ -19,12 +19,12 @@ import numpy as np
 from torch import Tensor
 
 from whence.data import Batches
-from whence.engine.workspace import Bench, Readouts, Term
+from whence.engine.workspace import Readouts, Term, Workspace
 from whence.methods.gradient import GradientMethod
 from whence.methods.solvers import SOLVERS, Damping, Solver
 from whence.methods.solvers.datainf import published_damping
 from whence.methods.source import PRECONDITIONED, block_durations, known_optimizer, preconditioner
-from whence.operators import Part
+from whence.operators import FitData
 
 
 @dataclass(frozen=True)
@@ -105,23 +105,23 @@ class Influence(GradientMethod):
         self.solver = solver
         vars(self).update(settings, stage=stage)
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(stage, [bench.run.final]) for stage in bench.study.stages]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
 
-    def prepare(self, bench: Bench, terms: list[Term]) -> Prepared:
-        parts = bench.parts(bench.study.stages)
-        λ = self._damping(bench, parts)
+    def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
+        parts = workspace.parts(workspace.study.stages)
+        λ = self._damping(workspace, parts)
         numbers = λ.numbers.values()
-        bench.diagnostics["damping"] = {"least": min(numbers), "most": max(numbers)}
-        inverse = SOLVERS[self.solver].prepare(bench, parts, λ, **self._solver_settings)
+        workspace.diagnostics["damping"] = {"least": min(numbers), "most": max(numbers)}
+        inverse = SOLVERS[self.solver].prepare(workspace, parts, λ, **self._solver_settings)
         return Prepared(inverse, sum(len(part.indices) for part in parts))
 
     @property
     def _solver_settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SOLVERS[self.solver].defaults}
 
-    def _damping(self, bench: Bench, parts: Sequence[Part]) -> Damping:
-        trained = bench.rates(bench.run.peak_rate)
+    def _damping(self, workspace: Workspace, parts: Sequence[FitData]) -> Damping:
+        trained = workspace.rates(workspace.run.peak_rate)
         if not any(trained.values()):
             raise ValueError(
                 "the run's learning rates are 0 for every tracked layer: nothing was trained, so "
@@ -129,25 +129,25 @@ class Influence(GradientMethod):
             )
         matrices = None
         if self.damping is None:
-            numbers = published_damping(bench, parts)
+            numbers = published_damping(workspace, parts)
         elif isinstance(self.damping, str):
-            numbers, matrices = self._from_source(bench)
+            numbers, matrices = self._from_source(workspace)
         else:
-            numbers = dict.fromkeys(bench.blocks, float(self.damping))
+            numbers = dict.fromkeys(workspace.blocks, float(self.damping))
         # a frozen layer does not respond to the data: infinitely damped
         frozen = {name: float("inf") for name, rate in trained.items() if not rate}
         return Damping(numbers | frozen, matrices)
 
     @staticmethod
-    def _from_source(bench: Bench) -> tuple[dict[str, float], dict[str, Tensor] | None]:
+    def _from_source(workspace: Workspace) -> tuple[dict[str, float], dict[str, Tensor] | None]:
         """λ = 1/(η̄K) over the whole run; and λP̄⁻¹ when the optimizer was preconditioned."""
-        segments = bench.run.segments("stages")
-        total = dict.fromkeys(bench.blocks, 0.0)
+        segments = workspace.run.segments("stages")
+        total = dict.fromkeys(workspace.blocks, 0.0)
         for segment in segments:
-            for name, duration in block_durations(bench, segment).items():
+            for name, duration in block_durations(workspace, segment).items():
                 total[name] += duration
         λ = {name: 1 / x if x else float("inf") for name, x in total.items()}
-        adaptive = {known_optimizer(bench, s) in PRECONDITIONED for s in segments}
+        adaptive = {known_optimizer(workspace, s) in PRECONDITIONED for s in segments}
         if adaptive == {True, False}:
             raise ValueError(
                 "damping='source' needs one kind of optimizer: this run had a preconditioned one "
@@ -155,29 +155,29 @@ class Influence(GradientMethod):
             )
         if adaptive == {False}:
             return λ, None
-        return λ, {name: λ[name] / P for name, P in preconditioner(bench, *segments).items()}
+        return λ, {name: λ[name] / P for name, P in preconditioner(workspace, *segments).items()}
 
-    def _metadata(self, bench: Bench) -> dict[str, Any]:
-        if "solver" in bench.account:
-            bench.diagnostics["solver"] = _summed(bench.account["solver"])
-        return super()._metadata(bench)
+    def _metadata(self, workspace: Workspace) -> dict[str, Any]:
+        if "solver" in workspace.account:
+            workspace.diagnostics["solver"] = _summed(workspace.account["solver"])
+        return super()._metadata(workspace)
 
-    def passes_needed(self, bench: Bench) -> dict[str, int]:
-        stages = bench.study.stages
-        examples = sum(len(bench.study.used(bench.run, stage)) for stage in stages)
+    def passes_needed(self, workspace: Workspace) -> dict[str, int]:
+        stages = workspace.study.stages
+        examples = sum(len(workspace.study.used(workspace.run, stage)) for stage in stages)
         return SOLVERS[self.solver].passes(examples, **self._solver_settings) | {"scores": 1}
 
-    def operations(self, bench: Bench, queries: int) -> dict[str, float]:
-        work = super().operations(bench, queries)
-        if bench.query is None:  # every example is a query that has to be solved
-            everyone = sum(len(bench.study.data[stage]) for stage in bench.stages)
-            solved = super().operations(bench, everyone)
+    def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
+        work = super().operations(workspace, queries)
+        if workspace.query is None:  # every example is a query that has to be solved
+            everyone = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+            solved = super().operations(workspace, everyone)
             work |= {kind: solved[kind] for kind in ("sums", "products")}
         return work
 
     def vectors(
         self,
-        bench: Bench,
+        workspace: Workspace,
         prepared: Prepared,
         data: Batches,
         stage: str,
@@ -185,17 +185,17 @@ class Influence(GradientMethod):
         examples: int,
     ) -> Iterator[tuple[int, Readouts]]:
         bases = dict(prepared.inverse.bases)
-        v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
+        v = workspace.gradients(data, stage, indices, workspace.run.final, bases)  # ∇f(q, θ_T)
         w, went = prepared.inverse.solve(v)  # (H + λ)⁻¹ v
         if went:
-            _note(bench, f"{stage} {indices[0]}", went)
-        ready = bench.readouts(w, -1.0 / prepared.examples, examples)
-        yield from ((k, ready) for k in range(len(bench.study.stages)))
+            _note(workspace, f"{stage} {indices[0]}", went)
+        ready = workspace.readouts(w, -1.0 / prepared.examples, examples)
+        yield from ((k, ready) for k in range(len(workspace.study.stages)))
 
 
-def _note(bench: Bench, queries: str, went: dict[str, Any]) -> None:
+def _note(workspace: Workspace, queries: str, went: dict[str, Any]) -> None:
     """Keep how the queries from here on were solved; warn where it first went wrong."""
-    noted = bench.account.setdefault("solver", {})
+    noted = workspace.account.setdefault("solver", {})
     if went["unconverged"] and not any(other["unconverged"] for other in noted.values()):
         warnings.warn(
             f"conjugate gradients have not converged for {went['unconverged']} of "

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import Bench
+from whence.engine.workspace import Workspace
 from whence.layers.representation import representations
 from whence.methods.base import Method
 from whence.operators import cost
@@ -75,48 +75,56 @@ class RepSim(Method):
         self.metric, self.layer, self.stage = metric, layer, stage
 
     def _attribute_one(
-        self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
+        self,
+        workspace: Workspace,
+        out: str | os.PathLike[str] | None,
+        top: int | None,
+        by_segment: bool,
     ) -> Scores:
-        writer = self._writer(bench, out, top, 1 if by_segment else None)
+        writer = self._writer(workspace, out, top, 1 if by_segment else None)
         if writer.already is not None:
             return writer.already
-        tracked = bench.any.tracked
+        tracked = workspace.final_passes.tracked
         forward = sum(
             cost.forward_backward(b, tracked.positions[b.name]) / 2 for b in tracked.blocks
         )
-        self._announce(bench, {"forward": forward}, {"forward": 1}, 0)
-        sign = 1.0 if bench.any.task.higher_is_better else -1.0
-        similarity, last = METRICS[self.metric], bench.study.stages[-1]
-        with bench.any.clock("scores"):
+        self._announce(workspace, {"forward": forward}, {"forward": 1}, 0)
+        sign = 1.0 if workspace.final_passes.task.higher_is_better else -1.0
+        similarity, last = METRICS[self.metric], workspace.study.stages[-1]
+        with workspace.final_passes.clock("scores"):
             queries, rows, step = None, None, SELVES
-            if bench.query is not None:
-                queries = self._of(bench, last, bench.query, np.arange(len(bench.query)))
+            if workspace.query is not None:
+                queries = self._of(
+                    workspace, last, workspace.query, np.arange(len(workspace.query))
+                )
                 rows = slice(0, len(queries))
-                step = max(bench.batch_size, AT_ONCE // len(queries))
+                step = max(workspace.batch_size, AT_ONCE // len(queries))
             start = 0
-            for stage in bench.stages:
-                data = bench.study.data[stage]
+            for stage in workspace.stages:
+                data = workspace.study.data[stage]
                 blocks = cut(len(data), step)
-                for indices in tqdm(blocks, disable=not bench.any.progress, leave=False):
+                for indices in tqdm(
+                    blocks, disable=not workspace.final_passes.progress, leave=False
+                ):
                     columns = slice(start, start + len(indices))
                     start = columns.stop
                     if writer.done(rows, columns):
                         continue
-                    examples = self._of(bench, stage, data, indices)
+                    examples = self._of(workspace, stage, data, indices)
                     if queries is None:
                         values = similarity(examples, examples).diagonal()
                     else:
-                        self._check_widths(bench, queries, examples, stage)
+                        self._check_widths(workspace, queries, examples, stage)
                         values = similarity(queries, examples)
                     found = (sign * values).cpu().numpy()
                     writer.write(rows, columns, found, found[None] if by_segment else None)
-        return writer.finish(**self._metadata(bench))
+        return writer.finish(**self._metadata(workspace))
 
-    def _of(self, bench: Bench, stage: str, data: Batches, indices: np.ndarray) -> Tensor:
+    def _of(self, workspace: Workspace, stage: str, data: Batches, indices: np.ndarray) -> Tensor:
         """h at the final model, (n, r)."""
-        passes, found = bench.passes[stage], []
-        passes.load(bench.run.final)
-        blocks = [indices[b] for b in cut(len(indices), bench.batch_size)]
+        passes, found = workspace.passes[stage], []
+        passes.load(workspace.run.final)
+        blocks = [indices[b] for b in cut(len(indices), workspace.batch_size)]
         for block, batch in data.stream(blocks, passes.device, passes.dtype, passes.workers):
             h, place = representations(passes, batch, self.layer)
             bad = block[(~h.isfinite().all(1)).cpu().numpy()]
@@ -127,15 +135,15 @@ class RepSim(Method):
                     f"{named}: mend or leave out the example"
                 )
             found.append(h)
-            bench.diagnostics.setdefault("representation", {})[stage] = place
+            workspace.diagnostics.setdefault("representation", {})[stage] = place
         return torch.cat(found)
 
     @staticmethod
-    def _check_widths(bench: Bench, queries: Tensor, examples: Tensor, stage: str) -> None:
+    def _check_widths(workspace: Workspace, queries: Tensor, examples: Tensor, stage: str) -> None:
         if queries.shape[1] != examples.shape[1]:
-            places = bench.diagnostics["representation"]
+            places = workspace.diagnostics["representation"]
             raise ValueError(
-                f"the queries' representations ({places[bench.study.stages[-1]]}) have "
+                f"the queries' representations ({places[workspace.study.stages[-1]]}) have "
                 f"{queries.shape[1]} numbers, those of stage {stage!r} ({places[stage]}) "
                 f"{examples.shape[1]}: name a layer that both have, RepSim(layer=...)"
             )

@@ -13,19 +13,19 @@ import math
 import torch
 from torch import Tensor
 
-from whence.engine.workspace import Bench
+from whence.engine.workspace import Workspace
 from whence.operators import Fitter
 from whence.run import Segment
 
 FACTOR = 2.0
 
 
-def automatic(bench: Bench, fitters: dict[str, Fitter]) -> list[Segment]:
+def automatic(workspace: Workspace, fitters: dict[str, Fitter]) -> list[Segment]:
     """Segments within which curvature stays within `FACTOR` of its mean; one fitter per stage."""
     ends: list[int] = []
     held: list[Tensor] = []
     stage = None
-    for checkpoint in bench.run.checkpoints:
+    for checkpoint in workspace.run.checkpoints:
         now = _log_curvature(fitters[checkpoint.stage].covariances(checkpoint))
         fresh = checkpoint.stage != stage
         if not fresh:
@@ -37,11 +37,11 @@ def automatic(bench: Bench, fitters: dict[str, Fitter]) -> list[Segment]:
         held.append(now)
         ends[-1] = checkpoint.step
         stage = checkpoint.stage
-    bench.diagnostics["segmentation"] = {
+    workspace.diagnostics["segmentation"] = {
         "rule": f"curvature within a factor {FACTOR}",
         "ends": ends,
     }
-    return bench.run.segments(ends)
+    return workspace.run.segments(ends)
 
 
 def _log_curvature(covariances: dict[str, Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from whence.data import Batches
-from whence.engine.workspace import Bench, Readouts, Term
+from whence.engine.workspace import Readouts, Term, Workspace
 from whence.layers.passes import Weights
 from whence.methods.dynamics import HELD, Dynamics, Exact, Plain, Preconditioned, Whole
 from whence.methods.gradient import GradientMethod
@@ -106,55 +106,57 @@ class Source(GradientMethod):
         """Where a segment's gradients and curvature are taken."""
         return segment.checkpoints
 
-    def cut(self, bench: Bench) -> list[Segment]:
+    def cut(self, workspace: Workspace) -> list[Segment]:
         """The segments of the run."""
         if self.segments != "auto":
-            return bench.run.segments(self.segments)
-        if not bench.segments:
-            stages = bench.study.stages
-            bench.segments = automatic(bench, {s: self._fitter(bench, s) for s in stages})
-        return bench.segments
+            return workspace.run.segments(self.segments)
+        if not workspace.segments:
+            stages = workspace.study.stages
+            workspace.segments = automatic(
+                workspace, {s: self._fitter(workspace, s) for s in stages}
+            )
+        return workspace.segments
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(s.stage.name, self.points(s)) for s in self.cut(bench)]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(s.stage.name, self.points(s)) for s in self.cut(workspace)]
 
-    def prepare(self, bench: Bench, terms: list[Term]) -> dict[int, Prepared]:
+    def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[int, Prepared]:
         """The segments by number, from the first whose examples are scored on: what came before
         has no part in it."""
-        segments, prepared = self.cut(bench), {}
-        needed = range(_first_scored(bench, terms), len(terms))
+        segments, prepared = self.cut(workspace), {}
+        needed = range(_first_scored(workspace, terms), len(terms))
         for k in needed:
-            examples = len(bench.study.used(bench.run, terms[k].stage))
-            dynamics = self._dynamics(bench, segments[k], terms[k].checkpoints, len(needed))
+            examples = len(workspace.study.used(workspace.run, terms[k].stage))
+            dynamics = self._dynamics(workspace, segments[k], terms[k].checkpoints, len(needed))
             prepared[k] = Prepared(segments[k], terms[k].checkpoints, dynamics, examples)
-        bench.diagnostics["segments"] = [
+        workspace.diagnostics["segments"] = [
             described(segment, prepared[k].dynamics if k in prepared else None)
             for k, segment in enumerate(segments)
         ]
         return prepared
 
-    def passes_needed(self, bench: Bench) -> dict[str, int]:
-        needed, terms = super().passes_needed(bench), self.terms(bench)
-        fitted = sum(len(term.checkpoints) for term in terms[_first_scored(bench, terms) :])
+    def passes_needed(self, workspace: Workspace) -> dict[str, int]:
+        needed, terms = super().passes_needed(workspace), self.terms(workspace)
+        fitted = sum(len(term.checkpoints) for term in terms[_first_scored(workspace, terms) :])
         if self.curvature == WHOLE:
             return {"products": USUAL * fitted} | needed
         return needed | fitting_passes(self.curvature, fitted)
 
-    def operations(self, bench: Bench, queries: int) -> dict[str, float]:
-        work = super().operations(bench, queries)
-        if self.curvature == WHOLE and bench.query is None:  # every example goes through
-            everyone = sum(len(bench.study.data[stage]) for stage in bench.stages)
-            work["products"] = super().operations(bench, everyone)["products"]
+    def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
+        work = super().operations(workspace, queries)
+        if self.curvature == WHOLE and workspace.query is None:  # every example goes through
+            everyone = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+            work["products"] = super().operations(workspace, everyone)["products"]
         return work
 
-    def numbers_held(self, bench: Bench, queries: int) -> int:
+    def numbers_held(self, workspace: Workspace, queries: int) -> int:
         if self.curvature == WHOLE:
-            return queries * HELD * cost.vector_numbers(bench.any.tracked)
-        return super().numbers_held(bench, queries)
+            return queries * HELD * cost.vector_numbers(workspace.final_passes.tracked)
+        return super().numbers_held(workspace, queries)
 
     def vectors(
         self,
-        bench: Bench,
+        workspace: Workspace,
         prepared: Any,
         data: Batches,
         stage: str,
@@ -163,37 +165,39 @@ class Source(GradientMethod):
     ) -> Iterator[tuple[int, Readouts]]:
         first, last = min(prepared), max(prepared)
         bases = prepared[last].dynamics.bases
-        v = bench.gradients(data, stage, indices, bench.run.final, bases)  # ∇f(q, θ_T)
+        v = workspace.gradients(data, stage, indices, workspace.run.final, bases)  # ∇f(q, θ_T)
         for k, p in reversed(prepared.items()):
             before = v.squared_norm() if k > first else None
-            r, v = p.dynamics.through(v, p.segment.stage.name in bench.stages, survive=k > first)
+            r, v = p.dynamics.through(
+                v, p.segment.stage.name in workspace.stages, survive=k > first
+            )
             if before is not None:
-                self._note_survival(bench, k, v.squared_norm() / before)
+                self._note_survival(workspace, k, v.squared_norm() / before)
             if r is not None:
                 scale = -1.0 / (p.examples * len(p.points))
-                yield k, bench.readouts(r, scale, examples * len(p.points))
+                yield k, workspace.readouts(r, scale, examples * len(p.points))
                 del r
 
     def _dynamics(
-        self, bench: Bench, segment: Segment, points: Sequence[Weights], held: int
+        self, workspace: Workspace, segment: Segment, points: Sequence[Weights], held: int
     ) -> Dynamics:
         """Those of one of so many segments."""
-        optimizer = known_optimizer(bench, segment)
+        optimizer = known_optimizer(workspace, segment)
         adaptive = optimizer in PRECONDITIONED
         if self.floor and not adaptive:
             raise ValueError(f"floor={self.floor} is for Adam, AdamW and RMSprop, not SGD")
         if self.curvature == WHOLE:
-            return self._whole(bench, segment, points, optimizer)
+            return self._whole(workspace, segment, points, optimizer)
         mixed = adaptive and not self.exact and self.curvature in ("ekfac", "kfac")
-        if mixed and self.damping is None and bench.any.dtype.itemsize < 4:
+        if mixed and self.damping is None and workspace.final_passes.dtype.itemsize < 4:
             raise ValueError(
-                f"{bench.any.dtype} cannot resolve the eigenvalues that a damping of {DAMPING:.0e} "
+                f"{workspace.final_passes.dtype} cannot resolve the eigenvalues that a damping of {DAMPING:.0e} "
                 "hangs on: use exact=True, damping='preconditioner' or a number such as 1e-2, or "
                 "dtype=float32"
             )
-        fitter = self._fitter(bench, segment.stage.name, diagonal=mixed, held=held)
-        durations = block_durations(bench, segment)
-        decays = self._decays(bench, segment)
+        fitter = self._fitter(workspace, segment.stage.name, diagonal=mixed, held=held)
+        durations = block_durations(workspace, segment)
+        decays = self._decays(workspace, segment)
         if not adaptive:
             if self.damping == "preconditioner":
                 raise ValueError("damping='preconditioner' is for Adam, AdamW and RMSprop, not SGD")
@@ -202,7 +206,7 @@ class Source(GradientMethod):
             return Plain(fitter.fit(points), durations, shifts)
         none = dict.fromkeys(decays, 0.0)
         decoupled = optimizer == "adamw"
-        P = preconditioner(bench, segment, floor=self.floor)
+        P = preconditioner(workspace, segment, floor=self.floor)
         if self.exact:
             extra = float(self.damping or 0.0)
             return Exact(
@@ -220,45 +224,49 @@ class Source(GradientMethod):
             None if damping == "preconditioner" else float(damping or 0.0),
             l2=none if decoupled else decays,
             decay=decays if decoupled else none,
-            diagnostics=bench.account,
+            diagnostics=workspace.account,
         )
 
     def _whole(
-        self, bench: Bench, segment: Segment, points: Sequence[Weights], optimizer: str
+        self, workspace: Workspace, segment: Segment, points: Sequence[Weights], optimizer: str
     ) -> Whole:
         """The segment's dynamics with the whole Gauss-Newton matrix."""
         stage, adaptive = segment.stage.name, optimizer in PRECONDITIONED
-        here = {block.name for block in bench.passes[stage].tracked.blocks}
-        trained = {k: ηK for k, ηK in block_durations(bench, segment).items() if ηK and k in here}
-        queries = 1 if bench.query is None else len(bench.query)
-        H = bench.gauss_newton(bench.parts([stage]), points, trained, queries)
-        P = preconditioner(bench, segment, floor=self.floor) if adaptive else {}
-        decays, decoupled = self._decays(bench, segment), optimizer == "adamw"
-        rates, shift = [bench.zero.new_zeros(0)], [bench.zero.new_zeros(0)]
+        here = {block.name for block in workspace.passes[stage].tracked.blocks}
+        trained = {
+            k: ηK for k, ηK in block_durations(workspace, segment).items() if ηK and k in here
+        }
+        queries = 1 if workspace.query is None else len(workspace.query)
+        H = workspace.gauss_newton(workspace.parts([stage]), points, trained, queries)
+        P = preconditioner(workspace, segment, floor=self.floor) if adaptive else {}
+        decays, decoupled = self._decays(workspace, segment), optimizer == "adamw"
+        rates, shift = [workspace.zero.new_zeros(0)], [workspace.zero.new_zeros(0)]
         for name, block in H.layout.blocks.items():
-            D = trained[name] * P.get(name, bench.zero.new_ones(block.shape))
+            D = trained[name] * P.get(name, workspace.zero.new_ones(block.shape))
             curved = float(self.damping or 0.0) + (0.0 if decoupled else decays[name])
             pulled = trained[name] * decays[name] if decoupled else 0.0
             rates.append(D.flatten())
             shift.append((D * curved + pulled).flatten())
-        memory = bench.memory // 4
+        memory = workspace.memory // 4
         joined = torch.cat(rates), torch.cat(shift)
-        return Whole(H, trained, *joined, memory, bench.any.progress, bench.account)
+        return Whole(
+            H, trained, *joined, memory, workspace.final_passes.progress, workspace.account
+        )
 
-    def _metadata(self, bench: Bench) -> dict[str, Any]:
-        if "lanczos" in bench.account:
-            bench.diagnostics["lanczos"] = bench.account["lanczos"]
-        return super()._metadata(bench)
+    def _metadata(self, workspace: Workspace) -> dict[str, Any]:
+        if "lanczos" in workspace.account:
+            workspace.diagnostics["lanczos"] = workspace.account["lanczos"]
+        return super()._metadata(workspace)
 
-    def _fitter(self, bench: Bench, stage: str, **more: Any) -> Fitter:
-        return bench.fitter(
+    def _fitter(self, workspace: Workspace, stage: str, **more: Any) -> Fitter:
+        return workspace.fitter(
             [stage], kind=self.curvature, fisher=self.fisher, seed=self.seed, **more
         )
 
-    def _decays(self, bench: Bench, segment: Segment) -> dict[str, float]:
+    def _decays(self, workspace: Workspace, segment: Segment) -> dict[str, float]:
         """Weight decay of every block, where it counts."""
-        decays = dict.fromkeys(bench.blocks, 0.0)
-        for site in bench.sites if self.weight_decay == "curvature" else ():
+        decays = dict.fromkeys(workspace.blocks, 0.0)
+        for site in workspace.layers if self.weight_decay == "curvature" else ():
             both = [segment.weight_decay(name) for name in site.parameter_names()]
             if len(set(both)) > 1:
                 warnings.warn(
@@ -270,13 +278,13 @@ class Source(GradientMethod):
         return decays
 
     @staticmethod
-    def _note_survival(bench: Bench, k: int, kept: Tensor) -> None:
-        noted = bench.account.setdefault("survival", {})
+    def _note_survival(workspace: Workspace, k: int, kept: Tensor) -> None:
+        noted = workspace.account.setdefault("survival", {})
         if str(k) in noted:
             return
         share = noted[str(k)] = float(kept.nanmedian().nan_to_num(1.0))  # 0/0: a flat query
         if share < FORGOTTEN:
-            segment = bench.diagnostics["segments"][k]
+            segment = workspace.diagnostics["segments"][k]
             warnings.warn(
                 f"segment {k + 1} (updates {segment['start']}..{segment['end']}) is saturated: "
                 f"only {share:.1e} of what was learned before survives it, so earlier segments "
@@ -303,9 +311,9 @@ def _check_whole(**given: Any) -> None:
         )
 
 
-def known_optimizer(bench: Bench, segment: Segment) -> str:
+def known_optimizer(workspace: Workspace, segment: Segment) -> str:
     """The optimizer of a segment, if its dynamics are known."""
-    optimizer = bench.run.optimizers[segment.stage.name]
+    optimizer = workspace.run.optimizers[segment.stage.name]
     if optimizer != "sgd" and optimizer not in PRECONDITIONED:
         raise ValueError(
             f"the optimizer {optimizer!r} of stage {segment.stage.name!r} is not known: SGD, Adam, "
@@ -316,9 +324,9 @@ def known_optimizer(bench: Bench, segment: Segment) -> str:
     return optimizer
 
 
-def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
+def block_durations(workspace: Workspace, segment: Segment) -> dict[str, float]:
     """η̄K of every block in a segment, from the parameter group its weight and bias are in."""
-    durations = {name: rate * segment.steps for name, rate in bench.rates(segment.rate).items()}
+    durations = {name: rate * segment.steps for name, rate in workspace.rates(segment.rate).items()}
     if not any(durations.values()):
         warnings.warn(
             f"updates {segment.start}..{segment.end} are inert: every tracked layer's rate is 0",
@@ -327,7 +335,9 @@ def block_durations(bench: Bench, segment: Segment) -> dict[str, float]:
     return durations
 
 
-def preconditioner(bench: Bench, *segments: Segment, floor: float = 0.0) -> dict[str, Tensor]:
+def preconditioner(
+    workspace: Workspace, *segments: Segment, floor: float = 0.0
+) -> dict[str, Tensor]:
     """P̄: the mean over the segments' checkpoints of 1/(√v̂ + ε), per block (o, width).
 
     A parameter whose gradients are rare has hardly any v̂ between them, and 1/√v̂ is what none of its
@@ -340,18 +350,18 @@ def preconditioner(bench: Bench, *segments: Segment, floor: float = 0.0) -> dict
         moments = checkpoint.second_moments()
         if moments is None:
             raise ValueError(
-                f"the run used {bench.run.optimizers[checkpoint.stage]!r}, but its checkpoint at "
+                f"the run used {workspace.run.optimizers[checkpoint.stage]!r}, but its checkpoint at "
                 f"step {checkpoint.step} has no second moments: record it with a Recorder, or give "
                 "second_moments to Run.from_checkpoints (or optimizer='sgd' if that is what it was)"
             )
-        epsilon = bench.run.epsilon(checkpoint.stage)
+        epsilon = workspace.run.epsilon(checkpoint.stage)
         roots = {n: v.double().sqrt() for n, v in moments.items()}
         least = {n: floor * float(v.double().mean().sqrt()) for n, v in moments.items()}
         inverses = {
             n: 1 / (root.clamp_min(least[n]) + epsilon.get(n, 1e-8)) for n, root in roots.items()
         }
-        _check_moments(bench, segment, checkpoint.step, moments, inverses)
-        for name, value in bench.matrices(inverses).items():
+        _check_moments(workspace, segment, checkpoint.step, moments, inverses)
+        for name, value in workspace.matrices(inverses).items():
             share = value / len(checkpoints)
             mean[name] = mean[name] + share if name in mean else share
     # what was not trained has no moments; its rate is 0, and its P must only be finite
@@ -359,14 +369,14 @@ def preconditioner(bench: Bench, *segments: Segment, floor: float = 0.0) -> dict
 
 
 def _check_moments(
-    bench: Bench,
+    workspace: Workspace,
     segment: Segment,
     step: int,
     moments: Mapping[str, Tensor],
     inverses: Mapping[str, Tensor],
 ) -> None:
     """Every parameter that the segment trains must have sound second moments."""
-    for site in bench.passes[segment.stage.name].tracked.sites:
+    for site in workspace.passes[segment.stage.name].tracked.layers:
         module: Any = site.modules[0]
         held = dict(zip(site.parameter_names(), (module.weight, module.bias), strict=False))
         for name, parameter in held.items() if segment.rate(site.weight) else ():
@@ -417,9 +427,9 @@ def spread(durations: Iterable[float], exponents: Iterable[Tensor]) -> dict[str,
     }
 
 
-def _first_scored(bench: Bench, terms: Sequence[Term]) -> int:
+def _first_scored(workspace: Workspace, terms: Sequence[Term]) -> int:
     """Which term is the first whose stage is asked about."""
-    return next(k for k, term in enumerate(terms) if term.stage in bench.stages)
+    return next(k for k, term in enumerate(terms) if term.stage in workspace.stages)
 
 
 def fitting_passes(curvature: str, checkpoints: int) -> dict[str, int]:

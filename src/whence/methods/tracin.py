@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from whence.data import Batches
-from whence.engine.workspace import Bench, Readouts, Term
+from whence.engine.workspace import Readouts, Term, Workspace
 from whence.methods.gradient import GradientMethod
 
 
@@ -31,15 +31,15 @@ class TracIn(GradientMethod):
     def __init__(self, stage: str | None = None) -> None:
         self.stage = stage
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(c.stage, [c]) for c in bench.run.checkpoints]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(c.stage, [c]) for c in workspace.run.checkpoints]
 
-    def prepare(self, bench: Bench, terms: list[Term]) -> list[Term]:
+    def prepare(self, workspace: Workspace, terms: list[Term]) -> list[Term]:
         return terms
 
     def vectors(
         self,
-        bench: Bench,
+        workspace: Workspace,
         prepared: Any,
         data: Batches,
         stage: str,
@@ -47,8 +47,8 @@ class TracIn(GradientMethod):
         examples: int,
     ) -> Iterator[tuple[int, Readouts]]:
         for k, term in enumerate(prepared):
-            if term.stage in bench.stages:
+            if term.stage in workspace.stages:
                 (checkpoint,) = term.checkpoints
-                v = bench.own_gradients(data, stage, indices, checkpoint)
-                η = bench.rates(partial(bench.run.rate_at, checkpoint))
+                v = workspace.own_gradients(data, stage, indices, checkpoint)
+                η = workspace.rates(partial(workspace.run.rate_at, checkpoint))
                 yield k, {name: v.pop(name).scaled(-η[name]) for name in list(v)}

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, MEASUREMENT, Bench, Readouts, Term, Vectors
-from whence.layers.capture import Block
+from whence.engine.workspace import LOSS, MEASUREMENT, Readouts, Term, Vectors, Workspace
+from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal
 from whence.methods.gradient import GradientMethod
-from whence.operators import Part, cost, key_of
+from whence.operators import FitData, cost, key_of
 from whence.projections import Projection, Random, check, gather, moments, projected
 from whence.projections.projection import PROBED
 from whence.projections.random import shares
@@ -78,34 +78,37 @@ class Trak(GradientMethod):
         self.dimension, self.seed, self.stage = dimension, seed, stage
         self.joint, self.damping = bool(joint), float(damping)
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(stage, [bench.run.final]) for stage in bench.study.stages]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
 
-    def prepare(self, bench: Bench, terms: list[Term]) -> Prepared:
-        stages = bench.study.stages
-        examples = sum(len(bench.study.data[stage]) for stage in stages)
+    def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
+        stages = workspace.study.stages
+        examples = sum(len(workspace.study.data[stage]) for stage in stages)
         if self.damping == 0:
             check_rank(self.dimension, examples)
-        projection = random_projection(bench, self.dimension, self.joint, self.seed)
-        try_out(bench, projection)
-        grams = measured_moments(bench, projection)
-        with bench.any.clock("factorisation"):
-            factors = [cholesky(gram, self.damping, examples, bench.any.dtype) for gram in grams]
-        return Prepared(projection, factors, ensemble_weights(bench))
+        projection = random_projection(workspace, self.dimension, self.joint, self.seed)
+        try_out(workspace, projection)
+        grams = measured_moments(workspace, projection)
+        with workspace.final_passes.clock("factorisation"):
+            factors = [
+                cholesky(gram, self.damping, examples, workspace.final_passes.dtype)
+                for gram in grams
+            ]
+        return Prepared(projection, factors, ensemble_weights(workspace))
 
     def vectors(
         self,
-        bench: Bench,
+        workspace: Workspace,
         prepared: Prepared,
         data: Batches,
         stage: str,
         indices: np.ndarray,
         examples: int,
     ) -> Iterator[tuple[int, Readouts]]:
-        passes, projection = bench.passes[stage], prepared.projection
-        passes.load(bench.run.final)
-        batches = [indices[b] for b in cut(len(indices), bench.batch_size)]
-        pieces = projected(passes, data, batches, MEASUREMENT, projection, bench.memory // 4)
+        passes, projection = workspace.passes[stage], prepared.projection
+        passes.load(workspace.run.final)
+        batches = [indices[b] for b in cut(len(indices), workspace.batch_size)]
+        pieces = projected(passes, data, batches, MEASUREMENT, projection, workspace.memory // 4)
         φ = torch.cat([piece.rows for piece in pieces])
         w: dict[str, Tensor] = {}
         for part, columns, factor in zip(
@@ -115,36 +118,39 @@ class Trak(GradientMethod):
             solved = torch.cholesky_solve(φ[:, columns].double().T, factor).T  # (ΦᵀΦ)⁻¹ φ
             w |= part.lift(solved)
         sign = -1.0 if prepared.weights is None else 1.0
-        ready = bench.readouts(Vectors(w, dict.fromkeys(w)), sign, examples)
-        yield from ((k, ready) for k in range(len(bench.study.stages)))
+        ready = workspace.readouts(Vectors(w, dict.fromkeys(w)), sign, examples)
+        yield from ((k, ready) for k in range(len(workspace.study.stages)))
 
     def training(
-        self, bench: Bench, prepared: Prepared
+        self, workspace: Workspace, prepared: Prepared
     ) -> tuple[Signal, Mapping[str, Tensor] | None]:
         return (LOSS, None) if prepared.weights is None else (MEASUREMENT, prepared.weights)
 
-    def passes_needed(self, bench: Bench) -> dict[str, int]:
+    def passes_needed(self, workspace: Workspace) -> dict[str, int]:
         return {"projection": 1, "scores": 1}
 
-    def operations(self, bench: Bench, queries: int) -> dict[str, float]:
-        blocks, positions = bench.any.tracked.blocks, bench.any.tracked.positions
+    def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
+        blocks, positions = (
+            workspace.final_passes.tracked.blocks,
+            workspace.final_passes.tracked.positions,
+        )
         work = sum(cost.forward_backward(b, positions[b.name]) for b in blocks)
-        work += 2.0 * cost.vector_numbers(bench.any.tracked) * self.dimension
-        return super().operations(bench, queries) | {"projection": work}
+        work += 2.0 * cost.vector_numbers(workspace.final_passes.tracked) * self.dimension
+        return super().operations(workspace, queries) | {"projection": work}
 
-    def numbers_held(self, bench: Bench, queries: int) -> int:
-        return 3 * self.dimension**2 + queries * cost.vector_numbers(bench.any.tracked)
+    def numbers_held(self, workspace: Workspace, queries: int) -> int:
+        return 3 * self.dimension**2 + queries * cost.vector_numbers(workspace.final_passes.tracked)
 
-    def _key(self, bench: Bench) -> str:
+    def _key(self, workspace: Workspace) -> str:
         """With several runs, each one's scores depend on all of them, through Q."""
-        own, runs = super()._key(bench), [run.fingerprint for run in bench.study.runs]
+        own, runs = super()._key(workspace), [run.fingerprint for run in workspace.study.runs]
         return own if len(runs) == 1 else key_of({"own": own, "runs": runs})
 
 
-def trained_blocks(bench: Bench) -> list[Block]:
+def trained_blocks(workspace: Workspace) -> list[ParameterBlock]:
     """The blocks that training moved: a frozen layer does not respond to the data."""
-    rates = bench.rates(bench.run.peak_rate)
-    found = [block for name, block in bench.blocks.items() if rates[name]]
+    rates = workspace.rates(workspace.run.peak_rate)
+    found = [block for name, block in workspace.blocks.items() if rates[name]]
     if not found:
         raise ValueError(
             "the run's learning rates are 0 for every tracked layer: nothing was trained, so "
@@ -153,26 +159,29 @@ def trained_blocks(bench: Bench) -> list[Block]:
     return found
 
 
-def random_projection(bench: Bench, dimension: int, joint: bool, seed: int) -> Projection:
+def random_projection(workspace: Workspace, dimension: int, joint: bool, seed: int) -> Projection:
     """Random signs keyed by the seed and the final weights: another run has another P."""
-    blocks = trained_blocks(bench)
-    check_dimension(dimension, blocks, bench.memory)
+    blocks = trained_blocks(workspace)
+    check_dimension(dimension, blocks, workspace.memory)
     parts = [(blocks, dimension)]
     if not joint:
         parts = [([b], d) for b, d in zip(blocks, shares(blocks, dimension), strict=True)]
-    key = int(key_of({"seed": seed, "weights": bench.run.final.sha256}), 16)
-    device, dtype = bench.any.device, bench.any.dtype
+    key = int(key_of({"seed": seed, "weights": workspace.run.final.sha256}), 16)
+    device, dtype = workspace.final_passes.device, workspace.final_passes.dtype
     return Projection([Random(own, d, key, device, dtype) for own, d in parts])
 
 
-def try_out(bench: Bench, projection: Projection) -> None:
+def try_out(workspace: Workspace, projection: Projection) -> None:
     """Refuse a projection that does not work here, by the gradients of a few examples."""
-    data = bench.study.data[bench.study.stages[-1]]
-    bench.any.load(bench.run.final)
-    check(projection, gather(bench.any, data, np.arange(min(PROBED, len(data))), MEASUREMENT))
+    data = workspace.study.data[workspace.study.stages[-1]]
+    workspace.final_passes.load(workspace.run.final)
+    check(
+        projection,
+        gather(workspace.final_passes, data, np.arange(min(PROBED, len(data))), MEASUREMENT),
+    )
 
 
-def check_dimension(dimension: int, blocks: Sequence[Block], memory: int) -> None:
+def check_dimension(dimension: int, blocks: Sequence[ParameterBlock], memory: int) -> None:
     """Refuse a projection to more numbers than parameters, or than there is memory for."""
     parameters = sum(block.size for block in blocks)
     if dimension > parameters:
@@ -197,24 +206,24 @@ def check_rank(dimension: int, examples: int) -> None:
         )
 
 
-def measured_moments(bench: Bench, projection: Projection) -> list[Tensor]:
+def measured_moments(workspace: Workspace, projection: Projection) -> list[Tensor]:
     """ΦᵀΦ over all examples of all stages at the final model, one per part of the projection."""
-    study, run = bench.study, bench.run
+    study, run = workspace.study, workspace.run
     parts = []
     for stage in study.stages:
         everything = np.arange(len(study.data[stage]))
-        identity = study.identity(run, stage, bench.passes[stage].tracked) | {"used": "all"}
-        parts.append(Part(bench.passes[stage], study.data[stage], everything, identity))
+        identity = study.identity(run, stage, workspace.passes[stage].tracked) | {"used": "all"}
+        parts.append(FitData(workspace.passes[stage], study.data[stage], everything, identity))
     settings = {
         "what": "moments of projected measurement gradients",
         "projection": [repr(part) for part in projection.parts],
         "identity": [part.identity for part in parts],
         "tasks": [[repr(study.tasks[s]), study.probe[s]["measurements"]] for s in study.stages],
         "weights": run.final.sha256,
-        "dtype": bench.any.arithmetic,
+        "dtype": workspace.final_passes.arithmetic,
     }
-    where, room = study.store(run), bench.memory // 4
-    batch = bench.batch_size
+    where, room = study.store(run), workspace.memory // 4
+    batch = workspace.batch_size
     return moments(parts, run.final, MEASUREMENT, projection, where, settings, batch, room)
 
 
@@ -240,36 +249,36 @@ def cholesky(gram: Tensor, damping: float, examples: int, dtype: torch.dtype) ->
 # -- Q -----------------------------------------------------------------------------------------
 
 
-def ensemble_weights(bench: Bench) -> dict[str, Tensor] | None:
+def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
     """Q averaged over the study's runs, (n,) per stage; None if not needed, or not defined."""
-    runs = bench.study.runs
+    runs = workspace.study.runs
     if len(runs) == 1:
         return None
     means: dict[str, Tensor] = {}
     for run in runs:
-        for stage in bench.study.stages:
-            weights, along = _weights(bench, run, stage)
+        for stage in workspace.study.stages:
+            weights, along = _weights(workspace, run, stage)
             if not along:
-                task = bench.study.tasks[stage]
+                task = workspace.study.tasks[stage]
                 said = (
                     f"the loss of {task!r} is not a function of its measurement, so that TRAK's Q "
                     "is not defined: scores are averaged over runs as they are, with -∇L in place "
                     "of Q∇f"
                 )
                 warnings.warn(said, stacklevel=2)
-                bench.diagnostics["ensemble"] = said
+                workspace.diagnostics["ensemble"] = said
                 return None
             share = weights / len(runs)
             means[stage] = means[stage] + share if stage in means else share
     return means
 
 
-def _weights(bench: Bench, run: Run, stage: str) -> tuple[Tensor, bool]:
+def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
     """A run's Q of a stage's examples (n,), and whether the loss is a function of the measurement.
 
     Kept with the run's factors, because every run of an ensemble asks for all of them.
     """
-    passes, study = bench.passes[stage], bench.study
+    passes, study = workspace.passes[stage], workspace.study
     identity = study.identity(run, stage, passes.tracked)
     settings = {
         "what": "loss by measurement",
@@ -283,7 +292,7 @@ def _weights(bench: Bench, run: Run, stage: str) -> tuple[Tensor, bool]:
     found = store.get(key)
     if found is None:
         passes.load(run.final)
-        blocks = cut(len(study.data[stage]), bench.batch_size)
+        blocks = cut(len(study.data[stage]), workspace.batch_size)
         with passes.clock("weights"):
             parts = [
                 loss_by_measurement(passes, batch)

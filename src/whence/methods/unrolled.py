@@ -28,12 +28,12 @@ from torch import Tensor
 
 from whence.data import cut
 from whence.draws import keys
-from whence.engine.workspace import Bench
+from whence.engine.workspace import Workspace
 from whence.replay.objective import Objective, Tensors
 from whence.replay.sweep import (
-    Block,
     Credit,
-    ReplayBench,
+    QueryBlock,
+    ReplayWorkspace,
     Unrolling,
     forward_operations,
     update_credits,
@@ -96,8 +96,8 @@ class Unrolled(Unrolling):
 
     def sweep(
         self,
-        bench: ReplayBench,
-        block: Block,
+        workspace: ReplayWorkspace,
+        block: QueryBlock,
         gradients: Tensors,
         adjoint: Adjoint | None,
         last: int,
@@ -107,31 +107,31 @@ class Unrolled(Unrolling):
             adjoint = {name: {WEIGHT: gradient} for name, gradient in gradients.items()}
         pulled: Tensors = {}  # ḡ, added up over a stretch, and the weights in its middle
         middle: Tensors = {}
-        draw = self._draw(bench) if self.expected else None
-        size = bench.at_once(len(block.indices))
-        for update in bench.replay.backward(last, block.first(bench.run), draw, size):
+        draw = self._draw(workspace) if self.expected else None
+        size = workspace.at_once(len(block.indices))
+        for update in workspace.replay.backward(last, block.first(workspace.run), draw, size):
             adjoint, pulls = update.pull_back(adjoint)
             pulls = update.unclip(pulls)
-            slopes = self._through_gradient(bench, update, adjoint, pulls)
-            if update.step in bench.replay.anchors or not update.step:
-                self._look(bench, update.step, adjoint, norms)
+            slopes = self._through_gradient(workspace, update, adjoint, pulls)
+            if update.step in workspace.replay.anchors or not update.step:
+                self._look(workspace, update.step, adjoint, norms)
             if not self.expected:
                 yield from update_credits(update, slopes, adjoint)
             else:
-                start, end = self._stretch(update.stage, update.step, bench.replay.steps)
+                start, end = self._stretch(update.stage, update.step, workspace.replay.steps)
                 for name, pull in pulls.items():
                     pulled[name] = pulled[name].add_(pull) if name in pulled else pull.clone()
                 if update.step == (start + end) // 2:
                     middle = update.point.weights
                 if update.step == start:
-                    yield from self._everyone(bench, block, update, middle, pulled, adjoint)
+                    yield from self._everyone(workspace, block, update, middle, pulled, adjoint)
                     pulled = {}
 
     def _through_gradient(
-        self, bench: ReplayBench, update: Update, adjoint: Adjoint, pulls: Tensors
+        self, workspace: ReplayWorkspace, update: Update, adjoint: Adjoint, pulls: Tensors
     ) -> list[Tensor]:
         """Add H_t ḡ_t to the adjoint of θ_t; and ⟨ḡ_t, ∇L(m, θ_t)⟩ (q, n), part by part."""
-        objective, weights = bench.replay.objectives[update.stage.name], update.point.weights
+        objective, weights = workspace.replay.objectives[update.stage.name], update.point.weights
         product, found = CURVATURES[self.curvature], []
         for _, batch in update.parts if pulls else ():
             products, slopes = product(objective, weights, pulls, batch, 1 / update.examples)
@@ -142,20 +142,22 @@ class Unrolled(Unrolling):
 
     def _everyone(
         self,
-        bench: ReplayBench,
-        block: Block,
+        workspace: ReplayWorkspace,
+        block: QueryBlock,
         update: Update,
         weights: Tensors,
         pulled: Tensors,
         adjoint: Adjoint,
     ) -> Iterator[Credit]:
         """(1/N) ⟨Σ_t ḡ_t, ∇L(m, θ)⟩ of every example m that is asked for."""
-        replay, stage = bench.replay, update.stage.name
-        wanted, share = block.wanted.get(stage), 1 / len(bench.study.used(bench.run, stage))
+        replay, stage = workspace.replay, update.stage.name
+        wanted, share = block.wanted.get(stage), 1 / len(workspace.study.used(workspace.run, stage))
         if wanted is None or not pulled:
             return
-        parts = [wanted[part] for part in cut(len(wanted), bench.at_once(len(block.indices)))]
-        stream = bench.study.data[stage].stream(parts, replay.device, replay.dtype, replay.workers)
+        parts = [wanted[part] for part in cut(len(wanted), workspace.at_once(len(block.indices)))]
+        stream = workspace.study.data[stage].stream(
+            parts, replay.device, replay.dtype, replay.workers
+        )
         for k, (indices, batch) in enumerate(stream, 1):
             slopes = replay.objectives[stage].slopes(weights, pulled, batch)
             ready = adjoint if k == len(parts) else None
@@ -169,50 +171,50 @@ class Unrolled(Unrolling):
         k = int(np.searchsorted(ends, t, side="right"))
         return ends[k - 1], ends[k]
 
-    def _draw(self, bench: ReplayBench) -> Draw:
+    def _draw(self, workspace: ReplayWorkspace) -> Draw:
         """A fresh batch for each update's curvature, without replacement, the same by seed."""
         most = CURVATURE_BATCH if self.curvature_batch is None else self.curvature_batch
 
         def drawn(t: int) -> Indices:
-            used = bench.study.used(bench.run, bench.replay.stage(t).name)
+            used = workspace.study.used(workspace.run, workspace.replay.stage(t).name)
             count = min(most, len(used))
             order = keys(self.seed, t, torch.from_numpy(used)).numpy()
             return np.sort(used[np.argpartition(order, count - 1)[:count]])
 
         return drawn
 
-    def _look(self, bench: ReplayBench, step: int, adjoint: Adjoint, norms: Tensor) -> None:
+    def _look(self, workspace: ReplayWorkspace, step: int, adjoint: Adjoint, norms: Tensor) -> None:
         """Note how the adjoint has grown by the time the sweep comes to a checkpoint."""
         now = _norms({name: state[WEIGHT] for name, state in adjoint.items()})
         if not bool(now.isfinite().all()):
             raise FloatingPointError(
-                f"going back from update {bench.replay.steps} to {step}, the derivative of the "
-                f"training has grown beyond {bench.replay.dtype}: it is chaotic. Use "
+                f"going back from update {workspace.replay.steps} to {step}, the derivative of the "
+                f"training has grown beyond {workspace.replay.dtype}: it is chaotic. Use "
                 "curvature='gauss-newton', or dtype=torch.float64"
             )
         logs = (now / norms)[norms > 0].log()
-        noted = bench.account.setdefault("growth", {}).setdefault(str(step), [0.0, 0])
+        noted = workspace.account.setdefault("growth", {}).setdefault(str(step), [0.0, 0])
         noted[0] += float(logs.sum())
         noted[1] += len(logs)
 
-    def operations(self, bench: ReplayBench, queries: int) -> float:
-        replay, forward = bench.replay, forward_operations(bench)
+    def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
+        replay, forward = workspace.replay, forward_operations(workspace)
         drawn = sum(map(len, replay.batches[: replay.steps]))
         curved, credited = drawn, 0
         if self.expected:
             curved = 0
-            for stage in bench.run.stages:
+            for stage in workspace.run.stages:
                 steps = range(stage.start, min(stage.end, replay.steps))
-                curved += len(steps) * len(self._draw(bench)(stage.start))
+                curved += len(steps) * len(self._draw(workspace)(stage.start))
                 stretches = {self._stretch(stage, t, replay.steps) for t in steps}
-                credited += len(stretches) * len(bench.study.data[stage.name])
+                credited += len(stretches) * len(workspace.study.data[stage.name])
         return forward * (6 * drawn + queries * (PRODUCTS[self.curvature] * curved + 2 * credited))
 
-    def _metadata(self, bench: Bench) -> dict[str, Any]:
-        about = super()._metadata(bench)
+    def _metadata(self, workspace: Workspace) -> dict[str, Any]:
+        about = super()._metadata(workspace)
         growth = {
             int(step): math.exp(logs / count) if count else 1.0
-            for step, (logs, count) in bench.account.get("growth", {}).items()
+            for step, (logs, count) in workspace.account.get("growth", {}).items()
         }
         about["diagnostics"]["adjoint_growth"] = {
             str(step): growth[step] for step in sorted(growth)

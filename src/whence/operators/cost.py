@@ -11,16 +11,16 @@ from functools import cache
 
 import torch
 
-from whence.layers.capture import Block
+from whence.layers.capture import ParameterBlock
 from whence.layers.tracked import Tracked
 
 
-def covariance(block: Block, t: int) -> float:
+def covariance(block: ParameterBlock, t: int) -> float:
     """Multiply-adds ×2 of both covariances of one example, by halves (symmetric)."""
     return t * (block.width**2 + block.o**2)
 
 
-def squares(block: Block, t: int) -> float:
+def squares(block: ParameterBlock, t: int) -> float:
     """Operations of one example's squared gradient in the eigenbasis."""
     o, i = block.o, block.width
     if t == 1:
@@ -28,12 +28,12 @@ def squares(block: Block, t: int) -> float:
     return 2.0 * (min(t, o) * i * i + min(t, i) * o * o + t * o * i)
 
 
-def forward_backward(block: Block, t: int) -> float:
+def forward_backward(block: ParameterBlock, t: int) -> float:
     """Operations of the layer's own forward and backward pass, one example."""
     return 4.0 * t * block.o * block.i
 
 
-def inner(block: Block, t: int, queries: int, factored: bool = False) -> float:
+def inner(block: ParameterBlock, t: int, queries: int, factored: bool = False) -> float:
     """Operations of one example's inner products with the queries.
 
     `factored`: the queries' vectors are plain gradients; with one position, s_q a_qᵀ.
@@ -43,27 +43,27 @@ def inner(block: Block, t: int, queries: int, factored: bool = False) -> float:
     return 2.0 * block.o * block.width * (queries + (t if t > 1 else 0))
 
 
-def rotate_examples(block: Block, t: int, examples: int) -> float:
+def rotate_examples(block: ParameterBlock, t: int, examples: int) -> float:
     """Operations of turning the (a, s) of examples into a basis."""
     return 2.0 * examples * t * (block.width**2 + block.o**2)
 
 
-def rotate_queries(block: Block, queries: int) -> float:
+def rotate_queries(block: ParameterBlock, queries: int) -> float:
     """Operations of turning whole (o, width) matrices into another basis."""
     return 2.0 * queries * block.size * (block.o + block.width)
 
 
-def eigenbasis(block: Block) -> float:
+def eigenbasis(block: ParameterBlock) -> float:
     """Operations of the two eigendecompositions (about 9 d³, in float64, at half the rate)."""
     return 18.0 * (block.o**3 + block.width**3)
 
 
-def products_along(block: Block, t: int, queries: int) -> float:
+def products_along(block: ParameterBlock, t: int, queries: int) -> float:
     """Operations of one example's Gauss-Newton products: forward and back along each vector."""
     return 8.0 * block.size * t * queries
 
 
-def products_by_columns(block: Block, t: int, queries: int, outputs: int) -> float:
+def products_by_columns(block: ParameterBlock, t: int, queries: int, outputs: int) -> float:
     """The same, by one gradient for each output: its inner product with, and share of, each."""
     return 4.0 * block.size * outputs * (t + queries)
 

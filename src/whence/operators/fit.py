@@ -10,7 +10,7 @@ of the losses (empirical).
 A layer's factors are o² + width² numbers, often many times its parameters. Where those of all
 layers do not fit on a device, groups of layers are fitted one after another, each with passes over
 the data of its own, and the result stays on the CPU and is brought to the device layer by layer
-(`Away`). The numbers are the same.
+(`OffloadedFactors`). The numbers are the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.layers.capture import Block
-from whence.layers.passes import Passes, Signal, Sweep, Weights
+from whence.layers.capture import ParameterBlock
+from whence.layers.passes import BackwardPass, Passes, Signal, Weights
 from whence.operators import products
 from whence.operators.products import Basis
 from whence.persist.factor_cache import Store, key_of, zeros
@@ -69,7 +69,7 @@ class BlockCurvature:
 Curvature = Mapping[str, BlockCurvature]
 
 
-class Away(Mapping[str, BlockCurvature]):
+class OffloadedFactors(Mapping[str, BlockCurvature]):
     """A curvature that lies on the CPU: a block is brought to the device when it is asked for, and
     gone with the next one."""
 
@@ -97,7 +97,7 @@ class Away(Mapping[str, BlockCurvature]):
 
 def bases_of(curvature: Curvature) -> dict[str, Basis | None]:
     """Where vectors are best built: in the eigenbases, if they are at hand."""
-    if isinstance(curvature, Away):
+    if isinstance(curvature, OffloadedFactors):
         return dict.fromkeys(curvature)
     return {name: block.basis for name, block in curvature.items()}
 
@@ -107,12 +107,12 @@ class Totals:
     """What a pass adds up, of some blocks."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    update: Callable[[dict[str, Tensor], Sweep], None]
+    update: Callable[[dict[str, Tensor], BackwardPass], None]
     finish: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
+class FitData:
     """Some data a curvature is fitted on, and the passes (model, task, layers) it goes through.
 
     Args:
@@ -139,7 +139,7 @@ class Fitter:
         notes: is told into how many groups the layers were parted, if they were.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[FitData]
     store: Store
     batch_size: int
     kind: str = "ekfac"
@@ -226,7 +226,7 @@ class Fitter:
         return accumulator(self.passes.dtype)
 
     @property
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[ParameterBlock]:
         found = {b.name: b for part in self.parts for b in part.passes.tracked.blocks}
         return list(found.values())
 
@@ -239,7 +239,7 @@ class Fitter:
         if self.room is None or self.held * self._needed <= self.room:
             return {name: self._block(name, found) for name in names}
         lying = {name: value.cpu() for name, value in found.items()}
-        return Away(names, lambda name: self._block(name, lying))
+        return OffloadedFactors(names, lambda name: self._block(name, lying))
 
     def _block(self, name: str, found: Mapping[str, Tensor]) -> BlockCurvature:
         device, dtype = self.passes.device, self._sums
@@ -261,7 +261,7 @@ class Fitter:
         return sum(factor_bytes(b, self.kind, self._sums) for b in self._blocks)
 
     @property
-    def groups(self) -> list[list[Block]]:
+    def groups(self) -> list[list[ParameterBlock]]:
         """Blocks that are fitted together."""
         return grouped(self._blocks, self.kind, self._sums, self.room)
 
@@ -271,7 +271,7 @@ class Fitter:
         checkpoint: Weights,
         key: str,
         settings: Mapping[str, Any],
-        of: Callable[[Sequence[Block]], Totals],
+        of: Callable[[Sequence[ParameterBlock]], Totals],
     ) -> dict[str, Tensor]:
         """Totals over all examples at a checkpoint: stored, or by a pass for each group of blocks
         (then on the CPU)."""
@@ -313,7 +313,7 @@ class Fitter:
             "covariances", checkpoint, key_of(settings), settings, self._covariances_of
         )
 
-    def _covariances_of(self, blocks: Sequence[Block]) -> Totals:
+    def _covariances_of(self, blocks: Sequence[ParameterBlock]) -> Totals:
         shapes: dict[str, tuple[int, ...]] = {}
         for b in blocks:
             shapes |= {
@@ -322,7 +322,7 @@ class Fitter:
                 f"{b.name}/positions": (),
             }
 
-        def update(totals: dict[str, Tensor], sweep: Sweep) -> None:
+        def update(totals: dict[str, Tensor], sweep: BackwardPass) -> None:
             for _, pairs in sweep.pairs:
                 for pair in pairs:
                     name = pair.block.name
@@ -377,7 +377,7 @@ class Fitter:
         own coordinates; without bases just "<block>".
         """
 
-        def of(blocks: Sequence[Block]) -> Totals:
+        def of(blocks: Sequence[ParameterBlock]) -> Totals:
             return self._squares_of(blocks, bases)
 
         mean: dict[str, Tensor] = {}
@@ -389,7 +389,7 @@ class Fitter:
                 mean[name] = mean[name] + share if name in mean else share
         return mean
 
-    def _squares_of(self, blocks: Sequence[Block], bases: Mapping[str, Basis]) -> Totals:
+    def _squares_of(self, blocks: Sequence[ParameterBlock], bases: Mapping[str, Basis]) -> Totals:
         where, dtype = self.passes.device, self.passes.dtype
         placed = {b.name: bases[b.name].to(where, dtype) for b in blocks if b.name in bases}
         kinds: dict[str, Mapping[str, Basis]] = {"": {}}
@@ -398,7 +398,7 @@ class Fitter:
             kinds |= {"/diagonal": {}} if self.diagonal else {}
         shapes = {b.name + suffix: b.shape for b in blocks for suffix in kinds}
 
-        def update(totals: dict[str, Tensor], sweep: Sweep) -> None:
+        def update(totals: dict[str, Tensor], sweep: BackwardPass) -> None:
             for _, pairs in sweep.pairs:
                 for pair in pairs:
                     name, bias = pair.block.name, pair.block.bias
@@ -447,7 +447,7 @@ class Fitter:
                 blocks, skip = blocks[skip:], max(0, skip - len(blocks))
                 part.passes.load(checkpoint)
                 label = f"{work}, step {checkpoint.step}"
-                for sweep in part.passes.sweeps(part.data, blocks, self._signal, label):
+                for sweep in part.passes.backward_passes(part.data, blocks, self._signal, label):
                     of.update(totals, sweep)
                     if sweep.last:
                         done += 1
@@ -468,17 +468,17 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def factor_bytes(block: Block, kind: str, dtype: torch.dtype) -> int:
+def factor_bytes(block: ParameterBlock, kind: str, dtype: torch.dtype) -> int:
     """What a block's factors take, when they are fitted and while they are."""
     bases = block.o**2 + block.width**2 if kind in ("ekfac", "kfac") else 0
     return (bases + 2 * block.size) * dtype.itemsize
 
 
 def grouped(
-    blocks: Iterable[Block], kind: str, dtype: torch.dtype, room: int | None
-) -> list[list[Block]]:
+    blocks: Iterable[ParameterBlock], kind: str, dtype: torch.dtype, room: int | None
+) -> list[list[ParameterBlock]]:
     """Blocks in order, as many at a time as there is room for; at least one."""
-    groups: list[list[Block]] = [[]]
+    groups: list[list[ParameterBlock]] = [[]]
     left = room
     for block in blocks:
         size = factor_bytes(block, kind, dtype)

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whence.data import cut
-from whence.layers.capture import Block, Site, Tape
+from whence.layers.capture import ParameterBlock, Tape, TrackedLayer
 from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import cost
-from whence.operators.fit import Part
+from whence.operators.fit import FitData
 from whence.operators.products import Readout
 from whence.operators.sums import add_weighted
 
@@ -40,7 +40,7 @@ INSTEAD = "solver='ekfac' or 'datainf' of Influence, or curvature='ekfac' of Sou
 class Layout:
     """Where each block's matrix (o, width) lies in one vector of p numbers over all of them."""
 
-    def __init__(self, blocks: Iterable[Block]) -> None:
+    def __init__(self, blocks: Iterable[ParameterBlock]) -> None:
         self.blocks = {block.name: block for block in blocks}
         self.size = sum(block.size for block in self.blocks.values())
 
@@ -80,7 +80,7 @@ class GaussNewton:
         queries: for about so many vectors at a time; the cheaper of the two ways is gone.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[FitData]
     checkpoints: Sequence[Weights]
     layout: Layout
     batch_size: int
@@ -106,17 +106,19 @@ class GaussNewton:
             self._blame()
         return total.div_(self.examples * len(self.checkpoints))
 
-    def _blocks(self, part: Part) -> list[NDArray[np.int64]]:
+    def _blocks(self, part: FitData) -> list[NDArray[np.int64]]:
         return [part.indices[b] for b in cut(len(part.indices), self.batch_size)]
 
-    def _add_by_columns(self, part: Part, v: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
+    def _add_by_columns(
+        self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor]
+    ) -> None:
         bias = {name: block.bias for name, block in self.layout.blocks.items()}
         readouts = {
             name: Readout.of(value, None, bias[name], part.passes.dtype)
             for name, value in v.items()
         }
         queries, *_ = v.values()
-        for sweep in part.passes.sweeps(part.data, self._blocks(part), Signal("exact")):
+        for sweep in part.passes.backward_passes(part.data, self._blocks(part), Signal("exact")):
             pairs = [p for _, found in sweep.pairs for p in found if p.block.name in v]
             inner = queries.new_zeros(len(queries), len(sweep.indices))
             for pair in pairs:
@@ -125,7 +127,7 @@ class GaussNewton:
                 name = pair.block.name
                 add_weighted(totals[name], inner, pair.a, pair.s, bias[name])  # g (gᵀv)
 
-    def _add_along(self, part: Part, v: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
+    def _add_along(self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
         queries, *_ = map(len, v.values())
         for model in self._linearised(part, self._blocks(part)):
             held = len(model.outputs) * cost.per_example_numbers(part.passes.tracked)
@@ -135,9 +137,9 @@ class GaussNewton:
                 for name, a, s in model.backward(model.bend(along)):
                     _add_summed(totals[name][here], a, s)
 
-    def _linearised(self, part: Part, blocks: list[NDArray[np.int64]]) -> Iterator[Linearised]:
+    def _linearised(self, part: FitData, blocks: list[NDArray[np.int64]]) -> Iterator[Linearised]:
         passes, known = part.passes, self.layout.blocks
-        sites = [site for site in passes.tracked.sites if site.blocks[0].name in known]
+        sites = [site for site in passes.tracked.layers if site.blocks[0].name in known]
         if not sites:  # a stage of layers that were not trained
             return
         for _, batch in part.data.stream(blocks, passes.device, passes.dtype, passes.workers):
@@ -172,7 +174,7 @@ class GaussNewton:
         """Look for the example at fault."""
         for part, checkpoint in product(self.parts, self.checkpoints):
             part.passes.load(checkpoint)
-            for sweep in part.passes.sweeps(part.data, self._blocks(part), Signal("loss")):
+            for sweep in part.passes.backward_passes(part.data, self._blocks(part), Signal("loss")):
                 for _ in sweep.pairs:  # raises where a gradient is not finite
                     pass
         raise FloatingPointError(
@@ -188,7 +190,7 @@ class Linearised:
     in its parameters: J v is the derivative of Σ ⟨s, v a⟩ in u.
     """
 
-    def __init__(self, passes: Passes, sites: Sequence[Site], batch: Any) -> None:
+    def __init__(self, passes: Passes, sites: Sequence[TrackedLayer], batch: Any) -> None:
         # fused attention has no second derivatives, the plain form has
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), Tape(passes.model, sites) as tape:
             self.outputs = passes.task.outputs(passes.model, batch)

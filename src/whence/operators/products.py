@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whence.layers.capture import Pair
+from whence.layers.capture import LayerFactors
 
 #: numbers in a scratch buffer that is read back at once (it should stay in a CPU's cache) ...
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
@@ -92,7 +92,7 @@ def mirror(total: Tensor) -> Tensor:
     return torch.triu(total) + torch.triu(total, 1).mT
 
 
-def add_input_covariance(total: Tensor, pair: Pair) -> None:
+def add_input_covariance(total: Tensor, pair: LayerFactors) -> None:
     """total (width, width) += Σ_{n,t} [a, 1][a, 1]ᵀ over existing positions; upper triangle."""
     n, t = pair.s.shape[:2]
     i, count = pair.block.i, float(n * t)

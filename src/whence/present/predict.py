@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whence.data import Batches, cut, place
-from whence.layers.passes import Loaded, precision_as_asked
+from whence.layers.passes import WeightLoader, precision_as_asked
 from whence.run import Run
 from whence.study import Study, cast, copied
 from whence.task import Classification, Task
@@ -56,8 +56,8 @@ def _run_over(study: Study, run: Run, stage: str, data: Batches, which: np.ndarr
     task, own = study.tasks[stage], study.models[stage]
     parameter = next(own.parameters(), torch.zeros(()))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
-    loaded = Loaded(cast(copied(own), parameter.device, dtype).eval())
-    loaded.put([c for c in run.checkpoints if c.stage == stage][-1])
+    loaded = WeightLoader(cast(copied(own), parameter.device, dtype).eval())
+    loaded.load([c for c in run.checkpoints if c.stage == stage][-1])
     with torch.no_grad(), precision_as_asked():
         for where in cut(len(which), BATCH):
             batch = place(data.take(which[where]), parameter.device, dtype)

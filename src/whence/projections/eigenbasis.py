@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whence.layers.capture import Block
+from whence.layers.capture import ParameterBlock
 from whence.operators import Curvature
 from whence.operators.fit import accumulator
 from whence.operators.products import Basis
@@ -75,7 +75,9 @@ class Eigenbasis:
         return values.repeat_interleave(counts).to(device)
 
 
-def leading(curvature: Curvature, blocks: Sequence[Block], dimension: int) -> dict[str, Kept]:
+def leading(
+    curvature: Curvature, blocks: Sequence[ParameterBlock], dimension: int
+) -> dict[str, Kept]:
     """The `dimension` entries with the largest eigenvalues over all blocks."""
     values = [curvature[block.name].eigenvalues.flatten() for block in blocks]
     order = torch.cat(values).sort(descending=True, stable=True).indices[:dimension]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches
-from whence.layers.capture import Block, Pair
+from whence.layers.capture import LayerFactors, ParameterBlock
 from whence.layers.passes import Passes, Signal
 from whence.operators.products import build
 
@@ -28,10 +28,10 @@ Piece = tuple[Tensor, Tensor | None]  # (a, s), or (whole gradients, None)
 class Gradients:
     """One block's gradients of n examples: (a, s) of some, whole (n, o, width) of others."""
 
-    block: Block
+    block: ParameterBlock
     pieces: list[Piece] = field(default_factory=list)
 
-    def add(self, pair: Pair) -> int:
+    def add(self, pair: LayerFactors) -> int:
         """Take a batch's gradients; returns how many numbers that holds."""
         n, t = pair.s.shape[:2]
         if t * (self.block.i + self.block.o) <= self.block.size:
@@ -73,7 +73,7 @@ def gather(
 ) -> dict[str, Gradients]:
     """The gradients of a few examples, as they are."""
     held: dict[str, Gradients] = {}
-    for sweep in passes.sweeps(data, [indices], signal):
+    for sweep in passes.backward_passes(data, [indices], signal):
         for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
             held.setdefault(pair.block.name, Gradients(pair.block)).add(pair)
     return held
@@ -122,7 +122,7 @@ def projected(
     held: dict[str, Gradients] = {}
     indices: list[NDArray[np.int64]] = []
     examples = numbers = done = 0
-    for sweep in passes.sweeps(data, batches, signal, label):
+    for sweep in passes.backward_passes(data, batches, signal, label):
         for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
             numbers += held.setdefault(pair.block.name, Gradients(pair.block)).add(pair)
         indices.append(sweep.indices)

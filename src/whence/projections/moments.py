@@ -10,14 +10,14 @@ from torch import Tensor
 
 from whence.data import cut
 from whence.layers.passes import Signal, Weights
-from whence.operators import Part, Store, key_of
+from whence.operators import FitData, Store, key_of
 from whence.operators.products import add_gram, mirror
 from whence.projections.gradients import projected
 from whence.projections.projection import Projection
 
 
 def moments(
-    parts: Sequence[Part],
+    parts: Sequence[FitData],
     checkpoint: Weights,
     signal: Signal,
     projection: Projection,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from whence.draws import keys
-from whence.layers.capture import Block
+from whence.layers.capture import ParameterBlock
 from whence.operators.fit import accumulator
 from whence.operators.products import LARGE, buffer
 from whence.projections.gradients import Gradients
@@ -39,7 +39,7 @@ class Random:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[ParameterBlock],
         dimension: int,
         key: int,
         device: torch.device,
@@ -102,7 +102,7 @@ class Random:
     def _limit(self) -> int:
         return LARGE.get(self.device.type, LARGE["cuda"])
 
-    def _signs(self, block: Block, parameters: range) -> Iterator[tuple[range, Tensor]]:
+    def _signs(self, block: ParameterBlock, parameters: range) -> Iterator[tuple[range, Tensor]]:
         """√d Pᵀ for these parameters of a block, (parameters, d), a few at a time."""
         name = int.from_bytes(hashlib.sha256(block.name.encode()).digest()[:8], "little")
         words = torch.arange(-(-self.dimension // WORD), device=self.device)
@@ -141,7 +141,7 @@ def byte_signs(device: torch.device, dtype: torch.dtype) -> Tensor:
     return (2 * (bits & 1) - 1).to(dtype)
 
 
-def shares(blocks: Sequence[Block], dimension: int) -> list[int]:
+def shares(blocks: Sequence[ParameterBlock], dimension: int) -> list[int]:
     """`dimension` shared out equally; no block gets more than half its parameters' number.
 
     (With more, its projected gradients would soon be linearly dependent.)

@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import Bench
+from whence.engine.workspace import Workspace
 from whence.methods.base import Method
 from whence.operators import cost, key_of
 from whence.replay.objective import Tensors, twice_differentiable
@@ -40,8 +40,8 @@ PENDING = 64  # credits that wait on the device before they are fetched
 
 
 @dataclass
-class ReplayBench(Bench):
-    """A bench with the run's training laid out for being replayed."""
+class ReplayWorkspace(Workspace):
+    """A workspace with the run's training laid out for being replayed."""
 
     replay: Replay = field(kw_only=True)
 
@@ -81,7 +81,7 @@ def update_credits(update: Update, slopes: list[Tensor], adjoint: Adjoint) -> It
 
 
 @dataclass(frozen=True)
-class Block:
+class QueryBlock:
     """Some queries, and the examples whose part in them is asked for.
 
     Attributes:
@@ -111,7 +111,7 @@ class Sum:
         apart: keep them apart, (L, q, n); else add them up, (1, q, n). No axis q for selves.
     """
 
-    def __init__(self, block: Block, ends: list[int], apart: bool) -> None:
+    def __init__(self, block: QueryBlock, ends: list[int], apart: bool) -> None:
         self.block, self.ends, self.apart = block, ends, apart
         sizes = [len(indices) for indices in block.wanted.values()]
         starts = np.cumsum([0, *sizes[:-1]])
@@ -164,8 +164,8 @@ class Unrolling(Method):
     @abstractmethod
     def sweep(
         self,
-        bench: ReplayBench,
-        block: Block,
+        workspace: ReplayWorkspace,
+        block: QueryBlock,
         gradients: Tensors,
         adjoint: Adjoint | None,
         last: int,
@@ -178,99 +178,108 @@ class Unrolling(Method):
         """
 
     @abstractmethod
-    def operations(self, bench: ReplayBench, queries: int) -> float:
+    def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
         """What the sweep of so many queries costs, for the estimate."""
 
     # -- what both do --------------------------------------------------------------------------
 
-    def _bench(self, study: Study, run: Run, query: Any, *others: Any) -> ReplayBench:
+    def _workspace(self, study: Study, run: Run, query: Any, *others: Any) -> ReplayWorkspace:
         told, study._told = study._told, True  # every trained parameter counts, tracked or not
         try:
-            bench = super()._bench(study, run, query, *others)
+            workspace = super()._workspace(study, run, query, *others)
         finally:
             study._told = told
         _, _, batch_size, *_ = others
         with twice_differentiable():
-            replay = Replay(bench, batch_size, self._modelled or not run.trajectory)
+            replay = Replay(workspace, batch_size, self._modelled or not run.trajectory)
         if replay.unmodelled:
             told_once = "; ".join(dict.fromkeys(replay.unmodelled))
-            bench.diagnostics["unmodelled"] = told_once
+            workspace.diagnostics["unmodelled"] = told_once
             warnings.warn(f"{told_once}: gradients are taken without", stacklevel=3)
-        return ReplayBench(**vars(bench), replay=replay)
+        return ReplayWorkspace(**vars(workspace), replay=replay)
 
     def _attribute_one(
-        self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
+        self,
+        workspace: Workspace,
+        out: str | os.PathLike[str] | None,
+        top: int | None,
+        by_segment: bool,
     ) -> Scores:
-        assert isinstance(bench, ReplayBench)
-        ends = [checkpoint.step for checkpoint in bench.run.checkpoints]
-        writer = self._writer(bench, out, top, len(ends) if by_segment else None)
+        assert isinstance(workspace, ReplayWorkspace)
+        ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
+        writer = self._writer(workspace, out, top, len(ends) if by_segment else None)
         saved = Saved(None if out is None else Path(out) / "sweep.safetensors")
         if writer.already is not None:
             saved.forget()
             return writer.already
-        blocks = self._blocks(bench, len(ends) if by_segment else 1)
-        self._estimate(bench, blocks)
-        length = sum(bench.replay.steps - block.first(bench.run) for block in blocks)
+        blocks = self._blocks(workspace, len(ends) if by_segment else 1)
+        self._estimate(workspace, blocks)
+        length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
         bar = tqdm(
             total=length,
             desc="updates, backwards",
-            disable=not bench.any.progress,
+            disable=not workspace.final_passes.progress,
             leave=False,
         )
-        with bar, bench.any.clock("scores"), twice_differentiable():
+        with bar, workspace.final_passes.clock("scores"), twice_differentiable():
             for block in blocks:
                 if writer.done(block.rows, block.columns):
-                    bar.update(bench.replay.steps - block.first(bench.run))
+                    bar.update(workspace.replay.steps - block.first(workspace.run))
                     continue
                 total = Sum(block, ends, by_segment)
-                self._fill(bench, block, total, saved, bar)
-                before = bench.account.get("magnitudes", [0.0] * len(ends))
+                self._fill(workspace, block, total, saved, bar)
+                before = workspace.account.get("magnitudes", [0.0] * len(ends))
                 added = [x + y for x, y in zip(before, total.magnitudes, strict=True)]
-                bench.account["magnitudes"] = added
+                workspace.account["magnitudes"] = added
                 parts = total.values if by_segment else None
                 writer.write(block.rows, block.columns, total.values.sum(0), parts)
                 saved.forget()
-        bench.replay.warn(bench.account["deviations"])
-        return writer.finish(**self._metadata(bench))
+        workspace.replay.warn(workspace.account["deviations"])
+        return writer.finish(**self._metadata(workspace))
 
     def _fill(
-        self, bench: ReplayBench, block: Block, total: Sum, saved: Saved, bar: tqdm[Any]
+        self,
+        workspace: ReplayWorkspace,
+        block: QueryBlock,
+        total: Sum,
+        saved: Saved,
+        bar: tqdm[Any],
     ) -> None:
         """Add up all credits of a block, from where an earlier call has left it."""
         place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}
-        key = key_of({"scores": self._key(bench), **place})
-        step, adjoint = bench.replay.steps, None
+        key = key_of({"scores": self._key(workspace), **place})
+        step, adjoint = workspace.replay.steps, None
         found = saved.load(key, total)
         if found is not None:
             step, adjoint, account = found
-            bench.account.update(account)
-            bar.update(bench.replay.steps - step)
+            workspace.account.update(account)
+            bar.update(workspace.replay.steps - step)
             adjoint = {
-                name: {slot: value.to(bench.replay.device) for slot, value in state.items()}
+                name: {slot: value.to(workspace.replay.device) for slot, value in state.items()}
                 for name, state in adjoint.items()
             }
-        gradients = self._gradients(bench, block)
-        for credit in self.sweep(bench, block, gradients, adjoint, step):
+        gradients = self._gradients(workspace, block)
+        for credit in self.sweep(workspace, block, gradients, adjoint, step):
             total.add(credit)
             if credit.adjoint is not None:
                 bar.update(step - credit.step)
                 step = credit.step
                 if saved.due():
                     total.settle()
-                    self._note_deviations(bench)
-                    saved.save(key, total, step, credit.adjoint, bench.account)
+                    self._note_deviations(workspace)
+                    saved.save(key, total, step, credit.adjoint, workspace.account)
         total.settle()
         total.close()
-        self._note_deviations(bench)
+        self._note_deviations(workspace)
         if not np.isfinite(total.values).all():
             raise FloatingPointError(
-                f"the scores of {self!r} are beyond {bench.any.dtype}: the derivative of this "
+                f"the scores of {self!r} are beyond {workspace.final_passes.dtype}: the derivative of this "
                 "training grows without bound. Use curvature='gauss-newton', or dtype=torch.float64"
             )
 
-    def _gradients(self, bench: ReplayBench, block: Block) -> Tensors:
+    def _gradients(self, workspace: ReplayWorkspace, block: QueryBlock) -> Tensors:
         """∇f(q, θ_T), (q, ...)."""
-        replay, count = bench.replay, len(block.indices)
+        replay, count = workspace.replay, len(block.indices)
         weights, objective = replay.final().weights, replay.objectives[block.stage]
         found = {name: w.new_zeros(count, *w.shape) for name, w in weights.items()}
         singles = block.data.stream(
@@ -286,67 +295,67 @@ class Unrolling(Method):
                 )
         return found
 
-    def _blocks(self, bench: ReplayBench, segments: int) -> list[Block]:
+    def _blocks(self, workspace: ReplayWorkspace, segments: int) -> list[QueryBlock]:
         """The queries, so many at once as memory allows, their scores of so many segments too."""
-        study, replay, query = bench.study, bench.replay, bench.query
-        everyone = {stage: np.arange(len(study.data[stage])) for stage in bench.stages}
+        study, replay, query = workspace.study, workspace.replay, workspace.query
+        everyone = {stage: np.arange(len(study.data[stage])) for stage in workspace.stages}
         # adjoints of weight and state before and after; pulls, products, as much again on the
         # way, and what CUDA graphs hold of them
         numbers = (2 * replay.slots + 10) * replay.numbers + cost.per_example_numbers(
-            bench.any.tracked
+            workspace.final_passes.tracked
         )
         each = numbers * replay.dtype.itemsize
         if query is not None:
             each += 8 * (segments + 1) * sum(map(len, everyone.values()))
-        at_once = int(max(1, bench.memory // 2 // each))
+        at_once = int(max(1, workspace.memory // 2 // each))
         if query is not None:
             whole = slice(0, sum(map(len, everyone.values())))
             return [
-                Block(_slice(rows), whole, query, study.stages[-1], rows, everyone)
+                QueryBlock(_slice(rows), whole, query, study.stages[-1], rows, everyone)
                 for rows in cut(len(query), at_once)
             ]
         found, start = [], 0
         for stage, indices in everyone.items():
             for part in cut(len(indices), at_once):
                 place = slice(start + int(part[0]), start + int(part[-1]) + 1)
-                found.append(Block(None, place, study.data[stage], stage, part, {stage: part}))
+                found.append(QueryBlock(None, place, study.data[stage], stage, part, {stage: part}))
             start += len(indices)
         return found
 
-    def _estimate(self, bench: ReplayBench, blocks: list[Block]) -> None:
+    def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
         queries = max(len(block.indices) for block in blocks)
-        examples = sum(len(bench.study.data[stage]) for stage in bench.stages)
-        work = sum(self.operations(bench, len(block.indices)) for block in blocks)
-        numbers = queries * (2 * bench.replay.slots + 10) * bench.replay.numbers
-        steps = bench.replay.steps * len(blocks)
+        examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+        work = sum(self.operations(workspace, len(block.indices)) for block in blocks)
+        numbers = queries * (2 * workspace.replay.slots + 10) * workspace.replay.numbers
+        steps = workspace.replay.steps * len(blocks)
         per_update = work / steps / examples if examples else 0.0
-        self._announce(bench, {"updates": per_update}, {"updates": steps}, numbers)
+        self._announce(workspace, {"updates": per_update}, {"updates": steps}, numbers)
 
-    def _note_deviations(self, bench: ReplayBench) -> None:
-        noted = bench.account.setdefault("deviations", {})
-        noted |= {str(step): value for step, value in bench.replay.deviations.items()}
+    def _note_deviations(self, workspace: ReplayWorkspace) -> None:
+        noted = workspace.account.setdefault("deviations", {})
+        noted |= {str(step): value for step, value in workspace.replay.deviations.items()}
 
-    def _key(self, bench: Bench) -> str:
-        assert isinstance(bench, ReplayBench)
-        return key_of({"scores": super()._key(bench), "replay": bench.replay.fingerprint()})
+    def _key(self, workspace: Workspace) -> str:
+        assert isinstance(workspace, ReplayWorkspace)
+        return key_of({"scores": super()._key(workspace), "replay": workspace.replay.fingerprint()})
 
-    def _metadata(self, bench: Bench) -> dict[str, Any]:
-        assert isinstance(bench, ReplayBench)
-        about, replay = super()._metadata(bench), bench.replay
-        sizes, ends = bench.account["magnitudes"], [c.step for c in bench.run.checkpoints]
-        bench.diagnostics |= {
+    def _metadata(self, workspace: Workspace) -> dict[str, Any]:
+        assert isinstance(workspace, ReplayWorkspace)
+        about, replay = super()._metadata(workspace), workspace.replay
+        sizes, ends = workspace.account["magnitudes"], [c.step for c in workspace.run.checkpoints]
+        workspace.diagnostics |= {
             "tracked": f"all {replay.numbers:,} trained parameters",
             "replay": {
                 "updates": replay.steps,
                 "points_held": replay.width,
-                "deviation": max(bench.account["deviations"].values(), default=0.0),
+                "deviation": max(workspace.account["deviations"].values(), default=0.0),
             },
             "segments": [
                 {"end": end, "share_of_score": size / (sum(sizes) or 1.0)}
                 for end, size in zip(ends, sizes, strict=True)
             ],
         }
-        return about | {"diagnostics": bench.diagnostics, "excluded": []}
+        return about | {"diagnostics": workspace.diagnostics, "excluded": []}
 
 
 class Saved:
@@ -411,7 +420,7 @@ def _slice(rows: Indices) -> slice:
     return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
-def forward_operations(bench: Bench) -> float:
+def forward_operations(workspace: Workspace) -> float:
     """Of one example's forward pass, in the layers that are counted."""
-    tracked = bench.any.tracked
+    tracked = workspace.final_passes.tracked
     return sum(cost.forward_backward(b, tracked.positions[b.name]) / 2 for b in tracked.blocks)

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.data import cut, place
-from whence.engine.workspace import Bench
+from whence.engine.workspace import Workspace
 from whence.replay.objective import Objective, Tensors
 from whence.replay.updates import GRADIENT, SLOTS, WEIGHT, Rule, State, Table, pull_back
 from whence.run import Run, RunError, Stage
@@ -37,9 +37,9 @@ from whence.study import Study
 
 Adjoint = dict[str, State]  # of the weight and optimizer state of every parameter, (q, ...) each
 Indices = NDArray[np.int64]
-Part = tuple[Indices, Any]  # examples and their batch
+MiniBatch = tuple[Indices, Any]  # examples and their batch
 Draw = Callable[[int], Indices]  # the examples of an update
-Load = Callable[[Sequence[int]], Iterator[list[Part]]]
+Load = Callable[[Sequence[int]], Iterator[list[MiniBatch]]]
 
 STRAYED = 1e-2  # of the way since the last checkpoint: more than rounding does
 
@@ -73,7 +73,7 @@ class Update:
     rules: dict[str, Rule]
     gradients: Tensors
     clip_norm: float | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MiniBatch] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -139,14 +139,18 @@ class Replay:
     """A run's training, made again on one device and in one precision.
 
     Args:
-        bench: the run, its data and the library's own copy of the model.
+        workspace: the run, its data and the library's own copy of the model.
         batch_size: examples per pass; an update's batch is cut into as many (default: not at all).
         modelled: whether all that the model does in training must be known (dropout, batch norm).
     """
 
-    def __init__(self, bench: Bench, batch_size: int | None, modelled: bool = True) -> None:
-        study, run = self.study, self.run = bench.study, bench.run
-        self.device, self.dtype, self.workers = bench.any.device, bench.any.dtype, bench.any.workers
+    def __init__(self, workspace: Workspace, batch_size: int | None, modelled: bool = True) -> None:
+        study, run = self.study, self.run = workspace.study, workspace.run
+        self.device, self.dtype, self.workers = (
+            workspace.final_passes.device,
+            workspace.final_passes.dtype,
+            workspace.final_passes.workers,
+        )
         self.batch_size = batch_size
         _refuse(study, run, self.dtype)
         assert run.initial is not None and run.batches is not None
@@ -158,7 +162,7 @@ class Replay:
         self.unmodelled: list[str] = []
         initial, known = run.initial.weights(), {name for names in run.groups for name in names}
         trained: dict[str, None] = {}
-        for stage, passes in bench.passes.items():
+        for stage, passes in workspace.passes.items():
             _check_parameters(passes.model, stage, initial)
             passes.load(run.initial)
             self.objectives[stage] = Objective(passes.model.requires_grad_(False), passes.task)
@@ -173,7 +177,7 @@ class Replay:
         self.trained = list(trained)
         self.numbers = sum(initial[name].numel() for name in self.trained)
         self.slots = max(SLOTS[kind] for kind in run.optimizers.values())
-        self.width = self._width(bench.memory // 4)
+        self.width = self._width(workspace.memory // 4)
 
     # -- forwards ------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class Replay:
             point = self._anchored(update.applied())
             yield update, point
 
-    def _update(self, point: Point, parts: list[Part]) -> Update:
+    def _update(self, point: Point, parts: list[MiniBatch]) -> Update:
         t, stage = point.step, self.stage(point.step)
         run, objective, weights = self.run, self.objectives[stage.name], point.weights
         settings = {
@@ -377,7 +381,9 @@ class Replay:
     def _drawn(self, t: int) -> Indices:
         return self.batches[t]
 
-    def _loaded(self, updates: Sequence[int], draw: Draw, size: int | None) -> Iterator[list[Part]]:
+    def _loaded(
+        self, updates: Sequence[int], draw: Draw, size: int | None
+    ) -> Iterator[list[MiniBatch]]:
         """The examples of each update, in parts of at most `size`."""
         for stage, group in groupby(updates, self.stage):
             drawn = [draw(t) for t in group]

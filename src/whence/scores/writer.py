@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from whence.scores.files import make_folder, read_json, save_array, write_json
 from whence.scores.result import Floats, Ints, Scores, Top
 
-Block = tuple[int, int, int, int]  # first row, end row, first column, end column
+ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
 
 
 class ScoreWriter:
@@ -82,7 +82,7 @@ class ScoreWriter:
         if segments is not None:
             self._shapes["by_segment"] = (segments, *self._shape)
         self._data: dict[str, NDArray[Any]] = {}
-        self._done: list[Block] = []
+        self._done: list[ScoreTile] = []
         self._noted, self._note_seconds = -math.inf, 0.0
         if self._top is not None:
             ends = np.array([-np.inf, np.inf], self._dtype)[:, None, None]
@@ -284,7 +284,7 @@ class ScoreWriter:
         seconds = self._noted - start
         self._note_seconds = seconds if seconds > 0.01 else 0.0
 
-    def _block(self, rows: slice | None, columns: slice) -> Block:
+    def _block(self, rows: slice | None, columns: slice) -> ScoreTile:
         if rows is None and not self._self:
             raise ValueError("rows=None is for self-influence: say which queries the block holds")
         r0, r1, row_step = (rows or slice(None)).indices(self._queries)
@@ -309,7 +309,7 @@ class ScoreWriter:
         """The array as (..., q, n), also for self-influence."""
         return self._data[name][..., None, :] if self._self else self._data[name]
 
-    def _keep_strongest(self, block: Block, values: Floats) -> None:
+    def _keep_strongest(self, block: ScoreTile, values: Floats) -> None:
         assert self._top is not None
         r0, r1, c0, c1 = block
         for end, sign in enumerate((1, -1)):
@@ -339,7 +339,7 @@ def _strongest_columns(strength: Floats, k: int) -> Ints:
     return np.nonzero(keep)[1].reshape(-1, k)
 
 
-def _missing(block: Block, done: Iterable[Block]) -> list[Block]:
+def _missing(block: ScoreTile, done: Iterable[ScoreTile]) -> list[ScoreTile]:
     """The parts of ``block`` that no block of ``done`` covers."""
     left = [block]
     for d0, d1, e0, e1 in done:
@@ -356,7 +356,7 @@ def _missing(block: Block, done: Iterable[Block]) -> list[Block]:
     return left
 
 
-def _add(block: Block, done: list[Block]) -> None:
+def _add(block: ScoreTile, done: list[ScoreTile]) -> None:
     """Add ``block`` to ``done``, joining neighbours, so that the list stays short."""
     for part in _missing(block, done):
         joined = True

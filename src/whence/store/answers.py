@@ -22,7 +22,7 @@ from torch import Tensor
 
 from whence.data import Batches
 from whence.engine.scoring import Columns, Scoring
-from whence.engine.workspace import Bench, Term
+from whence.engine.workspace import Term, Workspace
 from whence.layers.passes import Weights
 from whence.methods.base import Method, asked_stages
 from whence.methods.source import (
@@ -59,7 +59,7 @@ class FromStore(Scoring):
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
     ) -> Tensor:
         assert queries is not None
-        passes = self.bench.any
+        passes = self.workspace.final_passes
         shape = (len(self.terms), queries, len(chunk.indices))
         totals = torch.zeros(shape, dtype=accumulator(passes.dtype), device=passes.device)
         here = slice(int(chunk.indices[0]), int(chunk.indices[-1]) + 1)
@@ -99,66 +99,74 @@ class Stored(Method):
         self._store, self.stage = store, stage
 
     @abstractmethod
-    def terms(self, bench: Bench) -> list[Term]:
+    def terms(self, workspace: Workspace) -> list[Term]:
         """Which checkpoints' rows count, in the order of training."""
 
     @abstractmethod
-    def vectors(self, bench: Bench, terms: list[Term], projected: Projected) -> list[Tensor]:
+    def vectors(
+        self, workspace: Workspace, terms: list[Term], projected: Projected
+    ) -> list[Tensor]:
         """The vectors (q, d) of each term."""
 
     def _attribute_one(
-        self, bench: Bench, out: str | os.PathLike[str] | None, top: int | None, by_segment: bool
+        self,
+        workspace: Workspace,
+        out: str | os.PathLike[str] | None,
+        top: int | None,
+        by_segment: bool,
     ) -> Scores:
-        assert bench.query is not None
-        self._store.verify(bench)
-        terms = self.terms(bench)
-        writer = self._writer(bench, out, top, len(terms) if by_segment else None)
+        assert workspace.query is not None
+        self._store.verify(workspace)
+        terms = self.terms(workspace)
+        writer = self._writer(workspace, out, top, len(terms) if by_segment else None)
         if writer.already is not None:
             return writer.already
 
         def vectors(
             data: Batches, stage: str, indices: NDArray[np.int64], examples: int
         ) -> Iterable[tuple[int, Tensor]]:
-            projected = partial(self._store.projected, bench, data, indices)
-            wide = accumulator(bench.any.dtype)
-            return enumerate(w.to(wide) for w in self.vectors(bench, terms, projected))
+            projected = partial(self._store.projected, workspace, data, indices)
+            wide = accumulator(workspace.final_passes.dtype)
+            return enumerate(w.to(wide) for w in self.vectors(workspace, terms, projected))
 
-        scoring = FromStore(bench, terms, vectors, writer, by_segment)
+        scoring = FromStore(workspace, terms, vectors, writer, by_segment)
         scoring.store = self._store
-        with bench.any.clock("scores"):
-            scoring.queries(bench.query)
-        return writer.finish(**self._metadata(bench))
+        with workspace.final_passes.clock("scores"):
+            scoring.queries(workspace.query)
+        return writer.finish(**self._metadata(workspace))
 
-    def _bench(self, study: Study, run: Run, query: Any, *how: Any) -> Bench:
+    def _workspace(self, study: Study, run: Run, query: Any, *how: Any) -> Workspace:
         """Laid out once for all queries: copying and checking the model takes longer than one."""
         if query is None:
             raise ValueError(
                 "a store answers queries: for self-influence use the method itself, as in "
                 "whence.Source().attribute(study)"
             )
-        benches = self._store.benches
-        if repr(how) not in benches:
-            benches[repr(how)] = super()._bench(study, run, query, *how)
-        bench = benches[repr(how)]
-        bench.any.clock.seconds.clear()
-        bench.any.clock.cpu_seconds.clear()
+        workspaces = self._store.workspaces
+        if repr(how) not in workspaces:
+            workspaces[repr(how)] = super()._workspace(study, run, query, *how)
+        workspace = workspaces[repr(how)]
+        workspace.final_passes.clock.seconds.clear()
+        workspace.final_passes.clock.cpu_seconds.clear()
         stages = asked_stages(study, self.stage)
-        return replace(bench, query=study.query(query), stages=stages, diagnostics={}, account={})
+        return replace(
+            workspace, query=study.query(query), stages=stages, diagnostics={}, account={}
+        )
 
-    def _key(self, bench: Bench) -> str:
-        assert bench.query is not None
+    def _key(self, workspace: Workspace) -> str:
+        assert workspace.query is not None
         about = {
             "answer": repr(self),
             "store": self._store.fingerprint,
-            "query": bench.query.fingerprint(),
-            "task": repr(bench.any.task),
-            "measured": bench.study.probe[bench.study.stages[-1]]["measurements"],
+            "query": workspace.query.fingerprint(),
+            "task": repr(workspace.final_passes.task),
+            "measured": workspace.study.probe[workspace.study.stages[-1]]["measurements"],
         }
         return key_of(about)
 
-    def _data(self, bench: Bench) -> dict[str, str]:
+    def _data(self, workspace: Workspace) -> dict[str, str]:
         """As the store knows them: its training data is not read again."""
-        return {stage: self._store.data[stage]["sha256"] for stage in bench.stages}
+        return {stage: self._store.data[stage]["sha256"] for stage in workspace.stages}
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | self._store.settings
@@ -167,14 +175,16 @@ class Stored(Method):
 class StoredTracIn(Stored):
     """values[q, m] = -Σ_c η_c ⟨P∇f(q, θ_c), P∇L(m, θ_c)⟩"""
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(c.stage, [c]) for c in bench.run.checkpoints]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(c.stage, [c]) for c in workspace.run.checkpoints]
 
-    def vectors(self, bench: Bench, terms: list[Term], projected: Projected) -> list[Tensor]:
+    def vectors(
+        self, workspace: Workspace, terms: list[Term], projected: Projected
+    ) -> list[Tensor]:
         found = []
-        for checkpoint in bench.run.checkpoints:
-            η = bench.rates(partial(bench.run.rate_at, checkpoint))
-            found.append(-self._store.projection(bench).spread(η) * projected(checkpoint))
+        for checkpoint in workspace.run.checkpoints:
+            η = workspace.rates(partial(workspace.run.rate_at, checkpoint))
+            found.append(-self._store.projection(workspace).spread(η) * projected(checkpoint))
         return found
 
 
@@ -187,34 +197,39 @@ class StoredInfluence(Stored):
             raise ValueError(f"damping={damping!r} must be positive, or 'source' for λ = 1/(η̄K)")
         self.damping = damping
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(stage, [bench.run.final]) for stage in bench.study.stages]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
 
-    def vectors(self, bench: Bench, terms: list[Term], projected: Projected) -> list[Tensor]:
-        N = sum(len(bench.study.used(bench.run, stage)) for stage in bench.study.stages)
-        λ = self._damping(bench)
+    def vectors(
+        self, workspace: Workspace, terms: list[Term], projected: Projected
+    ) -> list[Tensor]:
+        N = sum(len(workspace.study.used(workspace.run, stage)) for stage in workspace.study.stages)
+        λ = self._damping(workspace)
         key = {"inverse": "fisher", "damping": λ.tolist()}
 
         def fit() -> list[Tensor]:
-            pooled = [self._store.curvature(bench, s, bench.run.final) for s in bench.study.stages]
+            pooled = [
+                self._store.curvature(workspace, s, workspace.run.final)
+                for s in workspace.study.stages
+            ]
             sums = [sum(parts[1:], parts[0]) for parts in zip(*pooled, strict=True)]
-            columns = self._store.projection(bench).columns
+            columns = self._store.projection(workspace).columns
             return [
                 cholesky_damped(total / N, λ[where])
                 for total, where in zip(sums, columns, strict=True)
             ]
 
-        w = solve(self._store.kept(bench, key, fit), projected(bench.run.final)) / -N
+        w = solve(self._store.kept(workspace, key, fit), projected(workspace.run.final)) / -N
         return [w for _ in terms]
 
-    def _damping(self, bench: Bench) -> Tensor:
-        projection = self._store.projection(bench)
+    def _damping(self, workspace: Workspace) -> Tensor:
+        projection = self._store.projection(workspace)
         if not isinstance(self.damping, str):
             return torch.full((projection.dimension,), float(self.damping), dtype=torch.float64)
         total = torch.zeros(projection.dimension, dtype=torch.float64)
-        for segment in bench.run.segments("stages"):
-            refuse_preconditioned(bench, segment, "damping='source'")
-            total += projection.spread(block_durations(bench, segment)).cpu()
+        for segment in workspace.run.segments("stages"):
+            refuse_preconditioned(workspace, segment, "damping='source'")
+            total += projection.spread(block_durations(workspace, segment)).cpu()
         return 1 / total.clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -227,21 +242,29 @@ class StoredTrak(Stored):
             raise ValueError(f"damping={damping!r} must be zero or a positive number")
         self.damping = float(damping)
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(stage, [bench.run.final]) for stage in bench.study.stages]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
 
-    def vectors(self, bench: Bench, terms: list[Term], projected: Projected) -> list[Tensor]:
-        N = sum(len(bench.study.data[stage]) for stage in bench.study.stages)
+    def vectors(
+        self, workspace: Workspace, terms: list[Term], projected: Projected
+    ) -> list[Tensor]:
+        N = sum(len(workspace.study.data[stage]) for stage in workspace.study.stages)
         if self.damping == 0:
             check_rank(self._store.dimension, N)
 
         def fit() -> list[Tensor]:
-            pooled = [self._store.measured(bench, stage) for stage in bench.study.stages]
+            pooled = [self._store.measured(workspace, stage) for stage in workspace.study.stages]
             sums = [sum(parts[1:], parts[0]) for parts in zip(*pooled, strict=True)]
-            return [cholesky(total, self.damping, N, bench.any.dtype) for total in sums]
+            return [
+                cholesky(total, self.damping, N, workspace.final_passes.dtype) for total in sums
+            ]
 
-        key = {"inverse": "measurement", "damping": self.damping, "task": repr(bench.any.task)}
-        w = -solve(self._store.kept(bench, key, fit), projected(bench.run.final))
+        key = {
+            "inverse": "measurement",
+            "damping": self.damping,
+            "task": repr(workspace.final_passes.task),
+        }
+        w = -solve(self._store.kept(workspace, key, fit), projected(workspace.run.final))
         return [w for _ in terms]
 
 
@@ -283,13 +306,15 @@ class StoredSource(Stored):
         super().__init__(store, stage)
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
 
-    def terms(self, bench: Bench) -> list[Term]:
-        return [Term(s.stage.name, s.checkpoints) for s in bench.run.segments(self.segments)]
+    def terms(self, workspace: Workspace) -> list[Term]:
+        return [Term(s.stage.name, s.checkpoints) for s in workspace.run.segments(self.segments)]
 
-    def vectors(self, bench: Bench, terms: list[Term], projected: Projected) -> list[Tensor]:
-        segments = bench.run.segments(self.segments)
-        stretches = [self._stretches(bench, segment) for segment in segments]
-        bench.diagnostics.setdefault(
+    def vectors(
+        self, workspace: Workspace, terms: list[Term], projected: Projected
+    ) -> list[Tensor]:
+        segments = workspace.run.segments(self.segments)
+        stretches = [self._stretches(workspace, segment) for segment in segments]
+        workspace.diagnostics.setdefault(
             "segments",
             [
                 described(segment, None)
@@ -297,41 +322,41 @@ class StoredSource(Stored):
                 for segment, parts in zip(segments, stretches, strict=True)
             ],
         )
-        columns = self._store.projection(bench).columns
-        v = projected(bench.run.final).to(stretches[-1][0].V.dtype)
+        columns = self._store.projection(workspace).columns
+        v = projected(workspace.run.final).to(stretches[-1][0].V.dtype)
         found: list[Tensor] = []
         for k in reversed(range(len(segments))):
-            N = len(bench.study.used(bench.run, segments[k].stage.name))
+            N = len(workspace.study.used(workspace.run, segments[k].stage.name))
             parts = list(zip(stretches[k], columns, strict=True))
             r = torch.cat([part.respond(v[:, where]) for part, where in parts], 1)
             found.insert(0, r / (-N * len(segments[k].checkpoints)))
             if k > 0:
                 before = v.square().sum(1)
                 v = torch.cat([part.survive(v[:, where]) for part, where in parts], 1)
-                Source._note_survival(bench, k, v.square().sum(1) / before)
+                Source._note_survival(workspace, k, v.square().sum(1) / before)
         return found
 
-    def _stretches(self, bench: Bench, segment: Segment) -> list[Stretch]:
-        refuse_preconditioned(bench, segment, "SOURCE from a store")
-        projection = self._store.projection(bench)
-        T = projection.spread(block_durations(bench, segment))
+    def _stretches(self, workspace: Workspace, segment: Segment) -> list[Stretch]:
+        refuse_preconditioned(workspace, segment, "SOURCE from a store")
+        projection = self._store.projection(workspace)
+        T = projection.spread(block_durations(workspace, segment))
         checkpoints = segment.checkpoints
         key = {"segment": [c.sha256 for c in checkpoints], "durations": T.tolist()}
         stage = segment.stage.name
 
         def fit() -> list[Tensor]:
-            N = len(bench.study.used(bench.run, stage))
-            each = [self._store.curvature(bench, stage, c) for c in checkpoints]
+            N = len(workspace.study.used(workspace.run, stage))
+            each = [self._store.curvature(workspace, stage, c) for c in checkpoints]
             found = []
             for parts, where in zip(zip(*each, strict=True), projection.columns, strict=True):
                 H = sum(parts[1:], parts[0]) / (N * len(checkpoints))
                 root = T[where].sqrt()
                 x, V = torch.linalg.eigh(root.unsqueeze(1) * H * root)
                 held = [x.clamp_min(0), V, H if bool((T[where] == 0).any()) else x.new_empty(0)]
-                found += [value.to(accumulator(bench.any.dtype)) for value in held]
+                found += [value.to(accumulator(workspace.final_passes.dtype)) for value in held]
             return found
 
-        kept = self._store.kept(bench, key, fit, on_disk=True)
+        kept = self._store.kept(workspace, key, fit, on_disk=True)
         stretches = []
         for k, where in enumerate(projection.columns):
             x, V, H = kept[3 * k : 3 * k + 3]
@@ -339,9 +364,9 @@ class StoredSource(Stored):
         return stretches
 
 
-def refuse_preconditioned(bench: Bench, segment: Segment, what: str) -> None:
+def refuse_preconditioned(workspace: Workspace, segment: Segment, what: str) -> None:
     """A diagonal preconditioner does not survive a projection."""
-    optimizer = known_optimizer(bench, segment)
+    optimizer = known_optimizer(workspace, segment)
     if optimizer in PRECONDITIONED:
         raise ValueError(
             f"{what} is for SGD: the preconditioner of {optimizer!r} has no counterpart in the "

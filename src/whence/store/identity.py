@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import Subset, TensorDataset
 
 from whence.data import Batches
-from whence.engine.workspace import Bench
+from whence.engine.workspace import Workspace
 from whence.methods.trak import trained_blocks
 from whence.operators import FISHERS
 from whence.run import Run
@@ -42,19 +42,19 @@ def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
         raise ValueError(f"methods is empty: name at least one of {', '.join(METHODS)}")
 
 
-def identity_of(bench: Bench) -> dict[str, Any]:
+def identity_of(workspace: Workspace) -> dict[str, Any]:
     """Weights, model, task and layers; the data is compared apart, for it may grow."""
-    study = bench.study
+    study = workspace.study
     tasks = {}
     for stage in study.stages:
         task = study.tasks[stage]
         settings = {k: v for k, v in vars(task).items() if k not in MEASURED}
         tasks[stage] = f"{type(task).__qualname__} {settings!r}"
     return {
-        "run": bench.run.fingerprint,
+        "run": workspace.run.fingerprint,
         "models": {stage: architecture_sha256(model) for stage, model in study.models.items()},
         "tasks": tasks,
-        "layers": [[b.name, b.o, b.width] for b in trained_blocks(bench)],
+        "layers": [[b.name, b.o, b.width] for b in trained_blocks(workspace)],
     }
 
 

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, MEASUREMENT, Bench
+from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
 from whence.methods.base import announce, lay_out
 from whence.methods.trak import check_dimension, random_projection, trained_blocks, try_out
-from whence.operators import Part, Store, cost, key_of
+from whence.operators import FitData, Store, cost, key_of
 from whence.operators.fit import accumulator
 from whence.operators.products import Basis, add_gram, mirror
 from whence.projections import Eigenbasis, Projection, moments, projected
@@ -93,7 +93,9 @@ class GradientStore:
 
     def __init__(self, path: Path, study: Study, about: dict[str, Any]) -> None:
         self.path, self.study, self._about = path, study, about
-        self.benches: dict[str, Bench] = {}  # where answers are worked out, by their settings
+        self.workspaces: dict[
+            str, Workspace
+        ] = {}  # where answers are worked out, by their settings
         self._factors, self._made = Store(path / "factors"), Store(path / "decompositions")
         self._projections: dict[str, Projection] = {}
         self._rows: dict[str, Tensor] = {}
@@ -142,7 +144,7 @@ class GradientStore:
         check_choices(projection, fisher, methods)
         folder = Path(path)
         with torch.no_grad(), precision_as_asked():
-            bench = lay_out(
+            workspace = lay_out(
                 study,
                 run,
                 device=device,
@@ -152,7 +154,7 @@ class GradientStore:
                 progress=progress,
                 workers=workers,
             )
-            check_dimension(dimension, trained_blocks(bench), bench.memory)
+            check_dimension(dimension, trained_blocks(workspace), workspace.memory)
             settings = {
                 "dimension": dimension,
                 "projection": projection,
@@ -161,9 +163,9 @@ class GradientStore:
                 "seed": seed,
                 "dtype": str(dtype).removeprefix("torch."),
             }
-            rounded = rounded_products(dtype, bench.any.device)
+            rounded = rounded_products(dtype, workspace.final_passes.device)
             settings |= {"rounded": rounded} if rounded else {}
-            identity = identity_of(bench)
+            identity = identity_of(workspace)
             if (folder / "store.json").exists():
                 about = read(folder)
                 check_same(folder, about, {"settings": settings, "identity": identity})
@@ -185,7 +187,7 @@ class GradientStore:
                 shutil.rmtree(folder / "decompositions", ignore_errors=True)
             about["complete"] = False
             store = cls(folder, study, about)
-            store._complete(bench)
+            store._complete(workspace)
         return store
 
     @classmethod
@@ -205,8 +207,8 @@ class GradientStore:
             )
         dtype = getattr(torch, about["settings"]["dtype"])
         with torch.no_grad(), precision_as_asked():
-            bench = lay_out(study, run, dtype=dtype, progress=False)
-            check_same(folder, about, {"identity": identity_of(bench)})
+            workspace = lay_out(study, run, dtype=dtype, progress=False)
+            check_same(folder, about, {"identity": identity_of(workspace)})
         for stage, data in study.data.items():
             check_data(folder, stage, about["data"][stage], data)
             if len(data) > about["data"][stage]["examples"]:
@@ -293,15 +295,15 @@ class GradientStore:
         """Of everything that its numbers depend on."""
         return key_of({k: self._about[k] for k in ("settings", "identity", "data")})
 
-    def projection(self, bench: Bench) -> Projection:
-        """P, on the bench's device."""
-        place = str(bench.any.device)
+    def projection(self, workspace: Workspace) -> Projection:
+        """P, on the workspace's device."""
+        place = str(workspace.final_passes.device)
         if place not in self._projections:
             s = self._about["settings"]
             if s["projection"] == "random":
-                made = random_projection(bench, s["dimension"], s["joint"], s["seed"])
+                made = random_projection(workspace, s["dimension"], s["joint"], s["seed"])
             else:
-                kept = self._eigenbasis(bench)
+                kept = self._eigenbasis(workspace)
                 parts = [kept] if s["joint"] else [{name: k} for name, k in kept.items()]
                 made = Projection([Eigenbasis(part) for part in parts])
             self._projections[place] = made
@@ -315,29 +317,29 @@ class GradientStore:
             self._rows[name] = mapped(self._path(name), count, self.dimension, self._dtype)
         return self._rows[name]
 
-    def curvature(self, bench: Bench, stage: str, checkpoint: Weights) -> list[Tensor]:
+    def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
         """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""
-        return self._moments(bench, stage, checkpoint, self._fisher)
+        return self._moments(workspace, stage, checkpoint, self._fisher)
 
-    def measured(self, bench: Bench, stage: str) -> list[Tensor]:
+    def measured(self, workspace: Workspace, stage: str) -> list[Tensor]:
         """Σ φφᵀ over all examples of a stage, φ = P∇f, for each part of P."""
-        return self._moments(bench, stage, bench.run.final, MEASUREMENT)
+        return self._moments(workspace, stage, workspace.run.final, MEASUREMENT)
 
     def projected(
-        self, bench: Bench, data: Batches, indices: NDArray[np.int64], checkpoint: Weights
+        self, workspace: Workspace, data: Batches, indices: NDArray[np.int64], checkpoint: Weights
     ) -> Tensor:
         """P∇f(q, θ_c) of these queries, (q, d)."""
-        passes = bench.any
+        passes = workspace.final_passes
         passes.load(checkpoint)
-        batches = [indices[b] for b in cut(len(indices), bench.batch_size)]
+        batches = [indices[b] for b in cut(len(indices), workspace.batch_size)]
         pieces = projected(
-            passes, data, batches, MEASUREMENT, self.projection(bench), bench.memory // 4
+            passes, data, batches, MEASUREMENT, self.projection(workspace), workspace.memory // 4
         )
         return torch.cat([piece.rows for piece in pieces])
 
     def kept(
         self,
-        bench: Bench,
+        workspace: Workspace,
         about: Mapping[str, Any],
         fit: Callable[[], list[Tensor]],
         on_disk: bool = False,
@@ -348,15 +350,17 @@ class GradientStore:
             on_disk: keep it with the store too, because making it takes long.
         """
         key = key_of({**about, "store": self.fingerprint})
-        place = f"{key} {bench.any.device}"
+        place = f"{key} {workspace.final_passes.device}"
         if place not in self._kept:
             found = self._made.get(key) if on_disk else None
             if found is None:
-                with bench.any.clock("decomposition"):
+                with workspace.final_passes.clock("decomposition"):
                     found = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
                 if on_disk:
                     self._keep_on_disk(key, found, about)
-            self._kept[place] = [found[f"{k}"].to(bench.any.device) for k in range(len(found))]
+            self._kept[place] = [
+                found[f"{k}"].to(workspace.final_passes.device) for k in range(len(found))
+            ]
         self._kept[place] = self._kept.pop(place)  # the last to be thrown away
         sizes = {k: sum(value.nbytes for value in held) for k, held in self._kept.items()}
         while sum(sizes.values()) > KEPT and len(sizes) > 1:
@@ -376,19 +380,21 @@ class GradientStore:
                 stacklevel=2,
             )
 
-    def verify(self, bench: Bench) -> None:
+    def verify(self, workspace: Workspace) -> None:
         """Make one stored row again, once per device: model, data, P and store belong together."""
-        place = str(bench.any.device)
+        place = str(workspace.final_passes.device)
         if place in self._verified:
             return
-        unit = self._units(bench.run)[-1]
-        passes, data = bench.passes[unit.stage], self.study.data[unit.stage]
+        unit = self._units(workspace.run)[-1]
+        passes, data = workspace.passes[unit.stage], self.study.data[unit.stage]
         passes.load(unit.checkpoint)
         first = [np.arange(1)]
-        (piece,) = projected(passes, data, first, LOSS, self.projection(bench), bench.memory)
+        (piece,) = projected(
+            passes, data, first, LOSS, self.projection(workspace), workspace.memory
+        )
         stored = self.rows(unit.stage, unit.checkpoint)[0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
-        if not off < max(AGREES, 8 * torch.finfo(bench.any.dtype).eps):
+        if not off < max(AGREES, 8 * torch.finfo(workspace.final_passes.dtype).eps):
             raise ValueError(
                 f"the store in {self.path} does not belong to this study: example 0 of {data.name} "
                 f"at step {unit.checkpoint.step} has another gradient now (off by {off:.1e})"
@@ -397,19 +403,19 @@ class GradientStore:
 
     # -- building ------------------------------------------------------------------------------
 
-    def _complete(self, bench: Bench) -> None:
+    def _complete(self, workspace: Workspace) -> None:
         """Make whatever is missing."""
         make_folder(self.path / "gradients")
         self._check_room()
-        self._announce(bench)
+        self._announce(workspace)
         self._note()
-        projection = self.projection(bench)
+        projection = self.projection(workspace)
         if self._about["settings"]["projection"] == "random":
-            try_out(bench, projection)
-        for unit in self._units(bench.run):
-            self._write_rows(bench, unit)
-        for unit, signal in self._wanted_moments(bench.run):
-            self._add_moments(bench, unit, signal)
+            try_out(workspace, projection)
+        for unit in self._units(workspace.run):
+            self._write_rows(workspace, unit)
+        for unit, signal in self._wanted_moments(workspace.run):
+            self._add_moments(workspace, unit, signal)
         self._about["complete"] = True
         self._note()
 
@@ -433,20 +439,20 @@ class GradientStore:
                 found.append((unit, MEASUREMENT))
         return found
 
-    def _write_rows(self, bench: Bench, unit: Unit) -> None:
+    def _write_rows(self, workspace: Workspace, unit: Unit) -> None:
         path, data = self._path(unit.name), self.study.data[unit.stage]
         if finished(path, self.dimension, self._dtype) == len(data):
             return
         good = self._about["partial"].get(unit.name, 0)
         rows = Rows(path, len(data), self.dimension, self._dtype, good)
-        passes, noted = bench.passes[unit.stage], monotonic()
+        passes, noted = workspace.passes[unit.stage], monotonic()
         passes.load(unit.checkpoint)
         left = np.arange(rows.start, len(data))
-        batches = [left[b] for b in cut(len(left), bench.batch_size)]
-        label, room = f"gradients, step {unit.checkpoint.step}", bench.memory // 4
+        batches = [left[b] for b in cut(len(left), workspace.batch_size)]
+        label, room = f"gradients, step {unit.checkpoint.step}", workspace.memory // 4
         with passes.clock("projection"):
             for piece in projected(
-                passes, data, batches, LOSS, self.projection(bench), room, label
+                passes, data, batches, LOSS, self.projection(workspace), room, label
             ):
                 self._refuse_bad(piece.rows, piece.indices, data, unit.checkpoint)
                 rows.write(int(piece.indices[0]), piece.rows)
@@ -471,7 +477,7 @@ class GradientStore:
                 f"for {data.name} example {named}. Mend or leave out the example, or use float64"
             )
 
-    def _add_moments(self, bench: Bench, unit: Unit, signal: Signal) -> None:
+    def _add_moments(self, workspace: Workspace, unit: Unit, signal: Signal) -> None:
         """Second moments of the examples that are not in them yet."""
         ranges = self._about["moments"].setdefault(self._moments_name(unit, signal), [])
         first, last = ranges[-1][1] if ranges else 0, len(self.study.data[unit.stage])
@@ -479,38 +485,38 @@ class GradientStore:
             return
         chosen = np.arange(last)
         if signal != MEASUREMENT:
-            chosen = self.study.used(bench.run, unit.stage)
+            chosen = self.study.used(workspace.run, unit.stage)
         chosen = chosen[(chosen >= first) & (chosen < last)]
         about = self._moments_key(unit, signal, [first, last])
         if signal == LOSS and len(chosen):  # the stored rows are what it is made of
-            found = self._row_moments(bench, self.rows(unit.stage, unit.checkpoint), chosen)
+            found = self._row_moments(workspace, self.rows(unit.stage, unit.checkpoint), chosen)
             self._factors.put(key_of(about), found, about)
         elif len(chosen):
-            part = Part(bench.passes[unit.stage], self.study.data[unit.stage], chosen, {})
-            room, batch = bench.memory // 4, bench.batch_size
-            projection = self.projection(bench)
+            part = FitData(workspace.passes[unit.stage], self.study.data[unit.stage], chosen, {})
+            room, batch = workspace.memory // 4, workspace.batch_size
+            projection = self.projection(workspace)
             moments([part], unit.checkpoint, signal, projection, self._factors, about, batch, room)
         ranges.append([first, last, len(chosen)])
         self._note()
 
     def _row_moments(
-        self, bench: Bench, rows: Tensor, chosen: NDArray[np.int64]
+        self, workspace: Workspace, rows: Tensor, chosen: NDArray[np.int64]
     ) -> dict[str, Tensor]:
         found = {}
-        for k, where in enumerate(self.projection(bench).columns):
+        for k, where in enumerate(self.projection(workspace).columns):
             d = where.stop - where.start
-            total = torch.zeros(d, d, dtype=torch.float64, device=bench.any.device)
-            for block in cut(len(chosen), 4 * bench.batch_size):
+            total = torch.zeros(d, d, dtype=torch.float64, device=workspace.final_passes.device)
+            for block in cut(len(chosen), 4 * workspace.batch_size):
                 add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
             found[f"{k}"] = mirror(total)
         return found
 
     def _moments(
-        self, bench: Bench, stage: str, checkpoint: Weights, signal: Signal
+        self, workspace: Workspace, stage: str, checkpoint: Weights, signal: Signal
     ) -> list[Tensor]:
         unit = next(
             u
-            for u in self._units(bench.run)
+            for u in self._units(workspace.run)
             if u.stage == stage and u.checkpoint.step == checkpoint.step
         )
         ranges = self._about["moments"].get(self._moments_name(unit, signal), [])
@@ -530,7 +536,7 @@ class GradientStore:
                     f"the store in {self.path} is not whole: second moments at step "
                     f"{checkpoint.step} are missing. Delete it, and build it again"
                 )
-            parts = [found[f"{k}"].to(bench.any.device) for k in range(len(found))]
+            parts = [found[f"{k}"].to(workspace.final_passes.device) for k in range(len(found))]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         return sums
 
@@ -547,9 +553,9 @@ class GradientStore:
             "examples": examples,
         }
 
-    def _eigenbasis(self, bench: Bench) -> dict[str, Kept]:
+    def _eigenbasis(self, workspace: Workspace) -> dict[str, Kept]:
         """The kept coordinates, fitted at the first build and never again."""
-        device, dtype = bench.any.device, bench.any.dtype
+        device, dtype = workspace.final_passes.device, workspace.final_passes.dtype
         key = key_of({"eigenbasis": self._about["settings"]})
         found = self._factors.get(key)
         if found is None:
@@ -559,34 +565,34 @@ class GradientStore:
                     "build it again"
                 )
             s = self._about["settings"]
-            fitter = bench.fitter(
+            fitter = workspace.fitter(
                 self.study.stages, kind="ekfac", fisher=s["fisher"], seed=s["seed"]
             )
-            checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units(bench.run)}
+            checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units(workspace.run)}
             curvature = fitter.fit(list(checkpoints.values()))
             found = {}
-            for name, kept in leading(curvature, trained_blocks(bench), s["dimension"]).items():
+            for name, kept in leading(curvature, trained_blocks(workspace), s["dimension"]).items():
                 found |= {f"{name}/outputs": kept.basis.outputs, f"{name}/rows": kept.rows}
                 found |= {f"{name}/inputs": kept.basis.inputs, f"{name}/columns": kept.columns}
             self._factors.put(key, found, {"what": "eigenbasis"})
         placed = {}
-        for name in (b.name for b in trained_blocks(bench)):
+        for name in (b.name for b in trained_blocks(workspace)):
             if f"{name}/rows" in found:
                 basis = Basis(found[f"{name}/outputs"], found[f"{name}/inputs"]).to(device, dtype)
                 rows, columns = (found[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
                 placed[name] = Kept(basis, rows, columns)
         return placed
 
-    def _announce(self, bench: Bench) -> None:
-        s, blocks = self._about["settings"], bench.any.tracked.blocks
-        forward = sum(cost.forward_backward(b, bench.positions[b.name]) for b in blocks)
+    def _announce(self, workspace: Workspace) -> None:
+        s, blocks = self._about["settings"], workspace.final_passes.tracked.blocks
+        forward = sum(cost.forward_backward(b, workspace.positions[b.name]) for b in blocks)
         work = 2.0 * sum(b.size for b in blocks) * s["dimension"]
         if s["projection"] == "eigenbasis":
-            work = sum(cost.rotate_examples(b, bench.positions[b.name], 1) for b in blocks)
-        made = sum(signal != LOSS for _, signal in self._wanted_moments(bench.run))
-        passes = {"gradients": len(self._units(bench.run)), "second moments": made}
+            work = sum(cost.rotate_examples(b, workspace.positions[b.name], 1) for b in blocks)
+        made = sum(signal != LOSS for _, signal in self._wanted_moments(workspace.run))
+        passes = {"gradients": len(self._units(workspace.run)), "second moments": made}
         each = dict.fromkeys(passes, forward + work)
-        announce(self, bench, each, passes, 3 * s["dimension"] ** 2)
+        announce(self, workspace, each, passes, 3 * s["dimension"] ** 2)
 
     def _check_room(self) -> None:
         d, units = self.dimension, self._units(only_run(self.study))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.engine.workspace import Bench, Vectors
+from whence.engine.workspace import Vectors, Workspace
 from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton
-from whence.operators import Part, key_of
+from whence.operators import FitData, key_of
 from whence.operators.gauss_newton import GaussNewton, Layout
 from whence.operators.krylov import Lanczos
 
@@ -59,12 +59,14 @@ class Arnoldi(Solver):
         return {"steps": max(1, round(settings["iterations"] * share))}
 
     @classmethod
-    def prepare(cls, bench: Bench, parts: Sequence[Part], λ: Damping, **settings: Any) -> Self:
-        H = gauss_newton(bench, parts, λ, 1, settings["examples"], settings["seed"])
-        found = _eigenpairs(bench, H, **settings)
-        values, U = found["values"], found["vectors"].to(bench.zero)
+    def prepare(
+        cls, workspace: Workspace, parts: Sequence[FitData], λ: Damping, **settings: Any
+    ) -> Self:
+        H = gauss_newton(workspace, parts, λ, 1, settings["examples"], settings["seed"])
+        found = _eigenpairs(workspace, H, **settings)
+        values, U = found["values"], found["vectors"].to(workspace.zero)
         residuals = found["residuals"] / values
-        bench.diagnostics["solver"] = {
+        workspace.diagnostics["solver"] = {
             "iterations": int(found["steps"]),
             "eigenvalues": values.tolist(),
             "residuals": residuals.tolist(),
@@ -88,13 +90,13 @@ class Arnoldi(Solver):
 
 
 def _eigenpairs(
-    bench: Bench, H: GaussNewton, rank: int, iterations: int, seed: int, **_: Any
+    workspace: Workspace, H: GaussNewton, rank: int, iterations: int, seed: int, **_: Any
 ) -> dict[str, Tensor]:
     """The leading "values" (r,) and "vectors" (r, p) of H, their "residuals" (r,), and "steps".
 
     Kept with the run's factors; a killed iteration goes on from its last snapshot.
     """
-    p, store, one = H.layout.size, bench.study.store(bench.run), bench.zero
+    p, store, one = H.layout.size, workspace.study.store(workspace.run), workspace.zero
     iterations = min(iterations, p)
     settings = {
         "what": "leading eigenpairs",
@@ -102,7 +104,7 @@ def _eigenpairs(
         "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.parts],
         "weights": H.checkpoints[0].sha256,
         "layers": list(H.layout.blocks),
-        "dtype": bench.any.arithmetic,
+        "dtype": workspace.final_passes.arithmetic,
         "seed": seed,
         "rank": rank,
         "iterations": iterations,
@@ -112,10 +114,10 @@ def _eigenpairs(
     if found is not None:
         return found
     needed = (iterations + 1) * p * one.element_size()
-    if needed > bench.memory // 2:
+    if needed > workspace.memory // 2:
         raise ValueError(
             f"iterations={iterations}: so many vectors of {p:,} parameters take "
-            f"{needed / 2**20:,.0f} MiB, and {bench.memory / 2**21:,.0f} are allowed (half of "
+            f"{needed / 2**20:,.0f} MiB, and {workspace.memory / 2**21:,.0f} are allowed (half of "
             "memory=): lower iterations, raise memory, or track fewer layers"
         )
     start = torch.randn(p, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -127,10 +129,10 @@ def _eigenpairs(
         total=iterations,
         initial=lanczos.done,
         desc="Arnoldi iterations",
-        disable=not bench.any.progress,
+        disable=not workspace.final_passes.progress,
         leave=False,
     )
-    with bench.any.clock("iterations"), bar:
+    with workspace.final_passes.clock("iterations"), bar:
         while not lanczos.finished:
             lanczos.step(H.__matmul__)
             store.offer_snapshot(key, *lanczos.state())

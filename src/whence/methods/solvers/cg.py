@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from whence.data import cut
-from whence.engine.workspace import Bench, Vectors
+from whence.engine.workspace import Vectors, Workspace
 from whence.methods.solvers.ekfac import EKFAC, fitted
 from whence.methods.solvers.solver import Damping, Solver, check_count, gauss_newton
-from whence.operators import Curvature, Part, inverse
+from whence.operators import Curvature, FitData, inverse
 from whence.operators.gauss_newton import GaussNewton, Layout
 from whence.operators.krylov import Product, conjugate_gradients
 
@@ -76,14 +76,18 @@ class ConjugateGradients(Solver):
         return EKFAC.passes(total, **_of_ekfac(settings)) | {"products": products}
 
     @classmethod
-    def prepare(cls, bench: Bench, parts: Sequence[Part], λ: Damping, **settings: Any) -> Self:
-        asked = sum(len(p.indices) for p in parts) if bench.query is None else len(bench.query)
-        size = HELD * bench.zero.element_size() * sum(b.size for b in bench.blocks.values())
-        at_once = max(1, min(asked, bench.memory // 4 // size))
-        H = gauss_newton(bench, parts, λ, at_once, settings["examples"], settings["seed"])
-        shift = λ.vector(H.layout, bench.zero)
+    def prepare(
+        cls, workspace: Workspace, parts: Sequence[FitData], λ: Damping, **settings: Any
+    ) -> Self:
+        asked = (
+            sum(len(p.indices) for p in parts) if workspace.query is None else len(workspace.query)
+        )
+        size = HELD * workspace.zero.element_size() * sum(b.size for b in workspace.blocks.values())
+        at_once = max(1, min(asked, workspace.memory // 4 // size))
+        H = gauss_newton(workspace, parts, λ, at_once, settings["examples"], settings["seed"])
+        shift = λ.vector(H.layout, workspace.zero)
         if λ.matrices is None:
-            precondition = _ekfac(H.layout, fitted(bench, **_of_ekfac(settings)), λ)
+            precondition = _ekfac(H.layout, fitted(workspace, **_of_ekfac(settings)), λ)
         else:  # the optimizer's own preconditioner, which serves here too
             precondition = shift.reciprocal().mul
             for name in ("curvature", "fisher"):
@@ -94,7 +98,7 @@ class ConjugateGradients(Solver):
                         f"leave {name} out, or give a number as damping"
                     )
         limits = settings["iterations"], settings["tolerance"]
-        return cls(H, shift, precondition, *limits, at_once, bench.any.progress)
+        return cls(H, shift, precondition, *limits, at_once, workspace.final_passes.progress)
 
     def solve(self, v: Vectors) -> tuple[Vectors, dict[str, Any]]:
         w = self.H.layout.join(v.values)

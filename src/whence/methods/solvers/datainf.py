@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Self
 import torch
 
 from whence.data import cut
-from whence.engine.workspace import LOSS, Bench, Vectors
-from whence.layers.capture import Pair
+from whence.engine.workspace import LOSS, Vectors, Workspace
+from whence.layers.capture import LayerFactors
 from whence.layers.passes import Weights
 from whence.methods.solvers.solver import Damping, Solver
-from whence.operators import Part, Readout
+from whence.operators import FitData, Readout
 from whence.operators.sums import add_weighted, squared_norms
 
 SHARE = 0.1  # λ_l, of the mean square of a gradient's entries
@@ -32,7 +32,7 @@ class DataInf(Solver):
 
     defaults: ClassVar[dict[str, Any]] = {"damping": None}
 
-    parts: Sequence[Part]
+    parts: Sequence[FitData]
     checkpoint: Weights
     batch_size: int
     λ: dict[str, float]
@@ -47,7 +47,9 @@ class DataInf(Solver):
         return {"norms": int(settings["damping"] is None), "sums": 1}
 
     @classmethod
-    def prepare(cls, bench: Bench, parts: Sequence[Part], λ: Damping, **settings: Any) -> Self:
+    def prepare(
+        cls, workspace: Workspace, parts: Sequence[FitData], λ: Damping, **settings: Any
+    ) -> Self:
         if λ.matrices is not None:
             raise ValueError(
                 "damping='source' is λP̄⁻¹ for a preconditioned optimizer, one number for each "
@@ -55,7 +57,7 @@ class DataInf(Solver):
             )
         # where all gradients are 0, so is the published λ; and so are the scores
         used = {name: x for name, x in λ.numbers.items() if λ.responds(name) and x > 0}
-        return cls(parts, bench.run.final, bench.batch_size, used)
+        return cls(parts, workspace.run.final, workspace.batch_size, used)
 
     def solve(self, v: Vectors) -> tuple[Vectors, dict[str, Any]]:
         values = {name: value for name, value in v.values.items() if name in self.λ}
@@ -77,12 +79,12 @@ class DataInf(Solver):
         return Vectors(values, dict.fromkeys(values)), {}
 
 
-def published_damping(bench: Bench, parts: Sequence[Part]) -> dict[str, float]:
+def published_damping(workspace: Workspace, parts: Sequence[FitData]) -> dict[str, float]:
     """λ_l = 0.1 (1/N) Σ_i |g_i|² / d_l of every block."""
     examples = sum(len(part.indices) for part in parts)
-    found = dict.fromkeys(bench.blocks, 0.0)
-    with bench.any.clock("norms"):
-        for pair in _gradients(parts, bench.run.final, bench.batch_size, "gradient norms"):
+    found = dict.fromkeys(workspace.blocks, 0.0)
+    with workspace.final_passes.clock("norms"):
+        for pair in _gradients(parts, workspace.run.final, workspace.batch_size, "gradient norms"):
             norms = squared_norms(pair.a, pair.s, pair.block.bias)
             mean = float(norms.sum(dtype=torch.float64)) / examples
             found[pair.block.name] += SHARE * mean / pair.block.size
@@ -90,12 +92,12 @@ def published_damping(bench: Bench, parts: Sequence[Part]) -> dict[str, float]:
 
 
 def _gradients(
-    parts: Sequence[Part], checkpoint: Weights, batch_size: int, label: str | None = None
-) -> Iterator[Pair]:
+    parts: Sequence[FitData], checkpoint: Weights, batch_size: int, label: str | None = None
+) -> Iterator[LayerFactors]:
     """Every layer's training gradients, batch by batch."""
     for part in parts:
         part.passes.load(checkpoint)
         blocks = [part.indices[b] for b in cut(len(part.indices), batch_size)]
-        for sweep in part.passes.sweeps(part.data, blocks, LOSS, label):
+        for sweep in part.passes.backward_passes(part.data, blocks, LOSS, label):
             for _, pairs in sweep.pairs:
                 yield from pairs

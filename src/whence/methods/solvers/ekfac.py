@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from whence.engine.workspace import Bench, Vectors
+from whence.engine.workspace import Vectors, Workspace
 from whence.methods.solvers.solver import Damping, Solver
 from whence.methods.source import fitting_passes
-from whence.operators import Basis, Curvature, Part, bases_of, check_choices, inverse
+from whence.operators import Basis, Curvature, FitData, bases_of, check_choices, inverse
 from whence.operators.solve import solve
 
 
@@ -34,8 +34,10 @@ class EKFAC(Solver):
         return fitting_passes(settings["curvature"], 1)
 
     @classmethod
-    def prepare(cls, bench: Bench, parts: Sequence[Part], λ: Damping, **settings: Any) -> Self:
-        return cls(fitted(bench, **settings), λ)
+    def prepare(
+        cls, workspace: Workspace, parts: Sequence[FitData], λ: Damping, **settings: Any
+    ) -> Self:
+        return cls(fitted(workspace, **settings), λ)
 
     @property
     def bases(self) -> Mapping[str, Basis | None]:
@@ -54,7 +56,7 @@ class EKFAC(Solver):
         return Vectors(solved, v.bases), {}
 
 
-def fitted(bench: Bench, curvature: str, fisher: str, seed: int, **_: Any) -> Curvature:
+def fitted(workspace: Workspace, curvature: str, fisher: str, seed: int, **_: Any) -> Curvature:
     """The curvature of all stages' data, pooled, at the final model."""
-    fitter = bench.fitter(bench.study.stages, kind=curvature, fisher=fisher, seed=seed)
-    return fitter.fit([bench.run.final])
+    fitter = workspace.fitter(workspace.study.stages, kind=curvature, fisher=fisher, seed=seed)
+    return fitter.fit([workspace.run.final])

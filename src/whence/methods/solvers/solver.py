@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.engine.workspace import Bench, Vectors
-from whence.operators import Basis, Part
+from whence.engine.workspace import Vectors, Workspace
+from whence.operators import Basis, FitData
 from whence.operators.gauss_newton import GaussNewton, Layout
 
 
@@ -59,7 +59,9 @@ class Solver(ABC):
 
     @classmethod
     @abstractmethod
-    def prepare(cls, bench: Bench, parts: Sequence[Part], λ: Damping, **settings: Any) -> Self:
+    def prepare(
+        cls, workspace: Workspace, parts: Sequence[FitData], λ: Damping, **settings: Any
+    ) -> Self:
         """Fit what does not depend on the queries, at the run's final model."""
 
     @property
@@ -79,15 +81,20 @@ def check_count(name: str, value: Any) -> None:
 
 
 def gauss_newton(
-    bench: Bench, parts: Sequence[Part], λ: Damping, queries: int, examples: int | None, seed: int
+    workspace: Workspace,
+    parts: Sequence[FitData],
+    λ: Damping,
+    queries: int,
+    examples: int | None,
+    seed: int,
 ) -> GaussNewton:
     """The true matrix of the layers that were trained, for so many vectors at a time."""
     chosen = parts if examples is None else subsample(parts, examples, seed)
-    trained = {name for name in bench.blocks if λ.responds(name)}
-    return bench.gauss_newton(chosen, [bench.run.final], trained, queries)
+    trained = {name for name in workspace.blocks if λ.responds(name)}
+    return workspace.gauss_newton(chosen, [workspace.run.final], trained, queries)
 
 
-def subsample(parts: Sequence[Part], count: int, seed: int) -> list[Part]:
+def subsample(parts: Sequence[FitData], count: int, seed: int) -> list[FitData]:
     """So many of the parts' examples, chosen by the seed alone."""
     total = sum(len(part.indices) for part in parts)
     if count > total:
