@@ -18,7 +18,7 @@ from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.factor_cache import Store
+from whence.persist.factor_cache import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256
 from whence.table import Table
@@ -80,8 +80,8 @@ class Study:
             self._check(run)
         self.cache = None if cache is None else Path(cache)
         self.probe: dict[str, dict[str, list[str]]] = {}
-        self._stores: dict[str, Store] = {}
-        self._told = False
+        self._stores: dict[str, FactorCache] = {}
+        self._exclusions_reported = False
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
         """One thing for all stages, or a mapping that has one for each."""
@@ -185,8 +185,8 @@ class Study:
                 workers=workers,
                 progress=progress,
             )
-        if not quiet and not self._told:
-            self._told = True
+        if not quiet and not self._exclusions_reported:
+            self._exclusions_reported = True
             report(made[self.stages[-1]].tracked)
         return {stage: made[stage] for stage in self.stages}
 
@@ -213,12 +213,12 @@ class Study:
             )
         return data
 
-    def store(self, run: Run) -> Store:
+    def store(self, run: Run) -> FactorCache:
         """Where the run's factors are kept."""
         folder = self.cache
         if folder is None and run.path is not None:
             folder = Path(run.path) / "factors"
-        return self._stores.setdefault(str(folder), Store(folder))
+        return self._stores.setdefault(str(folder), FactorCache(folder))
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
         """What, besides weights and settings, makes two fits the same."""

@@ -51,7 +51,9 @@ def study(**changes: Any) -> whence.Study:
 def attribute(method: Any = None, query: Any = QUERY, **changes: Any) -> whence.Scores:
     names = ("dtype", "batch_size", "memory", "out", "top", "by_segment", "workers")
     options = {name: changes.pop(name) for name in names if name in changes}
-    return (method or whence.Source(2)).attribute(study(**changes), query, **(EXACT | options))
+    return (method or whence.Source.published(2)).attribute(
+        study(**changes), query, **(EXACT | options)
+    )
 
 
 # --- datasets -------------------------------------------------------------------------------------
@@ -134,7 +136,9 @@ def test_stages_are_checked() -> None:
     with pytest.raises(ValueError, match=r"runs differ in their stages: .*one.*train"):
         study(runs=[run, RUN], train={"one": TRAIN, "two": few})
     with pytest.raises(ValueError, match=r"stage='three' is not in the run: it has \['one', 'two'"):
-        attribute(whence.Source(2, stage="three"), runs=run, train={"one": TRAIN, "two": few})
+        attribute(
+            whence.Source.published(2, stage="three"), runs=run, train={"one": TRAIN, "two": few}
+        )
 
 
 def test_a_subset_of_other_data() -> None:
@@ -247,28 +251,28 @@ def test_a_checkpoint_altered_after_the_study_was_made(tmp_path: Path, way: str)
     with pytest.raises(
         whence.run.RunError, match=r"step-00000004.safetensors (was|is) .*estore it"
     ):
-        whence.Source(2).attribute(made, QUERY, **EXACT)
+        whence.Source.published(2).attribute(made, QUERY, **EXACT)
 
 
 def test_what_was_fitted_before_an_alteration_is_not_lost(tmp_path: Path) -> None:
     run = RUN.save(tmp_path / "run")
     file = tmp_path / "run" / "checkpoints" / "step-00000012.safetensors"
     data = file.read_bytes()
-    whole = attribute(whence.Source(3), runs=run)
+    whole = attribute(whence.Source.published(3), runs=run)
     kept = sorted((tmp_path / "run" / "factors").iterdir())
     file.write_bytes(data[:-1])
     with pytest.raises(whence.run.RunError):
-        attribute(whence.Source(3), runs=run)
+        attribute(whence.Source.published(3), runs=run)
     file.write_bytes(data)
     assert sorted((tmp_path / "run" / "factors").iterdir()) == kept
-    assert np.array_equal(attribute(whence.Source(3), runs=run).values, whole.values)
+    assert np.array_equal(attribute(whence.Source.published(3), runs=run).values, whole.values)
 
 
 def test_an_adam_run_without_second_moments_is_refused_by_source_alone() -> None:
     run = whence.Run.from_checkpoints([net().state_dict()], [4], 0.1, optimizer="adam")
     with pytest.raises(ValueError, match=r"'adam'.*step 4 has no second moments: .*Recorder"):
-        attribute(whence.Source(1), runs=run)
-    attribute(whence.Influence(), runs=run)
+        attribute(whence.Source.published(1), runs=run)
+    attribute(whence.Influence.published(), runs=run)
     attribute(whence.TracIn(), runs=run)
 
 
@@ -296,8 +300,8 @@ def grouped(rates: dict[str, float]) -> whence.Run:
 @pytest.mark.parametrize("name", ["source", "influence", "tracin"])
 def test_weight_and_bias_at_different_rates_are_refused_by_name(name: str) -> None:
     method = {
-        "source": whence.Source(2),
-        "influence": whence.Influence("source"),
+        "source": whence.Source.published(2),
+        "influence": whence.Influence.published("source"),
         "tracin": whence.TracIn(),
     }[name]
     run = grouped(dict.fromkeys(NAMES, 0.1) | {"2.bias": 0.3})
@@ -311,9 +315,9 @@ def test_weight_and_bias_at_different_rates_are_refused_by_name(name: str) -> No
 def test_a_frozen_layer_counts_for_nothing(name: str, outside: bool) -> None:
     """Rate 0, or in no group: S = I and r = 0, as if it were not tracked."""
     method = {
-        "source": whence.Source(3),
-        "influence": whence.Influence(1e-3),
-        "influence source": whence.Influence("source"),
+        "source": whence.Source.published(3),
+        "influence": whence.Influence.published(1e-3),
+        "influence source": whence.Influence.published("source"),
         "tracin": whence.TracIn(),
     }[name]
     rates = dict.fromkeys(NAMES, 0.1) | {"2.weight": 0.0, "2.bias": 0.0}
@@ -330,7 +334,7 @@ def test_everything_frozen_is_told() -> None:
     with pytest.warns(
         UserWarning, match=r"updates 0..2 are inert: every tracked layer's rate is 0"
     ):
-        found = attribute(whence.Source(3), runs=run)
+        found = attribute(whence.Source.published(3), runs=run)
     assert not found.values.any()
 
 
@@ -344,7 +348,7 @@ def spoiled(example: int, value: float) -> TensorDataset:
 
 
 @pytest.mark.parametrize(
-    "method", [whence.Source(3), whence.Influence(), whence.TracIn()], ids=repr
+    "method", [whence.Source.published(3), whence.Influence.published(), whence.TracIn()], ids=repr
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_training_example_that_is_not_finite_is_named(method: Any, value: float) -> None:
@@ -364,7 +368,7 @@ def test_an_infinite_input_whose_output_is_finite_is_named(fisher: str, kind: st
     data = spoiled(7, float("inf"))
     assert model(data.tensors[0]).isfinite().all()
     with pytest.raises(FloatingPointError, match=r"input of layer 0 .* train example 7\."):
-        attribute(whence.Source(1, kind, fisher), model=model, train=data, runs=run)
+        attribute(whence.Source.published(1, kind, fisher), model=model, train=data, runs=run)
 
 
 def test_a_query_that_is_not_finite_is_named() -> None:
@@ -401,7 +405,7 @@ def test_a_loss_that_overflows_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("method", [whence.Source(3), whence.TracIn()], ids=repr)
+@pytest.mark.parametrize("method", [whence.Source.published(3), whence.TracIn()], ids=repr)
 def test_weights_that_are_not_finite(value: float, method: Any) -> None:
     checkpoints = [copy.deepcopy(c.weights()) for c in RUN.checkpoints]
     checkpoints[1]["2.weight"][0, 0] = value
@@ -419,7 +423,7 @@ def test_scores_too_large_for_their_type_say_so() -> None:
         model[0].bias -= 100.0  # dead
     run = whence.Run.from_checkpoints([model.state_dict()], [4], 0.1)
     with pytest.raises((ValueError, FloatingPointError), match=r"damping"):
-        attribute(whence.Influence(0.0), model=model, train=train, runs=run)
+        attribute(whence.Influence.published(0.0), model=model, train=train, runs=run)
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -436,23 +440,47 @@ def test_scores_too_large_for_their_type_say_so() -> None:
         (lambda: whence.Regression(measurement="r2"), r"measurement='r2' .*'absolute_error'"),
         (lambda: whence.LanguageModeling("max"), r"reduction='max' .*'mean', 'sum'"),
         (lambda: whence.LanguageModeling(measurement="bits"), r"measurement='bits' .*'log_prob'"),
-        (lambda: attribute(whence.Source(curvature="hessian")), r"curvature='hessian' .*'ekfac'"),
-        (lambda: attribute(whence.Influence(curvature="gn")), r"curvature='gn' .*'ekfac', 'kfac'"),
-        (lambda: attribute(whence.Source(fisher="true")), r"fisher='true' .*'sampled', 'exact'"),
-        (lambda: attribute(whence.Influence(fisher="mc")), r"fisher='mc' .*'empirical'"),
-        (lambda: attribute(whence.Source(segments="auto?")), r"segments='auto\?'.*'stages'"),
-        (lambda: attribute(whence.Source(segments=0)), r"segments=0.* at least 1"),
-        (lambda: attribute(whence.Source(segments=4)), r"segments=4, .*only 3 .*segments<=3"),
-        (lambda: attribute(whence.Source(segments=[4, 9])), r"\[9\].* no checkpoint.*\[4, 8, 12\]"),
-        (lambda: whence.Source(damping=-1.0), r"damping=-1.0 "),
-        (lambda: whence.Source(damping=float("nan")), r"damping=nan "),
-        (lambda: whence.Source(damping="source"), r"damping='source' "),
-        (lambda: whence.Influence(damping=-1), r"damping=-1 .*'source'"),
-        (lambda: whence.Influence(damping="auto"), r"damping='auto' .*'source'"),
-        (lambda: whence.Source(weight_decay="l2"), r"weight_decay='l2'.*'ignore' or 'curvature'"),
-        (lambda: attribute(whence.Source(stage="fine")), r"stage='fine' .* \['train'\]"),
+        (
+            lambda: attribute(whence.Source.published(curvature="hessian")),
+            r"curvature='hessian' .*'ekfac'",
+        ),
+        (
+            lambda: attribute(whence.Influence.published(curvature="gn")),
+            r"curvature='gn' .*'ekfac'.*'kfac'",
+        ),
+        (
+            lambda: attribute(whence.Source.published(fisher="true")),
+            r"fisher='true' .*'sampled', 'exact'",
+        ),
+        (lambda: attribute(whence.Influence.published(fisher="mc")), r"fisher='mc' .*'empirical'"),
+        (
+            lambda: attribute(whence.Source.published(segments="auto?")),
+            r"segments='auto\?'.*'stages'",
+        ),
+        (lambda: attribute(whence.Source.published(segments=0)), r"segments=0.* at least 1"),
+        (
+            lambda: attribute(whence.Source.published(segments=4)),
+            r"segments=4, .*only 3 .*segments<=3",
+        ),
+        (
+            lambda: attribute(whence.Source.published(segments=[4, 9])),
+            r"\[9\].* no checkpoint.*\[4, 8, 12\]",
+        ),
+        (lambda: whence.Source.published(damping=-1.0), r"damping=-1.0 "),
+        (lambda: whence.Source.published(damping=float("nan")), r"damping=nan "),
+        (lambda: whence.Source.published(damping="source"), r"damping='source' "),
+        (lambda: whence.Influence.published(damping=-1), r"damping=-1 .*'source'"),
+        (lambda: whence.Influence.published(damping="auto"), r"damping='auto' .*'source'"),
+        (
+            lambda: whence.Source.published(weight_decay="l2"),
+            r"weight_decay='l2'.*'ignore', 'curvature'",
+        ),
+        (lambda: attribute(whence.Source.published(stage="fine")), r"stage='fine' .* \['train'\]"),
         (lambda: attribute(whence.TracIn(stage="fine")), r"stage='fine' .* \['train'\]"),
-        (lambda: attribute(whence.Influence(stage="fine")), r"stage='fine' .* \['train'\]"),
+        (
+            lambda: attribute(whence.Influence.published(stage="fine")),
+            r"stage='fine' .* \['train'\]",
+        ),
         (lambda: attribute(memory="plenty"), r"memory='plenty' .*'8GB'"),
         (lambda: attribute(memory="8"), r"memory='8' .*'8GB'"),
         (lambda: attribute(memory=8), r"memory=8 bytes .*mebibyte.*'8GB'"),
@@ -469,14 +497,14 @@ def test_settings_nobody_knows(make: Callable[[], Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [whence.Source(segments=7), whence.Source(stage="fine")], ids=repr
+    "method", [whence.Source.published(segments=7), whence.Source.published(stage="fine")], ids=repr
 )
 def test_a_refused_call_does_not_occupy_its_folder(method: Any, tmp_path: Path) -> None:
     """Mend the setting and call again: `out` is not taken for the work of another calculation."""
     with pytest.raises(ValueError, match=r"7|fine"):
         attribute(method, out=tmp_path / "scores")
-    found = attribute(whence.Source(2), out=tmp_path / "scores")
-    assert np.array_equal(found.values, attribute(whence.Source(2)).values)
+    found = attribute(whence.Source.published(2), out=tmp_path / "scores")
+    assert np.array_equal(found.values, attribute(whence.Source.published(2)).values)
 
 
 # --- tasks that users write -----------------------------------------------------------------------
@@ -511,7 +539,7 @@ def test_not_one_number_per_example(
     from whence.operators import Fitter
 
     fitted: list[Any] = []
-    monkeypatch.setattr(Fitter, "fit", lambda self, c: fitted.append(c) or 1 / 0)
+    monkeypatch.setattr(Fitter, "fit", lambda self, *c: fitted.append(c) or 1 / 0)
     with pytest.raises(ValueError, match=r"Shaped.*one number per example"):
         attribute(task=Shaped(which, change))
     assert not fitted
@@ -564,9 +592,9 @@ def test_a_task_without_pseudo_losses(task: Any) -> None:
     model = net()
     run = whence.Run.from_checkpoints([model.state_dict()], [50], 0.1)
     changes = {"task": task, "train": train, "model": model, "runs": run}
-    exact = attribute(whence.Source(1, fisher="exact"), query, **changes).values
+    exact = attribute(whence.Source.published(1, fisher="exact"), query, **changes).values
     draws = [
-        attribute(whence.Source(1, fisher="sampled", seed=seed), query, **changes).values
+        attribute(whence.Source.published(1, fisher="sampled", seed=seed), query, **changes).values
         for seed in (0, 1)
     ]
     assert not np.array_equal(*draws)
@@ -574,7 +602,7 @@ def test_a_task_without_pseudo_losses(task: Any) -> None:
         error = np.linalg.norm(drawn - exact) / np.linalg.norm(exact)
         assert error < 0.3, error
         assert spearmanr(drawn.ravel(), exact.ravel()).statistic > 0.95
-    other = attribute(whence.Source(1, fisher="empirical"), query, **changes).values
+    other = attribute(whence.Source.published(1, fisher="empirical"), query, **changes).values
     assert np.linalg.norm(other - exact) > np.linalg.norm(draws[0] - exact)
 
 
@@ -588,7 +616,9 @@ def test_regression_on_outputs_without_an_axis() -> None:
         for model in (plain, flat):
             run = whence.Run.from_checkpoints([model.state_dict()], [50], 0.1)
             changes = {"task": whence.Regression(), "train": train, "model": model, "runs": run}
-            found.append(attribute(whence.Source(1, fisher=fisher), query, **changes).values)
+            found.append(
+                attribute(whence.Source.published(1, fisher=fisher), query, **changes).values
+            )
         np.testing.assert_allclose(*found, rtol=1e-9)
 
 
@@ -602,7 +632,7 @@ def test_a_hessian_that_is_too_large_is_refused() -> None:
     model = nn.Linear(4, 5000)
     run = whence.Run.from_checkpoints([model.state_dict()], [5], 0.1)
     with pytest.raises(ValueError, match=r"in 5000 outputs .*too large.*define pseudo_losses"):
-        attribute(whence.Source(1), task=Wide(), model=model, runs=run)
+        attribute(whence.Source.published(1), task=Wide(), model=model, runs=run)
 
 
 def test_no_labels() -> None:
@@ -626,22 +656,22 @@ def test_no_labels() -> None:
 
 
 def test_a_folder_of_another_calculation(tmp_path: Path) -> None:
-    first = attribute(whence.Source(2), out=tmp_path / "out")
+    first = attribute(whence.Source.published(2), out=tmp_path / "out")
     with pytest.raises(ValueError, match=r"out holds .* another calculation .*choose another out"):
-        attribute(whence.Source(3), out=tmp_path / "out")
+        attribute(whence.Source.published(3), out=tmp_path / "out")
     with pytest.raises(ValueError, match=r"another calculation \(different: .*queries"):
-        attribute(whence.Source(2), models.vectors(4, seed=2), out=tmp_path / "out")
-    again = attribute(whence.Source(2), out=tmp_path / "out")
+        attribute(whence.Source.published(2), models.vectors(4, seed=2), out=tmp_path / "out")
+    again = attribute(whence.Source.published(2), out=tmp_path / "out")
     assert np.array_equal(again.values, first.values)
 
 
 def test_a_folder_of_scores_kept_from_several_runs(tmp_path: Path) -> None:
-    first = attribute(whence.Source(2), runs=[RUN, trained(net(1))], out=tmp_path / "out")
-    again = attribute(whence.Source(2), runs=[RUN, trained(net(1))], out=tmp_path / "out")
+    first = attribute(whence.Source.published(2), runs=[RUN, trained(net(1))], out=tmp_path / "out")
+    again = attribute(whence.Source.published(2), runs=[RUN, trained(net(1))], out=tmp_path / "out")
     assert np.array_equal(again.values, first.values)
     assert np.array_equal(whence.Scores.load(tmp_path / "out").values, first.values)
     with pytest.raises(ValueError, match=r"another calculation"):
-        attribute(whence.Source(2), out=tmp_path / "out")
+        attribute(whence.Source.published(2), out=tmp_path / "out")
 
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
@@ -654,19 +684,19 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["truncated", "empty", "altered"])
 def test_a_damaged_factor_file_is_named_or_fitted_again(tmp_path: Path, damage: str) -> None:
     run = RUN.save(tmp_path / "run")
-    whole = attribute(whence.Source(3), runs=run).values
+    whole = attribute(whence.Source.published(3), runs=run).values
     files = sorted((tmp_path / "run" / "factors").iterdir())
     for file in files:
         data = bytearray(file.read_bytes())
         data[-2] ^= 64  # the exponent of the last number
         file.write_bytes({"truncated": data[:-9], "empty": b"", "altered": data}[damage])
     try:
-        found = attribute(whence.Source(3), runs=run).values
+        found = attribute(whence.Source.published(3), runs=run).values
     except OSError as error:
         assert str(tmp_path / "run" / "factors") in str(error) and "delete it" in str(error)
         for file in files:
             file.unlink()
-        found = attribute(whence.Source(3), runs=run).values
+        found = attribute(whence.Source.published(3), runs=run).values
     assert np.array_equal(found, whole)
 
 

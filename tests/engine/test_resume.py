@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import models
+from support import forms, models
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -81,9 +81,9 @@ def often(put: Callable[..., None]) -> None:
 # SOURCE in full: covariances and eigenvalues at three checkpoints, two segments, five queries, two
 # at a time. The others begin where everything is fitted.
 CALLS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
-    "source": (lambda: whence.Source(2), QUERY, {"by_segment": True}),
-    "top": (lambda: whence.Source(2), QUERY, {"top": 3}),
-    "self": (lambda: whence.Source(2), None, {}),
+    "source": (lambda: whence.Source.published(2), QUERY, {"by_segment": True}),
+    "top": (lambda: whence.Source.published(2), QUERY, {"top": 3}),
+    "self": (lambda: whence.Source.published(2), None, {}),
     "tracin": (whence.TracIn, QUERY, {}),
 }
 
@@ -272,8 +272,8 @@ def test_interrupted_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
     given, kind = study(recorded(tmp_path / "run")), EXACT | {"batch_size": 2, "by_segment": True}
     batches[:] = [0, 1 + int(share * needed)]
     with pytest.raises(KeyboardInterrupt):
-        whence.Source(2).attribute(given, QUERY, out=tmp_path / "out", **kind)
-    found = whence.Source(2).attribute(given, QUERY, out=tmp_path / "out", **kind)
+        whence.Source.published(2).attribute(given, QUERY, out=tmp_path / "out", **kind)
+    found = whence.Source.published(2).attribute(given, QUERY, out=tmp_path / "out", **kind)
     assert np.array_equal(found.values, whole.values)
     assert batches[0] < needed + 20  # went on: at most the batches of a chunk and its queries more
 
@@ -288,9 +288,9 @@ def test_stopped_between_the_last_batch_and_the_result(
     def stopped(*_: Any) -> None:
         raise Interrupted
 
-    run, method = recorded(tmp_path / "run"), whence.Source(1)
+    run, method = recorded(tmp_path / "run"), whence.Source.published(1)
     with monkeypatch.context() as patch:
-        patch.setattr(whence.persist.factor_cache.Store, "put", stopped)
+        patch.setattr(whence.persist.factor_cache.FactorCache, "put", stopped)
         with pytest.raises(Interrupted):
             method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT)
     found = method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT).values
@@ -302,7 +302,7 @@ def test_stopped_between_the_last_batch_and_the_result(
 def test_finished_work_is_not_done_again(
     run: whence.Run, tmp_path: Path, counted: Counter[str]
 ) -> None:
-    method, kind = whence.Source(2), EXACT | {"out": tmp_path / "out"}
+    method, kind = whence.Source.published(2), EXACT | {"out": tmp_path / "out"}
     first = method.attribute(study(run), QUERY, **kind)
     counted.clear()
     again = method.attribute(study(run), QUERY, **kind)
@@ -336,16 +336,16 @@ def test_a_second_method_does_not_fit_again(run: whence.Run, counted: Counter[st
         method.attribute(study(run), QUERY, **EXACT)
         return fits(counted)
 
-    assert passes(whence.Source(3)) == (3, 3)
-    assert passes(whence.Source(3)) == (0, 0)
-    assert passes(whence.Source(3, damping=0.1)) == (0, 0)
-    assert passes(whence.Influence()) == (0, 0)
-    assert passes(whence.Influence("source")) == (0, 0)
-    assert passes(whence.Source(1)) == (0, 3)  # another basis, of the same covariances
-    assert passes(whence.Source(3, "kfac")) == (0, 0)
-    assert passes(whence.Source(3, "diagonal")) == (0, 3)
-    assert passes(whence.Source(2, "diagonal")) == (0, 0)
-    assert passes(whence.Source(1, "identity")) == (0, 0)
+    assert passes(whence.Source.published(3)) == (3, 3)
+    assert passes(whence.Source.published(3)) == (0, 0)
+    assert passes(whence.Source.published(3, damping=0.1)) == (0, 0)
+    assert passes(whence.Influence.published()) == (0, 0)
+    assert passes(whence.Influence.published("source")) == (0, 0)
+    assert passes(whence.Source.published(1)) == (0, 3)  # another basis, of the same covariances
+    assert passes(whence.Source.published(3, "kfac")) == (0, 0)
+    assert passes(whence.Source.published(3, "diagonal")) == (0, 3)
+    assert passes(whence.Source.published(2, "diagonal")) == (0, 0)
+    assert passes(whence.Source.published(1, "identity")) == (0, 0)
     assert passes(whence.TracIn()) == (0, 0)
 
 
@@ -363,10 +363,10 @@ def test_forms_of_adam_share_what_is_fitted(
             whence.Classification().losses(model(TRAIN[:][0].float()), TRAIN[:]).mean().backward()
             optimizer.step()
     run, squares = whence.Run.open(tmp_path / "run"), 3 if curvature == "ekfac" else 0
-    forms = {
-        "mixed": whence.Source(2, curvature),
-        "exact": whence.Source(2, curvature, exact=True),
-        "diagonal": whence.Source(2, "diagonal"),
+    by_form = {
+        "mixed": whence.Source.published(2, curvature),
+        "exact": forms.exact(2, curvature),
+        "diagonal": whence.Source.published(2, "diagonal"),
     }
 
     def scores(names: list[str], where: str) -> dict[str, tuple[np.ndarray, tuple[int, int]]]:
@@ -374,11 +374,11 @@ def test_forms_of_adam_share_what_is_fitted(
         for name in names:
             counted.clear()
             asked = study(run, cache=tmp_path / where)
-            found[name] = forms[name].attribute(asked, QUERY, **EXACT).values, fits(counted)
+            found[name] = by_form[name].attribute(asked, QUERY, **EXACT).values, fits(counted)
         return found
 
-    alone = {name: scores([name], name)[name] for name in forms}
-    assert [alone[name][1] for name in forms] == [(3, 3), (3, squares), (0, 3)]
+    alone = {name: scores([name], name)[name] for name in by_form}
+    assert [alone[name][1] for name in by_form] == [(3, 3), (3, squares), (0, 3)]
     orders = {
         ("mixed", "exact"): [(3, 3), (0, 0)],
         ("exact", "mixed"): [(3, squares), (0, 3)],
@@ -392,7 +392,11 @@ def test_forms_of_adam_share_what_is_fitted(
 
 
 def test_what_is_read_again_gives_the_same_bits(run: whence.Run) -> None:
-    for method in (whence.Source(2), whence.Source(2, "kfac"), whence.Influence(1e-3)):
+    for method in (
+        whence.Source.published(2),
+        whence.Source.published(2, "kfac"),
+        whence.Influence.published(1e-3),
+    ):
         first = method.attribute(study(run), QUERY, **EXACT).values
         assert np.array_equal(method.attribute(study(run), QUERY, **EXACT).values, first), method
 
@@ -401,20 +405,22 @@ def test_factors_in_memory_give_the_same_bits(run: whence.Run, counted: Counter[
     weights = [c.weights() for c in run.checkpoints]
     loose = whence.Run.from_checkpoints(weights, STEPS, 0.3)
     given = study(loose)
-    first = whence.Source(2).attribute(given, QUERY, **EXACT).values
+    first = whence.Source.published(2).attribute(given, QUERY, **EXACT).values
     counted.clear()
-    assert np.array_equal(whence.Source(2).attribute(given, QUERY, **EXACT).values, first)
+    assert np.array_equal(whence.Source.published(2).attribute(given, QUERY, **EXACT).values, first)
     assert fits(counted) == (0, 0)
-    assert np.array_equal(whence.Source(2).attribute(study(run), QUERY, **EXACT).values, first)
+    assert np.array_equal(
+        whence.Source.published(2).attribute(study(run), QUERY, **EXACT).values, first
+    )
 
 
 def test_a_cache_of_ones_own(run: whence.Run, tmp_path: Path, counted: Counter[str]) -> None:
     weights = [c.weights() for c in run.checkpoints]
     loose = whence.Run.from_checkpoints(weights, STEPS, 0.3)
-    whence.Influence().attribute(study(loose, cache=tmp_path / "mine"), QUERY, **EXACT)
+    whence.Influence.published().attribute(study(loose, cache=tmp_path / "mine"), QUERY, **EXACT)
     assert list((tmp_path / "mine").glob("*.safetensors")) and not (run.path / "factors").exists()
     counted.clear()
-    whence.Influence().attribute(study(loose, cache=tmp_path / "mine"), QUERY, **EXACT)
+    whence.Influence.published().attribute(study(loose, cache=tmp_path / "mine"), QUERY, **EXACT)
     assert fits(counted) == (0, 0)
 
 
@@ -490,10 +496,10 @@ CHANGES: dict[str, Other] = {
 @pytest.mark.filterwarnings("ignore:.*left out")
 @pytest.mark.parametrize("name", CHANGES)
 def test_nothing_stale_is_used(run: whence.Run, counted: Counter[str], name: str) -> None:
-    whence.Source(3).attribute(study(run), QUERY, **EXACT)
+    whence.Source.published(3).attribute(study(run), QUERY, **EXACT)
     of_study, of_method, of_call = CHANGES[name]
     counted.clear()
-    method, given = whence.Source(3, **of_method), study(run, **of_study)
+    method, given = whence.Source.published(3, **of_method), study(run, **of_study)
     found = method.attribute(given, QUERY, **(EXACT | of_call)).values
     assert fits(counted) == (3, 3)
     weights = [c.weights() for c in run.checkpoints]
@@ -514,18 +520,18 @@ def test_nothing_stale_is_used(run: whence.Run, counted: Counter[str], name: str
 def test_factors_of_another_task_are_not_used(
     run: whence.Run, counted: Counter[str], one: Any, other: Any
 ) -> None:
-    whence.Influence().attribute(study(run, task=one), QUERY, **EXACT)
+    whence.Influence.published().attribute(study(run, task=one), QUERY, **EXACT)
     counted.clear()
-    whence.Influence().attribute(study(run, task=other), QUERY, **EXACT)
+    whence.Influence.published().attribute(study(run, task=other), QUERY, **EXACT)
     assert fits(counted) == (1, 1)
 
 
 def test_factors_of_another_forward_are_not_used(tmp_path: Path, counted: Counter[str]) -> None:
     """The same weights and the same repr."""
     run = whence.Run.from_checkpoints([Scaled(1.0).state_dict()], [4], 0.3).save(tmp_path / "run")
-    whence.Influence().attribute(study(run, Scaled(1.0)), QUERY, **EXACT)
+    whence.Influence.published().attribute(study(run, Scaled(1.0)), QUERY, **EXACT)
     counted.clear()
-    whence.Influence().attribute(study(run, Scaled(2.0)), QUERY, **EXACT)
+    whence.Influence.published().attribute(study(run, Scaled(2.0)), QUERY, **EXACT)
     assert fits(counted) == (1, 1)
 
 
@@ -540,12 +546,12 @@ def test_scores_of_another_forward_are_not_used(tmp_path: Path) -> None:
 def test_data_changed_in_place_under_the_same_study(run: whence.Run, counted: Counter[str]) -> None:
     train = TensorDataset(*(t.clone() for t in TRAIN.tensors))
     given = study(run, train=train)
-    whence.Influence().attribute(given, QUERY, **EXACT)
+    whence.Influence.published().attribute(given, QUERY, **EXACT)
     train.tensors[1][0] = (train.tensors[1][0] + 1) % 3  # the user mends a label
     counted.clear()
-    found = whence.Influence().attribute(given, QUERY, **EXACT).values
+    found = whence.Influence.published().attribute(given, QUERY, **EXACT).values
     assert fits(counted) == (1, 1)
-    fresh = whence.Influence().attribute(study(run, train=train), QUERY, **EXACT).values
+    fresh = whence.Influence.published().attribute(study(run, train=train), QUERY, **EXACT).values
     np.testing.assert_allclose(found, fresh, rtol=1e-9)
 
 
@@ -560,7 +566,7 @@ def test_factors_of_another_run_are_not_used(
     def passes() -> tuple[int, int]:
         counted.clear()
         other = whence.Run.from_checkpoints(**given)
-        whence.Influence().attribute(study(other, cache=cache), QUERY, **EXACT)
+        whence.Influence.published().attribute(study(other, cache=cache), QUERY, **EXACT)
         return fits(counted)
 
     assert passes() == (1, 1)
@@ -589,12 +595,14 @@ def test_a_snapshot_of_other_data_is_not_used(
     with monkeypatch.context() as patch:
         patch.setattr(Passes, "_batch", interrupted)
         with pytest.raises(Interrupted):
-            whence.Source(2).attribute(study(run), QUERY, batch_size=2, **EXACT)
+            whence.Source.published(2).attribute(study(run), QUERY, batch_size=2, **EXACT)
     assert list((run.path / "factors").glob("*.partial.safetensors"))
-    found = whence.Source(2).attribute(study(run, train=flipped()), QUERY, batch_size=2, **EXACT)
+    found = whence.Source.published(2).attribute(
+        study(run, train=flipped()), QUERY, batch_size=2, **EXACT
+    )
     weights = [c.weights() for c in run.checkpoints]
     loose = study(whence.Run.from_checkpoints(weights, STEPS, 0.3), train=flipped())
-    fresh = whence.Source(2).attribute(loose, QUERY, batch_size=2, **EXACT)
+    fresh = whence.Source.published(2).attribute(loose, QUERY, batch_size=2, **EXACT)
     assert np.array_equal(found.values, fresh.values)
 
 
@@ -614,10 +622,10 @@ def test_a_snapshot_made_with_other_batches_is_taken_up(
     with monkeypatch.context() as patch:
         patch.setattr(Passes, "_batch", interrupted)
         with pytest.raises(Interrupted):
-            whence.Source(2).attribute(study(run), QUERY, batch_size=3, **EXACT)
-    found = whence.Source(2).attribute(study(run), QUERY, batch_size=5, **EXACT).values
+            whence.Source.published(2).attribute(study(run), QUERY, batch_size=3, **EXACT)
+    found = whence.Source.published(2).attribute(study(run), QUERY, batch_size=5, **EXACT).values
     fresh = study(recorded(tmp_path / "other"))
-    whole = whence.Source(2).attribute(fresh, QUERY, batch_size=5, **EXACT).values
+    whole = whence.Source.published(2).attribute(fresh, QUERY, batch_size=5, **EXACT).values
     np.testing.assert_allclose(found, whole, rtol=1e-9)
 
 
@@ -626,7 +634,9 @@ def test_a_snapshot_made_with_other_batches_is_taken_up(
 WIDE = (4, 60, 60, 3)
 
 
-@pytest.mark.parametrize("method", [whence.Source(2), whence.Influence(1e-3), whence.TracIn()])
+@pytest.mark.parametrize(
+    "method", [whence.Source.published(2), whence.Influence.published(1e-3), whence.TracIn()]
+)
 def test_little_memory_splits_the_queries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
@@ -642,9 +652,9 @@ def test_little_memory_splits_the_queries(
     assert blocks[0] >= 12 and 1 <= blocks[1] < 6 and blocks[2] == blocks[1]
     np.testing.assert_allclose(little, plenty, rtol=1e-9, atol=1e-12 * abs(plenty).max())
     # if but one term's vectors fit, they are made anew for each chunk of examples
-    monkeypatch.setattr(Scoring, "_holds", lambda self, queries: False)
+    monkeypatch.setattr(Scoring, "_fits", lambda self, queries: False)
     monkeypatch.setattr("whence.engine.scoring.CHUNK", 8)
-    monkeypatch.setattr("whence.engine.scoring.SPREAD", 0)
+    monkeypatch.setattr("whence.engine.scoring.EXAMPLES_PER_QUERY", 0)
     kind |= {"batch_size": 2}
     anew = method.attribute(study(run, net(WIDE)), query, by_segment=True, **kind)
     for found in (anew.values, anew.by_segment.sum(0)):
@@ -653,14 +663,14 @@ def test_little_memory_splits_the_queries(
     np.testing.assert_allclose(mine, own, rtol=1e-9, atol=1e-12 * abs(own).max())
 
 
-@pytest.mark.parametrize("method", [whence.Source(2), whence.TracIn()])
+@pytest.mark.parametrize("method", [whence.Source.published(2), whence.TracIn()])
 def test_one_terms_vectors_are_gone_before_the_next_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
     from whence.engine.scoring import Scoring
     from whence.operators.products import FactoredReadout, Readout
 
-    monkeypatch.setattr(Scoring, "_holds", lambda self, queries: False)
+    monkeypatch.setattr(Scoring, "_fits", lambda self, queries: False)
     made, alive = [], []
     real = Scoring._positions_of
 
@@ -679,8 +689,8 @@ def test_one_terms_vectors_are_gone_before_the_next_are_made(
 
 @pytest.mark.parametrize("memory", ["1MB", "3 MiB", "0.5GB", 2**30])
 def test_memory_chooses_the_batches_and_not_the_scores(run: whence.Run, memory: Any) -> None:
-    plain = whence.Source(2).attribute(study(run), QUERY, **EXACT).values
-    found = whence.Source(2).attribute(study(run), QUERY, memory=memory, **EXACT).values
+    plain = whence.Source.published(2).attribute(study(run), QUERY, **EXACT).values
+    found = whence.Source.published(2).attribute(study(run), QUERY, memory=memory, **EXACT).values
     np.testing.assert_allclose(found, plain, rtol=1e-9)
 
 
@@ -698,9 +708,9 @@ def test_top_is_the_top_of_all(
     monkeypatch.setattr(whence.engine.scoring, "CHUNK", 4)
     kind = EXACT | {"batch_size": 2}
     given = study(run, task=whence.Classification(measurement))
-    whole = whence.Source(2).attribute(given, QUERY, **kind)
+    whole = whence.Source.published(2).attribute(given, QUERY, **kind)
     out = tmp_path / "top" if on_disk else None
-    top = whence.Source(2).attribute(given, QUERY, top=k, out=out, **kind)
+    top = whence.Source.published(2).attribute(given, QUERY, top=k, out=out, **kind)
     kept = min(k, len(TRAIN))
     for query in range(len(QUERY)):
         for end in ("helpful", "harmful"):
@@ -732,7 +742,7 @@ def test_workers_give_the_same_bits(tmp_path: Path) -> None:
         given = study(run, train=Slow(TRAIN))
         draws = torch.get_rng_state()
         kind = EXACT | {"batch_size": 6, "workers": workers}
-        found.append(whence.Influence(1e-3).attribute(given, Slow(QUERY), **kind).values)
+        found.append(whence.Influence.published(1e-3).attribute(given, Slow(QUERY), **kind).values)
         assert torch.equal(torch.get_rng_state(), draws), (
             "the user's random numbers were drawn from"
         )
@@ -741,7 +751,7 @@ def test_workers_give_the_same_bits(tmp_path: Path) -> None:
 
 def test_the_users_data_is_not_changed(run: whence.Run) -> None:
     before = [t.clone() for t in (*TRAIN.tensors, *QUERY.tensors)]
-    for method in (whence.Source(2), whence.Influence(), whence.TracIn()):
+    for method in (whence.Source.published(2), whence.Influence.published(), whence.TracIn()):
         for dtype in (torch.float64, torch.float32):
             method.attribute(study(run), QUERY, dtype=dtype, progress=False)
             method.attribute(study(run), dtype=dtype, progress=False)
@@ -766,5 +776,5 @@ def test_the_users_data_is_not_changed_by_a_model_that_works_in_place(dtype: tor
     before = [t.clone() for t in (*train.tensors, *query.tensors)]
     run = whence.Run.from_checkpoints([Whitened().state_dict()], [4], 0.3)
     given = study(run, Whitened(), train=train)
-    whence.Source(1).attribute(given, query, dtype=dtype, progress=False)
+    whence.Source.published(1).attribute(given, query, dtype=dtype, progress=False)
     assert all(map(torch.equal, before, (*train.tensors, *query.tensors)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import models
+from support import forms, models
 
 import whence
 from whence.data import place
@@ -19,17 +19,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
 ]
 METHODS = [
-    whence.Source(2),
-    whence.Source(1, fisher="exact", curvature="kfac"),
-    whence.FastSource(2),
-    whence.Influence(1e-3),
-    whence.Influence("source"),
-    whence.Influence("source", solver="cg"),
-    whence.Influence("source", solver="arnoldi", rank=5, iterations=30),
-    whence.Influence(solver="datainf"),
+    whence.Source.published(2),
+    whence.Source.published(1, fisher="exact", curvature="kfac"),
+    whence.FastSource.published(2),
+    whence.Influence.published(1e-3),
+    whence.Influence.published("source"),
+    whence.Influence.published("source", solver="cg"),
+    whence.Influence.published("source", solver="arnoldi", rank=5, iterations=30),
+    whence.Influence.published(solver="datainf"),
     whence.TracIn(),
-    whence.Source(2, exact=True),
-    whence.Source(2, curvature="gauss-newton"),
+    forms.exact(2),
+    forms.exact(2, curvature="gauss-newton"),
 ]
 
 
@@ -97,7 +97,7 @@ def test_factors_that_do_not_fit_on_the_gpu(optimizer: str, tmp_path: Path) -> N
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         options: dict[str, Any] = {"device": "cuda", "memory": memory, "dtype": torch.float64}
-        method = whence.Source(2, exact=optimizer == "adam")
+        method = forms.exact(2) if optimizer == "adam" else whence.Source.published(2)
         found[memory] = method.attribute(study, query, progress=False, batch_size=4, **options)
         peak[memory] = torch.cuda.max_memory_allocated()
     assert found["96MB"].diagnostics["factor_groups"] > 1

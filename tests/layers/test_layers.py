@@ -587,8 +587,10 @@ def test_called_where_gradients_are_switched_off() -> None:
     model = small(lambda m, x: m.head(torch.tanh(m.fc(x))))
     with torch.no_grad():
         study = whence.Study(model, Waves(), train=ROWS, runs=once(model))
-        found = whence.Source(1).attribute(study, QUERIES, **EXACT).values
-    assert np.array_equal(found, whence.Source(1).attribute(study, QUERIES, **EXACT).values)
+        found = whence.Source.published(1).attribute(study, QUERIES, **EXACT).values
+    assert np.array_equal(
+        found, whence.Source.published(1).attribute(study, QUERIES, **EXACT).values
+    )
 
 
 def test_gradient_checkpointing() -> None:

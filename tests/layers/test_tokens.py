@@ -28,7 +28,9 @@ def study() -> whence.Study:
 
 
 @pytest.mark.parametrize(
-    "method", [whence.Source(2), whence.Influence(1e-3), whence.TracIn()], ids=repr
+    "method",
+    [whence.Source.published(2), whence.Influence.published(1e-3), whence.TracIn()],
+    ids=repr,
 )
 def test_positions_add_up_to_the_score(study: whence.Study, method: Any) -> None:
     query = models.documents(3, seed=1)

@@ -37,10 +37,10 @@ def test_a_segment_ends_where_the_curvature_changes(
     model, train = models.mlp().double(), models.vectors(30)
     run = whence.Run.from_checkpoints([scaled(model, f) for f in factors], [10, 20, 30, 40], 0.05)
     study = whence.Study(model, whence.Classification(), train=train, runs=run)
-    method = whence.Source("auto", fisher="exact")
+    method = whence.Source.published("auto", fisher="exact")
     scores = method.attribute(study, models.vectors(3, seed=1), **EXACT)
     assert ends(scores) == expected
-    given = whence.Source(expected, fisher="exact")
+    given = whence.Source.published(expected, fisher="exact")
     again = given.attribute(study, models.vectors(3, seed=1), **EXACT)
     assert np.array_equal(scores.values, again.values)
 
@@ -52,5 +52,5 @@ def test_a_stage_always_ends_a_segment() -> None:
         [model.state_dict()] * 3, [10, 20, 30], 0.05, stages={"a": 20, "b": 30}
     )
     study = whence.Study(model, whence.Classification(), train={"a": train, "b": train}, runs=run)
-    scores = whence.Source("auto").attribute(study, models.vectors(3, seed=1), **EXACT)
+    scores = whence.Source.published("auto").attribute(study, models.vectors(3, seed=1), **EXACT)
     assert ends(scores) == [20, 30]

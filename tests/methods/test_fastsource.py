@@ -83,7 +83,7 @@ class Pair:
         return self._averaged[segments]
 
     def attribute(self, *args: Any, method: Any = whence.FastSource, **settings: Any) -> Any:
-        made = method(*args, **({"fisher": "exact"} | settings))
+        made = method.published(*args, **({"fisher": "exact"} | settings))
         return made.attribute(self.study, self.query, by_segment=True, **EXACT)
 
 
@@ -131,7 +131,7 @@ def test_averaging_is_worth_a_test() -> None:
 
 def test_self_influence() -> None:
     it = pair("mlp", "adam")
-    method = whence.FastSource(3, fisher="exact")
+    method = whence.FastSource.published(3, fisher="exact")
     agree(
         method.attribute(it.study, by_segment=True, **EXACT), it.dense_self.source(it.averaged(3))
     )
@@ -160,7 +160,7 @@ def test_a_checkpoint_at_the_start_is_not_averaged() -> None:
         momentum=0.5,
     )
     study = whence.Study(it.model, it.task, train=it.train, runs=run)
-    scores = whence.FastSource(2, fisher="exact").attribute(study, it.query, **EXACT)
+    scores = whence.FastSource.published(2, fisher="exact").attribute(study, it.query, **EXACT)
     close(scores.values, it.dense.source(it.averaged(2)).sum(0))
 
 
@@ -174,7 +174,7 @@ def test_source_and_fastsource_do_not_share_factors(tmp_path: Path) -> None:
                 (whence.Source, it.leg.segments(segments)),
                 (whence.FastSource, it.averaged(segments)),
             ):
-                made = method(segments, fisher="exact")
+                made = method.published(segments, fisher="exact")
                 scores = made.attribute(study, it.query, **EXACT)
                 close(scores.values, it.dense.source(held).sum(0))
 
@@ -183,7 +183,7 @@ def test_sampled_draws_are_repeatable() -> None:
     it = pair("mlp", "sgd")
     fresh = whence.Study(it.model, it.task, train=it.train, runs=it.run)
     one = it.attribute(2, fisher="sampled", seed=4)
-    two = whence.FastSource(2, fisher="sampled", seed=4).attribute(
+    two = whence.FastSource.published(2, fisher="sampled", seed=4).attribute(
         fresh, it.query, by_segment=True, batch_size=5, **EXACT
     )
     close(one.by_segment, two.by_segment, 1e-10)
@@ -205,7 +205,7 @@ def test_a_pass_a_segment() -> None:
 
     it, size = pair("mlp", "sgd"), 60
     train = models.vectors(size, seed=8)
-    for method, passes in ((whence.FastSource, 2), (whence.Source, 6)):
+    for method, passes in ((whence.FastSource.published, 2), (whence.Source.published, 6)):
         seen = {"loss": 0, "pseudo": 0}
         study = whence.Study(it.model, Counted(), train=train, runs=it.run)
         method(2).attribute(study, it.query, **EXACT)
@@ -239,11 +239,11 @@ def test_stages() -> None:
     stages = {name: ds.Stage(model, task, data[name]) for name in data}
     oracle = ds.Staged(stages, query, second.checkpoints[-1])
     segments = [s.averaged() for s in first.segments(2) + second.segments(1)]
-    method = whence.FastSource(3, fisher="exact")
+    method = whence.FastSource.published(3, fisher="exact")
     scores = method.attribute(study, query, by_segment=True, **EXACT)
     agree(scores, oracle.source(segments))
     assert list(scores.stage) == ["a"] * 8 + ["b"] * 6
-    one = whence.FastSource(3, fisher="exact", stage="a").attribute(study, query, **EXACT)
+    one = whence.FastSource.published(3, fisher="exact", stage="a").attribute(study, query, **EXACT)
     close(one.values, oracle.source(segments).sum(0)[:, :8])
 
 
@@ -258,7 +258,7 @@ def test_ensemble() -> None:
         oracle = ds.Staged(stages, it.query, leg.checkpoints[-1])
         each.append(oracle.source([s.averaged() for s in leg.segments(1)]).sum(0))
     study = whence.Study(it.model, it.task, train=it.train, runs=runs)
-    scores = whence.FastSource(1, fisher="exact").attribute(study, it.query, **EXACT)
+    scores = whence.FastSource.published(1, fisher="exact").attribute(study, it.query, **EXACT)
     close(scores.values, np.mean(each, 0))
     close(scores.spread, np.std(each, 0, ddof=1))
 
@@ -283,12 +283,12 @@ def test_half_precision_checkpoints_are_averaged_in_full() -> None:
     leg = copy.copy(it.leg)
     leg.checkpoints = wide
     oracle = ds.Staged({"train": ds.Stage(it.model, it.task, it.train)}, it.query, wide[-1])
-    scores = whence.FastSource(2, fisher="exact").attribute(study, it.query, **EXACT)
+    scores = whence.FastSource.published(2, fisher="exact").attribute(study, it.query, **EXACT)
     close(scores.values, oracle.source([s.averaged() for s in leg.segments(2)]).sum(0))
 
 
 def test_arguments_are_those_of_source() -> None:
-    fast = whence.FastSource(
+    fast = whence.FastSource.published(
         segments=2,
         curvature="kfac",
         fisher="empirical",
@@ -297,13 +297,13 @@ def test_arguments_are_those_of_source() -> None:
         weight_decay="ignore",
         seed=1,
     )
-    assert repr(fast).startswith("FastSource(segments=2")
+    assert repr(fast).startswith("FastSource.published(segments=2")
     it = pair("mlp", "sgd")
     scores = fast.attribute(it.study, it.query, **EXACT)
-    assert scores.method == "FastSource"
+    assert scores.method == "FastSource.published"
     for wrong in ({"curvature": "full"}, {"fisher": "none"}, {"weight_decay": "all"}):
         with pytest.raises(ValueError):
-            whence.FastSource(2, **wrong)
+            whence.FastSource.published(2, **wrong)
 
 
 def test_weights_of_another_architecture_cannot_be_averaged() -> None:
@@ -312,4 +312,4 @@ def test_weights_of_another_architecture_cannot_be_averaged() -> None:
     run = whence.Run.from_checkpoints([strange, it.leg.checkpoints[-1]], [9, 18], 0.1)
     study = whence.Study(it.model, it.task, train=it.train, runs=run)
     with pytest.raises(ValueError, match=r"step 9|another architecture"):
-        whence.FastSource(1).attribute(study, it.query, **EXACT)
+        whence.FastSource.published(1).attribute(study, it.query, **EXACT)

@@ -22,9 +22,9 @@ import whence.task
 
 EXACT = {"dtype": torch.float64, "progress": False}
 METHODS: dict[str, Callable[[], Any]] = {
-    "source": lambda: whence.Source(segments=2, fisher="exact"),
-    "source-whole": lambda: whence.Source(segments=2, curvature="gauss-newton"),
-    "influence": lambda: whence.Influence(damping=1e-3, fisher="exact"),
+    "source": lambda: whence.Source.published(segments=2, fisher="exact"),
+    "source-whole": lambda: whence.Source.published(segments=2, curvature="gauss-newton"),
+    "influence": lambda: whence.Influence.published(damping=1e-3, fisher="exact"),
     "tracin": whence.TracIn,
 }
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -64,7 +64,13 @@ def test_splitting_a_stationary_segment_changes_nothing(curvature: str) -> None:
     history = models.stationary(model, [3, 4, 11, 12, 20, 29], 0.3)
     history.rates = [0.5 / (1 + step) for step in range(29)]
     found = [
-        values(whence.Source(segments, curvature, fisher="exact"), model, history, TRAIN, QUERY)
+        values(
+            whence.Source.published(segments, curvature, fisher="exact"),
+            model,
+            history,
+            TRAIN,
+            QUERY,
+        )
         for segments in (1, 2, 3, 6, [11, 29])
     ]
     for other in found[1:]:
@@ -77,9 +83,13 @@ def test_any_split_of_a_stationary_training(cuts: set[int], scale: float) -> Non
     torch.manual_seed(0)
     model = models.mlp((4, 3)).double()
     history = models.stationary(model, [*sorted(cuts), 20], scale)
-    whole = values(whence.Source(1, fisher="exact"), model, history, TRAIN, QUERY)
+    whole = values(whence.Source.published(1, fisher="exact"), model, history, TRAIN, QUERY)
     ends = [*sorted(cuts), 20]
-    close(values(whence.Source(ends, fisher="exact"), model, history, TRAIN, QUERY), whole, 1e-9)
+    close(
+        values(whence.Source.published(ends, fisher="exact"), model, history, TRAIN, QUERY),
+        whole,
+        1e-9,
+    )
 
 
 def test_endless_training_gives_the_influence_function() -> None:
@@ -88,8 +98,10 @@ def test_endless_training_gives_the_influence_function() -> None:
     model[1] = nn.Tanh()  # no dead units: every eigenvalue is positive
     train, query = models.regression(30), models.regression(3, seed=1)
     history = models.stationary(model, [1000], 1e6)
-    source = values(whence.Source(1, fisher="exact"), model, history, train, query, task=task)
-    method = whence.Influence(damping=1e-12, fisher="exact")
+    source = values(
+        whence.Source.published(1, fisher="exact"), model, history, train, query, task=task
+    )
+    method = whence.Influence.published(damping=1e-12, fisher="exact")
     close(source, values(method, model, history, train, query, task=task), 1e-6)
 
 
@@ -98,7 +110,7 @@ def test_barely_any_training_gives_the_gradients_product() -> None:
     torch.manual_seed(0)
     model = models.mlp().double()
     history = models.stationary(model, [1], 1e-9)
-    source = values(whence.Source(1, fisher="exact"), model, history, TRAIN, QUERY)
+    source = values(whence.Source.published(1, fisher="exact"), model, history, TRAIN, QUERY)
     tracin = values(whence.TracIn(), model, history, TRAIN, QUERY)
     close(source * len(TRAIN), tracin, 1e-6)
 
@@ -142,7 +154,7 @@ def test_linear_model_is_unrolled_exactly(at_optimum: bool) -> None:
         else:
             steps = list(range(1, count + 1))
             history, segments = models.train_run(model, task, train, steps, rate), count
-        method = whence.Source(segments, fisher="exact")
+        method = whence.Source.published(segments, fisher="exact")
         found = values(method, model, history, train, query, task=task)
         errors.append(abs(found - expected).max() / abs(expected).max())
     assert errors[2] < 0.05
@@ -163,7 +175,10 @@ def test_removal_is_predicted_with_the_right_sign_and_scale() -> None:
         other = torch.linalg.lstsq(x[kept], y[kept]).solution
         truth.append((query.tensors[0] @ (best - other))[:, 0].numpy())
     history = models.stationary(model, [10_000], 1.0)
-    for method in (whence.Source(1, fisher="exact"), whence.Influence(1e-10, fisher="exact")):
+    for method in (
+        whence.Source.published(1, fisher="exact"),
+        whence.Influence.published(1e-10, fisher="exact"),
+    ):
         found = values(method, model, history, train, query, task=task)
         close(found, np.stack(truth, 1), 0.25)  # 1/(1 - leverage), a tenth or so
 
@@ -199,7 +214,7 @@ class Plain(torch.utils.data.Dataset):
 @pytest.mark.parametrize("fisher", ["exact", "sampled"])
 def test_batches_and_workers_change_nothing(fisher: str) -> None:
     model, history = trained()
-    method = whence.Source(segments=2, fisher=fisher)
+    method = whence.Source.published(segments=2, fisher=fisher)
     whole = values(method, model, history, TRAIN, QUERY)
     for batch_size in (1, 5, 12):
         again = values(method, model, history, TRAIN, QUERY, batch_size=batch_size)
@@ -214,7 +229,7 @@ def test_batches_of_documents_change_nothing() -> None:
     model, task = models.Transformer(), whence.LanguageModeling()
     train, query = models.documents(), models.documents(3, seed=1)
     history = models.train_run(model, task, train, [4, 8], 0.1)
-    method = whence.Source(segments=2, fisher="sampled")
+    method = whence.Source.published(segments=2, fisher="sampled")
     whole = values(method, model, history, train, query, task=task)
     for batch_size in (1, 4):
         again = values(method, model, history, train, query, task=task, batch_size=batch_size)
@@ -251,7 +266,7 @@ def test_dict_examples_are_tuple_examples() -> None:
             return self.net(x)
 
     model, history = trained(Named())
-    method = whence.Source(segments=2, fisher="sampled")
+    method = whence.Source.published(segments=2, fisher="sampled")
     plain = values(method, model, history, TRAIN, QUERY)
     rows = [models.Rows(x=d.tensors[0], labels=d.tensors[1]) for d in (TRAIN, QUERY)]
     close(values(method, model, history, *rows), plain, 1e-12)
@@ -273,15 +288,15 @@ def test_float32_agrees_with_float64(name: str) -> None:
         train, query = models.documents(24), models.documents(5, seed=1)
     history = models.train_run(model, task, train, [4, 8, 12], 0.2, 0.5)
     for method in (
-        whence.Source(segments=3, fisher="exact"),
-        whence.Influence(damping=1e-3, fisher="exact"),
-        whence.Influence(damping="source", fisher="exact"),
+        whence.Source.published(segments=3, fisher="exact"),
+        whence.Influence.published(damping=1e-3, fisher="exact"),
+        whence.Influence.published(damping="source", fisher="exact"),
         whence.TracIn(),
     ):
         precise = values(method, model, history, train, query, task=task)
         quick = values(method, model, history, train, query, task=task, dtype=torch.float32)
         close(quick, precise, 1e-3)
-    method = whence.Influence(damping=1e-8, fisher="exact")
+    method = whence.Influence.published(damping=1e-8, fisher="exact")
     precise = values(method, model, history, train, query, task=task)
     quick = values(method, model, history, train, query, task=task, dtype=torch.float32)
     for row, other in zip(quick, precise, strict=True):
@@ -299,7 +314,7 @@ def test_same_seed_same_bits() -> None:
     model, history = trained()
 
     def once(seed: int) -> np.ndarray:
-        return values(whence.Source(2, seed=seed), model, history, TRAIN, QUERY)
+        return values(whence.Source.published(2, seed=seed), model, history, TRAIN, QUERY)
 
     first = once(0)
     torch.manual_seed(999)

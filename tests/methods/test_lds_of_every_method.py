@@ -14,11 +14,11 @@ from support import judged
 import whence
 
 RANGES: dict[str, tuple[Any, float, float]] = {
-    "SOURCE, three segments": (whence.Source(3), 0.3, 0.6),
-    "SOURCE, one segment": (whence.Source(1), 0.3, 0.6),
-    "FastSource": (whence.FastSource(3), 0.2, 0.5),
-    "influence": (whence.Influence(), 0.05, 0.35),
-    "influence, damped as SOURCE": (whence.Influence("source"), 0.15, 0.45),
+    "SOURCE, three segments": (whence.Source.published(3), 0.3, 0.6),
+    "SOURCE, one segment": (whence.Source.published(1), 0.3, 0.6),
+    "FastSource": (whence.FastSource.published(3), 0.2, 0.5),
+    "influence": (whence.Influence.published(), 0.05, 0.35),
+    "influence, damped as SOURCE": (whence.Influence.published("source"), 0.15, 0.45),
     "TracIn": (whence.TracIn(), 0.05, 0.4),
     "HYDRA": (whence.Hydra(), 0.05, 0.4),
     "Unrolled": (whence.Unrolled(), -0.2, 0.2),  # of one chaotic training: about nothing

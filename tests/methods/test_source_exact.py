@@ -189,7 +189,7 @@ def test_oracle_matrix_functions() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_source(name: str, segments: int) -> None:
     it = pair(name)
-    method = whence.Source(segments=segments, fisher="exact")
+    method = whence.Source.published(segments=segments, fisher="exact")
     scores = method.attribute(it.study, it.query, by_segment=True, **EXACT)
     expected = it.dense.source(segments)
     close(scores.values, expected.sum(0))
@@ -201,7 +201,7 @@ def test_source(name: str, segments: int) -> None:
 @pytest.mark.parametrize("name", MAIN)
 def test_source_curvature(name: str, curvature: str, fisher: str) -> None:
     it = pair(name)
-    method = whence.Source(segments=2, curvature=curvature, fisher=fisher, seed=SEED)
+    method = whence.Source.published(segments=2, curvature=curvature, fisher=fisher, seed=SEED)
     scores = method.attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.source(2, curvature, fisher).sum(0))
 
@@ -210,7 +210,7 @@ def test_source_curvature(name: str, curvature: str, fisher: str) -> None:
 @pytest.mark.parametrize("fisher", ["exact", "sampled"])
 def test_source_tasks(name: str, fisher: str) -> None:
     it = pair(name)
-    method = whence.Source(segments=3, fisher=fisher, seed=SEED)
+    method = whence.Source.published(segments=3, fisher=fisher, seed=SEED)
     scores = method.attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.source(3, fisher=fisher).sum(0))
 
@@ -220,14 +220,16 @@ def test_source_tasks(name: str, fisher: str) -> None:
 def test_source_language(reduction: str, fisher: str) -> None:
     torch.manual_seed(1)
     it = Pair(*text_case(whence.LanguageModeling(reduction), tied=False)())
-    method = whence.Source(segments=2, fisher=fisher, seed=SEED)
+    method = whence.Source.published(segments=2, fisher=fisher, seed=SEED)
     scores = method.attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.source(2, fisher=fisher).sum(0))
 
 
 def test_source_given_segments() -> None:
     it = pair("mlp")
-    scores = whence.Source(segments=[5, 18], fisher="exact").attribute(it.study, it.query, **EXACT)
+    scores = whence.Source.published(segments=[5, 18], fisher="exact").attribute(
+        it.study, it.query, **EXACT
+    )
     history = it.dense.history
     first, second = [0, 1], [2, 3, 4, 5]
     parts, start = [], 0
@@ -244,7 +246,7 @@ def test_source_given_segments() -> None:
 
 def test_source_weight_decay_as_curvature() -> None:
     it = pair("mlp")
-    method = whence.Source(segments=2, fisher="exact", weight_decay="curvature")
+    method = whence.Source.published(segments=2, fisher="exact", weight_decay="curvature")
     scores = method.attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.source(2, weight_decay="curvature").sum(0))
 
@@ -256,9 +258,13 @@ def test_source_sampled_draws_follow_the_step() -> None:
     history = models.stationary(model.double(), [2, 3, 7, 8], 0.1)
     oracle = dense.Dense(model, task, train, history, query, uniform)
     study = whence.Study(model, task, train=train, runs=history.run)
-    scores = whence.Source(2, fisher="sampled", seed=SEED).attribute(study, query, **EXACT)
+    scores = whence.Source.published(2, fisher="sampled", seed=SEED).attribute(
+        study, query, **EXACT
+    )
     close(scores.values, oracle.source(2, fisher="sampled").sum(0))
-    method = whence.Influence(1e-3, fisher="sampled", seed=SEED)  # with what Source left in store
+    method = whence.Influence.published(
+        1e-3, fisher="sampled", seed=SEED
+    )  # with what Source left in store
     scores = method.attribute(study, query, **EXACT)
     close(scores.values, oracle.influence(1e-3, fisher="sampled"))
 
@@ -281,7 +287,7 @@ def test_source_stages() -> None:
         sizes={"before": 10, "after": 7},
     )
     study = whence.Study(model, task, train=data, runs=run)
-    method = whence.Source("stages", fisher="exact")
+    method = whence.Source.published("stages", fisher="exact")
     scores = method.attribute(study, query, by_segment=True, **EXACT)
 
     parts = []
@@ -302,7 +308,7 @@ def test_source_stages() -> None:
     close(scores.by_segment, expected)
     close(scores.values, expected.sum(0))
     assert list(scores.stage) == ["before"] * 10 + ["after"] * 7
-    one = whence.Source("stages", fisher="exact", stage="before")
+    one = whence.Source.published("stages", fisher="exact", stage="before")
     close(one.attribute(study, query, **EXACT).values, expected.sum(0)[:, :10])
 
 
@@ -318,10 +324,10 @@ def test_a_run_on_a_subset() -> None:
     )
     study = whence.Study(model, task, train=whole, runs=run)
     oracle = dense.Dense(model, task, part, history, query)
-    scores = whence.Source(2, fisher="exact").attribute(study, query, **EXACT)
+    scores = whence.Source.published(2, fisher="exact").attribute(study, query, **EXACT)
     columns = [list(scores.train_ids).index(example) for example in used]
     close(scores.values[:, columns], oracle.source(2).sum(0))
-    scores = whence.Influence(1e-3, fisher="exact").attribute(study, query, **EXACT)
+    scores = whence.Influence.published(1e-3, fisher="exact").attribute(study, query, **EXACT)
     close(scores.values[:, columns], oracle.influence(1e-3))
 
 
@@ -332,7 +338,7 @@ def test_a_run_on_a_subset() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_influence(name: str, damping: float | str) -> None:
     it = pair(name)
-    method = whence.Influence(damping=damping, fisher="exact")
+    method = whence.Influence.published(damping=damping, fisher="exact")
     scores = method.attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.influence(damping))
 
@@ -342,7 +348,7 @@ def test_influence(name: str, damping: float | str) -> None:
 @pytest.mark.parametrize("name", MAIN)
 def test_influence_curvature(name: str, curvature: str, fisher: str) -> None:
     it = pair(name)
-    method = whence.Influence(damping=1e-3, curvature=curvature, fisher=fisher, seed=SEED)
+    method = whence.Influence.published(damping=1e-3, curvature=curvature, fisher=fisher, seed=SEED)
     scores = method.attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.influence(1e-3, curvature, fisher))
 
@@ -357,9 +363,9 @@ def test_tracin(name: str) -> None:
 @pytest.mark.parametrize("name", MAIN)
 def test_self_influence(name: str) -> None:
     it = pair(name)
-    scores = whence.Source(segments=3, fisher="exact").attribute(it.study, **EXACT)
+    scores = whence.Source.published(segments=3, fisher="exact").attribute(it.study, **EXACT)
     close(scores.values, it.dense_self.source(3).sum(0))
-    scores = whence.Influence(damping=1e-3, fisher="exact").attribute(it.study, **EXACT)
+    scores = whence.Influence.published(damping=1e-3, fisher="exact").attribute(it.study, **EXACT)
     close(scores.values, it.dense_self.influence(1e-3))
     close(whence.TracIn().attribute(it.study, **EXACT).values, it.dense_self.tracin())
 
@@ -372,8 +378,10 @@ def test_shared_weights_are_exact_or_refused(name: str, layer: str) -> None:
     it = pair(name)
     try:
         found = {
-            "source": whence.Source(2, fisher="exact").attribute(it.study, it.query, **EXACT),
-            "influence": whence.Influence(1e-3, fisher="exact").attribute(
+            "source": whence.Source.published(2, fisher="exact").attribute(
+                it.study, it.query, **EXACT
+            ),
+            "influence": whence.Influence.published(1e-3, fisher="exact").attribute(
                 it.study, it.query, **EXACT
             ),
             "tracin": whence.TracIn().attribute(it.study, it.query, **EXACT),
@@ -392,7 +400,7 @@ def test_shared_weights_are_exact_or_refused(name: str, layer: str) -> None:
 def test_unknown_layers_are_left_out_by_name_or_refused(kind: Any, layer: str) -> None:
     torch.manual_seed(0)
     it = Pair(*vector_case(kind)())
-    method = whence.Source(2, fisher="exact")
+    method = whence.Source.published(2, fisher="exact")
     try:
         scores = method.attribute(it.study, it.query, **EXACT)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -431,7 +439,7 @@ def test_any_convolution(
     history = models.stationary(model, [10], 0.3)
     study = whence.Study(model, task, train=train, runs=history.run)
     oracle = dense.Dense(model, task, train, history, query)
-    scores = whence.Source(1, fisher="exact").attribute(study, query, **EXACT)
+    scores = whence.Source.published(1, fisher="exact").attribute(study, query, **EXACT)
     close(scores.values, oracle.source(1).sum(0))
 
 
@@ -448,7 +456,7 @@ def test_positions_in_several_axes() -> None:
 
     torch.manual_seed(0)
     it = Pair(Grid(), whence.Classification(), models.images(), models.images(3, seed=1))
-    scores = whence.Source(2, fisher="exact").attribute(it.study, it.query, **EXACT)
+    scores = whence.Source.published(2, fisher="exact").attribute(it.study, it.query, **EXACT)
     close(scores.values, it.dense.source(2).sum(0))
 
 

@@ -11,7 +11,7 @@ import test_adam as adaptive
 import test_source_exact as test_exactness
 import test_stages
 import torch
-from support import dense
+from support import dense, forms
 from support import dense_stages as ds
 from support.dense_stages import close
 from test_influence_solvers import flat, gauss_newton
@@ -82,7 +82,7 @@ def agree(scores: whence.Scores, expected: np.ndarray) -> None:
 
 
 def attribute(it: Any, *args: Any, **settings: Any) -> whence.Scores:
-    method = whence.Source(*args, curvature=WHOLE, **settings)
+    method = forms.exact(*args, curvature=WHOLE, **settings)
     return method.attribute(it.study, it.query, by_segment=True, **EXACT)
 
 
@@ -151,7 +151,7 @@ def test_damping_weight_decay_and_a_floor(kind: str) -> None:
 
 def test_fastsource() -> None:
     it = adaptive.pair("mlp", "adam")
-    method = whence.FastSource(2, curvature=WHOLE)
+    method = forms.exact(2, curvature=WHOLE, method=whence.FastSource)
     found = method.attribute(it.study, it.query, by_segment=True, **EXACT)
     segments = it.leg.segments(2)
     averaged = [segment.averaged() for segment in segments]
@@ -163,18 +163,18 @@ def test_stages_with_groups_of_their_own_rates(stage: str | None, tmp_path: Path
     """SGD, then AdamW with a frozen layer and two rates; the heads differ."""
     it = test_stages.Trained(tmp_path / "run")
     expected = whole(it.dense, it.segments(2, 1)).sum(0)
-    method = whence.Source([4, 8, 17], curvature=WHOLE, stage=stage)
+    method = forms.exact([4, 8, 17], curvature=WHOLE, stage=stage)
     found = method.attribute(it.study, test_stages.QUERY, **EXACT).values
     close(found, expected if stage is None else expected[:, it.dense.columns[stage]])
 
 
 def test_self_influence() -> None:
     it = test_exactness.pair("mlp")
-    found = whence.Source(2, curvature=WHOLE).attribute(it.study, **EXACT).values
+    found = forms.exact(2, curvature=WHOLE).attribute(it.study, **EXACT).values
     close(
         found,
         [
-            whence.Source(2, curvature=WHOLE).attribute(it.study, [row], **EXACT).values[0, k]
+            forms.exact(2, curvature=WHOLE).attribute(it.study, [row], **EXACT).values[0, k]
             for k, row in enumerate(it.dense.train)
         ],
     )
@@ -184,29 +184,29 @@ def test_self_influence() -> None:
 def test_nothing_hangs_on_batches_or_memory(options: dict[str, Any]) -> None:
     """Little memory keeps fewer Krylov vectors, and takes fewer queries at a time."""
     it = test_exactness.pair("conv")
-    method = whence.Source(2, curvature=WHOLE)
+    method = forms.exact(2, curvature=WHOLE)
     found = method.attribute(it.study, it.query, **EXACT, **options).values
     close(found, plain("conv", 2).sum(0))
 
 
 def test_single_precision() -> None:
     it = adaptive.pair("conv", "adamw")
-    method = whence.Source(2, curvature=WHOLE)
+    method = forms.exact(2, curvature=WHOLE)
     found = method.attribute(it.study, it.query, progress=False).values
     close(found, whole(it.dense, it.leg.segments(2)).sum(0), 5e-3)
 
 
 def test_tokens_add_up() -> None:
     it = test_exactness.pair("gpt-tied")
-    (one,) = whence.Source(2, curvature=WHOLE).tokens(it.study, it.query, [2], **EXACT)
+    (one,) = forms.exact(2, curvature=WHOLE).tokens(it.study, it.query, [2], **EXACT)
     close(one.values.sum(1) + one.rest, plain("gpt-tied", 2).sum(0)[:, 2])
 
 
 def test_a_killed_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = test_exactness.pair("mlp")
-    method = whence.Source(2, curvature=WHOLE)
+    method = forms.exact(2, curvature=WHOLE)
     expected = method.attribute(it.study, it.query, **EXACT).values
-    product, left = GaussNewton.__matmul__, 5
+    product, left = GaussNewton.flat_product, 5
 
     def mortal(self: GaussNewton, v: Tensor) -> Tensor:
         nonlocal left
@@ -215,7 +215,7 @@ def test_a_killed_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
         return product(self, v)
 
-    monkeypatch.setattr(GaussNewton, "__matmul__", mortal)
+    monkeypatch.setattr(GaussNewton, "flat_product", mortal)
     with pytest.raises(KeyboardInterrupt):
         method.attribute(it.study, it.query, out=tmp_path / "scores", **EXACT)
     again = method.attribute(it.study, it.query, out=tmp_path / "scores", **EXACT)
@@ -229,40 +229,41 @@ def test_a_killed_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("settings", "said"),
     [
         ({"fisher": "empirical"}, "fisher='empirical' means nothing to curvature='gauss-newton'"),
-        ({"exact": True}, "exact=True is for EK-FAC"),
-        ({"damping": "preconditioner"}, "damping='preconditioner' is for an inverse"),
         ({"segments": "auto"}, "segments='auto' looks at the covariances of EK-FAC"),
     ],
 )
 def test_settings_that_mean_nothing(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        whence.Source(curvature=WHOLE, **settings)
+        whence.Source.published(curvature=WHOLE, **settings)
 
 
 def test_it_is_among_the_kinds_and_not_of_influence() -> None:
     with pytest.raises(ValueError, match=r"curvature='newton' is not known: .*'gauss-newton'"):
-        whence.Source(curvature="newton")
+        whence.Source.published(curvature="newton")
     with pytest.raises(ValueError, match=r"curvature='gauss-newton' is not known"):
-        whence.Influence(curvature=WHOLE)
+        whence.Influence.published(curvature=WHOLE)
 
 
 def test_bfloat16_is_refused() -> None:
     it = test_exactness.pair("mlp")
     with pytest.raises(ValueError, match="bfloat16 cannot resolve products"):
-        whence.Source(2, curvature=WHOLE).attribute(
+        forms.exact(2, curvature=WHOLE).attribute(
             it.study, it.query, dtype=torch.bfloat16, progress=False
         )
 
 
 def test_what_is_not_known_well_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whence.methods.dynamics.STEPS", 2)
+    monkeypatch.setattr("whence.operators.whitened.STEPS", 2)
     it = test_exactness.pair("mlp")
-    with pytest.warns(UserWarning, match=r"the dynamics are only known to .* after 2 Lanczos"):
+    with pytest.warns(
+        UserWarning,
+        match=r"all 3 layers together are only known to .* after 2 Lanczos",
+    ):
         found = attribute(it, 1)
     assert found.diagnostics["lanczos"]["residual"] > 1e-3
 
 
 def test_the_estimate_counts_products() -> None:
     it = test_exactness.pair("mlp")
-    passes = whence.Source(2, curvature=WHOLE).estimate(it.study, it.query)["passes"]
+    passes = forms.exact(2, curvature=WHOLE).estimate(it.study, it.query)["passes"]
     assert passes["products"] >= 6 and passes["scores"] == 6 and "covariances" not in passes

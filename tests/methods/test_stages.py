@@ -132,7 +132,7 @@ def test_other_data_task_head_and_optimizer(trained: Trained, spec: Any, counts:
         segments = before + trained.legs[1].segments([[0, 1], [2]])
     else:
         segments = trained.segments(*counts)
-    method = whence.Source(spec, fisher="exact")
+    method = whence.Source.published(spec, fisher="exact")
     scores = method.attribute(trained.study, QUERY, by_segment=True, **EXACT)
     agree(scores, trained.dense.source(segments))
     assert list(scores.stage) == ["before"] * 10 + ["after"] * 7
@@ -141,21 +141,21 @@ def test_other_data_task_head_and_optimizer(trained: Trained, spec: Any, counts:
 
 @pytest.mark.parametrize("curvature", ["kfac", "diagonal"])
 def test_curvature(trained: Trained, curvature: str) -> None:
-    method = whence.Source(4, curvature, "exact")
+    method = whence.Source.published(4, curvature, "exact")
     scores = method.attribute(trained.study, QUERY, by_segment=True, **EXACT)
     agree(scores, trained.dense.source(trained.segments(2, 2), curvature))
 
 
 def test_weight_decay_as_curvature(trained: Trained) -> None:
     """L2 in the first stage, decoupled in the second."""
-    method = whence.Source(4, fisher="exact", weight_decay="curvature")
+    method = whence.Source.published(4, fisher="exact", weight_decay="curvature")
     scores = method.attribute(trained.study, QUERY, by_segment=True, **EXACT)
     agree(scores, trained.dense.source(trained.segments(2, 2), weight_decay="curvature"))
 
 
 @pytest.mark.parametrize("stage", ["before", "after"])
 def test_one_stage(trained: Trained, stage: str) -> None:
-    method = whence.Source(4, fisher="exact", stage=stage)
+    method = whence.Source.published(4, fisher="exact", stage=stage)
     scores = method.attribute(trained.study, QUERY, **EXACT)
     expected = trained.dense.source(trained.segments(2, 2)).sum(0)
     close(scores.values, expected[:, trained.dense.columns[stage]])
@@ -172,7 +172,7 @@ def test_one_stage(trained: Trained, stage: str) -> None:
 
 def test_self_influence(trained: Trained) -> None:
     """Each example's effect on its own measurement: of the old head too, for the old task."""
-    method = whence.Source(4, fisher="exact")
+    method = whence.Source.published(4, fisher="exact")
     scores = method.attribute(trained.study, by_segment=True, **EXACT)
     agree(scores, trained.dense_self.source(trained.segments(2, 2)))
 
@@ -180,7 +180,7 @@ def test_self_influence(trained: Trained) -> None:
 def test_a_layer_frozen_after_all_matters(trained: Trained) -> None:
     """The first layer keeps what the first stage taught it, and learns nothing in the second."""
     only = whence.Study(trained.model, TASKS, train=DATA, runs=trained.place, layers="first")
-    method = whence.Source("stages", fisher="exact")
+    method = whence.Source.published("stages", fisher="exact")
     scores = method.attribute(only, QUERY, by_segment=True, **EXACT)
     assert (scores.by_segment[0][:, :10] != 0).all()
     assert (scores.by_segment[1] == 0).all()
@@ -211,10 +211,10 @@ def test_three_stages() -> None:
     stages = {name: ds.Stage(model, task, data[name]) for name in data}
     oracle = ds.Staged(stages, QUERY, legs[-1].checkpoints[-1])
     for segments, count in ((3, 1), (6, 2)):
-        method = whence.Source(segments, fisher="exact")
+        method = whence.Source.published(segments, fisher="exact")
         scores = method.attribute(study, QUERY, by_segment=True, **EXACT)
         agree(scores, oracle.source([s for leg in legs for s in leg.segments(count)]))
-    middle = whence.Source(3, fisher="exact", stage="b").attribute(study, QUERY, **EXACT)
+    middle = whence.Source.published(3, fisher="exact", stage="b").attribute(study, QUERY, **EXACT)
     close(middle.values, oracle.source([s for leg in legs for s in leg.segments()]).sum(0)[:, 6:15])
 
 
@@ -263,7 +263,7 @@ def test_a_head_of_another_shape(kind: str) -> None:
     """Another layer, whatever its name: what the first one learned went with it."""
     it = NewHead(kind)
     for counts in ((1, 1), (2, 2)):
-        method = whence.Source(sum(counts), fisher="exact")
+        method = whence.Source.published(sum(counts), fisher="exact")
         scores = method.attribute(it.study, QUERY, by_segment=True, **EXACT)
         segments = it.first.segments(counts[0]) + it.second.segments(counts[1])
         agree(scores, it.dense.source(segments))
@@ -284,7 +284,7 @@ def test_tracin_of_the_stage_that_has_the_queries_head() -> None:
 @pytest.mark.parametrize("curvature", ["ekfac", "kfac", "diagonal"])
 def test_influence_pools_the_stages(trained: Trained, curvature: str) -> None:
     """One optimum of both datasets together: (N₁H₁ + N₂H₂)/(N₁ + N₂), and 1/(N₁ + N₂)."""
-    method = whence.Influence(1e-3, curvature, "exact")
+    method = whence.Influence.published(1e-3, curvature, "exact")
     scores = method.attribute(trained.study, QUERY, **EXACT)
     close(scores.values, trained.dense.influence(1e-3, curvature))
     assert list(scores.stage) == ["before"] * 10 + ["after"] * 7
@@ -292,7 +292,7 @@ def test_influence_pools_the_stages(trained: Trained, curvature: str) -> None:
 
 @pytest.mark.parametrize("stage", ["before", "after"])
 def test_influence_of_one_stage(trained: Trained, stage: str) -> None:
-    method = whence.Influence(1e-3, fisher="exact", stage=stage)
+    method = whence.Influence.published(1e-3, fisher="exact", stage=stage)
     scores = method.attribute(trained.study, QUERY, **EXACT)
     close(scores.values, trained.dense.influence(1e-3)[:, trained.dense.columns[stage]])
 
@@ -391,7 +391,9 @@ def test_two_stages_at_rest_are_exact() -> None:
     expected = torch.cat(ds.extrapolated(truth), 1)
     study = it.study([it.start] * 4, [10, 20, 30, 44], [rates[0]] * 20 + [rates[1]] * 24, counts[0])
     for segments in (2, 4):
-        scores = whence.Source(segments, fisher="exact").attribute(study, it.queries, **EXACT)
+        scores = whence.Source.published(segments, fisher="exact").attribute(
+            study, it.queries, **EXACT
+        )
         close(scores.values, expected, 1e-4)
     assert list(scores.stage) == ["one"] * 10 + ["two"] * 8
     # and the second stage has indeed forgotten some of the first, unevenly
@@ -411,7 +413,9 @@ def test_two_stages_that_really_train() -> None:
     for every in (30, 6, 2):
         steps = list(range(every, 121, every))
         study = it.study([thetas[s - 1] for s in steps], steps, 0.01, 60)
-        scores = whence.Source(len(steps), fisher="exact").attribute(study, it.queries, **EXACT)
+        scores = whence.Source.published(len(steps), fisher="exact").attribute(
+            study, it.queries, **EXACT
+        )
         expected = torch.cat(truth, 1).numpy()
         error = abs(scores.values - expected)
         errors.append(error[:, :10].max() / abs(expected[:, :10]).max())
@@ -537,9 +541,9 @@ def test_a_stage_that_does_not_exist(trained: Trained, method: Any) -> None:
 
 def test_segments_across_a_boundary(trained: Trained) -> None:
     with pytest.raises(ValueError, match=r"crosses the end of stage 'before' at 8"):
-        whence.Source([4, 17]).attribute(trained.study, QUERY, **EXACT)
+        whence.Source.published([4, 17]).attribute(trained.study, QUERY, **EXACT)
     with pytest.raises(ValueError, match="2 stages"):
-        whence.Source(1).attribute(trained.study, QUERY, **EXACT)
+        whence.Source.published(1).attribute(trained.study, QUERY, **EXACT)
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -556,11 +560,11 @@ def test_mean_and_spread(ensemble: list[Trained], method: str) -> None:
     model = ensemble[0].model
     study = whence.Study(model, TASKS, train=DATA, runs=[it.place for it in ensemble])
     if method == "Source":
-        made: Any = whence.Source(4, fisher="exact")
+        made: Any = whence.Source.published(4, fisher="exact")
         by_segment = np.stack([it.dense.source(it.segments(2, 2)) for it in ensemble])
         each = by_segment.sum(1)
     else:
-        made = whence.Influence(1e-3, fisher="exact")
+        made = whence.Influence.published(1e-3, fisher="exact")
         each = np.stack([it.dense.influence(1e-3) for it in ensemble])
     scores = made.attribute(study, QUERY, by_segment=method == "Source", **EXACT)
     close(scores.values, each.mean(0))
@@ -571,7 +575,7 @@ def test_mean_and_spread(ensemble: list[Trained], method: str) -> None:
 
 
 def test_one_run_has_no_spread(ensemble: list[Trained]) -> None:
-    scores = whence.Source(2, fisher="exact").attribute(ensemble[0].study, QUERY, **EXACT)
+    scores = whence.Source.published(2, fisher="exact").attribute(ensemble[0].study, QUERY, **EXACT)
     assert scores.spread is None
 
 
@@ -592,7 +596,7 @@ def test_a_damaged_run_among_them(ensemble: list[Trained], tmp_path: Path, at: i
     runs[at] = damaged(runs[at], tmp_path / "broken")
     with pytest.raises(whence.run.RunError, match="broken"):
         study = whence.Study(ensemble[0].model, TASKS, train=DATA, runs=runs)
-        whence.Source(4).attribute(study, QUERY, out=tmp_path / "scores", **EXACT)
+        whence.Source.published(4).attribute(study, QUERY, out=tmp_path / "scores", **EXACT)
     assert not (tmp_path / "scores" / "scores.json").exists()
 
 
@@ -606,7 +610,7 @@ def test_a_diverged_run_among_them() -> None:
     task = whence.Classification()
     with pytest.raises((FloatingPointError, ValueError), match=r"NaN|nan|finite"):
         study = whence.Study(model, task, train=data, runs=[good, bad])
-        whence.Source(2).attribute(study, QUERY, **EXACT)
+        whence.Source.published(2).attribute(study, QUERY, **EXACT)
 
 
 def test_a_run_without_second_moments_among_them() -> None:
@@ -621,7 +625,7 @@ def test_a_run_without_second_moments_among_them() -> None:
     )
     study = whence.Study(model, task, train=train, runs=[good, bad])
     with pytest.raises(ValueError, match=r"second.moments"):
-        whence.Source(2).attribute(study, QUERY, **EXACT)
+        whence.Source.published(2).attribute(study, QUERY, **EXACT)
 
 
 def test_runs_of_other_stages_or_sizes_among_them() -> None:

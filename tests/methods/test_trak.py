@@ -18,9 +18,12 @@ from torch.utils.data import TensorDataset
 
 import whence
 import whence.persist.factor_cache
+from whence.engine.loss_weights import loss_by_measurement
+from whence.engine.options import ComputeOptions
+from whence.engine.projected_space import random_projection
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
-from whence.methods.trak import Trak, loss_by_measurement, random_projection
+from whence.methods.trak import Trak
 from whence.projections import Gradients, Projection, Random
 from whence.projections import random as signs
 from whence.projections.projection import check
@@ -219,9 +222,9 @@ def case(name: str) -> Case:
 
 def projection(study: whence.Study, d: int, joint: bool = True) -> Projection:
     """The projection that Trak uses for the study's (first) run."""
-    how: Any = (None, torch.float64, None, None, False, 0)
-    bench = Trak()._workspace(study, study.runs[0], study.train[study.stages[-1]], *how)
-    return random_projection(bench, d, joint, seed=0)
+    options = ComputeOptions(dtype=torch.float64, progress=False)
+    workspace = Trak().lay_out(study, study.runs[0], study.train[study.stages[-1]], options)
+    return random_projection(workspace, d, joint, seed=0)
 
 
 def parts_of(found: Projection, flat: Flat) -> list[Tensor]:
@@ -516,8 +519,8 @@ def test_another_measurement_is_projected_again(tmp_path: Path) -> None:
         (lambda: Trak(41), "dimension=41, but there are only 40 training examples"),
         (lambda: Trak(65, damping=1e-3), "dimension=65, but only 64 parameters are tracked"),
         (lambda: Trak(38), "is singular: the projected gradients.*linearly dependent"),
-        (lambda: Trak(0), "dimension=0 must be at least 1"),
-        (lambda: Trak(8, damping=-1.0), "damping=-1.0 must be zero or a positive number"),
+        (lambda: Trak(0), "dimension=0 must be a whole number, at least 1"),
+        (lambda: Trak(8, damping=-1.0), "damping=-1.0 must be zero or positive"),
         (lambda: Trak(8, stage="tune"), "stage='tune' is not in the run"),
     ],
 )

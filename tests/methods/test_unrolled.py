@@ -20,6 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 import whence
 from whence.methods.unrolled import Unrolled
 from whence.replay import sweep as unrolling
+from whence.replay.growth import note_growth
 from whence.replay.objective import Objective
 from whence.replay.training import Replay
 from whence.replay.updates import WEIGHT, Rule
@@ -646,10 +647,10 @@ def test_chaos_is_told(tmp_path: Path) -> None:
 
 def test_a_derivative_beyond_the_precision_is_told() -> None:
     replay = SimpleNamespace(steps=9, dtype=torch.float32)
-    bench: Any = SimpleNamespace(replay=replay, account={})
+    workspace: Any = SimpleNamespace(replay=replay)
     adjoint = {"0.weight": {WEIGHT: torch.full((2, 3), float("inf"))}}
     with pytest.raises(FloatingPointError, match=r"9 to 4, .* beyond torch\.float32: it is"):
-        Unrolled()._look(bench, 4, adjoint, torch.ones(2))
+        note_growth(workspace, 4, adjoint, torch.ones(2))
 
 
 def test_no_layers_are_said_to_be_left_out(tmp_path: Path) -> None:

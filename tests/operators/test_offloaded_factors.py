@@ -11,34 +11,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import models
+from support import forms, models
 from torch import nn
 from torch.utils.data import default_collate
 
 import whence
-import whence.methods.base
+import whence.engine.workspace
 from whence.data import place
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
-from whence.operators.fit import OffloadedFactors, factor_bytes, grouped
+from whence.operators import Fitter, OffloadedFactors
+from whence.operators.fit import factor_bytes, grouped
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False}
 METHODS = [
-    whence.Source(2),
-    whence.Source(2, curvature="kfac", weight_decay="curvature"),
-    whence.Source(2, curvature="diagonal"),
-    whence.Source("auto", fisher="exact"),
-    whence.FastSource(2),
-    whence.Influence(1e-3),
-    whence.Influence("source"),
-    whence.Influence("source", solver="cg"),
+    whence.Source.published(2),
+    whence.Source.published(2, curvature="kfac", weight_decay="curvature"),
+    whence.Source.published(2, curvature="diagonal"),
+    whence.Source.published("auto", fisher="exact"),
+    whence.FastSource.published(2),
+    whence.Influence.published(1e-3),
+    whence.Influence.published("source"),
+    whence.Influence.published("source", solver="cg"),
 ]
 ADAM = [
-    whence.Source(2),
-    whence.Source(2, exact=True),
-    whence.Source(2, damping="preconditioner"),
-    whence.Source(2, curvature="diagonal"),
-    whence.Influence("source"),
+    whence.Source.published(2),
+    forms.exact(2),
+    whence.Source.published(2, curvature="diagonal"),
+    whence.Influence.published("source"),
 ]
 
 
@@ -50,7 +50,7 @@ def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for no more than one layer at a time."""
-    monkeypatch.setitem(whence.methods.base.FACTORS, "cpu", 0.0)
+    monkeypatch.setitem(whence.engine.workspace.FACTOR_SHARE, "cpu", 0.0)
 
 
 def sgd_run(model: nn.Module, task: Any, data: Any, folder: Path) -> whence.Run:
@@ -90,7 +90,7 @@ def test_groups_of_layers_change_nothing(
     scores, kept = {}, {}
     for how, share in (("together", None), ("apart", 0.0)):
         if share is not None:
-            monkeypatch.setitem(whence.methods.base.FACTORS, "cpu", share)
+            monkeypatch.setitem(whence.engine.workspace.FACTOR_SHARE, "cpu", share)
         cache = tmp_path / how
         study = whence.Study(model, task, train=train, runs=run, cache=cache)
         scores[how] = [method.attribute(study, q, **EXACT).values for q in (query, None)]
@@ -125,10 +125,10 @@ def test_it_is_said_and_stored(
 ) -> None:
     study, query = small(tmp_path), models.vectors(3)
     layers = sum(isinstance(m, nn.Linear) for m in study.model.modules())
-    expected = whence.Influence(1e-3).estimate(study, query, **{"dtype": torch.float64})
+    expected = whence.Influence.published(1e-3).estimate(study, query, **{"dtype": torch.float64})
     passes = counted(monkeypatch)
     with pytest.warns(UserWarning, match=rf"fitted in {layers} groups of layers.*more memory="):
-        scores = whence.Influence(1e-3).attribute(study, query, **EXACT)
+        scores = whence.Influence.published(1e-3).attribute(study, query, **EXACT)
     assert scores.diagnostics["factor_groups"] == layers > 1
     assert passes["covariances"] == passes["eigenvalues"] == layers
     assert expected["passes"]["covariances"] == expected["passes"]["eigenvalues"] == layers
@@ -137,9 +137,9 @@ def test_it_is_said_and_stored(
 def test_with_room_enough_nothing_is_parted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setitem(whence.methods.base.FACTORS, "cpu", 0.5)
+    monkeypatch.setitem(whence.engine.workspace.FACTOR_SHARE, "cpu", 0.5)
     passes = counted(monkeypatch)
-    scores = whence.Influence(1e-3).attribute(small(tmp_path), models.vectors(3), **EXACT)
+    scores = whence.Influence.published(1e-3).attribute(small(tmp_path), models.vectors(3), **EXACT)
     assert "factor_groups" not in scores.diagnostics and passes["covariances"] == 1
     assert not [w for w in recwarn if "groups of layers" in str(w.message)]
 
@@ -149,8 +149,8 @@ def test_stopped_among_the_groups_it_goes_on(
 ) -> None:
     class Stop(BaseException): ...
 
-    study, query, method = small(tmp_path), models.vectors(3), whence.Influence(1e-3)
-    fit, left = whence.operators.Fitter._pass, [3]
+    study, query, method = small(tmp_path), models.vectors(3), whence.Influence.published(1e-3)
+    fit, left = Fitter._pass, [3]
 
     def limited(*args: Any) -> Any:
         if not left[0]:
@@ -159,7 +159,7 @@ def test_stopped_among_the_groups_it_goes_on(
         return fit(*args)
 
     with pytest.warns(UserWarning, match="groups"), monkeypatch.context() as patch:
-        patch.setattr(whence.operators.Fitter, "_pass", limited)
+        patch.setattr(Fitter, "_pass", limited)
         with pytest.raises(Stop):
             method.attribute(study, query, **EXACT)
     passes = counted(monkeypatch)
@@ -167,7 +167,7 @@ def test_stopped_among_the_groups_it_goes_on(
         found = method.attribute(study, query, **EXACT)
     layers = found.diagnostics["factor_groups"]
     assert passes["covariances"] + passes["eigenvalues"] == 2 * layers - 3
-    monkeypatch.delitem(whence.methods.base.FACTORS, "cpu")
+    monkeypatch.delitem(whence.engine.workspace.FACTOR_SHARE, "cpu")
     other = small(tmp_path / "other")
     np.testing.assert_allclose(found.values, method.attribute(other, query, **EXACT).values, 1e-7)
 
@@ -178,13 +178,13 @@ def block(name: str, o: int, i: int) -> ParameterBlock:
 
 def test_groups_are_filled_in_order() -> None:
     blocks = [block(n, o, 3) for n, o in (("a", 2), ("b", 2), ("c", 9), ("d", 2), ("e", 2))]
-    size = factor_bytes(blocks[0], "ekfac", torch.float32)
+    size = factor_bytes(blocks[0], True, torch.float32)
     assert size == 4 * (2 * 2 + 3 * 3 + 2 * 6)
-    assert factor_bytes(blocks[0], "diagonal", torch.float64) == 8 * 2 * 6
-    named = [[b.name for b in g] for g in grouped(blocks, "ekfac", torch.float32, 2 * size)]
+    assert factor_bytes(blocks[0], False, torch.float64) == 8 * 2 * 6
+    named = [[b.name for b in g] for g in grouped(blocks, True, torch.float32, 2 * size)]
     assert named == [["a", "b"], ["c"], ["d", "e"]]
-    assert [len(g) for g in grouped(blocks, "ekfac", torch.float32, 0)] == [1] * 5
-    assert [len(g) for g in grouped(blocks, "ekfac", torch.float32, None)] == [5]
+    assert [len(g) for g in grouped(blocks, True, torch.float32, 0)] == [1] * 5
+    assert [len(g) for g in grouped(blocks, True, torch.float32, None)] == [5]
 
 
 def test_one_block_at_a_time_is_there() -> None:

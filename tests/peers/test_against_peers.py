@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import whence
-from whence.operators import FitData, Fitter
+from whence.operators import EKFAC, FitData, Fitter
 
 kronfluence = pytest.importorskip("kronfluence")
 curvlinops = pytest.importorskip("curvlinops")
@@ -53,7 +53,7 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
     identity = study.identity(run, "train", passes.tracked)
     part = FitData(passes, study.data["train"], study.used(run, "train"), identity)
     fitter = Fitter([part], study.store(run), batch_size=5, fisher=fisher)
-    covariances, fitted = fitter.covariances(run.final), fitter.fit([run.final])
+    covariances, fitted = fitter.covariances(run.final), EKFAC.fit(fitter, [run.final]).factors
     found = {}
     for site in passes.tracked.layers:
         A, S = covariances[f"{site.name}/A"], covariances[f"{site.name}/S"]
@@ -99,7 +99,7 @@ class Case:
         self.dense = dense.Dense(model, task, train, self.history, query)
 
     def values(self, **settings: Any) -> np.ndarray:
-        method = whence.Influence(**settings)
+        method = whence.Influence.published(**settings)
         kind = {"dtype": torch.float64, "progress": False}
         return method.attribute(self.study, self.query, **kind).values
 

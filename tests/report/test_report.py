@@ -51,7 +51,7 @@ QUERY = models.vectors(5, seed=1)
 
 @pytest.fixture(scope="module")
 def scores(study: whence.Study) -> whence.Scores:
-    return whence.Source(3).attribute(study, QUERY, by_segment=True, **QUIET)
+    return whence.Source.published(3).attribute(study, QUERY, by_segment=True, **QUIET)
 
 
 def made(values: Any, higher_is_better: bool = True, **more: Any) -> whence.Scores:
@@ -282,7 +282,7 @@ def test_without_a_study_it_is_said(
 
 
 def test_self_influence_is_an_audit_list(study: whence.Study, tmp_path: Path) -> None:
-    selves = whence.Source(3).attribute(study, **QUIET)
+    selves = whence.Source.published(3).attribute(study, **QUIET)
     payload, shown = read(selves.report(tmp_path / "r.html", study=study))
     ranked = [e["column"] for e in payload["audit"]["helpful"]]
     assert ranked == [e.example for e in selves.helpful(k=20) if e.value > 0]

@@ -144,7 +144,7 @@ def test_scores_are_those_of_one_by_one(optimizer: str, together: Any, tmp_path:
     recipe = recipes.recipe(optimizer=recipes.OPTIMIZERS[optimizer], epochs=3)
     (run,) = together(recipe, [4], tmp_path, 3)
     alone, query = recipe.run(4, checkpoints=3, device="cpu"), recipes.dataset(3, seed=9)
-    for method in (whence.Source(2), whence.Hydra(), whence.Unrolled()):
+    for method in (whence.Source.published(2), whence.Hydra(), whence.Unrolled()):
         found, wanted = (
             method.attribute(
                 whence.Study(recipe.build(0), recipe.task, recipes.dataset(), one),

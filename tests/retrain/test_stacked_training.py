@@ -559,7 +559,7 @@ def test_a_run_can_be_attributed(tmp_path: Path) -> None:
     assert [c.step for c in runs[1].checkpoints] == [6, 12, 18, 23, 29, 35]
     for run in runs:
         study = whence.Study(recipe.build(0), recipe.task, recipe.stages[0].data.dataset, run)
-        scores = whence.Source(2).attribute(study, QUERY, progress=False)
+        scores = whence.Source.published(2).attribute(study, QUERY, progress=False)
         assert scores.shape == (5, recipes.N) and np.isfinite(scores.values).all()
 
 

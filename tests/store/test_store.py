@@ -22,17 +22,23 @@ from torch.utils.data import TensorDataset
 import whence
 import whence.persist.factor_cache
 import whence.store.store as module
+from whence.engine.options import ComputeOptions
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak
+from whence.operators import EKFAC
+from whence.operators import response as F_r
+from whence.operators import survival as F_S
+from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.scores import ensemble
 from whence.store import GradientStore
-from whence.store.answers import Stretch
 from whence.store.rows import inner
 
 QUIET: Any = {"progress": False}
 BUILD: Any = {"dtype": torch.float64, "progress": False, "fisher": "exact"}
 TRAIN, QUERY = models.vectors(24), models.vectors(3, seed=1)
 STEPS = [3, 6, 10, 14]
+
+PAPER: Any = {"coupling": False, "query_at": "final"}
 
 
 @pytest.fixture(autouse=True)
@@ -99,13 +105,13 @@ def test_everything_layer_by_layer(name: str, tmp_path: Path) -> None:
     store = GradientStore.build(
         it.study, tmp_path / "s", it.parameters, "eigenbasis", joint=False, **BUILD
     )
-    scores = store.source(it.query, segments=2, by_segment=True, **QUIET)
+    scores = store.source(it.query, segments=2, by_segment=True, **PAPER, **QUIET)
     close(scores.by_segment, it.dense.source(2, "gauss-newton", "exact"))
     close(scores.values, it.dense.source(2, "gauss-newton", "exact").sum(0))
     close(store.tracin(it.query, **QUIET).values, it.dense.tracin())
     for damping in (1e-2, "source"):
         expected = it.dense.influence(damping, "gauss-newton", "exact")
-        close(store.influence(it.query, damping, **QUIET).values, expected)
+        close(store.influence(it.query, damping, coupling=False, **QUIET).values, expected)
 
 
 def joint_source(
@@ -134,10 +140,12 @@ def test_everything_jointly(it: Case, tmp_path: Path) -> None:
     q = it.flat.gradients(found[-1], "measurements", it.query)
     times = [torch.full((it.parameters,), x, dtype=torch.float64) for x in it.times]
     expected = joint_source([columns[:2], columns[2:]], [rows[:2], rows[2:]], q, times)
-    close(store.source(it.query, segments=2, by_segment=True, **QUIET).by_segment, expected)
+    close(
+        store.source(it.query, segments=2, by_segment=True, **PAPER, **QUIET).by_segment, expected
+    )
     H = columns[-1].T @ columns[-1] / 24 + 0.1 * torch.eye(it.parameters).double()
     expected = -(q @ torch.linalg.solve(H, rows[-1].T)) / 24
-    close(store.influence(it.query, 0.1, **QUIET).values, expected)
+    close(store.influence(it.query, 0.1, coupling=False, **QUIET).values, expected)
 
 
 def grouped(rates: Any) -> tuple[whence.Study, Case]:
@@ -168,10 +176,12 @@ def test_rates_of_layers(tmp_path: Path, rates: Any, joint: bool) -> None:
         sizes = torch.tensor([b.size for b in it.flat.blocks.values()])
         times.append(torch.tensor(per_block, dtype=torch.float64).repeat_interleave(sizes))
     expected = joint_source([columns[:2], columns[2:]], [rows[:2], rows[2:]], q, times)
-    close(store.source(it.query, segments=2, by_segment=True, **QUIET).by_segment, expected)
+    close(
+        store.source(it.query, segments=2, by_segment=True, **PAPER, **QUIET).by_segment, expected
+    )
     if joint and 0.0 not in rates[1]:
         with pytest.raises(ValueError, match=r"learning rates differ .* use joint=False, or"):
-            GradientStore.build(study, tmp_path / "r", 8, **QUIET).source(QUERY, **QUIET)
+            GradientStore.build(study, tmp_path / "r", 8, **QUIET).source(QUERY, **PAPER, **QUIET)
 
 
 def _apart(columns: Tensor, it: Case) -> Tensor:
@@ -191,13 +201,20 @@ def test_a_stretch_whose_clock_stands_still_is_the_limit_of_a_slow_one() -> None
     A = torch.randn(5, 5, generator=generator).double()
     H, v = A @ A.T, torch.randn(2, 5, generator=generator).double()
 
-    def stretch(T: Tensor) -> Stretch:
-        x, V = torch.linalg.eigh(T.sqrt().unsqueeze(1) * H * T.sqrt())
-        return Stretch(x.clamp_min(0), V, T, H if (T == 0).any() else None)
+    def survived(T: Tensor) -> tuple[Tensor, Tensor]:
+        whole = Projected(lambda: [H], [slice(0, 5)], torch.float64, lambda _, fit: fit())
+        root = never_zero(T).sqrt()
+        M = whole.whitened(never_zero(T))
+        response, survival = M.apply((F_r, F_S), root * ProjectedVectors(v))
+        assert response is not None and survival is not None
+        return (root * response).values, (survival / root).values
 
-    slow, still = (stretch(torch.tensor([0.3, t, 0.2, t, 1.0]).double()) for t in (1e-10, 0.0))
-    torch.testing.assert_close(slow.survive(v), still.survive(v), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(slow.respond(v), still.respond(v), rtol=1e-6, atol=1e-6)
+    slow, still = (survived(torch.tensor([0.3, t, 0.2, t, 1.0]).double()) for t in (1e-12, 0.0))
+    T = torch.tensor([0.3, 0.0, 0.2, 0.0, 1.0]).double()
+    expected = v @ torch.linalg.matrix_exp(-H * T).T
+    for one in (slow, still):
+        torch.testing.assert_close(one[1], expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(slow[0], still[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -228,7 +245,9 @@ def test_fishers(it: Case, tmp_path: Path, fisher: str) -> None:
     uniform = lambda example, step: Uniform(2, step, [example])  # noqa: E731
     oracle = dense.Dense(it.model, it.task, it.train, it.history, it.query, uniform)
     expected = oracle.source(2, "gauss-newton", fisher)
-    close(store.source(it.query, segments=2, by_segment=True, **QUIET).by_segment, expected)
+    close(
+        store.source(it.query, segments=2, by_segment=True, **PAPER, **QUIET).by_segment, expected
+    )
 
 
 def test_stages(tmp_path: Path) -> None:
@@ -249,10 +268,10 @@ def test_stages(tmp_path: Path) -> None:
     C = torch.cat([flat.columns(final, d) for d in data.values()])
     H = C.T @ C / 28 + 0.1 * torch.eye(p).double()
     expected = -(q @ torch.linalg.solve(H, both[0].T)).numpy() / 28
-    scores = store.influence(QUERY, 0.1, **QUIET)
+    scores = store.influence(QUERY, 0.1, coupling=False, **QUIET)
     close(scores.values, expected)
     assert list(scores.stage or []) == ["a"] * 18 + ["b"] * 10
-    close(store.influence(QUERY, 0.1, stage="b", **QUIET).values, expected[:, 18:])
+    close(store.influence(QUERY, 0.1, stage="b", coupling=False, **QUIET).values, expected[:, 18:])
     method = whence.TracIn()
     close(
         store.tracin(QUERY, **QUIET).values,
@@ -262,7 +281,7 @@ def test_stages(tmp_path: Path) -> None:
         store.trak(QUERY, 1e-2, **QUIET).values,
         _unprojected_trak(flat, final, data, q, 1e-2),
     )
-    own = store.source(QUERY, "stages", by_segment=True, **QUIET)
+    own = store.source(QUERY, "stages", by_segment=True, **PAPER, **QUIET)
     first, second = (_leg(flat, leg, run, name) for leg, name in ((0, "a"), (1, "b")))
     time = torch.full((p,), 0.8, dtype=torch.float64)
     close(own.by_segment[1][:, 18:], joint_source([second[0]], [second[1]], q, [time])[0])
@@ -300,7 +319,7 @@ def test_a_run_on_half_the_data(it: Case, tmp_path: Path) -> None:
     q = it.flat.gradients(run.final, "measurements", QUERY)
     H = C.T @ C / 12 + 0.1 * torch.eye(it.parameters).double()
     expected = -(q @ torch.linalg.solve(H, L.T)) / 12
-    close(store.influence(QUERY, 0.1, **QUIET).values, expected)
+    close(store.influence(QUERY, 0.1, coupling=False, **QUIET).values, expected)
 
 
 # --- fewer dimensions -----------------------------------------------------------------------------
@@ -346,14 +365,13 @@ def test_more_dimensions_are_nearer(it: Case, tmp_path: Path, projection: str) -
 def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
     """No other so many entries in these bases have a larger second moment."""
     store = GradientStore.build(it.study, tmp_path / "s", 10, "eigenbasis", **BUILD)
-    curvature = whence.Source(fisher="exact")
-    bench = curvature._workspace(
-        it.study, it.study.runs[0], QUERY, None, torch.float64, None, None, False, 0
-    )
-    fitted = bench.fitter(["train"], kind="ekfac", fisher="exact").fit(bench.run.checkpoints)
+    options = ComputeOptions(dtype=torch.float64, progress=False)
+    workspace = whence.Source().lay_out(it.study, it.study.runs[0], QUERY, options)
+    fitter = workspace.fitter(["train"], fisher="exact", seed=0)
+    fitted = EKFAC.fit(fitter, workspace.run.checkpoints).factors
     every = torch.cat([block.eigenvalues.flatten() for block in fitted.values()])
     leading = every.sort(descending=True).values[:10]
-    (part,) = store.projection(bench).parts
+    (part,) = store.projection(workspace).parts
     kept = []
     for name, own in part.kept.items():  # type: ignore[union-attr]
         basis = fitted[name].basis
@@ -747,7 +765,7 @@ def test_what_a_store_cannot_do(it: Case, tmp_path: Path) -> None:
         store.source(QUERY, stage="tune", **QUIET)
     with pytest.raises(ValueError, match=r"damping=0\.0 must be positive, or 'source'"):
         store.influence(QUERY, 0.0, **QUIET)
-    with pytest.raises(ValueError, match=r"damping=-1\.0 must be zero or a positive number"):
+    with pytest.raises(ValueError, match=r"damping=-1\.0 must be zero or positive"):
         store.trak(QUERY, -1.0, **QUIET)
     with pytest.raises(ValueError, match="segments=5, but the run has only 4"):
         store.source(QUERY, segments=5, **QUIET)
@@ -759,9 +777,9 @@ def test_what_a_store_cannot_do(it: Case, tmp_path: Path) -> None:
 def test_adam(it: Case, tmp_path: Path) -> None:
     run = whence.Run.from_checkpoints(it.history.checkpoints, STEPS, 1e-3, optimizer="adam")
     store = GradientStore.build(changed(it, runs=run), tmp_path / "s", 12, **BUILD)
-    with pytest.raises(ValueError, match="SOURCE from a store is for SGD: the preconditioner"):
+    with pytest.raises(ValueError, match="the store answers for SGD: the preconditioner"):
         store.source(QUERY, **QUIET)
-    with pytest.raises(ValueError, match="damping='source' is for SGD"):
+    with pytest.raises(ValueError, match="the store answers for SGD"):
         store.influence(QUERY, **QUIET)
     assert np.isfinite(store.influence(QUERY, 1e-2, **QUIET).values).all()
 

@@ -179,7 +179,7 @@ def _batch(study: Any) -> Finding:
 
 
 def _cost(file: StudyFile, method: str, device: Any) -> Finding:
-    from whence.methods.base import _duration
+    from whence.engine.estimate import duration
 
     study, kind = file.study, settings.kind(method)
     if not hasattr(kind, "estimate"):
@@ -195,7 +195,7 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     passes = ", ".join(f"{count} × {kind}" for kind, count in found["passes"].items() if count)
     text = (
-        f"{chosen!r}: about {_duration(seconds)}, {_size(found['bytes'])} of memory, "
+        f"{chosen!r}: about {duration(seconds)}, {_size(found['bytes'])} of memory, "
         f"{_size(size)} of scores; passes over the data: {passes}"
     )
     return (SOUND if size < free else BAD), text + (
@@ -265,7 +265,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from whence.engine.memory import free_and_total
+    from whence.engine.options import free_and_total
 
     names = {"cpu": f"{torch.get_num_threads()} threads"}
     if torch.cuda.is_available():

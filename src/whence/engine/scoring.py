@@ -4,17 +4,18 @@ values[q, m] = Σ_terms Σ_{c in term} ⟨w_{term,q}, ∇L(m, θ_c)⟩
 
 (or the gradient of another signal, times a weight of each example, where a method says so.)
 
-Queries are taken so many at once as memory allows; for each such block of queries, examples go by
-in chunks. A chunk is written when all its checkpoints are added up, so what is written is final.
+Queries are taken in batches that fit into memory; for each such batch, examples go by in chunks. A
+chunk is written when all its checkpoints are added up, so what is written is final.
 
 A pass over the examples costs more than the vectors of a few queries, so as many queries as fit
-share one. If the vectors of all terms fit, they are held while the examples go by. If not, only one
-term's are, and they are made anew for each chunk, which is then larger (SPREAD).
+share one. If the vectors of all terms fit, they are kept while the examples go by. If not, only one
+term's are, and they are computed again for each chunk, which is then larger
+(EXAMPLES_PER_QUERY).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +26,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, Readouts, Term, Workspace
+from whence.engine.workspace import LOSS, Queries, Readouts, Term, Workspace
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal
 from whence.operators import cost
-from whence.operators.fit import accumulator
 from whence.scores import ScoreWriter
 
 CHUNK = 1024  # examples
-# Examples per query in a chunk that vectors are made anew for: those of a query (two rotations per
-# term) cost about as much as the gradients of ten examples.
-SPREAD = 64
+# Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
+# per term) cost about as much as the gradients of ten examples.
+EXAMPLES_PER_QUERY = 64
 
-#: the vectors of some queries, (data, stage, indices, examples they will meet) -> term by term, in
-#: any order: (which, vectors). What was given is not kept by the giver.
-VectorsOf = Callable[[Batches, str, NDArray[np.int64], int], Iterable[tuple[int, Any]]]
+#: the vectors of some queries: for the terms with these numbers, vectors and a number they are
+#: times, in any order. The giver does not keep what it gave.
+VectorsOf = Callable[[Queries], Iterable[tuple[Sequence[int], Any, float]]]
 
 
 @dataclass(frozen=True)
@@ -88,60 +88,63 @@ class Scoring:
             desc="scores",
             unit="score",
             unit_scale=True,
-            disable=not workspace.final_passes.progress,
+            disable=not workspace.progress,
             leave=False,
         )
         with bar:
             for rows in cut(len(query), self._at_once()):
-                where, held = slice(int(rows[0]), int(rows[-1]) + 1), self._holds(len(rows))
-                columns = self._columns(self._chunk(0 if held else len(rows)))
+                where, fits = slice(int(rows[0]), int(rows[-1]) + 1), self._fits(len(rows))
+                columns = self._columns(self._chunk(0 if fits else len(rows)))
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
-                kept = list(self.vectors(query, stage, rows, examples)) if held and todo else None
+                some = Queries(query, stage, rows)
+                ready = list(self._ready(some, examples)) if fits and todo else None
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk in todo:
-                    ready = kept or self.vectors(query, stage, rows, len(chunk.indices))
-                    self._write(where, chunk, self._contributions(ready, chunk, len(rows)))
+                    vectors = ready or self._ready(some, len(chunk.indices))
+                    self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
                     bar.update(len(rows) * len(chunk.indices))
 
     def selves(self) -> None:
         """Every example against itself."""
         chunks = self._columns(self._at_once())
-        for chunk in tqdm(
-            chunks,
-            desc="self-influence",
-            disable=not self.workspace.final_passes.progress,
-            leave=False,
-        ):
+        bar = tqdm(chunks, desc="self-influence", disable=not self.workspace.progress, leave=False)
+        for chunk in bar:
             if not self.writer.done(None, chunk.place):
-                data, count = self.workspace.study.data[chunk.stage], len(chunk.indices)
-                ready = self.vectors(data, chunk.stage, chunk.indices, count)
+                data = self.workspace.study.data[chunk.stage]
+                some = Queries(data, chunk.stage, chunk.indices)
+                ready = self._ready(some, len(chunk.indices))
                 self._write(None, chunk, self._contributions(ready, chunk, None))
+
+    def _ready(self, queries: Queries, examples: int) -> Iterator[tuple[int, Any]]:
+        """The vectors of these queries for each term, ready to meet this many examples."""
+        for which, vectors, scale in self.vectors(queries):
+            ready = self.workspace.readouts(vectors, scale, examples)
+            yield from ((k, ready) for k in which)
 
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
     ) -> Tensor:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
         shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
-        passes = self.workspace.final_passes
-        totals = torch.zeros(shape, dtype=accumulator(passes.dtype), device=passes.device)
+        totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
         data = self.workspace.study.data[chunk.stage]
-        blocks = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
+        batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
         for which, readouts in ready:
             term, total = self.terms[which], totals[which]
-            for here, name, a, s in self._positions_of(term, chunk.stage, data, blocks):
+            for here, name, a, s in self._gradients(term, chunk.stage, data, batches):
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
                 if queries is None:
                     total[here] += readouts[name].paired(a, s, here)
                 else:
                     readouts[name].add_inner(total[:, here], a, s)
-            del readouts  # before the next ones are made
+            del readouts  # before the next ones are computed
         if self.weights is not None:
             totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
         return totals
 
-    def _positions_of(
-        self, term: Term, stage: str, data: Batches, blocks: list[NDArray[np.int64]]
+    def _gradients(
+        self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
     ) -> Iterator[tuple[slice, str, Tensor, Tensor]]:
         """(columns, layer, a, s) of all gradients of a term.
 
@@ -156,24 +159,24 @@ class Scoring:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
                 start = 0
-                for sweep in passes.backward_passes(data, blocks, self.signal):
-                    here = slice(start, start + len(sweep.indices))
-                    for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
-                        yield here, pair.block.name, pair.a, pair.s
+                for one in passes.backward_passes(data, batches, self.signal):
+                    here = slice(start, start + len(one.indices))
+                    for factors in one.factors():
+                        yield here, factors.block.name, factors.a, factors.s
                     start = here.stop
             return
         start = 0
-        for block in blocks:
-            held: dict[str, list[LayerFactors]] = {}
+        for batch in batches:
+            by_block: dict[str, list[LayerFactors]] = {}
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
-                for sweep in passes.backward_passes(data, [block], self.signal):
-                    for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
-                        held.setdefault(pair.block.name, []).append(pair)
-            here = slice(start, start + len(block))
-            for name, pairs in held.items():
-                a = torch.cat([pair.a for pair in pairs], 1)
-                yield here, name, a, torch.cat([pair.s for pair in pairs], 1)
+                for one in passes.backward_passes(data, [batch], self.signal):
+                    for factors in one.factors():
+                        by_block.setdefault(factors.block.name, []).append(factors)
+            here = slice(start, start + len(batch))
+            for name, each in by_block.items():
+                a = torch.cat([factors.a for factors in each], 1)
+                yield here, name, a, torch.cat([factors.s for factors in each], 1)
             start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
@@ -187,46 +190,49 @@ class Scoring:
         self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
 
     def _chunk(self, queries: int) -> int:
-        """How many examples are scored between two notes of progress, if the vectors of so many
-        queries are made for them: whole batches."""
-        batch, size = (
-            self.workspace.batch_size,
-            accumulator(self.workspace.final_passes.dtype).itemsize,
-        )
-        room = (
-            self.workspace.memory // 8 // (len(self.terms) * max(1, queries) * size)
-        )  # their scores
-        return max(CHUNK, 4 * batch, min(SPREAD * queries, room)) // batch * batch
+        """How many examples are scored between two notes of progress: whole batches.
+
+        Args:
+            queries: whose vectors are computed for each chunk; 0 if they are kept.
+        """
+        batch, size = self.workspace.batch_size, self.workspace.accumulator.itemsize
+        scores = len(self.terms) * max(1, queries) * size
+        room = self.workspace.memory // 8 // scores
+        return max(CHUNK, 4 * batch, min(EXAMPLES_PER_QUERY * queries, room)) // batch * batch
 
     def _at_once(self) -> int:
         """How many queries' vectors fit: one term's, and two sets on the way to the next."""
         return max(1, self._fitting(1))
 
-    def _holds(self, queries: int) -> bool:
-        """Whether the vectors of all terms fit, of so many queries."""
+    def _fits(self, queries: int) -> bool:
+        """Whether the vectors of all terms fit, of that many queries."""
         return self._fitting(1 if self.shared else len(self.terms)) >= queries
 
     def _fitting(self, sets: int) -> int:
-        size = self._vector() * accumulator(self.workspace.final_passes.dtype).itemsize
+        size = self._vector() * self.workspace.accumulator.itemsize
         return int(self.workspace.memory // 2 // ((sets + 2) * size))
 
     def _vector(self) -> int:
         """Numbers in a query's vector."""
-        return cost.vector_numbers(self.workspace.final_passes.tracked)
+        return cost.vector_numbers(self.workspace.tracked)
 
     def _columns(self, size: int) -> list[Columns]:
-        found, offset = [], 0
+        columns, offset = [], 0
         for stage in self.workspace.stages:
             count = len(self.workspace.study.data[stage])
             for indices in cut(count, size):
                 place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
-                found.append(Columns(stage, indices, place))
+                columns.append(Columns(stage, indices, place))
             offset += count
-        return found
+        return columns
 
 
-def by_token(
-    workspace: Workspace, terms: list[Term], ready: Mapping[int, Readouts], stage: str, example: int
+def score_tokens(
+    workspace: Workspace,
+    terms: list[Term],
+    ready: Mapping[int, Readouts],
+    stage: str,
+    example: int,
 ) -> Tokens:
     """What each position of one example of a stage did to each query whose vectors are ready."""
     data, passes = workspace.study.data[stage], workspace.passes[stage]
@@ -235,14 +241,14 @@ def by_token(
         term = terms[which]
         for checkpoint in term.checkpoints if term.stage == stage else ():
             passes.load(checkpoint)
-            for sweep in passes.backward_passes(data, [np.array([example])], LOSS):
-                for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
-                    readout = readouts.get(pair.block.name)
+            for one in passes.backward_passes(data, [np.array([example])], LOSS):
+                for factors in one.factors():
+                    readout = readouts.get(factors.block.name)
                     if readout is None:
                         continue
-                    value = readout.by_position(pair.a, pair.s)[:, 0]
-                    if value.shape[1] % pair.calls == 0:  # the same positions, in several calls
-                        value = value.reshape(len(value), pair.calls, -1).sum(1)
+                    value = readout.by_position(factors.a, factors.s)[:, 0]
+                    if value.shape[1] % factors.calls == 0:  # the same positions, several calls
+                        value = value.reshape(len(value), factors.calls, -1).sum(1)
                     t = value.shape[1]
                     parts[t] = parts[t] + value if t in parts else value
     # the longest axis is the tokens'; layers without it (a pooled head) are the rest

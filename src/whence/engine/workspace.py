@@ -1,27 +1,50 @@
-"""Where a gradient method works: one run on one device, query vectors, their readouts."""
+"""One run of a study laid out on a device: its data, passes, curvature and query vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.layers.capture import ParameterBlock, TrackedLayer
-from whence.layers.passes import Passes, Signal, Weights
-from whence.operators import Basis, Curvature, FitData, Fitter, Readout, cost
-from whence.operators.fit import OffloadedFactors, accumulator, grouped
-from whence.operators.gauss_newton import INSTEAD, GaussNewton, Layout
-from whence.operators.products import FactoredReadout, build, turn
+from whence.engine.ledger import Ledger
+from whence.engine.options import ComputeOptions, allowance
+from whence.layers.capture import LayerFactors, ParameterBlock, TrackedLayer
+from whence.layers.passes import Clock, Passes, Signal, Weights
+from whence.layers.tracked import Tracked
+from whence.operators import (
+    KINDS,
+    Basis,
+    BlockDiagonal,
+    BlockSpace,
+    BlockVectors,
+    FitData,
+    Fitter,
+    GaussNewton,
+    Operator,
+    accumulator,
+    cost,
+)
+from whence.operators.fit import grouped
+from whence.operators.gauss_newton import ALTERNATIVE
+from whence.operators.products import FactoredReadout, Readout, build
+from whence.operators.space import rotate
 from whence.run import Run, Segment
 from whence.study import Study
 
-Readouts = dict[str, Readout | FactoredReadout]
+if TYPE_CHECKING:
+    from whence.engine.projected_space import Space
+    from whence.engine.scoring import Scoring
+
+FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
+GAUSS_NEWTON = "gauss-newton"
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
+
+Readouts = dict[str, Readout | FactoredReadout]
 
 
 @dataclass(frozen=True)
@@ -30,95 +53,156 @@ class Term:
 
     stage: str
     checkpoints: Sequence[Weights]
+    segment: Segment | None = None  # of which they are
 
 
 @dataclass(frozen=True)
-class Vectors:
-    """q vectors over the tracked parameters: block → matrices (q, o, width), each in some basis."""
+class Queries:
+    """Some examples whose measurements are explained."""
 
-    values: dict[str, Tensor]
-    bases: dict[str, Basis | None]
+    data: Batches
+    stage: str
+    indices: np.ndarray
 
-    def apply(
-        self,
-        curvature: Curvature,
-        function: Callable[[str, Tensor], Tensor],
-        *,
-        keep: bool = False,
-        last: bool = False,
-    ) -> Vectors:
-        """f(H) v: turned into the eigenbasis, where f acts on eigenvalues; left there, if it stays.
+    @property
+    def label(self) -> str:
+        return f"{self.stage} {self.indices[0]}"
 
-        Args:
-            keep: blocks that the curvature does not know stay as they are; else they are left out.
-            last: these vectors are needed no more, so their memory can be reused.
-        """
-        values = dict(self.values) if keep else {}
-        bases = dict(self.bases) if keep else {}
-        for name in self.values.keys() & curvature.keys():
-            value, block = self.values[name], curvature[name]
-            turned = turn(value, self.bases[name], block.basis)
-            fresh = last or turned is not value
-            factor = function(name, block.eigenvalues)
-            values[name] = turned.mul_(factor) if fresh else turned * factor
-            bases[name] = block.basis
-            if isinstance(curvature, OffloadedFactors):  # whose basis goes
-                values[name], bases[name] = turn(values[name], block.basis, None), None
-        return Vectors(values, bases)
+    def batches(self, size: int) -> list[np.ndarray]:
+        return [self.indices[b] for b in cut(len(self.indices), size)]
 
-    def own(self) -> Vectors:
-        """The same vectors in the parameters' own coordinates."""
-        values = {name: turn(value, self.bases[name], None) for name, value in self.values.items()}
-        return Vectors(values, dict.fromkeys(values))
 
-    def times(self, factors: Mapping[str, Tensor], *, keep: bool = False) -> Vectors:
-        """Multiplied elementwise (in their basis); other blocks stay (`keep`) or are left out."""
-        values = dict(self.values) if keep else {}
-        values |= {n: v * factors[n] for n, v in self.values.items() if n in factors}
-        return Vectors(values, {name: self.bases[name] for name in values})
+@dataclass(frozen=True)
+class PlainGradients:
+    """Query gradients as they are, factored where an example is one position."""
 
-    def squared_norm(self) -> Tensor:
-        """‖v‖² of each query, (q,)."""
-        return torch.stack([v.flatten(1).square().sum(1) for v in self.values.values()]).sum(0)
+    readouts: Readouts
+
+    def times(self, factors: Mapping[str, float | Tensor]) -> PlainGradients:
+        kept = {k: r.scaled(float(factors[k])) for k, r in self.readouts.items() if k in factors}
+        return PlainGradients(kept)
 
 
 @dataclass
 class Workspace:
-    """One run of a study laid out for work on one device: data, passes, batch size, memory."""
+    """One run of a study, ready for work on one device.
+
+    Attributes:
+        query: None for self-influence.
+        stages: whose examples are scored.
+        passes: of each stage.
+        memory: bytes that may be used.
+        room: bytes on the device for factors; None for as many as they need.
+    """
 
     study: Study
     run: Run
     query: Batches | None
-    stages: list[str]  # whose examples are scored
+    stages: list[str]
     passes: dict[str, Passes]
     batch_size: int
     memory: int
-    diagnostics: dict[str, Any] = field(default_factory=dict)
-    account: dict[str, Any] = field(default_factory=dict)  # what is added up block by block
-    segments: list[Segment] = field(default_factory=list)  # if they were found by looking
-    room: int | None = None  # bytes on the device for factors; None for as many as they need
+    room: int | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+
+    reads_training_data: ClassVar[bool] = True
+
+    @classmethod
+    def lay_out(
+        cls,
+        study: Study,
+        run: Run,
+        options: ComputeOptions,
+        *,
+        query: Batches | None = None,
+        stage: str | None = None,
+        shared: bool = True,
+        frozen: bool = False,
+        quiet: bool = False,
+    ) -> Workspace:
+        """
+        Args:
+            stage: whose examples are scored (None: all stages').
+            shared: whether only layers that a query can see are tracked in earlier stages.
+            frozen: whether layers that training did not move are tracked too.
+            quiet: do not warn of layers that are left out.
+        """
+        stages = scored_stages(study, stage)
+        weight = next(study.model.parameters(), torch.zeros(()))
+        device = weight.device if options.device is None else torch.device(options.device)
+        for data in study.data.values():
+            data.refresh()
+        passes = study.passes(
+            run,
+            device=device,
+            dtype=options.dtype,
+            workers=options.workers,
+            progress=options.progress,
+            shared=shared,
+            frozen=frozen,
+            quiet=quiet,
+        )
+        memory, batch_size = allowance(options.memory, device), options.batch_size
+        if batch_size is None:
+            tracked = passes[study.stages[-1]].tracked
+            bytes_each = cost.per_example_numbers(tracked) * options.dtype.itemsize
+            most, share = (512, 2**28) if device.type == "cpu" else (4096, memory // 2)
+            batch_size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
+            batch_size = 1 << (batch_size.bit_length() - 1)
+        room = int(FACTOR_SHARE[device.type] * memory) if device.type in FACTOR_SHARE else None
+        return cls(study, run, query, stages, passes, batch_size, memory, room)
+
+    def for_query(self, query: Batches, stages: list[str]) -> Self:
+        """The same for other queries, with a new ledger."""
+        return replace(self, query=query, stages=stages, ledger=Ledger())
+
+    # -- what is there ---------------------------------------------------------------------------
 
     @property
     def final_passes(self) -> Passes:
+        """The last stage's."""
         return self.passes[self.study.stages[-1]]
+
+    @property
+    def tracked(self) -> Tracked:
+        return self.final_passes.tracked
+
+    @property
+    def device(self) -> torch.device:
+        return self.final_passes.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.final_passes.dtype
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """What vectors and sums are kept in."""
+        return accumulator(self.dtype)
+
+    @property
+    def progress(self) -> bool:
+        return self.final_passes.progress
+
+    @property
+    def clock(self) -> Clock:
+        return self.final_passes.clock
 
     @property
     def zero(self) -> Tensor:
         """A number where vectors live, and as precise as they are."""
-        return torch.zeros(
-            (), device=self.final_passes.device, dtype=accumulator(self.final_passes.dtype)
-        )
+        return torch.zeros((), device=self.device, dtype=self.accumulator)
 
     @property
     def layers(self) -> list[TrackedLayer]:
         """The tracked layers of all stages; where several have one, the last stage's."""
         stages = reversed(self.study.stages)
-        found = [site for stage in stages for site in self.passes[stage].tracked.layers]
-        return list({site.name: site for site in reversed(found)}.values())
+        every = [layer for stage in stages for layer in self.passes[stage].tracked.layers]
+        return list({layer.name: layer for layer in reversed(every)}.values())
 
     @property
     def blocks(self) -> dict[str, ParameterBlock]:
-        return {block.name: block for site in self.layers for block in site.blocks}
+        return {block.name: block for layer in self.layers for block in layer.blocks}
 
     @property
     def positions(self) -> dict[str, int]:
@@ -126,160 +210,263 @@ class Workspace:
         stages = self.study.stages
         return {k: t for s in stages for k, t in self.passes[s].tracked.positions.items()}
 
-    def rates(self, rate: Callable[[str], float]) -> dict[str, float]:
-        """A learning rate of every block; its weight and bias must agree on it."""
-        found = {}
-        for site in self.layers:
-            both = {name: rate(name) for name in site.parameter_names()}
-            if len(set(both.values())) > 1:
-                said = ", ".join(f"{name} {value:.3g}" for name, value in both.items())
-                raise ValueError(
-                    f"layer {site.name} has its weight and bias in groups with different rates "
-                    f"({said}): no single η̄ fits it. Leave it out with Study(layers=...)"
-                )
-            found.update(dict.fromkeys((b.name for b in site.blocks), both[site.weight]))
-        return found
+    def used(self, stage: str) -> np.ndarray:
+        """The examples of a stage's data that the run trained on."""
+        return self.study.used(self.run, stage)
 
-    def parts(self, stages: Sequence[str]) -> list[FitData]:
+    def rates(self, rate: Callable[[str], float]) -> dict[str, float]:
+        """A learning rate for every block; its weight and bias must agree on it."""
+        rates = {}
+        for layer in self.layers:
+            each = {name: rate(name) for name in layer.parameter_names()}
+            if len(set(each.values())) > 1:
+                listed = ", ".join(f"{name} {value:.3g}" for name, value in each.items())
+                raise ValueError(
+                    f"layer {layer.name} has its weight and bias in groups with different rates "
+                    f"({listed}): no single η̄ fits it. Leave it out with Study(layers=...)"
+                )
+            rates.update(dict.fromkeys((b.name for b in layer.blocks), each[layer.weight]))
+        return rates
+
+    def trained_blocks(self) -> list[ParameterBlock]:
+        """The blocks that training moved: a frozen layer does not respond to the data."""
+        rates = self.rates(self.run.peak_rate)
+        trained = [block for name, block in self.blocks.items() if rates[name]]
+        if not trained:
+            raise ValueError(
+                "the run's learning rates are 0 for every tracked layer: nothing was trained, so "
+                "nothing can be attributed. Give the rates that were really applied"
+            )
+        return trained
+
+    # -- identity --------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """What, besides the method, scores depend on."""
+        study = self.study
+        return {
+            "run": self.run.fingerprint,
+            "train": {s: study.identity(self.run, s, self.tracked) for s in study.stages},
+            "query": None if self.query is None else self.query.fingerprint(),
+            "tasks": [repr(task) for task in study.tasks.values()],
+            "measured": study.probe[study.stages[-1]]["measurements"],
+            "dtype": self.final_passes.arithmetic,
+        }
+
+    def provenance(self) -> dict[str, Any]:
+        """Where scores come from, as it is stored with them."""
+        return {
+            "run": self.run.fingerprint,
+            "train": self.data_fingerprints(),
+            "collated": self.study.collate is not None,
+            "query": None if self.query is None else self.query.fingerprint(),
+            "torch": torch.__version__,
+            "device": str(self.device),
+            "dtype": self.final_passes.arithmetic,
+        }
+
+    def data_fingerprints(self) -> dict[str, str]:
+        """Of the data whose examples are scored, by stage."""
+        return {stage: self.study.data[stage].fingerprint() for stage in self.stages}
+
+    def settings(self) -> dict[str, Any]:
+        """What is stored with the scores in addition to the method's own settings."""
+        return {}
+
+    # -- curvature -------------------------------------------------------------------------------
+
+    def fit_data(self, stages: Sequence[str]) -> list[FitData]:
         """The data of these stages that the run trained on, and what it goes through."""
         return [
             FitData(
                 self.passes[stage],
                 self.study.data[stage],
-                self.study.used(self.run, stage),
+                self.used(stage),
                 self.study.identity(self.run, stage, self.passes[stage].tracked),
             )
             for stage in stages
         ]
 
-    def fitter(self, stages: Sequence[str], **settings: Any) -> Fitter:
-        """Fits curvature on the data of these stages, pooled."""
-        parts = self.parts(stages)
+    def fitter(self, stages: Sequence[str], fisher: str, seed: int, resident: int = 1) -> Fitter:
+        """Fits curvature layer by layer on the data of these stages, pooled."""
         return Fitter(
-            parts,
+            self.fit_data(stages),
             self.study.store(self.run),
             self.batch_size,
+            fisher=fisher,
+            seed=seed,
             room=self.room,
-            notes=self.diagnostics,
-            **settings,
+            resident=resident,
+            memory=self.memory // 4,
+            notes=self.ledger.diagnostics,
+            tallies=self.ledger.tallies,
         )
+
+    def curvature(
+        self,
+        kind: str,
+        stages: Sequence[str],
+        checkpoints: Sequence[Weights],
+        blocks: Mapping[str, Any],
+        *,
+        fisher: str = "sampled",
+        seed: int = 0,
+        resident: int = 1,
+    ) -> Operator[Any]:
+        """H of these stages' data, pooled, averaged over these checkpoints.
+
+        Args:
+            kind: one of `KINDS`, or "gauss-newton".
+            blocks: which blocks it is over.
+            resident: how many of its like are needed at the same time.
+        """
+        if kind == GAUSS_NEWTON:
+            queries = 1 if self.query is None else len(self.query)
+            return self.gauss_newton(self.fit_data(stages), checkpoints, blocks, queries)
+        fitter = self.fitter(stages, fisher, seed, resident)
+        return KINDS[kind].fit(fitter, checkpoints)
 
     def gauss_newton(
         self,
-        parts: Sequence[FitData],
+        data: Sequence[FitData],
         checkpoints: Sequence[Weights],
-        names: Container[str],
+        blocks: Mapping[str, Any],
         queries: int,
+        **settings: Any,
     ) -> GaussNewton:
-        """The true matrix over these blocks, for so many vectors at a time."""
-        dtype = self.final_passes.dtype
-        if dtype.itemsize < 4:
+        """The true matrix over these blocks, for about that many vectors at a time."""
+        if self.dtype.itemsize < 4:
             raise ValueError(
-                f"{dtype} cannot resolve products with the Gauss-Newton matrix: use dtype=float32 "
-                f"or float64, or {INSTEAD}"
+                f"{self.dtype} cannot resolve products with the Gauss-Newton matrix: use "
+                f"dtype=float32 or float64, or {ALTERNATIVE}"
             )
-        room = (
-            min(2**28, self.memory // 4)
-            if self.final_passes.device.type == "cpu"
-            else self.memory // 4
-        )
+        here = {b.name for part in data for b in part.passes.tracked.blocks}
+        room = self.memory // 4
+        numbers = (min(2**28, room) if self.device.type == "cpu" else room) // self.dtype.itemsize
         H = GaussNewton(
-            parts,
+            data,
             checkpoints,
-            Layout(block for name, block in self.blocks.items() if name in names),
+            BlockSpace(b for name, b in self.blocks.items() if name in blocks and name in here),
             self.batch_size,
-            numbers=room // dtype.itemsize,
-            queries=queries,
+            numbers,
+            queries,
+            memory=room,
+            tallies=self.ledger.tallies,
+            **settings,
         )
         H.check()
         return H
 
+    def diagonal(self, values: Mapping[str, float | Tensor]) -> Any:
+        """A diagonal matrix of the space, over the blocks that have a value."""
+        return BlockDiagonal(values)
+
+    def check_preconditioner(self, optimizer: str) -> None:
+        """Refuse an optimizer whose preconditioner the space has no counterpart for."""
+
+    def projected_space(self, dimension: int, joint: bool, seed: int) -> Space:
+        """Gradients in this many dimensions."""
+        from whence.engine.projected_space import ProjectedSpace
+
+        return ProjectedSpace.random(self, dimension, joint, seed)
+
     @property
     def factor_groups(self) -> int:
         """How many groups of layers EK-FAC's factors are fitted in."""
-        dtype = accumulator(self.final_passes.dtype)
-        return len(grouped(self.blocks.values(), "ekfac", dtype, self.room))
+        return len(grouped(self.blocks.values(), True, self.accumulator, self.room))
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
-        found = {}
-        for site in self.layers:
-            module: Any = site.modules[0]
-            weights = site.kind.matrices(module, self._given(tensors, site.weight, module.weight))
-            columns = [[weight] for weight in weights]
-            if site.bias:
-                bias = self._given(tensors, site.bias, module.bias)
-                for held, part in zip(columns, site.kind.vectors(module, bias), strict=True):
-                    held.append(part.unsqueeze(1))
-            for block, held in zip(site.blocks, columns, strict=True):
-                found[block.name] = torch.cat(held, 1)
-        return found
+        matrices = {}
+        for layer in self.layers:
+            module: Any = layer.modules[0]
+            weight = self._given(tensors, layer.weight, module.weight)
+            columns = [[part] for part in layer.kind.matrices(module, weight)]
+            if layer.bias:
+                bias = self._given(tensors, layer.bias, module.bias)
+                parts = layer.kind.vectors(module, bias)
+                for column, part in zip(columns, parts, strict=True):
+                    column.append(part.unsqueeze(1))
+            for block, column in zip(layer.blocks, columns, strict=True):
+                matrices[block.name] = torch.cat(column, 1)
+        return matrices
 
     def _given(self, tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-        dtype = accumulator(self.final_passes.dtype)
-        return tensors.get(name, torch.zeros_like(like)).to(self.final_passes.device, dtype)
+        return tensors.get(name, torch.zeros_like(like)).to(self.device, self.accumulator)
 
-    def gradients(
+    # -- query vectors ---------------------------------------------------------------------------
+
+    def query_gradients(
         self,
-        data: Batches,
-        stage: str,
-        indices: np.ndarray,
-        checkpoint: Weights,
-        bases: dict[str, Basis | None],
-    ) -> Vectors:
-        """∇f(q, θ_c) of these queries, each block built in its basis."""
-        passes, dtype = self.passes[stage], accumulator(self.final_passes.dtype)
-        passes.load(checkpoint)
+        queries: Queries,
+        checkpoints: Sequence[Weights],
+        bases: Mapping[str, Basis | None],
+    ) -> Any:
+        """The mean over checkpoints of ∇f(q, θ_c), each block built in its basis."""
+        passes, dtype = self.passes[queries.stage], self.accumulator
         values = {
-            b.name: torch.empty(len(indices), *b.shape, dtype=dtype, device=passes.device)
+            b.name: torch.empty(len(queries.indices), *b.shape, dtype=dtype, device=passes.device)
             for b in passes.tracked.blocks
         }
-        start = 0
-        blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
-        for sweep in passes.backward_passes(data, blocks, MEASUREMENT):
-            rows = slice(start, start + len(sweep.indices))
-            for _, pairs in sweep.pairs:
-                for pair in pairs:
-                    name = pair.block.name
-                    a, s = pair.a.to(dtype), pair.s.to(dtype)
-                    values[name][rows] = build(a, s, bases.get(name), pair.block.bias)
-            start = rows.stop
-        return Vectors(values, {name: bases.get(name) for name in values})
+        for k, checkpoint in enumerate(checkpoints):
+            for rows, factors in self._measured(queries, checkpoint):
+                name, bias = factors.block.name, factors.block.bias
+                a, s = factors.a.to(dtype), factors.s.to(dtype)
+                gradient = build(a, s, bases.get(name), bias)
+                if k == 0:
+                    values[name][rows] = gradient
+                else:
+                    values[name][rows] += gradient
+        scales = dict.fromkeys(values, 1.0 / len(checkpoints))
+        return BlockVectors(values, {name: bases.get(name) for name in values}, scales)
 
-    def own_gradients(
-        self, data: Batches, stage: str, indices: np.ndarray, checkpoint: Weights
-    ) -> Readouts:
-        """∇f(q, θ_c) as functionals of their own, factored where an example is one position."""
-        self.passes[stage].load(checkpoint)
-        found: dict[str, list[tuple[Tensor, Tensor | None]]] = {
-            block.name: [] for block in self.passes[stage].tracked.blocks
+    def plain_gradients(self, queries: Queries, checkpoint: Weights) -> Any:
+        """∇f(q, θ_c) as it is, factored where an example is one position."""
+        parts: dict[str, list[tuple[Tensor, Tensor | None]]] = {
+            block.name: [] for block in self.passes[queries.stage].tracked.blocks
         }
-        blocks = [indices[b] for b in cut(len(indices), self.batch_size)]
-        for sweep in self.passes[stage].backward_passes(data, blocks, MEASUREMENT):
-            for _, pairs in sweep.pairs:
-                for pair in pairs:
-                    if pair.a.shape[1] == 1:
-                        found[pair.block.name].append((pair.a, pair.s))
-                    else:
-                        whole = build(pair.a, pair.s, None, pair.block.bias)
-                        found[pair.block.name].append((whole, None))
-        ready: Readouts = {}
-        for name, parts in found.items():
+        for _, factors in self._measured(queries, checkpoint):
+            if factors.a.shape[1] == 1:
+                parts[factors.block.name].append((factors.a, factors.s))
+            else:
+                whole = build(factors.a, factors.s, None, factors.block.bias)
+                parts[factors.block.name].append((whole, None))
+        readouts: Readouts = {}
+        for name, pieces in parts.items():
             bias = self.blocks[name].bias
-            slopes = [s for _, s in parts if s is not None]
-            if len(slopes) == len(parts):
-                inputs = torch.cat([a for a, _ in parts])
-                ready[name] = FactoredReadout(inputs[:, 0], torch.cat(slopes)[:, 0], bias)
+            slopes = [s for _, s in pieces if s is not None]
+            if len(slopes) == len(pieces):
+                inputs = torch.cat([a for a, _ in pieces])
+                readouts[name] = FactoredReadout(inputs[:, 0], torch.cat(slopes)[:, 0], bias)
             else:  # among others, batches of documents of one token
-                built = [g if s is None else build(g, s, None, bias) for g, s in parts]
-                ready[name] = Readout.of(torch.cat(built), None, bias, self.final_passes.dtype)
-        return ready
+                built = [g if s is None else build(g, s, None, bias) for g, s in pieces]
+                readouts[name] = Readout.of(torch.cat(built), None, bias, self.dtype)
+        return PlainGradients(readouts)
 
-    def readouts(self, vectors: Vectors, scale: float, examples: int) -> Readouts:
-        """The vectors, scaled, in whichever basis makes the many inner products cheapest.
+    def _measured(
+        self, queries: Queries, checkpoint: Weights
+    ) -> Iterator[tuple[slice, LayerFactors]]:
+        """(rows, factors) of every batch of queries and layer."""
+        passes, start = self.passes[queries.stage], 0
+        passes.load(checkpoint)
+        batches = queries.batches(self.batch_size)
+        for one in passes.backward_passes(queries.data, batches, MEASUREMENT):
+            rows = slice(start, start + len(one.indices))
+            for factors in one.factors():
+                yield rows, factors
+            start = rows.stop
 
-        Their memory is reused: the vectors are not good for anything else afterwards.
-        """
+    def scoring(self, *arguments: Any) -> Scoring:
+        """What computes the inner products with training gradients."""
+        from whence.engine.scoring import Scoring
+
+        return Scoring(self, *arguments)
+
+    def readouts(self, vectors: Any, scale: float, examples: int) -> Any:
+        """The vectors, scaled, in whichever basis makes the inner products with this many examples
+        cheapest. Their memory is reused."""
+        if isinstance(vectors, PlainGradients):
+            return {name: r.scaled(scale) for name, r in vectors.readouts.items()}
         ready: Readouts = {}
         for name, value in vectors.values.items():
             block, basis = self.blocks[name], vectors.bases[name]
@@ -287,6 +474,14 @@ class Workspace:
             if basis is not None and (
                 cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
             ):
-                value, basis = turn(value, basis, None), None
-            ready[name] = Readout.of(value.mul_(scale), basis, block.bias, self.final_passes.dtype)
+                value, basis = rotate(value, basis, None), None
+            value = value.mul_(scale * vectors.scale(name))
+            ready[name] = Readout.of(value, basis, block.bias, self.dtype)
         return ready
+
+
+def scored_stages(study: Study, stage: str | None) -> list[str]:
+    """The stages whose examples are scored: one, or all."""
+    if stage is not None and stage not in study.stages:
+        raise ValueError(f"stage={stage!r} is not in the run: it has {study.stages}")
+    return study.stages if stage is None else [stage]

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset
 
 from whence.data import Batches
+from whence.engine.labels import Labels, classes
 from whence.evaluate.lds import Difference, Floats, by_number, columns
-from whence.methods.random import Labels, classes, draws
+from whence.methods.random import draws
 from whence.retrain import Training, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores

@@ -40,7 +40,12 @@ class BackwardPass:
     indices: np.ndarray
     first: bool
     last: bool
-    pairs: Iterator[tuple[TrackedLayer, list[LayerFactors]]]
+    layers: Iterator[tuple[TrackedLayer, list[LayerFactors]]]
+
+    def factors(self) -> Iterator[LayerFactors]:
+        """The factors of every block, in forward order."""
+        for _, factors in self.layers:
+            yield from factors
 
 
 class Clock:

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from whence.data import Batches, cut
 from whence.retrain import Truth
+from whence.retrain.contrast import Floats, differences
 from whence.scores import Scores
 from whence.study import Study
 
 AT_ONCE = 2**22  # numbers of a block of scores
-
-Floats = NDArray[np.float64]
 
 
 class Downsampling:
@@ -76,11 +75,11 @@ class Downsampling:
             )
         for where, which in unknown.items():
             if which:
-                named = ", ".join(map(str, which[:5])) + (", ..." if len(which) > 5 else "")
+                listed = ", ".join(map(str, which[:5])) + (", ..." if len(which) > 5 else "")
                 warnings.warn(
                     f"{len(which)} of {examples} examples are {where.replace('_', ' ')} (of "
-                    f"{subsets}), so that nothing is known about them: {named}. They score 0; make "
-                    "a truth with more subsets",
+                    f"{subsets}), so nothing is known about them: {listed}. They score 0; use a "
+                    "truth with more subsets",
                     stacklevel=2,
                 )
         queries = measured.shape[1]
@@ -152,20 +151,3 @@ class Downsampling:
 
     def __repr__(self) -> str:
         return f"Downsampling({self.truth!r}, exclude_diverged={self.exclude_diverged})"
-
-
-def differences(masks: NDArray[np.bool_], measured: Floats) -> tuple[Floats, Floats]:
-    """Mean of `measured` (M, q) with, less without, each example of `masks` (M, n): (q, n).
-
-    And its standard error s √(1/M_m + 1/(M - M_m)), s² the variance within both groups together.
-    """
-    inside = masks.astype(np.float64)
-    subsets = len(masks)
-    centred = measured - measured.mean(0)
-    k = inside.sum(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        there, missing = centred.T @ inside / k, centred.T @ (1 - inside) / (subsets - k)
-        total = np.square(centred).sum(0)[:, None]
-        within = total - k * there**2 - (subsets - k) * missing**2
-        variance = np.maximum(within, 0.0) / (subsets - 2) if subsets > 2 else np.inf
-        return there - missing, np.sqrt(variance * (1 / k + 1 / (subsets - k)))

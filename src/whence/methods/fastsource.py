@@ -1,13 +1,13 @@
 """FastSource: SOURCE with the parameters averaged within a segment (appendix E.2).
 
 One set of factors and one pass of training gradients per segment, rather than per checkpoint: L
-times the cost of influence functions rather than C times. The query gradient is still taken at the
-final model.
+times the cost of influence functions rather than C times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from whence.layers.passes import Weights
 from whence.methods.source import Source
@@ -19,3 +19,10 @@ class FastSource(Source):
 
     def points(self, segment: Segment) -> Sequence[Weights]:
         return [Averaged(segment.checkpoints)]
+
+    @classmethod
+    def published(cls, *arguments: Any, **settings: Any) -> Source:
+        """The paper to the letter. The arguments are those of `Source.published`."""
+        from whence.methods.published import PublishedFastSource
+
+        return PublishedFastSource(*arguments, **settings)

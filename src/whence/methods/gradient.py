@@ -6,24 +6,27 @@ scoring is here and the same for all.
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whence.data import Batches
-from whence.engine.scoring import Scoring, Tokens, by_token
-from whence.engine.workspace import LOSS, Readouts, Term, Workspace
+from whence.engine.estimate import announce
+from whence.engine.options import ComputeOptions, Options
+from whence.engine.scoring import Tokens, score_tokens
+from whence.engine.workspace import LOSS, Queries, Term, Workspace
 from whence.layers.passes import Signal, precision_as_asked
-from whence.methods.base import Method, lay_out
+from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.scores import Scores
 from whence.study import Study
+
+#: for the terms with these numbers: the vectors w of some queries, and a number they are times
+Vectors = Iterator[tuple[Sequence[int], Any, float]]
 
 
 class GradientMethod(Method):
@@ -32,7 +35,7 @@ class GradientMethod(Method):
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
 
-    # -- what a method defines -----------------------------------------------------------------
+    # -- what a method defines -------------------------------------------------------------------
 
     @abstractmethod
     def terms(self, workspace: Workspace) -> list[Term]:
@@ -43,17 +46,9 @@ class GradientMethod(Method):
         """Fit what the vectors need; called once per run."""
 
     @abstractmethod
-    def vectors(
-        self,
-        workspace: Workspace,
-        prepared: Any,
-        data: Batches,
-        stage: str,
-        indices: np.ndarray,
-        examples: int,
-    ) -> Iterator[tuple[int, Readouts]]:
-        """The vectors w of these queries for each term, by its number, in any order; to be used on
-        so many examples. A set that was given is not kept here, so that its memory can go."""
+    def vectors(self, workspace: Workspace, prepared: Any, queries: Queries) -> Vectors:
+        """The vectors w of these queries for each term, in any order. What was given is not used
+        here any more, so that its memory can be reused."""
 
     def training(
         self, workspace: Workspace, prepared: Any
@@ -61,96 +56,95 @@ class GradientMethod(Method):
         """What of an example is differentiated, and its weight if any, (n,) per stage."""
         return LOSS, None
 
-    def passes_needed(self, workspace: Workspace) -> dict[str, int]:
+    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
         """How many passes of each kind over the training data, for the estimate."""
-        terms = [term for term in self.terms(workspace) if term.stage in workspace.stages]
-        return {"scores": sum(len(term.checkpoints) for term in terms)}
+        scored = [term for term in terms if term.stage in workspace.stages]
+        return {"scores": sum(len(term.checkpoints) for term in scored)}
 
     def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
         """What a pass of each kind costs per example, for the estimate."""
-        return cost.pass_operations(workspace.final_passes.tracked, queries, self._factored)
+        work = cost.pass_operations(workspace.tracked, queries, self._factored)
+        if workspace.query is None:  # every example is a query that has to be solved
+            everyone = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+            solved = cost.pass_operations(workspace.tracked, everyone, self._factored)
+            work |= {kind: solved[kind] for kind in ("sums", "products")}
+        return work
 
     def numbers_held(self, workspace: Workspace, queries: int) -> int:
         """How many numbers are in memory at once, for the estimate."""
-        tracked = workspace.final_passes.tracked
+        tracked = workspace.tracked
         return 2 * cost.factor_numbers(tracked) + queries * cost.vector_numbers(tracked)
 
-    # -- what all of them do -------------------------------------------------------------------
+    # -- what all of them do ---------------------------------------------------------------------
 
-    def fit(
-        self,
-        study: Study,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        batch_size: int | None = None,
-        memory: int | str | None = None,
-        progress: bool = True,
-        workers: int = 0,
-    ) -> None:
+    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+        terms = self.terms(workspace)
+        writer = self.writer(workspace, out, top, len(terms) if by_segment else None)
+        if writer.already is not None:
+            return writer.already
+        if workspace.reads_training_data:
+            self._announce(workspace, terms)
+        prepared = self.prepare(workspace, terms)
+        vectors = partial(self.vectors, workspace, prepared)
+        signal, weights = self.training(workspace, prepared)
+        scoring = workspace.scoring(
+            terms, vectors, writer, by_segment, signal, weights, self._shared
+        )
+        with workspace.clock("scores"):
+            if workspace.query is None:
+                scoring.selves()
+            else:
+                scoring.queries(workspace.query)
+        return writer.finish(**self.metadata(workspace))
+
+    def fit(self, study: Study, **options: Unpack[Options]) -> None:
         """Fit now what `attribute` needs besides queries, into the study's cache.
 
-        `attribute` with the same settings finds it there. The arguments are those of `attribute`.
+        `attribute` with the same settings finds it there.
+
+        Args:
+            options: device, dtype, batch_size, memory, progress, workers: as in `attribute`.
         """
         for run in study.runs:
             with torch.no_grad(), precision_as_asked():
-                workspace = lay_out(
-                    study,
-                    run,
-                    stage=self.stage,
-                    device=device,
-                    dtype=dtype,
-                    batch_size=batch_size,
-                    memory=memory,
-                    progress=progress,
-                    workers=workers,
+                workspace = Workspace.lay_out(
+                    study, run, ComputeOptions(**options), stage=self.stage
                 )
                 self.prepare(workspace, self.terms(workspace))
 
     def estimate(
-        self,
-        study: Study,
-        query: Any = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        batch_size: int | None = None,
-        memory: int | str | None = None,
+        self, study: Study, query: Any = None, **options: Unpack[Options]
     ) -> dict[str, Any]:
-        """What `attribute` would take of each run: seconds, bytes, and passes over the data."""
-        with torch.no_grad(), precision_as_asked():
-            workspace = self._workspace(
-                study, study.runs[0], query, device, dtype, batch_size, memory, False, 0
-            )
-            self._announce_work(workspace)
-        return dict(workspace.diagnostics["estimate"])
+        """What `attribute` would take for each run: seconds, bytes, and passes over the data.
 
-    def _announce_work(self, workspace: Workspace) -> None:
+        Args:
+            options: device, dtype, batch_size, memory: as in `attribute`.
+        """
+        options["progress"] = False
+        with torch.no_grad(), precision_as_asked():
+            workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
+            self._announce(workspace, self.terms(workspace))
+        return dict(workspace.ledger.diagnostics["estimate"])
+
+    def _announce(self, workspace: Workspace, terms: list[Term]) -> None:
         queries = 1 if workspace.query is None else len(workspace.query)
-        work, held = self.operations(workspace, queries), self.numbers_held(workspace, queries)
-        passes = self.passes_needed(workspace)
+        passes = self.passes_needed(workspace, terms)
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
             passes[kind] *= workspace.factor_groups
-        self._announce(workspace, work, passes, held)
+        work, numbers = self.operations(workspace, queries), self.numbers_held(workspace, queries)
+        announce(self, workspace, work, passes, numbers)
 
     def tokens(
-        self,
-        study: Study,
-        query: Any,
-        examples: Sequence[int],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        memory: int | str | None = None,
-        progress: bool = True,
+        self, study: Study, query: Any, examples: Sequence[int], **options: Unpack[Options]
     ) -> list[Tokens]:
         """Scores of a few training examples, position by position: which of its tokens did it.
 
         Meant for the examples that `attribute` found: each costs a pass of its own at every
-        checkpoint. Runs of several are not averaged: give a study of one.
+        checkpoint. Several runs are not averaged: give a study of one.
 
         Args:
             examples: indices in the training data (of `stage`, or of the last stage).
+            options: device, dtype, memory, progress: as in `attribute`.
         """
         if len(study.runs) != 1:
             raise ValueError(f"tokens() needs a study of one run, not of {len(study.runs)}")
@@ -162,39 +156,14 @@ class GradientMethod(Method):
         if query is None:
             raise ValueError("tokens() needs queries: give the ones that were attributed")
         with torch.no_grad(), precision_as_asked():
-            workspace = self._workspace(
-                study, study.runs[0], query, device, dtype, None, memory, progress, 0
-            )
+            workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
             assert workspace.query is not None
             terms = self.terms(workspace)
-            rows, last = np.arange(len(workspace.query)), study.stages[-1]
             prepared = self.prepare(workspace, terms)
-            ready = dict(
-                self.vectors(workspace, prepared, workspace.query, last, rows, len(examples))
-            )
-            return [by_token(workspace, terms, ready, stage, example) for example in examples]
-
-    def _attribute_one(
-        self,
-        workspace: Workspace,
-        out: str | os.PathLike[str] | None,
-        top: int | None,
-        by_segment: bool,
-    ) -> Scores:
-        terms = self.terms(workspace)
-        writer = self._writer(workspace, out, top, len(terms) if by_segment else None)
-        if writer.already is not None:
-            return writer.already
-        self._announce_work(workspace)
-        prepared = self.prepare(workspace, terms)
-        vectors = partial(self.vectors, workspace, prepared)
-        signal, weights = self.training(workspace, prepared)
-        scoring = Scoring(
-            workspace, terms, vectors, writer, by_segment, signal, weights, self._shared
-        )
-        with workspace.final_passes.clock("scores"):
-            if workspace.query is None:
-                scoring.selves()
-            else:
-                scoring.queries(workspace.query)
-        return writer.finish(**self._metadata(workspace))
+            rows = np.arange(len(workspace.query))
+            queries = Queries(workspace.query, study.stages[-1], rows)
+            readouts: dict[int, Any] = {}
+            for which, w, scale in self.vectors(workspace, prepared, queries):
+                ready = workspace.readouts(w, scale, len(examples))
+                readouts |= dict.fromkeys(which, ready)
+            return [score_tokens(workspace, terms, readouts, stage, e) for e in examples]

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import torch
 
+from whence.methods.unrolling import Unrolling
 from whence.replay.objective import Tensors
 from whence.replay.sweep import (
     Credit,
     QueryBlock,
     ReplayWorkspace,
-    Unrolling,
     forward_operations,
     update_credits,
 )

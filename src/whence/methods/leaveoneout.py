@@ -9,7 +9,6 @@ far as training is not chaotic. The sign is that of f(with m) - f(without m).
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from operator import index
 from pathlib import Path
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset
 
 from whence.retrain import Training, measure
+from whence.retrain.contrast import sound_pairs, standard_errors, without
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.study import Study
@@ -99,7 +99,7 @@ class LeaveOneOut:
             [
                 *(Training(seed) for seed in self.seeds),
                 *(
-                    Training(seed, _without(m, len(data)), self.stage)
+                    Training(seed, without(m, len(data)), self.stage)
                     for seed in self.seeds
                     for m in examples.tolist()
                 ),
@@ -114,34 +114,36 @@ class LeaveOneOut:
         seeds = len(self.seeds)
         whole, parts = rows[:seeds, None], rows[seeds:].reshape(seeds, len(examples), -1)
         effects = (whole - parts).swapaxes(1, 2)  # (seeds, q, examples)
-        counted = self._counted(np.asarray(np.isfinite(effects).all(1)), examples)
+        counted = sound_pairs(np.isfinite(effects), examples, self.exclude_diverged)
         if query is None:
             effects = effects.diagonal(axis1=1, axis2=2)
-        errors = None
-        if seeds > 1:
-            with warnings.catch_warnings():  # of one pair that is left nothing is known
-                warnings.simplefilter("ignore", RuntimeWarning)
-                deviation = np.nanstd(effects, 0, ddof=1)
-            errors = np.nan_to_num(deviation, nan=np.inf) / np.sqrt(counted)
+        errors = standard_errors(effects, counted) if seeds > 1 else None
+        return self._scores(np.nanmean(effects, 0), errors, examples, len(rows), counted, out)
+
+    def _scores(
+        self,
+        values: NDArray[np.float64],
+        errors: NDArray[np.float64] | None,
+        examples: NDArray[np.int64],
+        trainings: int,
+        counted: NDArray[np.int64],
+        out: str | os.PathLike[str] | None,
+    ) -> Scores:
+        recipe, task = self._recipe, self._recipe.task
         scores = Scores(
-            np.nanmean(effects, 0),
+            values,
             method="LeaveOneOut",
-            settings={
-                "examples": self.examples,
-                "seeds": self.seeds,
-                "stage": self.stage,
-                "exclude_diverged": self.exclude_diverged,
-            },
-            measurement=recipe.task.measurement,
-            unit=recipe.task.unit,
-            higher_is_better=recipe.task.higher_is_better,
+            settings={k: v for k, v in vars(self).items() if not k.startswith("_")},
+            measurement=task.measurement,
+            unit=task.unit,
+            higher_is_better=task.higher_is_better,
             train_ids=examples,
             stage=[self.stage] * len(examples) if len(recipe.stages) > 1 else None,
             spread=errors,
             diagnostics={
                 "spread": None if errors is None else "standard error of the mean over seeds",
-                "trainings": len(rows),
-                "diverged": seeds * len(examples) - int(counted.sum()),
+                "trainings": trainings,
+                "diverged": len(self.seeds) * len(examples) - int(counted.sum()),
             },
             provenance={
                 "recipe": recipe.fingerprint,
@@ -164,32 +166,8 @@ class LeaveOneOut:
                 "a study of a run of this recipe, or none"
             )
 
-    def _counted(self, sound: NDArray[np.bool_], examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many seeds count for each example: those whose trainings (seeds, examples) are."""
-        lost = int((~sound).sum())
-        if lost and not self.exclude_diverged:
-            raise ValueError(
-                f"{lost} of {sound.size} pairs of trainings have one that diverged: leave them out "
-                "with exclude_diverged=True"
-            )
-        counted = sound.sum(0)
-        if not counted.all():
-            none = examples[counted == 0]
-            named = ", ".join(map(str, none[:5])) + (", ..." if len(none) > 5 else "")
-            raise ValueError(
-                f"no pair of trainings is left of {len(none)} examples ({named}), all diverged: "
-                "use more seeds, or leave them out of examples="
-            )
-        return np.asarray(counted)
-
     def __repr__(self) -> str:
         return (
             f"LeaveOneOut(examples={self.examples}, seeds={self.seeds}, stage={self.stage!r}, "
             f"exclude_diverged={self.exclude_diverged})"
         )
-
-
-def _without(example: int, count: int) -> NDArray[np.bool_]:
-    mask = np.ones(count, dtype=bool)
-    mask[example] = False
-    return mask

@@ -16,17 +16,14 @@ import torch
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from whence.data import Batches, cut
+from whence.data import cut
 from whence.draws import Uniform
-from whence.operators import key_of
+from whence.engine.labels import Labels, classes
+from whence.persist.factor_cache import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
-from whence.task import Classification, Task
 
-READ_AT_ONCE = 1024  # examples, when labels are read
 AT_ONCE = 2**22  # draws held at a time
-
-Labels = NDArray[np.int64]
 
 
 class Random:
@@ -147,11 +144,3 @@ def draws(
     if query_classes is not None and example_classes is not None:
         found += query_classes[queries, None] == example_classes
     return found
-
-
-def classes(task: Task, data: Batches) -> Labels | None:
-    """The class of every example, (n,); None for a task that is no classification."""
-    if not isinstance(task, Classification):
-        return None
-    blocks = cut(len(data), READ_AT_ONCE)
-    return np.concatenate([task.labels(data.take(block)).cpu().numpy() for block in blocks])

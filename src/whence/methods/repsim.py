@@ -10,7 +10,6 @@ method: `helpful` ranks the most similar first, and f(S) ≈ const + Σ values h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -20,9 +19,10 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
+from whence.engine.estimate import announce
 from whence.engine.workspace import Workspace
 from whence.layers.representation import representations
-from whence.methods.base import Method
+from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.scores import Scores
 
@@ -74,24 +74,18 @@ class RepSim(Method):
             raise ValueError(f"metric={metric!r} is not known: use one of {known}")
         self.metric, self.layer, self.stage = metric, layer, stage
 
-    def _attribute_one(
-        self,
-        workspace: Workspace,
-        out: str | os.PathLike[str] | None,
-        top: int | None,
-        by_segment: bool,
-    ) -> Scores:
-        writer = self._writer(workspace, out, top, 1 if by_segment else None)
+    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+        writer = self.writer(workspace, out, top, 1 if by_segment else None)
         if writer.already is not None:
             return writer.already
-        tracked = workspace.final_passes.tracked
+        tracked = workspace.tracked
         forward = sum(
             cost.forward_backward(b, tracked.positions[b.name]) / 2 for b in tracked.blocks
         )
-        self._announce(workspace, {"forward": forward}, {"forward": 1}, 0)
+        announce(self, workspace, {"forward": forward}, {"forward": 1}, 0)
         sign = 1.0 if workspace.final_passes.task.higher_is_better else -1.0
         similarity, last = METRICS[self.metric], workspace.study.stages[-1]
-        with workspace.final_passes.clock("scores"):
+        with workspace.clock("scores"):
             queries, rows, step = None, None, SELVES
             if workspace.query is not None:
                 queries = self._of(
@@ -103,9 +97,7 @@ class RepSim(Method):
             for stage in workspace.stages:
                 data = workspace.study.data[stage]
                 blocks = cut(len(data), step)
-                for indices in tqdm(
-                    blocks, disable=not workspace.final_passes.progress, leave=False
-                ):
+                for indices in tqdm(blocks, disable=not workspace.progress, leave=False):
                     columns = slice(start, start + len(indices))
                     start = columns.stop
                     if writer.done(rows, columns):
@@ -118,7 +110,7 @@ class RepSim(Method):
                         values = similarity(queries, examples)
                     found = (sign * values).cpu().numpy()
                     writer.write(rows, columns, found, found[None] if by_segment else None)
-        return writer.finish(**self._metadata(workspace))
+        return writer.finish(**self.metadata(workspace))
 
     def _of(self, workspace: Workspace, stage: str, data: Batches, indices: np.ndarray) -> Tensor:
         """h at the final model, (n, r)."""
@@ -135,13 +127,13 @@ class RepSim(Method):
                     f"{named}: mend or leave out the example"
                 )
             found.append(h)
-            workspace.diagnostics.setdefault("representation", {})[stage] = place
+            workspace.ledger.diagnostics.setdefault("representation", {})[stage] = place
         return torch.cat(found)
 
     @staticmethod
     def _check_widths(workspace: Workspace, queries: Tensor, examples: Tensor, stage: str) -> None:
         if queries.shape[1] != examples.shape[1]:
-            places = workspace.diagnostics["representation"]
+            places = workspace.ledger.diagnostics["representation"]
             raise ValueError(
                 f"the queries' representations ({places[workspace.study.stages[-1]]}) have "
                 f"{queries.shape[1]} numbers, those of stage {stage!r} ({places[stage]}) "

@@ -9,47 +9,56 @@ SOURCE needs anyway, so looking costs nothing more.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from whence.engine.workspace import Workspace
-from whence.operators import Fitter
+from whence.operators import KINDS
 from whence.run import Segment
 
 FACTOR = 2.0
 
 
-def automatic(workspace: Workspace, fitters: dict[str, Fitter]) -> list[Segment]:
-    """Segments within which curvature stays within `FACTOR` of its mean; one fitter per stage."""
+def segments_of(
+    workspace: Workspace,
+    segments: int | str | Sequence[int],
+    curvature: str,
+    fisher: str,
+    seed: int,
+) -> list[Segment]:
+    """The segments of the run: as many as asked for, or those found by looking ("auto")."""
+    if segments != "auto":
+        return workspace.run.segments(segments)
     ends: list[int] = []
-    held: list[Tensor] = []
+    so_far: list[Tensor] = []
     stage = None
     for checkpoint in workspace.run.checkpoints:
-        now = _log_curvature(fitters[checkpoint.stage].covariances(checkpoint))
-        fresh = checkpoint.stage != stage
-        if not fresh:
-            mean = torch.stack(held).mean(0)
-            fresh = bool((now - mean).abs().mean() > math.log(FACTOR))
-        if fresh:
-            held = []
+        fitter = workspace.fitter([checkpoint.stage], fisher, seed)
+        whole = KINDS[curvature].whole_blocks(fitter)
+        current = _log_curvature(fitter.covariances(checkpoint, whole), whole)
+        new = checkpoint.stage != stage
+        if not new:
+            mean = torch.stack(so_far).mean(0)
+            new = bool((current - mean).abs().mean() > math.log(FACTOR))
+        if new:
+            so_far = []
             ends.append(checkpoint.step)
-        held.append(now)
+        so_far.append(current)
         ends[-1] = checkpoint.step
         stage = checkpoint.stage
-    workspace.diagnostics["segmentation"] = {
+    workspace.ledger.diagnostics["segmentation"] = {
         "rule": f"curvature within a factor {FACTOR}",
         "ends": ends,
     }
     return workspace.run.segments(ends)
 
 
-def _log_curvature(covariances: dict[str, Tensor]) -> Tensor:
-    """log tr(A)·tr(S) of every layer."""
-    names = sorted(name[:-2] for name in covariances if name.endswith("/A"))
-    traces = [
-        float(covariances[f"{n}/A"].diagonal().sum())
-        * float(covariances[f"{n}/S"].diagonal().sum())
-        for n in names
-    ]
-    return torch.tensor([math.log(max(trace, 1e-300)) for trace in traces])
+def _log_curvature(covariances: dict[str, Tensor], whole: Sequence[str]) -> Tensor:
+    """log tr(A)·tr(S) of every layer; of whole gradients, each trace alone is the curvature."""
+    logs = []
+    for name in sorted(key[:-2] for key in covariances if key.endswith("/A")):
+        a, s = (float(covariances[f"{name}/{k}"].diagonal().sum()) for k in "AS")
+        logs.append(math.log(max(a if name in whole else a * s, 1e-300)))
+    return torch.tensor(logs)

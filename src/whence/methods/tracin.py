@@ -8,15 +8,10 @@ m).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-import numpy as np
-
-from whence.data import Batches
-from whence.engine.workspace import Readouts, Term, Workspace
-from whence.methods.gradient import GradientMethod
+from whence.engine.workspace import Queries, Term, Workspace
+from whence.methods.gradient import GradientMethod, Vectors
 
 
 class TracIn(GradientMethod):
@@ -34,21 +29,12 @@ class TracIn(GradientMethod):
     def terms(self, workspace: Workspace) -> list[Term]:
         return [Term(c.stage, [c]) for c in workspace.run.checkpoints]
 
-    def prepare(self, workspace: Workspace, terms: list[Term]) -> list[Term]:
-        return terms
+    def prepare(self, workspace: Workspace, terms: list[Term]) -> None:
+        """Nothing is fitted."""
 
-    def vectors(
-        self,
-        workspace: Workspace,
-        prepared: Any,
-        data: Batches,
-        stage: str,
-        indices: np.ndarray,
-        examples: int,
-    ) -> Iterator[tuple[int, Readouts]]:
-        for k, term in enumerate(prepared):
-            if term.stage in workspace.stages:
-                (checkpoint,) = term.checkpoints
-                v = workspace.own_gradients(data, stage, indices, checkpoint)
+    def vectors(self, workspace: Workspace, prepared: None, queries: Queries) -> Vectors:
+        for k, checkpoint in enumerate(workspace.run.checkpoints):
+            if checkpoint.stage in workspace.stages:
                 η = workspace.rates(partial(workspace.run.rate_at, checkpoint))
-                yield k, {name: v.pop(name).scaled(-η[name]) for name in list(v)}
+                v = workspace.plain_gradients(queries, checkpoint)
+                yield [k], workspace.diagonal(η) * v, -1.0

@@ -1,35 +1,52 @@
-"""Curvature of the training objective: covariances, eigenbases, eigenvalues, their functions."""
+"""Curvature of the training objective as operators on a space of vectors.
 
-from whence.operators import cost
-from whence.operators.fit import (
-    FISHERS,
-    KINDS,
-    BlockCurvature,
-    Curvature,
-    FitData,
-    Fitter,
-    bases_of,
-    check_choices,
-)
-from whence.operators.functions import inverse, response, survival
-from whence.operators.products import Basis, Readout
-from whence.persist.factor_cache import Store, key_of
+Adding a curvature layer by layer is one file with a `compute`, and a line in `KINDS`.
+"""
+
+from whence.operators.diagonal import Diagonal, Identity
+from whence.operators.ekfac import EKFAC
+from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
+from whence.operators.fit import FISHERS, FitData, Fitter, accumulator
+from whence.operators.functions import decayed, inverse, response, significant, survival
+from whence.operators.gauss_newton import GaussNewton
+from whence.operators.kfac import KFAC
+from whence.operators.operator import Inverse, Operator, coupling
+from whence.operators.shampoo import Automatic, Shampoo
+from whence.operators.space import Basis, BlockDiagonal, BlockSpace, BlockVectors
+from whence.operators.whitened import Whitened
+
+#: curvatures that are fitted layer by layer
+KINDS: dict[str, type[Factored]] = {
+    kind.kind: kind for kind in (Automatic, EKFAC, Shampoo, KFAC, Diagonal, Identity)
+}
 
 __all__ = [
+    "EKFAC",
     "FISHERS",
+    "KFAC",
     "KINDS",
+    "Automatic",
     "Basis",
-    "BlockCurvature",
-    "Curvature",
+    "BlockDiagonal",
+    "BlockSpace",
+    "BlockVectors",
+    "Diagonal",
+    "EigenFactors",
+    "Factored",
     "FitData",
     "Fitter",
-    "Readout",
-    "Store",
-    "bases_of",
-    "check_choices",
-    "cost",
+    "GaussNewton",
+    "Identity",
+    "Inverse",
+    "OffloadedFactors",
+    "Operator",
+    "Shampoo",
+    "Whitened",
+    "accumulator",
+    "coupling",
+    "decayed",
     "inverse",
-    "key_of",
     "response",
+    "significant",
     "survival",
 ]

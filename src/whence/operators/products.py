@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from whence.layers.capture import LayerFactors
+from whence.operators.space import Basis
 
 #: numbers in a scratch buffer that is read back at once (it should stay in a CPU's cache) ...
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
@@ -47,29 +48,6 @@ def buffer(like: Tensor, *shape: int) -> Tensor:
     return found[:size].view(shape)
 
 
-@dataclass(frozen=True)
-class Basis:
-    """Orthogonal bases of a block's outputs (o, o) and inputs (width, width), as columns."""
-
-    outputs: Tensor
-    inputs: Tensor
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
-        return Basis(self.outputs.to(device, dtype), self.inputs.to(device, dtype))
-
-    def rotate_inputs(self, a: Tensor) -> Tensor:
-        """[a, 1] Q_A: (n, t, i) -> (n, t, width)."""
-        n, t, i = a.shape
-        flat, q = a.reshape(n * t, i), self.inputs
-        turned = flat @ q if len(q) == i else torch.addmm(q[-1], flat, q[:-1])
-        return turned.view(n, t, -1)
-
-    def rotate_outputs(self, s: Tensor) -> Tensor:
-        """s Q_S: (n, t, o) -> (n, t, o)."""
-        n, t, o = s.shape
-        return (s.reshape(n * t, o) @ self.outputs).view(n, t, o)
-
-
 def add_gram(total: Tensor, x: Tensor) -> None:
     """total += xᵀx for x (m, d), upper triangle, by row blocks: about half of the full product."""
     d = x.shape[1]
@@ -92,19 +70,19 @@ def mirror(total: Tensor) -> Tensor:
     return torch.triu(total) + torch.triu(total, 1).mT
 
 
-def add_input_covariance(total: Tensor, pair: LayerFactors) -> None:
+def add_input_covariance(total: Tensor, factors: LayerFactors) -> None:
     """total (width, width) += Σ_{n,t} [a, 1][a, 1]ᵀ over existing positions; upper triangle."""
-    n, t = pair.s.shape[:2]
-    i, count = pair.block.i, float(n * t)
-    sums = pair.add_gram(total[:i, :i]) if pair.mask is None else None
+    n, t = factors.s.shape[:2]
+    i, count = factors.block.i, float(n * t)
+    sums = factors.add_gram(total[:i, :i]) if factors.mask is None else None
     if sums is None:
-        x = pair.a.reshape(n * t, i)
-        if pair.mask is not None:
-            x = x * pair.mask.reshape(-1, 1)
-            count = float(pair.mask.sum())
+        x = factors.a.reshape(n * t, i)
+        if factors.mask is not None:
+            x = x * factors.mask.reshape(-1, 1)
+            count = float(factors.mask.sum())
         add_gram(total[:i, :i], x)
         sums = x.sum(0)
-    if pair.block.bias:
+    if factors.block.bias:
         total[:i, i] += sums
         total[i, i] += count
 
@@ -117,6 +95,16 @@ def add_output_covariance(total: Tensor, s: Tensor, mask: Tensor | None) -> floa
         x = x * mask.reshape(-1, 1)
     add_gram(total, x)
     return float(n * t) if mask is None else float(mask.sum())
+
+
+def add_whole_grams(left: Tensor, right: Tensor, a: Tensor, s: Tensor, bias: bool) -> None:
+    """left (o, o) += Σ_n G_n G_nᵀ and right (width, width) += Σ_n G_nᵀ G_n; upper triangles."""
+    n, o, width = len(a), len(left), len(right)
+    step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (2 * o * width))
+    for start in range(0, n, step):
+        gradient = build(a[start : start + step], s[start : start + step], None, bias)
+        add_gram(right, gradient.reshape(-1, width))
+        add_gram(left, gradient.mT.reshape(-1, o))
 
 
 def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> None:
@@ -169,19 +157,41 @@ def build(a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> Tensor:
     return torch.cat([gradient, s.sum(1).unsqueeze(2)], 2) if bias else gradient
 
 
-def turn(values: Tensor, source: Basis | None, target: Basis | None) -> Tensor:
-    """Matrices (q, o, width) from one basis to another; None is the parameters' own."""
-    if source is target:
-        return values
-    if source is None:
-        assert target is not None
-        left, right = target.outputs.mT, target.inputs
-    elif target is None:
-        left, right = source.outputs, source.inputs.mT
-    else:
-        left, right = target.outputs.mT @ source.outputs, source.inputs.mT @ target.inputs
-    q, o, width = values.shape
-    return torch.matmul(left, (values.reshape(q * o, width) @ right).view(q, o, width))
+def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Tensor, bias: bool) -> None:
+    """total (q, o, width) += Σ_n weights[q, n] G_n, G_n the whole gradient of example n."""
+    (n, t, i), o, weights = a.shape, s.shape[2], weights.to(a.dtype)
+    if bias:
+        total[..., i] += weights @ s.sum(1)
+    if t > 1:  # Σ_t s_t a_tᵀ once per example, a few outputs at a time, for all q
+        step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * i))
+        for start in range(0, o, step):
+            rows = slice(start, min(start + step, o))
+            gradient = buffer(a, n, rows.stop - start, i)
+            torch.bmm(s[:, :, rows].mT, a, out=gradient)
+            total[:, rows, :i] += (weights @ gradient.view(n, -1)).view(len(weights), -1, i)
+        return
+    a, s = a.squeeze(1), s.squeeze(1)
+    short, long = (s, a) if o <= i else (a, s)  # the weights go to the shorter side
+    step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // short.numel())
+    for start in range(0, len(weights), step):
+        part = weights[start : start + step]
+        weighted = torch.mul(part.unsqueeze(1), short.mT, out=buffer(a, len(part), *short.mT.shape))
+        found = (weighted.view(-1, n) @ long).view(len(part), short.shape[1], -1)
+        total[start : start + step, :, :i] += found if o <= i else found.mT
+
+
+def squared_norms(a: Tensor, s: Tensor, bias: bool) -> Tensor:
+    """‖G_n‖², (n,)."""
+    (n, t, i), o = a.shape, s.shape[2]
+    gram = t * (i + o) <= o * i  # Σ_{t,t'} (s_t · s_t')(a_t · a_t' + 1) is less than Σ_t s_t a_tᵀ
+    step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // (t * t if gram else o * i))
+    wide = torch.promote_types(a.dtype, torch.float32)
+    found = []
+    for start in range(0, n, step):
+        x, y = a[start : start + step], s[start : start + step]
+        products = (y @ y.mT) * (x @ x.mT + bias) if gram else build(x, y, None, bias).square()
+        found.append(products.sum((1, 2), dtype=wide))
+    return torch.cat(found)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def key_of(settings: Mapping[str, Any]) -> str:
     ]
 
 
-class Store:
+class FactorCache:
     """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder."""
 
     def __init__(self, folder: Path | None) -> None:

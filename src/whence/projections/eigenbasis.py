@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from whence.layers.capture import ParameterBlock
-from whence.operators import Curvature
+from whence.operators.factored import EigenFactors
 from whence.operators.fit import accumulator
-from whence.operators.products import Basis
+from whence.operators.space import Basis
 from whence.projections.gradients import Gradients
 
 
@@ -67,7 +67,7 @@ class Eigenbasis:
         found = torch.cat(parts, 1)
         return found.to(accumulator(found.dtype))
 
-    def spread(self, by_block: Mapping[str, float]) -> Tensor:
+    def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
         """A number per block as one per coordinate, (d,)."""
         counts = torch.tensor([len(kept.rows) for kept in self.kept.values()])
         values = torch.tensor([by_block[name] for name in self.kept], dtype=torch.float64)
@@ -76,7 +76,7 @@ class Eigenbasis:
 
 
 def leading(
-    curvature: Curvature, blocks: Sequence[ParameterBlock], dimension: int
+    curvature: Mapping[str, EigenFactors], blocks: Sequence[ParameterBlock], dimension: int
 ) -> dict[str, Kept]:
     """The `dimension` entries with the largest eigenvalues over all blocks."""
     values = [curvature[block.name].eigenvalues.flatten() for block in blocks]

@@ -74,7 +74,7 @@ def gather(
     """The gradients of a few examples, as they are."""
     held: dict[str, Gradients] = {}
     for sweep in passes.backward_passes(data, [indices], signal):
-        for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+        for pair in sweep.factors():
             held.setdefault(pair.block.name, Gradients(pair.block)).add(pair)
     return held
 
@@ -123,7 +123,7 @@ def projected(
     indices: list[NDArray[np.int64]] = []
     examples = numbers = done = 0
     for sweep in passes.backward_passes(data, batches, signal, label):
-        for pair in (pair for _, pairs in sweep.pairs for pair in pairs):
+        for pair in sweep.factors():
             numbers += held.setdefault(pair.block.name, Gradients(pair.block)).add(pair)
         indices.append(sweep.indices)
         examples += len(sweep.indices)

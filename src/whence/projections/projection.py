@@ -35,9 +35,9 @@ class Projection:
         found = [part.project(gradients) for part in self.parts]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def spread(self, by_block: Mapping[str, float]) -> Tensor:
+    def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
         """A number per block as one per coordinate, (d,)."""
-        return torch.cat([part.spread(by_block) for part in self.parts])
+        return torch.cat([part.per_coordinate(by_block) for part in self.parts])
 
 
 def check(projection: Projection, gradients: Mapping[str, Gradients]) -> None:

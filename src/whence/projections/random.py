@@ -87,7 +87,7 @@ class Random:
             found[block.name] = flat.view(-1, *block.shape)
         return found
 
-    def spread(self, by_block: Mapping[str, float]) -> Tensor:
+    def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
         """A number per block as one per coordinate, (d,): they must agree, for P mixes blocks."""
         found = {by_block[block.name] for block in self.blocks}
         if len(found) > 1:

@@ -1,16 +1,9 @@
-"""What Unrolled and HYDRA share: a sweep over the updates, from the last to the first.
-
-A method says how it carries a block of queries from the end of training to its start, and yields
-on the way what each update gave to its examples; adding that up, keeping the state of the sweep on
-disk so that it can go on, and the account of it all are here.
-"""
+"""A sweep over the updates of a training, from the last to the first: its queries, what each
+update gave to its examples, and its state on disk, from which an interrupted sweep resumes."""
 
 from __future__ import annotations
 
 import json
-import os
-import warnings
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,18 +15,13 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from whence.data import Batches, cut
+from whence.data import Batches
 from whence.engine.workspace import Workspace
-from whence.methods.base import Method
-from whence.operators import cost, key_of
-from whence.replay.objective import Tensors, twice_differentiable
+from whence.operators import cost
 from whence.replay.training import Adjoint, Indices, Replay, Update
 from whence.run import Run
 from whence.run.checkpoint import replace_file
-from whence.scores import Scores
-from whence.study import Study
 
 SAVED_EVERY = 60.0  # seconds between two notes of where a sweep stands
 PENDING = 64  # credits that wait on the device before they are fetched
@@ -46,8 +34,8 @@ class ReplayWorkspace(Workspace):
     replay: Replay = field(kw_only=True)
 
     def at_once(self, queries: int) -> int:
-        """How many examples may meet so many queries at a time."""
-        each = queries * cost.per_example_numbers(self.any.tracked) * self.replay.dtype.itemsize
+        """How many examples may meet that many queries at a time."""
+        each = queries * cost.per_example_numbers(self.tracked) * self.replay.dtype.itemsize
         return min(self.batch_size, max(1, self.memory // 4 // each))
 
 
@@ -154,210 +142,6 @@ class Sum:
         self.here[...] = 0.0
 
 
-class Unrolling(Method):
-    """A method that goes back through a run's training, update by update."""
-
-    _modelled = True  # whether what the model does in training alone must be known
-
-    # -- what a method defines -----------------------------------------------------------------
-
-    @abstractmethod
-    def sweep(
-        self,
-        workspace: ReplayWorkspace,
-        block: QueryBlock,
-        gradients: Tensors,
-        adjoint: Adjoint | None,
-        last: int,
-    ) -> Iterator[Credit]:
-        """The credits of the updates from number `last` back to the block's first.
-
-        Args:
-            gradients: ∇f(q, θ_T) of the block's queries, (q, ...).
-            adjoint: what an interrupted sweep had come to at `last`; None at the end of training.
-        """
-
-    @abstractmethod
-    def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
-        """What the sweep of so many queries costs, for the estimate."""
-
-    # -- what both do --------------------------------------------------------------------------
-
-    def _workspace(self, study: Study, run: Run, query: Any, *others: Any) -> ReplayWorkspace:
-        told, study._told = study._told, True  # every trained parameter counts, tracked or not
-        try:
-            workspace = super()._workspace(study, run, query, *others)
-        finally:
-            study._told = told
-        _, _, batch_size, *_ = others
-        with twice_differentiable():
-            replay = Replay(workspace, batch_size, self._modelled or not run.trajectory)
-        if replay.unmodelled:
-            told_once = "; ".join(dict.fromkeys(replay.unmodelled))
-            workspace.diagnostics["unmodelled"] = told_once
-            warnings.warn(f"{told_once}: gradients are taken without", stacklevel=3)
-        return ReplayWorkspace(**vars(workspace), replay=replay)
-
-    def _attribute_one(
-        self,
-        workspace: Workspace,
-        out: str | os.PathLike[str] | None,
-        top: int | None,
-        by_segment: bool,
-    ) -> Scores:
-        assert isinstance(workspace, ReplayWorkspace)
-        ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
-        writer = self._writer(workspace, out, top, len(ends) if by_segment else None)
-        saved = Saved(None if out is None else Path(out) / "sweep.safetensors")
-        if writer.already is not None:
-            saved.forget()
-            return writer.already
-        blocks = self._blocks(workspace, len(ends) if by_segment else 1)
-        self._estimate(workspace, blocks)
-        length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
-        bar = tqdm(
-            total=length,
-            desc="updates, backwards",
-            disable=not workspace.final_passes.progress,
-            leave=False,
-        )
-        with bar, workspace.final_passes.clock("scores"), twice_differentiable():
-            for block in blocks:
-                if writer.done(block.rows, block.columns):
-                    bar.update(workspace.replay.steps - block.first(workspace.run))
-                    continue
-                total = Sum(block, ends, by_segment)
-                self._fill(workspace, block, total, saved, bar)
-                before = workspace.account.get("magnitudes", [0.0] * len(ends))
-                added = [x + y for x, y in zip(before, total.magnitudes, strict=True)]
-                workspace.account["magnitudes"] = added
-                parts = total.values if by_segment else None
-                writer.write(block.rows, block.columns, total.values.sum(0), parts)
-                saved.forget()
-        workspace.replay.warn(workspace.account["deviations"])
-        return writer.finish(**self._metadata(workspace))
-
-    def _fill(
-        self,
-        workspace: ReplayWorkspace,
-        block: QueryBlock,
-        total: Sum,
-        saved: Saved,
-        bar: tqdm[Any],
-    ) -> None:
-        """Add up all credits of a block, from where an earlier call has left it."""
-        place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}
-        key = key_of({"scores": self._key(workspace), **place})
-        step, adjoint = workspace.replay.steps, None
-        found = saved.load(key, total)
-        if found is not None:
-            step, adjoint, account = found
-            workspace.account.update(account)
-            bar.update(workspace.replay.steps - step)
-            adjoint = {
-                name: {slot: value.to(workspace.replay.device) for slot, value in state.items()}
-                for name, state in adjoint.items()
-            }
-        gradients = self._gradients(workspace, block)
-        for credit in self.sweep(workspace, block, gradients, adjoint, step):
-            total.add(credit)
-            if credit.adjoint is not None:
-                bar.update(step - credit.step)
-                step = credit.step
-                if saved.due():
-                    total.settle()
-                    self._note_deviations(workspace)
-                    saved.save(key, total, step, credit.adjoint, workspace.account)
-        total.settle()
-        total.close()
-        self._note_deviations(workspace)
-        if not np.isfinite(total.values).all():
-            raise FloatingPointError(
-                f"the scores of {self!r} are beyond {workspace.final_passes.dtype}: the derivative of this "
-                "training grows without bound. Use curvature='gauss-newton', or dtype=torch.float64"
-            )
-
-    def _gradients(self, workspace: ReplayWorkspace, block: QueryBlock) -> Tensors:
-        """∇f(q, θ_T), (q, ...)."""
-        replay, count = workspace.replay, len(block.indices)
-        weights, objective = replay.final().weights, replay.objectives[block.stage]
-        found = {name: w.new_zeros(count, *w.shape) for name, w in weights.items()}
-        singles = block.data.stream(
-            [block.indices[k : k + 1] for k in range(count)], replay.device, replay.dtype
-        )
-        for k, (index, batch) in enumerate(singles):
-            for name, g in objective.gradient(weights, weights, batch, "measurements", 1).items():
-                found[name][k] = g
-            if not all(bool(part[k].isfinite().all()) for part in found.values()):
-                raise FloatingPointError(
-                    f"the gradient of the measurement is NaN or infinite for {block.data.name} "
-                    f"example {int(index[0])}: mend or leave out the example"
-                )
-        return found
-
-    def _blocks(self, workspace: ReplayWorkspace, segments: int) -> list[QueryBlock]:
-        """The queries, so many at once as memory allows, their scores of so many segments too."""
-        study, replay, query = workspace.study, workspace.replay, workspace.query
-        everyone = {stage: np.arange(len(study.data[stage])) for stage in workspace.stages}
-        # adjoints of weight and state before and after; pulls, products, as much again on the
-        # way, and what CUDA graphs hold of them
-        numbers = (2 * replay.slots + 10) * replay.numbers + cost.per_example_numbers(
-            workspace.final_passes.tracked
-        )
-        each = numbers * replay.dtype.itemsize
-        if query is not None:
-            each += 8 * (segments + 1) * sum(map(len, everyone.values()))
-        at_once = int(max(1, workspace.memory // 2 // each))
-        if query is not None:
-            whole = slice(0, sum(map(len, everyone.values())))
-            return [
-                QueryBlock(_slice(rows), whole, query, study.stages[-1], rows, everyone)
-                for rows in cut(len(query), at_once)
-            ]
-        found, start = [], 0
-        for stage, indices in everyone.items():
-            for part in cut(len(indices), at_once):
-                place = slice(start + int(part[0]), start + int(part[-1]) + 1)
-                found.append(QueryBlock(None, place, study.data[stage], stage, part, {stage: part}))
-            start += len(indices)
-        return found
-
-    def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
-        queries = max(len(block.indices) for block in blocks)
-        examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
-        work = sum(self.operations(workspace, len(block.indices)) for block in blocks)
-        numbers = queries * (2 * workspace.replay.slots + 10) * workspace.replay.numbers
-        steps = workspace.replay.steps * len(blocks)
-        per_update = work / steps / examples if examples else 0.0
-        self._announce(workspace, {"updates": per_update}, {"updates": steps}, numbers)
-
-    def _note_deviations(self, workspace: ReplayWorkspace) -> None:
-        noted = workspace.account.setdefault("deviations", {})
-        noted |= {str(step): value for step, value in workspace.replay.deviations.items()}
-
-    def _key(self, workspace: Workspace) -> str:
-        assert isinstance(workspace, ReplayWorkspace)
-        return key_of({"scores": super()._key(workspace), "replay": workspace.replay.fingerprint()})
-
-    def _metadata(self, workspace: Workspace) -> dict[str, Any]:
-        assert isinstance(workspace, ReplayWorkspace)
-        about, replay = super()._metadata(workspace), workspace.replay
-        sizes, ends = workspace.account["magnitudes"], [c.step for c in workspace.run.checkpoints]
-        workspace.diagnostics |= {
-            "tracked": f"all {replay.numbers:,} trained parameters",
-            "replay": {
-                "updates": replay.steps,
-                "points_held": replay.width,
-                "deviation": max(workspace.account["deviations"].values(), default=0.0),
-            },
-            "segments": [
-                {"end": end, "share_of_score": size / (sum(sizes) or 1.0)}
-                for end, size in zip(ends, sizes, strict=True)
-            ],
-        }
-        return about | {"diagnostics": workspace.diagnostics, "excluded": []}
-
-
 class Saved:
     """Where a sweep stands, on disk, so that an interrupted one goes on with the same bits."""
 
@@ -416,11 +200,7 @@ class Saved:
         self._last = monotonic()
 
 
-def _slice(rows: Indices) -> slice:
-    return slice(int(rows[0]), int(rows[-1]) + 1)
-
-
 def forward_operations(workspace: Workspace) -> float:
     """Of one example's forward pass, in the layers that are counted."""
-    tracked = workspace.final_passes.tracked
+    tracked = workspace.tracked
     return sum(cost.forward_backward(b, tracked.positions[b.name]) / 2 for b in tracked.blocks)

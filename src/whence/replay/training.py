@@ -147,8 +147,8 @@ class Replay:
     def __init__(self, workspace: Workspace, batch_size: int | None, modelled: bool = True) -> None:
         study, run = self.study, self.run = workspace.study, workspace.run
         self.device, self.dtype, self.workers = (
-            workspace.final_passes.device,
-            workspace.final_passes.dtype,
+            workspace.device,
+            workspace.dtype,
             workspace.final_passes.workers,
         )
         self.batch_size = batch_size

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut, place
-from whence.engine.memory import allowance, free_and_total
+from whence.engine.options import allowance, free_and_total
 from whence.retrain.grid import Grid, name_of
 from whence.retrain.recipe import Recipe, training_device
 from whence.retrain.stack import Data, Interrupted, Stack, choose_engine, train_stack

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from whence.data import Batches
-from whence.engine.memory import free_and_total
+from whence.engine.options import free_and_total
 from whence.retrain.measure import ENGINES, SHARE, Workshop, _units
 from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Stack, train_stack

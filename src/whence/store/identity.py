@@ -11,7 +11,6 @@ from torch.utils.data import Subset, TensorDataset
 
 from whence.data import Batches
 from whence.engine.workspace import Workspace
-from whence.methods.trak import trained_blocks
 from whence.operators import FISHERS
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256
@@ -54,7 +53,7 @@ def identity_of(workspace: Workspace) -> dict[str, Any]:
         "run": workspace.run.fingerprint,
         "models": {stage: architecture_sha256(model) for stage, model in study.models.items()},
         "tasks": tasks,
-        "layers": [[b.name, b.o, b.width] for b in trained_blocks(workspace)],
+        "layers": [[b.name, b.o, b.width] for b in workspace.trained_blocks()],
     }
 
 

@@ -14,6 +14,7 @@ and the second moments alone (see `answers`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import warnings
@@ -29,20 +30,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
+from whence.engine.estimate import announce
+from whence.engine.options import ComputeOptions
+from whence.engine.projected_space import check_dimension, random_projection, try_out
+from whence.engine.workspace import LOSS, MEASUREMENT, Workspace, scored_stages
 from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
-from whence.methods.base import announce, lay_out
-from whence.methods.trak import check_dimension, random_projection, trained_blocks, try_out
-from whence.operators import FitData, Store, cost, key_of
-from whence.operators.fit import accumulator
-from whence.operators.products import Basis, add_gram, mirror
+from whence.methods import Influence, Source, TracIn, Trak
+from whence.methods.gradient import GradientMethod
+from whence.operators import EKFAC, Basis, FitData, accumulator, cost
+from whence.operators.products import add_gram, mirror
+from whence.persist.factor_cache import FactorCache, key_of
 from whence.projections import Eigenbasis, Projection, moments, projected
 from whence.projections.eigenbasis import Kept, leading
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
 from whence.scores import Scores
 from whence.scores.files import make_folder, write_json
-from whence.store.answers import StoredInfluence, StoredSource, StoredTracIn, StoredTrak
 from whence.store.identity import (
     METHODS,
     SCHEMA,
@@ -55,6 +58,7 @@ from whence.store.identity import (
     read,
 )
 from whence.store.rows import Rows, finished, mapped
+from whence.store.workspace import StoreWorkspace
 from whence.study import Study
 
 NOTED_EVERY = 5.0  # seconds between two notes of progress
@@ -93,10 +97,11 @@ class GradientStore:
 
     def __init__(self, path: Path, study: Study, about: dict[str, Any]) -> None:
         self.path, self.study, self._about = path, study, about
-        self.workspaces: dict[
-            str, Workspace
-        ] = {}  # where answers are worked out, by their settings
-        self._factors, self._made = Store(path / "factors"), Store(path / "decompositions")
+        self._workspaces: dict[str, StoreWorkspace] = {}  # by how they compute
+        self._factors, self._made = (
+            FactorCache(path / "factors"),
+            FactorCache(path / "decompositions"),
+        )
         self._projections: dict[str, Projection] = {}
         self._rows: dict[str, Tensor] = {}
         self._kept: dict[str, list[Tensor]] = {}
@@ -144,17 +149,9 @@ class GradientStore:
         check_choices(projection, fisher, methods)
         folder = Path(path)
         with torch.no_grad(), precision_as_asked():
-            workspace = lay_out(
-                study,
-                run,
-                device=device,
-                dtype=dtype,
-                batch_size=batch_size,
-                memory=memory,
-                progress=progress,
-                workers=workers,
-            )
-            check_dimension(dimension, trained_blocks(workspace), workspace.memory)
+            options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
+            workspace = Workspace.lay_out(study, run, options)
+            check_dimension(dimension, workspace.trained_blocks(), workspace.memory)
             settings = {
                 "dimension": dimension,
                 "projection": projection,
@@ -163,7 +160,7 @@ class GradientStore:
                 "seed": seed,
                 "dtype": str(dtype).removeprefix("torch."),
             }
-            rounded = rounded_products(dtype, workspace.final_passes.device)
+            rounded = rounded_products(dtype, workspace.device)
             settings |= {"rounded": rounded} if rounded else {}
             identity = identity_of(workspace)
             if (folder / "store.json").exists():
@@ -207,7 +204,7 @@ class GradientStore:
             )
         dtype = getattr(torch, about["settings"]["dtype"])
         with torch.no_grad(), precision_as_asked():
-            workspace = lay_out(study, run, dtype=dtype, progress=False)
+            workspace = Workspace.lay_out(study, run, ComputeOptions(dtype=dtype, progress=False))
             check_same(folder, about, {"identity": identity_of(workspace)})
         for stage, data in study.data.items():
             check_data(folder, stage, about["data"][stage], data)
@@ -225,13 +222,14 @@ class GradientStore:
 
     def tracin(self, query: Any, *, stage: str | None = None, **how: Unpack[How]) -> Scores:
         """`TracIn` in the projected space."""
-        return self._answer("tracin", StoredTracIn(self, stage), query, how)
+        return self._answer("tracin", TracIn(stage), query, how)
 
     def influence(
         self,
         query: Any,
         damping: float | str = "source",
         *,
+        coupling: bool = True,
         stage: str | None = None,
         **how: Unpack[How],
     ) -> Scores:
@@ -239,21 +237,29 @@ class GradientStore:
 
         Args:
             damping: λ, or "source" for λ = 1/(η̄K). A measured d × d matrix has many eigenvalues
-                near zero, which a λ as small as the paper's would let rule the scores.
+                near zero, which a λ as small as the paper's would let dominate the scores.
+            coupling: as in `Influence`; a joint projection couples layers by itself.
         """
-        return self._answer("influence", StoredInfluence(self, damping, stage), query, how)
+        if damping == 0:
+            raise ValueError(f"damping={damping!r} must be positive, or 'source' for λ = 1/(η̄K)")
+        method = Influence(damping, stage=stage, coupling=coupling)
+        return self._answer("influence", method, query, how)
 
     def trak(
         self, query: Any, damping: float = 0.0, *, stage: str | None = None, **how: Unpack[How]
     ) -> Scores:
         """`Trak`: the same scores, from a random store of the same dimension and seed."""
-        return self._answer("trak", StoredTrak(self, damping, stage), query, how)
+        s = self._about["settings"]
+        method = Trak(s["dimension"], s["seed"], stage, s["joint"], damping)
+        return self._answer("trak", method, query, how)
 
     def source(
         self,
         query: Any,
         segments: int | str | Sequence[int] = 3,
         *,
+        coupling: bool = True,
+        query_at: str = "run",
         stage: str | None = None,
         **how: Unpack[How],
     ) -> Scores:
@@ -261,18 +267,46 @@ class GradientStore:
 
         Args:
             segments: as in `Source`, but not "auto".
+            coupling: as in `Source`; a joint projection couples layers by itself.
+            query_at: as in `Source`.
         """
-        return self._answer("source", StoredSource(self, segments, stage), query, how)
+        if segments == "auto":
+            raise ValueError("segments='auto' needs covariances, which a store does not have")
+        method = Source(segments, stage=stage, coupling=coupling, query_at=query_at)
+        return self._answer("source", method, query, how)
 
-    def _answer(self, name: str, method: Any, query: Any, how: How) -> Scores:
+    def _answer(self, name: str, method: GradientMethod, query: Any, how: How) -> Scores:
         if name not in self._about["methods"]:
             raise ValueError(
                 f"the store was built for {', '.join(self._about['methods'])}, not for {name}: "
                 f"build it again with methods=[..., {name!r}], and what is missing is added"
             )
+        if query is None:
+            raise ValueError(
+                "a store answers queries: for self-influence use the method itself, as in "
+                "whence.Source().attribute(study)"
+            )
+        out, top, by_segment = how.get("out"), how.get("top"), how.get("by_segment", False)
+        compute: Any = {k: v for k, v in how.items() if k not in ("out", "top", "by_segment")}
         dtype = getattr(torch, self._about["settings"]["dtype"])
-        scores: Scores = method.attribute(self.study, query, dtype=dtype, **how)
-        return scores
+        with torch.no_grad(), precision_as_asked():
+            workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
+            stages = scored_stages(self.study, method.stage)
+            workspace = workspace.for_query(self.study.query(query), stages)
+            self.verify(workspace)
+            return method.score(workspace, out, top, by_segment)
+
+    def _workspace(self, options: ComputeOptions) -> StoreWorkspace:
+        """Laid out once for all queries: copying and checking the model takes longer than one."""
+        key = repr(options)
+        if key not in self._workspaces:
+            laid_out = Workspace.lay_out(self.study, only_run(self.study), options)
+            fields = {f.name: getattr(laid_out, f.name) for f in dataclasses.fields(laid_out)}
+            self._workspaces[key] = StoreWorkspace(**fields, store=self)
+        clock = self._workspaces[key].clock
+        clock.seconds.clear()
+        clock.cpu_seconds.clear()
+        return self._workspaces[key]
 
     # -- what the answers are made of ----------------------------------------------------------
 
@@ -297,7 +331,7 @@ class GradientStore:
 
     def projection(self, workspace: Workspace) -> Projection:
         """P, on the workspace's device."""
-        place = str(workspace.final_passes.device)
+        place = str(workspace.device)
         if place not in self._projections:
             s = self._about["settings"]
             if s["projection"] == "random":
@@ -337,7 +371,7 @@ class GradientStore:
         )
         return torch.cat([piece.rows for piece in pieces])
 
-    def kept(
+    def decomposition(
         self,
         workspace: Workspace,
         about: Mapping[str, Any],
@@ -350,17 +384,15 @@ class GradientStore:
             on_disk: keep it with the store too, because making it takes long.
         """
         key = key_of({**about, "store": self.fingerprint})
-        place = f"{key} {workspace.final_passes.device}"
+        place = f"{key} {workspace.device}"
         if place not in self._kept:
             found = self._made.get(key) if on_disk else None
             if found is None:
-                with workspace.final_passes.clock("decomposition"):
+                with workspace.clock("decomposition"):
                     found = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
                 if on_disk:
                     self._keep_on_disk(key, found, about)
-            self._kept[place] = [
-                found[f"{k}"].to(workspace.final_passes.device) for k in range(len(found))
-            ]
+            self._kept[place] = [found[f"{k}"].to(workspace.device) for k in range(len(found))]
         self._kept[place] = self._kept.pop(place)  # the last to be thrown away
         sizes = {k: sum(value.nbytes for value in held) for k, held in self._kept.items()}
         while sum(sizes.values()) > KEPT and len(sizes) > 1:
@@ -382,7 +414,7 @@ class GradientStore:
 
     def verify(self, workspace: Workspace) -> None:
         """Make one stored row again, once per device: model, data, P and store belong together."""
-        place = str(workspace.final_passes.device)
+        place = str(workspace.device)
         if place in self._verified:
             return
         unit = self._units(workspace.run)[-1]
@@ -394,7 +426,7 @@ class GradientStore:
         )
         stored = self.rows(unit.stage, unit.checkpoint)[0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
-        if not off < max(AGREES, 8 * torch.finfo(workspace.final_passes.dtype).eps):
+        if not off < max(AGREES, 8 * torch.finfo(workspace.dtype).eps):
             raise ValueError(
                 f"the store in {self.path} does not belong to this study: example 0 of {data.name} "
                 f"at step {unit.checkpoint.step} has another gradient now (off by {off:.1e})"
@@ -505,7 +537,7 @@ class GradientStore:
         found = {}
         for k, where in enumerate(self.projection(workspace).columns):
             d = where.stop - where.start
-            total = torch.zeros(d, d, dtype=torch.float64, device=workspace.final_passes.device)
+            total = torch.zeros(d, d, dtype=torch.float64, device=workspace.device)
             for block in cut(len(chosen), 4 * workspace.batch_size):
                 add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
             found[f"{k}"] = mirror(total)
@@ -536,7 +568,7 @@ class GradientStore:
                     f"the store in {self.path} is not whole: second moments at step "
                     f"{checkpoint.step} are missing. Delete it, and build it again"
                 )
-            parts = [found[f"{k}"].to(workspace.final_passes.device) for k in range(len(found))]
+            parts = [found[f"{k}"].to(workspace.device) for k in range(len(found))]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         return sums
 
@@ -555,7 +587,7 @@ class GradientStore:
 
     def _eigenbasis(self, workspace: Workspace) -> dict[str, Kept]:
         """The kept coordinates, fitted at the first build and never again."""
-        device, dtype = workspace.final_passes.device, workspace.final_passes.dtype
+        device, dtype = workspace.device, workspace.dtype
         key = key_of({"eigenbasis": self._about["settings"]})
         found = self._factors.get(key)
         if found is None:
@@ -565,18 +597,18 @@ class GradientStore:
                     "build it again"
                 )
             s = self._about["settings"]
-            fitter = workspace.fitter(
-                self.study.stages, kind="ekfac", fisher=s["fisher"], seed=s["seed"]
-            )
+            fitter = workspace.fitter(self.study.stages, s["fisher"], s["seed"])
             checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units(workspace.run)}
-            curvature = fitter.fit(list(checkpoints.values()))
+            curvature = EKFAC.fit(fitter, list(checkpoints.values())).factors
             found = {}
-            for name, kept in leading(curvature, trained_blocks(workspace), s["dimension"]).items():
+            for name, kept in leading(
+                curvature, workspace.trained_blocks(), s["dimension"]
+            ).items():
                 found |= {f"{name}/outputs": kept.basis.outputs, f"{name}/rows": kept.rows}
                 found |= {f"{name}/inputs": kept.basis.inputs, f"{name}/columns": kept.columns}
             self._factors.put(key, found, {"what": "eigenbasis"})
         placed = {}
-        for name in (b.name for b in trained_blocks(workspace)):
+        for name in (b.name for b in workspace.trained_blocks()):
             if f"{name}/rows" in found:
                 basis = Basis(found[f"{name}/outputs"], found[f"{name}/inputs"]).to(device, dtype)
                 rows, columns = (found[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
@@ -584,7 +616,7 @@ class GradientStore:
         return placed
 
     def _announce(self, workspace: Workspace) -> None:
-        s, blocks = self._about["settings"], workspace.final_passes.tracked.blocks
+        s, blocks = self._about["settings"], workspace.tracked.blocks
         forward = sum(cost.forward_backward(b, workspace.positions[b.name]) for b in blocks)
         work = 2.0 * sum(b.size for b in blocks) * s["dimension"]
         if s["projection"] == "eigenbasis":

@@ -1,0 +1,135 @@
+"""What is noted about a calculation on the way, and stored with its scores."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whence.run import Segment
+
+FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came before a segment
+SENSITIVE = 0.3  # share of a score vector that may depend on the damping before a warning
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+@dataclass
+class Ledger:
+    """Diagnostics of one calculation.
+
+    Attributes:
+        diagnostics: what is known before scores are computed.
+        tallies: plain values that are added up block by block. They are kept with the progress of
+            the scores, so that a resumed call has the same.
+    """
+
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+    tallies: dict[str, Any] = field(default_factory=dict)
+
+    def note_survival(self, segment: int, share: Tensor) -> None:
+        """How much of ‖v‖² outlives a segment, by query; noted once."""
+        noted = self.tallies.setdefault("survival", {})
+        if str(segment) in noted:
+            return
+        median = noted[str(segment)] = float(share.nanmedian().nan_to_num(1.0))  # 0/0: flat query
+        if median < FORGOTTEN:
+            about = self.diagnostics["segments"][segment]
+            warnings.warn(
+                f"segment {segment + 1} (updates {about['start']}..{about['end']}) is saturated: "
+                f"only {median:.1e} of what was learned before survives it, so earlier segments "
+                "score about zero. If that surprises you, check that losses() is scaled as in "
+                "training (mean or sum over tokens) and that the learning rates are right",
+                stacklevel=2,
+            )
+
+    def note_solve(self, queries: str, statistics: dict[str, Any]) -> None:
+        """How the queries from here on were solved; warns where it first did not converge."""
+        noted = self.tallies.setdefault("solver", {})
+        if statistics["unconverged"] and not any(s["unconverged"] for s in noted.values()):
+            warnings.warn(
+                f"conjugate gradients have not converged for {statistics['unconverged']} of "
+                f"{statistics['queries']} queries (relative residual up to "
+                f"{statistics['residual']:.1e} after {statistics['iterations']} iterations): raise "
+                "damping, iterations or tolerance, or use dtype=torch.float64",
+                stacklevel=2,
+            )
+        noted[queries] = dict(statistics)
+
+    def note_sensitivity(self, name: str, share: float) -> None:
+        """How far a layer's score vector moves when the damping is ten times larger."""
+        self.tallies.setdefault("damping_sensitivity", {}).setdefault(name, share)
+
+    def summary(self) -> dict[str, Any]:
+        """All diagnostics, those that were added up included."""
+        sizes = self.tallies.get("magnitudes", [])  # Σ |contribution| of each term
+        for k, segment in enumerate(self.diagnostics.get("segments", [])):
+            segment["share_of_score"] = sizes[k] / (sum(sizes) or 1.0)
+            if str(k) in self.tallies.get("survival", {}):
+                segment["survival"] = self.tallies["survival"][str(k)]
+        if "lanczos" in self.tallies:
+            self.diagnostics["lanczos"] = self.tallies["lanczos"]
+        solves = self.tallies.get("solver", {}).values()
+        if solves:
+            self.diagnostics["solver"] = {
+                "queries": sum(s["queries"] for s in solves),
+                "unconverged": sum(s["unconverged"] for s in solves),
+                "iterations": max(s["iterations"] for s in solves),
+                "residual": max(s["residual"] for s in solves),
+            }
+        self._add_sensitivity()
+        return self.diagnostics
+
+    def _add_sensitivity(self) -> None:
+        shares = self.tallies.get("damping_sensitivity")
+        if not shares:
+            return
+        self.diagnostics["damping_sensitivity"] = shares
+        median = float(np.median(list(shares.values())))
+        if median > SENSITIVE:
+            warnings.warn(
+                f"scores are sensitive to the damping: raising it tenfold changes the median "
+                f"layer's score vector by {median:.0%}, so directions of hardly any curvature "
+                "dominate it. Compare Source(), which needs no inverse, or a larger damping",
+                stacklevel=2,
+            )
+
+
+def segment_summary(
+    segment: Segment | None,
+    durations: Mapping[str, float] | None = None,
+    exponents: Mapping[str, Tensor] | None = None,
+    coupling: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """A segment for people to read.
+
+    Args:
+        durations: η̄K of its layers.
+        exponents: η̄K times the curvature as the exponential has it, where it is known.
+        coupling: c of each layer.
+    """
+    assert segment is not None
+    about: dict[str, Any] = {
+        "start": segment.start,
+        "end": segment.end,
+        "stage": segment.stage.name,
+        "checkpoints": [c.step for c in segment.checkpoints],
+    }
+    times = list((durations or {}).values())
+    known = [part.flatten().cpu() for part in (exponents or {}).values()]
+    if times:
+        about["duration"] = {"least": min(times), "most": max(times)}
+    if known:
+        x = torch.cat(known).numpy()
+        places = np.round(np.array(QUANTILES) * (len(x) - 1)).astype(int)
+        chosen = np.partition(x, places)[places]  # a sort would take longer
+        about["duration_times_eigenvalue"] = {
+            f"{level:.2f}": float(value) for level, value in zip(QUANTILES, chosen, strict=True)
+        }
+    if coupling:
+        about["coupling"] = coupling
+    return about

@@ -1,0 +1,94 @@
+"""-∂L/∂f of every example: TRAK's Q, averaged over the runs of an ensemble."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.data import cut
+from whence.engine.workspace import Workspace
+from whence.layers.passes import Passes
+from whence.persist.factor_cache import key_of
+from whence.run import Run
+
+
+def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
+    """Q averaged over the study's runs, (n,) per stage; None if not needed, or not defined."""
+    runs = workspace.study.runs
+    if len(runs) == 1:
+        return None
+    means: dict[str, Tensor] = {}
+    for run in runs:
+        for stage in workspace.study.stages:
+            weights, along = _weights(workspace, run, stage)
+            if not along:
+                task = workspace.study.tasks[stage]
+                said = (
+                    f"the loss of {task!r} is not a function of its measurement, so that TRAK's Q "
+                    "is not defined: scores are averaged over runs as they are, with -∇L in place "
+                    "of Q∇f"
+                )
+                warnings.warn(said, stacklevel=2)
+                workspace.ledger.diagnostics["ensemble"] = said
+                return None
+            share = weights / len(runs)
+            means[stage] = means[stage] + share if stage in means else share
+    return means
+
+
+def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
+    """A run's Q of a stage's examples (n,), and whether the loss is a function of the measurement.
+
+    Kept with the run's factors, because every run of an ensemble asks for all of them.
+    """
+    passes, study = workspace.passes[stage], workspace.study
+    identity = study.identity(run, stage, passes.tracked)
+    settings = {
+        "what": "loss by measurement",
+        # not "used": all examples are; nor the probe, which is of the run that is at work
+        "identity": {k: v for k, v in identity.items() if k not in ("used", "probe")},
+        "task": repr(study.tasks[stage]),
+        "weights": run.final.sha256,
+        "dtype": passes.arithmetic,
+    }
+    key, store = key_of(settings), study.store(run)
+    cached = store.get(key)
+    if cached is None:
+        passes.load(run.final)
+        blocks = cut(len(study.data[stage]), workspace.batch_size)
+        with passes.clock("weights"):
+            parts = [
+                loss_by_measurement(passes, batch)
+                for _, batch in study.data[stage].stream(
+                    blocks, passes.device, passes.dtype, passes.workers
+                )
+            ]
+        slopes, off = (torch.cat(column) for column in zip(*parts, strict=True))
+        cached = {"weights": -slopes, "along": ~off.any()}
+        store.put(key, cached, settings)
+    return cached["weights"].to(passes.device), bool(cached["along"])
+
+
+def loss_by_measurement(passes: Passes, batch: Any) -> tuple[Tensor, Tensor]:
+    """∂L/∂f of each example, (n,), and where the two gradients in the outputs are not parallel."""
+    task = passes.task
+    outputs = task.outputs(passes.model, batch).detach().requires_grad_()
+    with torch.enable_grad():
+        values = task.losses(outputs, batch).sum(), task.measurements(outputs, batch).sum()
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        loss, measured = (
+            torch.autograd.grad(value, outputs)[0].flatten(1).to(wide) for value in values
+        )
+    # in units of the largest entry: the squares of small ones would be zero
+    unit = measured.abs().amax(1, keepdim=True)
+    unit = torch.where(unit > 0, unit, 1.0)
+    loss, measured = loss / unit, measured / unit
+    squares = measured.square().sum(1)
+    slopes = (loss * measured).sum(1) / torch.where(squares > 0, squares, 1.0)
+    rest = torch.linalg.vector_norm(loss - slopes.unsqueeze(1) * measured, dim=1)
+    rounding = 64 * torch.finfo(outputs.dtype).eps
+    allowed = 1e-3 * torch.linalg.vector_norm(loss, dim=1) + rounding * squares.sqrt()
+    return slopes, rest > allowed

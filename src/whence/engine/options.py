@@ -1,0 +1,84 @@
+"""How to compute: the options that every method takes, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
+
+
+class Options(TypedDict, total=False):
+    """The same as keyword arguments."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype
+    batch_size: int | None
+    memory: int | str | None
+    progress: bool
+    workers: int
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Where and how to compute.
+
+    Attributes:
+        device: default: where the model is.
+        dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
+        batch_size: examples per pass (default: chosen from memory). No score depends on it.
+        memory: what may be used, in bytes or like "8GB" (default: 40 % of the machine's, 60 % of a
+            GPU's).
+        progress: show progress bars and an estimate before long work.
+        workers: processes that load data.
+    """
+
+    device: torch.device | str | None = None
+    dtype: torch.dtype = torch.float32
+    batch_size: int | None = None
+    memory: int | str | None = None
+    progress: bool = True
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+
+
+def allowance(memory: int | str | None, device: torch.device) -> int:
+    """Bytes that may be used, from bytes or a text like "8GB".
+
+    By default a fixed share of the machine's memory, not of what happens to be free, so that the
+    same call splits the work, and rounds, in the same way; less only when memory is short.
+    """
+    if memory is None:
+        free, total = free_and_total(device)
+        return int(min(SHARE.get(device.type, 0.4) * total, 0.8 * free))
+    if isinstance(memory, str):
+        units = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+        text = memory.upper().replace("IB", "B").replace(" ", "")
+        try:
+            memory = int(float(text[:-2]) * units[text[-2:]])
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"memory={memory!r} is not understood: use bytes, or a text like '8GB'"
+            ) from None
+    if memory < 2**20:
+        raise ValueError(
+            f"memory={memory} bytes is less than a mebibyte: use bytes, or a text like '8GB'"
+        )
+    return memory
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    try:
+        with open("/proc/meminfo") as file:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return sizes["MemAvailable"], sizes["MemTotal"]
+    except (OSError, KeyError):  # not Linux: assume a small machine
+        return 8 * 2**30, 8 * 2**30

@@ -1,0 +1,121 @@
+"""Gradients of one run in few dimensions: P∇f of queries, second moments, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whence.engine.workspace import MEASUREMENT, Queries, Workspace
+from whence.layers.capture import ParameterBlock
+from whence.layers.passes import Weights
+from whence.operators import BlockVectors, FitData
+from whence.operators.projected import ProjectedVectors
+from whence.persist.factor_cache import key_of
+from whence.projections import Projection, Random, check, gather, moments, projected
+from whence.projections.projection import PROBED
+from whence.projections.random import shares
+
+
+class Space(Protocol):
+    """A projected space and the data in it."""
+
+    @property
+    def columns(self) -> Sequence[slice]: ...
+    def gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors: ...
+    def measurement_moments(self) -> list[Tensor]: ...
+    def lift(self, v: ProjectedVectors) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ProjectedSpace:
+    """The space of a random projection, with nothing stored."""
+
+    workspace: Workspace
+    projection: Projection
+
+    @classmethod
+    def random(cls, workspace: Workspace, dimension: int, joint: bool, seed: int) -> ProjectedSpace:
+        """Random signs, tried out on the gradients of a few examples."""
+        projection = random_projection(workspace, dimension, joint, seed)
+        try_out(workspace, projection)
+        return cls(workspace, projection)
+
+    @property
+    def columns(self) -> Sequence[slice]:
+        return self.projection.columns
+
+    def gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors:
+        """P∇f(q, θ_c), (q, d)."""
+        passes = self.workspace.passes[queries.stage]
+        passes.load(checkpoint)
+        batches, room = queries.batches(self.workspace.batch_size), self.workspace.memory // 4
+        pieces = projected(passes, queries.data, batches, MEASUREMENT, self.projection, room)
+        return ProjectedVectors(torch.cat([piece.rows for piece in pieces]))
+
+    def measurement_moments(self) -> list[Tensor]:
+        """Σ φφᵀ of P∇f over all examples of all stages at the final model, for each part."""
+        workspace, study, run = self.workspace, self.workspace.study, self.workspace.run
+        data = []
+        for stage in study.stages:
+            everyone, passes = np.arange(len(study.data[stage])), workspace.passes[stage]
+            identity = study.identity(run, stage, passes.tracked) | {"used": "all"}
+            data.append(FitData(passes, study.data[stage], everyone, identity))
+        settings = {
+            "what": "moments of projected measurement gradients",
+            "projection": [repr(part) for part in self.projection.parts],
+            "identity": [part.identity for part in data],
+            "tasks": [[repr(study.tasks[s]), study.probe[s]["measurements"]] for s in study.stages],
+            "weights": run.final.sha256,
+            "dtype": workspace.final_passes.arithmetic,
+        }
+        cache, room = study.store(run), workspace.memory // 4
+        limits = workspace.batch_size, room
+        return moments(data, run.final, MEASUREMENT, self.projection, cache, settings, *limits)
+
+    def lift(self, v: ProjectedVectors) -> BlockVectors:
+        """Pᵀv, over the parameters."""
+        values: dict[str, Tensor] = {}
+        for part, columns in zip(self.projection.parts, self.projection.columns, strict=True):
+            assert isinstance(part, Random)
+            values |= part.lift(v.values[:, columns])
+        return BlockVectors(values, dict.fromkeys(values))
+
+
+def random_projection(workspace: Workspace, dimension: int, joint: bool, seed: int) -> Projection:
+    """Random signs keyed by the seed and the final weights: another run has another P."""
+    blocks = workspace.trained_blocks()
+    check_dimension(dimension, blocks, workspace.memory)
+    parts = [(blocks, dimension)]
+    if not joint:
+        parts = [([b], d) for b, d in zip(blocks, shares(blocks, dimension), strict=True)]
+    key = int(key_of({"seed": seed, "weights": workspace.run.final.sha256}), 16)
+    device, dtype = workspace.device, workspace.dtype
+    return Projection([Random(some, d, key, device, dtype) for some, d in parts])
+
+
+def try_out(workspace: Workspace, projection: Projection) -> None:
+    """Refuse a projection that does not work here, by the gradients of a few examples."""
+    passes, data = workspace.final_passes, workspace.study.data[workspace.study.stages[-1]]
+    passes.load(workspace.run.final)
+    check(projection, gather(passes, data, np.arange(min(PROBED, len(data))), MEASUREMENT))
+
+
+def check_dimension(dimension: int, blocks: Sequence[ParameterBlock], memory: int) -> None:
+    """Refuse a projection to more numbers than parameters, or than there is memory for."""
+    parameters = sum(block.size for block in blocks)
+    if dimension > parameters:
+        raise ValueError(
+            f"dimension={dimension}, but only {parameters} parameters are tracked and trained: "
+            f"use dimension<={parameters}"
+        )
+    needed = 3 * 8 * dimension**2
+    if needed > memory:
+        raise ValueError(
+            f"dimension={dimension} needs {needed / 2**30:.1f} GiB for matrices of that size, and "
+            f"memory allows {memory / 2**30:.1f}: use a smaller dimension, or more memory="
+        )

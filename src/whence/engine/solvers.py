@@ -1,0 +1,184 @@
+"""The ways to (H + λ)⁻¹ that influence functions can take: what each needs, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whence.engine.workspace import Workspace
+from whence.operators import KINDS, BlockDiagonal, FitData, Inverse, coupling
+from whence.operators.datainf import DataInf
+from whence.operators.gauss_newton import VECTORS_PER_QUERY, GaussNewton
+from whence.operators.low_rank import LowRank
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A way to (H + λ)⁻¹.
+
+    Attributes:
+        defaults: the settings it has, and their defaults.
+        passes: passes of each kind over the training data, from the settings and the share of the
+            examples that H is taken on.
+        inverse: from the workspace, λ of the blocks that training moved, and the settings.
+    """
+
+    defaults: Mapping[str, Any]
+    passes: Callable[[Mapping[str, Any], float], dict[str, int]]
+    inverse: Callable[[Workspace, BlockDiagonal, Mapping[str, Any]], Inverse[Any]]
+
+
+def layer_by_layer(
+    workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]
+) -> Inverse[Any]:
+    """EK-FAC or another curvature in closed form, coupled or not."""
+    stages, how = workspace.study.stages, {k: settings[k] for k in ("fisher", "seed")}
+    H = workspace.curvature(settings["curvature"], stages, [workspace.run.final], λ, **how)
+    if settings["coupling"] and H.block_diagonal:
+        D: dict[str, float | Tensor] = dict.fromkeys(λ, 1.0)
+        if all(bool(torch.as_tensor(x > 0).all()) for x in λ.values()):
+            D = {name: 1 / x for name, x in λ.items()}
+        c = coupling(H.whitened(workspace.diagonal(D)))
+        workspace.ledger.diagnostics["coupling"] = c
+        H = H.scaled(c)
+    return H.inverse(workspace.diagonal(λ))
+
+
+def conjugate_gradients(
+    workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]
+) -> Inverse[Any]:
+    """The true Gauss-Newton matrix of all layers together, preconditioned by EK-FAC.
+
+    What is left of the error is the residual r = v - (H + λ) w, reported in the norm of the
+    preconditioner M: √(rᵀM⁻¹r / vᵀM⁻¹v), about the error of w as scores see it.
+    """
+    data, run = workspace.fit_data(workspace.study.stages), workspace.run
+    everyone = sum(len(part.indices) for part in data)
+    asked = everyone if workspace.query is None else len(workspace.query)
+    size = VECTORS_PER_QUERY * workspace.zero.element_size()
+    size *= sum(block.size for block in workspace.blocks.values())
+    preconditioner = None
+    if λ.scalar:
+        how = settings["fisher"] or "sampled", settings["seed"]
+        fitter = workspace.fitter(workspace.study.stages, *how)
+        preconditioner = KINDS[settings["curvature"] or "ekfac"].fit(fitter, [run.final])
+    else:  # λP̄⁻¹, the optimizer's own preconditioner, serves here too
+        for name in ("curvature", "fisher"):
+            if settings[name] is not None:
+                raise ValueError(
+                    f"{name}={settings[name]!r} is of the EK-FAC preconditioner, but with "
+                    "damping='source' on a preconditioned optimizer λP̄⁻¹ takes its place: leave "
+                    f"{name} out, or give a number as damping"
+                )
+    H = _gauss_newton(
+        workspace,
+        data,
+        λ,
+        settings,
+        queries=max(1, min(asked, workspace.memory // 4 // size)),
+        iterations=settings["iterations"],
+        relative_residual=settings["tolerance"],
+        preconditioner=preconditioner,
+    )
+    return H.inverse(λ)
+
+
+def arnoldi(workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]) -> Inverse[Any]:
+    """The true Gauss-Newton matrix on its leading eigenvectors."""
+    data = workspace.fit_data(workspace.study.stages)
+    H = _gauss_newton(workspace, data, λ, settings, queries=1)
+    limits = settings["rank"], settings["iterations"], settings["seed"]
+    cache, room = workspace.study.store(workspace.run), workspace.memory // 2
+    leading = LowRank.fit(H, cache, workspace.zero, room, *limits)
+    workspace.ledger.diagnostics["solver"] = leading.statistics
+    return leading.inverse(λ)
+
+
+def datainf(workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]) -> Inverse[Any]:
+    """A mean over the examples of inverses in closed form."""
+    if not λ.scalar:
+        raise ValueError(
+            "damping='source' is λP̄⁻¹ for a preconditioned optimizer, one number for each "
+            "parameter, and DataInf takes one for each layer: give a number, or none"
+        )
+    data = workspace.fit_data(workspace.study.stages)
+    return DataInf(data, workspace.run.final, workspace.batch_size).inverse(λ)
+
+
+def _gauss_newton(
+    workspace: Workspace,
+    data: Sequence[FitData],
+    λ: Mapping[str, float | Tensor],
+    settings: Mapping[str, Any],
+    queries: int,
+    **more: Any,
+) -> GaussNewton:
+    """The true matrix of the layers that were trained, on all examples or some."""
+    if settings["examples"] is not None:
+        data = _subsample(data, settings["examples"], settings["seed"])
+    return workspace.gauss_newton(data, [workspace.run.final], λ, queries, **more)
+
+
+def _subsample(data: Sequence[FitData], count: int, seed: int) -> list[FitData]:
+    """This many of the examples, chosen by the seed alone."""
+    total = sum(len(part.indices) for part in data)
+    if count > total:
+        raise ValueError(f"examples={count}, but the run trained on {total}: use at most that many")
+    chosen = np.sort(np.random.default_rng(seed).choice(total, count, replace=False))
+    ends = np.cumsum([len(part.indices) for part in data])
+    parts = []
+    for part, end in zip(data, ends, strict=True):
+        places = chosen - (end - len(part.indices))
+        inside = places[(places >= 0) & (places < len(part.indices))]
+        parts.append(replace(part, indices=part.indices[inside]))
+    return [part for part in parts if len(part.indices)]
+
+
+def _fitting(settings: Mapping[str, Any]) -> dict[str, int]:
+    kinds = KINDS[settings["curvature"] or "ekfac"].passes
+    return {work: int(work in kinds) for work in ("covariances", "eigenvalues")}
+
+
+SOLVERS = {
+    "ekfac": Solver(
+        {
+            "damping": "source",
+            "curvature": "auto",
+            "fisher": "sampled",
+            "seed": 0,
+            "coupling": True,
+        },
+        lambda settings, share: _fitting(settings),
+        layer_by_layer,
+    ),
+    "cg": Solver(
+        {
+            "damping": "source",
+            "curvature": None,
+            "fisher": None,
+            "seed": 0,
+            "iterations": 100,
+            "tolerance": 1e-2,
+            "examples": None,
+        },
+        lambda settings, share: (
+            _fitting(settings) | {"products": max(1, round((settings["iterations"] + 1) * share))}
+        ),
+        conjugate_gradients,
+    ),
+    "arnoldi": Solver(
+        {"damping": 1e-8, "seed": 0, "rank": 100, "iterations": 200, "examples": None},
+        lambda settings, share: {"steps": max(1, round(settings["iterations"] * share))},
+        arnoldi,
+    ),
+    "datainf": Solver(
+        {"damping": None},
+        lambda settings, share: {"norms": int(settings["damping"] is None), "sums": 1},
+        datainf,
+    ),
+}

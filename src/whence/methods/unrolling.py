@@ -1,0 +1,233 @@
+"""What Unrolled and HYDRA share: how a sweep over the updates becomes scores.
+
+A method says how it carries a block of queries from the end of training to its start, and yields
+on the way what each update gave to its examples.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from whence.data import cut
+from whence.engine.estimate import announce
+from whence.engine.options import ComputeOptions
+from whence.engine.workspace import Workspace
+from whence.methods.base import Folder, Method
+from whence.operators import cost
+from whence.persist.factor_cache import key_of
+from whence.replay.objective import Tensors, twice_differentiable
+from whence.replay.sweep import Credit, QueryBlock, ReplayWorkspace, Saved, Sum
+from whence.replay.training import Adjoint, Indices, Replay
+from whence.run import Run
+from whence.scores import Scores
+from whence.study import Study
+
+
+class Unrolling(Method):
+    """A method that goes back through a run's training, update by update."""
+
+    _quiet = True  # every trained parameter counts, tracked or not
+    _modelled = True  # whether what the model does in training alone must be known
+
+    # -- what a method defines -----------------------------------------------------------------
+
+    @abstractmethod
+    def sweep(
+        self,
+        workspace: ReplayWorkspace,
+        block: QueryBlock,
+        gradients: Tensors,
+        adjoint: Adjoint | None,
+        last: int,
+    ) -> Iterator[Credit]:
+        """The credits of the updates from number `last` back to the block's first.
+
+        Args:
+            gradients: ∇f(q, θ_T) of the block's queries, (q, ...).
+            adjoint: what an interrupted sweep had come to at `last`; None at the end of training.
+        """
+
+    @abstractmethod
+    def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
+        """What the sweep of so many queries costs, for the estimate."""
+
+    # -- what both do --------------------------------------------------------------------------
+
+    def lay_out(
+        self, study: Study, run: Run, query: Any, options: ComputeOptions
+    ) -> ReplayWorkspace:
+        workspace = super().lay_out(study, run, query, options)
+        with twice_differentiable():
+            replay = Replay(workspace, options.batch_size, self._modelled or not run.trajectory)
+        if replay.unmodelled:
+            listed = "; ".join(dict.fromkeys(replay.unmodelled))
+            workspace.ledger.diagnostics["unmodelled"] = listed
+            warnings.warn(f"{listed}: gradients are taken without", stacklevel=3)
+        return ReplayWorkspace(**vars(workspace), replay=replay)
+
+    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+        assert isinstance(workspace, ReplayWorkspace)
+        ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
+        writer = self.writer(workspace, out, top, len(ends) if by_segment else None)
+        saved = Saved(None if out is None else Path(out) / "sweep.safetensors")
+        if writer.already is not None:
+            saved.forget()
+            return writer.already
+        blocks = self._blocks(workspace, len(ends) if by_segment else 1)
+        self._estimate(workspace, blocks)
+        length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
+        bar = tqdm(
+            total=length,
+            desc="updates, backwards",
+            disable=not workspace.progress,
+            leave=False,
+        )
+        with bar, workspace.clock("scores"), twice_differentiable():
+            for block in blocks:
+                if writer.done(block.rows, block.columns):
+                    bar.update(workspace.replay.steps - block.first(workspace.run))
+                    continue
+                total = Sum(block, ends, by_segment)
+                self._fill(workspace, block, total, saved, bar)
+                before = workspace.ledger.tallies.get("magnitudes", [0.0] * len(ends))
+                added = [x + y for x, y in zip(before, total.magnitudes, strict=True)]
+                workspace.ledger.tallies["magnitudes"] = added
+                parts = total.values if by_segment else None
+                writer.write(block.rows, block.columns, total.values.sum(0), parts)
+                saved.forget()
+        workspace.replay.warn(workspace.ledger.tallies["deviations"])
+        return writer.finish(**self.metadata(workspace))
+
+    def _fill(
+        self,
+        workspace: ReplayWorkspace,
+        block: QueryBlock,
+        total: Sum,
+        saved: Saved,
+        bar: tqdm[Any],
+    ) -> None:
+        """Add up all credits of a block, from where an earlier call has left it."""
+        place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}
+        key = key_of({"scores": self.key(workspace), **place})
+        step, adjoint = workspace.replay.steps, None
+        found = saved.load(key, total)
+        if found is not None:
+            step, adjoint, account = found
+            workspace.ledger.tallies.update(account)
+            bar.update(workspace.replay.steps - step)
+            adjoint = {
+                name: {slot: value.to(workspace.replay.device) for slot, value in state.items()}
+                for name, state in adjoint.items()
+            }
+        gradients = self._gradients(workspace, block)
+        for credit in self.sweep(workspace, block, gradients, adjoint, step):
+            total.add(credit)
+            if credit.adjoint is not None:
+                bar.update(step - credit.step)
+                step = credit.step
+                if saved.due():
+                    total.settle()
+                    self._note_deviations(workspace)
+                    saved.save(key, total, step, credit.adjoint, workspace.ledger.tallies)
+        total.settle()
+        total.close()
+        self._note_deviations(workspace)
+        if not np.isfinite(total.values).all():
+            raise FloatingPointError(
+                f"the scores of {self!r} are beyond {workspace.dtype}: the derivative of this "
+                "training grows without bound. Use curvature='gauss-newton', or dtype=torch.float64"
+            )
+
+    def _gradients(self, workspace: ReplayWorkspace, block: QueryBlock) -> Tensors:
+        """∇f(q, θ_T), (q, ...)."""
+        replay, count = workspace.replay, len(block.indices)
+        weights, objective = replay.final().weights, replay.objectives[block.stage]
+        found = {name: w.new_zeros(count, *w.shape) for name, w in weights.items()}
+        singles = block.data.stream(
+            [block.indices[k : k + 1] for k in range(count)], replay.device, replay.dtype
+        )
+        for k, (index, batch) in enumerate(singles):
+            for name, g in objective.gradient(weights, weights, batch, "measurements", 1).items():
+                found[name][k] = g
+            if not all(bool(part[k].isfinite().all()) for part in found.values()):
+                raise FloatingPointError(
+                    f"the gradient of the measurement is NaN or infinite for {block.data.name} "
+                    f"example {int(index[0])}: mend or leave out the example"
+                )
+        return found
+
+    def _blocks(self, workspace: ReplayWorkspace, segments: int) -> list[QueryBlock]:
+        """The queries, so many at once as memory allows, their scores of so many segments too."""
+        study, replay, query = workspace.study, workspace.replay, workspace.query
+        everyone = {stage: np.arange(len(study.data[stage])) for stage in workspace.stages}
+        # adjoints of weight and state before and after; pulls, products, as much again on the
+        # way, and what CUDA graphs hold of them
+        numbers = (2 * replay.slots + 10) * replay.numbers + cost.per_example_numbers(
+            workspace.tracked
+        )
+        each = numbers * replay.dtype.itemsize
+        if query is not None:
+            each += 8 * (segments + 1) * sum(map(len, everyone.values()))
+        at_once = int(max(1, workspace.memory // 2 // each))
+        if query is not None:
+            whole = slice(0, sum(map(len, everyone.values())))
+            return [
+                QueryBlock(_slice(rows), whole, query, study.stages[-1], rows, everyone)
+                for rows in cut(len(query), at_once)
+            ]
+        found, start = [], 0
+        for stage, indices in everyone.items():
+            for part in cut(len(indices), at_once):
+                place = slice(start + int(part[0]), start + int(part[-1]) + 1)
+                found.append(QueryBlock(None, place, study.data[stage], stage, part, {stage: part}))
+            start += len(indices)
+        return found
+
+    def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
+        queries = max(len(block.indices) for block in blocks)
+        examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+        work = sum(self.operations(workspace, len(block.indices)) for block in blocks)
+        numbers = queries * (2 * workspace.replay.slots + 10) * workspace.replay.numbers
+        steps = workspace.replay.steps * len(blocks)
+        per_update = work / steps / examples if examples else 0.0
+        announce(self, workspace, {"updates": per_update}, {"updates": steps}, numbers)
+
+    def _note_deviations(self, workspace: ReplayWorkspace) -> None:
+        noted = workspace.ledger.tallies.setdefault("deviations", {})
+        noted |= {str(step): value for step, value in workspace.replay.deviations.items()}
+
+    def key(self, workspace: Workspace) -> str:
+        assert isinstance(workspace, ReplayWorkspace)
+        return key_of({"scores": super().key(workspace), "replay": workspace.replay.fingerprint()})
+
+    def metadata(self, workspace: Workspace) -> dict[str, Any]:
+        assert isinstance(workspace, ReplayWorkspace)
+        about, replay = super().metadata(workspace), workspace.replay
+        sizes, ends = (
+            workspace.ledger.tallies["magnitudes"],
+            [c.step for c in workspace.run.checkpoints],
+        )
+        workspace.ledger.diagnostics |= {
+            "tracked": f"all {replay.numbers:,} trained parameters",
+            "replay": {
+                "updates": replay.steps,
+                "points_held": replay.width,
+                "deviation": max(workspace.ledger.tallies["deviations"].values(), default=0.0),
+            },
+            "segments": [
+                {"end": end, "share_of_score": size / (sum(sizes) or 1.0)}
+                for end, size in zip(ends, sizes, strict=True)
+            ],
+        }
+        return about | {"diagnostics": workspace.ledger.diagnostics, "excluded": []}
+
+
+def _slice(rows: Indices) -> slice:
+    return slice(int(rows[0]), int(rows[-1]) + 1)

@@ -1,0 +1,29 @@
+"""EK-FAC (George et al., 2018): K-FAC's eigenbases, eigenvalues measured in them.
+
+Λ = mean of (Q_Sᵀ G_n Q_A)²          G_n: the whole gradient of example n       (Eq. 36)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from whence.layers.passes import Weights
+from whence.operators.factored import Factored
+from whence.operators.fit import Fitter
+
+
+class EKFAC(Factored):
+    """Eigenbases of the inputs' and the output gradients' covariances."""
+
+    kind = "ekfac"
+    passes = ("covariances", "eigenvalues")
+
+    @classmethod
+    def compute(
+        cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
+    ) -> dict[str, Tensor]:
+        bases = fitter.eigenbases(checkpoints)
+        moments = fitter.second_moments(cls, checkpoints, bases, diagonal)
+        return moments | fitter.as_tensors(bases)

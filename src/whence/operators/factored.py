@@ -1,0 +1,249 @@
+"""Operators in closed form: Q Λ Qᵀ for each block, with Q = Q_S ⊗ Q_A.
+
+EK-FAC, K-FAC, Shampoo, the diagonal and the identity differ only in how Q and Λ are fitted; each is
+one short file with a `compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from whence.layers.passes import Weights
+from whence.operators.functions import inverse
+from whence.operators.operator import Function, Inverse, Operator
+from whence.operators.space import Basis, BlockDiagonal, BlockVectors, rotate
+from whence.operators.whitened import Whitened
+
+if TYPE_CHECKING:
+    from whence.operators.fit import Fitter
+
+
+@dataclass(frozen=True)
+class EigenFactors:
+    """Curvature of one block: eigenvalues (o, width) in a basis (None: the parameters' own).
+
+    `diagonal` (o, width), where it was asked for, is the Gauss-Newton matrix's own diagonal.
+    """
+
+    eigenvalues: Tensor
+    basis: Basis | None
+    diagonal: Tensor | None = None
+
+    def parameter_diagonal(self) -> Tensor:
+        """The diagonal (o, width) of Q Λ Qᵀ in the parameters' own coordinates."""
+        if self.basis is None:
+            return self.eigenvalues
+        outputs, inputs = self.basis.outputs.square(), self.basis.inputs.square()
+        return outputs @ self.eigenvalues @ inputs.mT
+
+
+class OffloadedFactors(Mapping[str, EigenFactors]):
+    """Factors that stay on the CPU: a block is brought to the device when it is asked for, and
+    leaves it with the next one."""
+
+    def __init__(self, names: Sequence[str], bring: Callable[[str], EigenFactors]) -> None:
+        self._names, self._bring = list(names), bring
+        self._last: tuple[str, EigenFactors] | None = None
+
+    def __getitem__(self, name: str) -> EigenFactors:
+        if self._last is None or self._last[0] != name:
+            if name not in self._names:
+                raise KeyError(name)
+            self._last = None  # so that there are never two
+            self._last = (name, self._bring(name))
+        return self._last[1]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Factored(Operator[BlockVectors]):
+    """c Q Λ Qᵀ + Δ for each block, c and Δ numbers.
+
+    Args:
+        factors: Q and Λ by block.
+        scale, shift: c (default 1) and Δ (default 0) by block.
+        names: the blocks it is over (default: all that have factors).
+        memory: bytes that Krylov iterations may use.
+        tallies: where their number is noted.
+    """
+
+    kind: ClassVar[str]
+    #: whether eigenvalues are sums of squares, whose rounding error is squared too
+    squared: ClassVar[bool] = True
+    #: passes over the data at each checkpoint, by kind of work
+    passes: ClassVar[Sequence[str]] = ()
+
+    def __init__(
+        self,
+        factors: Mapping[str, EigenFactors],
+        scale: Mapping[str, float] | None = None,
+        shift: Mapping[str, float] | None = None,
+        names: Sequence[str] | None = None,
+        memory: int = 2**30,
+        tallies: dict[str, Any] | None = None,
+    ) -> None:
+        self.factors, self.memory = factors, memory
+        self.tallies = {} if tallies is None else tallies
+        self.scale, self.shift = dict(scale or {}), dict(shift or {})
+        self.names = list(factors) if names is None else list(names)
+
+    @classmethod
+    def fit(cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool = False) -> Self:
+        """The curvature averaged over these checkpoints.
+
+        Args:
+            diagonal: keep the Gauss-Newton matrix's own diagonal with the factors.
+        """
+        factors = fitter.fit(cls, checkpoints, diagonal)
+        return cls(factors, memory=fitter.memory, tallies=fitter.tallies)
+
+    @classmethod
+    def compute(
+        cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
+    ) -> dict[str, Tensor]:
+        """The factors: "<block>/eigenvalues", "/outputs" and "/inputs" where there is a basis, and
+        "/diagonal" where that is asked for."""
+        raise NotImplementedError
+
+    @classmethod
+    def whole_blocks(cls, fitter: Fitter) -> list[str]:
+        """The blocks whose bases come from whole gradients."""
+        return []
+
+    @property
+    def bases(self) -> Mapping[str, Basis | None]:
+        """The eigenbases, if they are on the device."""
+        if isinstance(self.factors, OffloadedFactors):
+            return dict.fromkeys(self.names)
+        return {name: self.factors[name].basis for name in self.names}
+
+    def block_eigenvalues(self, name: str) -> Tensor:
+        """c Λ + Δ of one block, (o, width)."""
+        values = self.factors[name].eigenvalues
+        scale, shift = self.scale.get(name, 1.0), self.shift.get(name, 0.0)
+        values = values if scale == 1.0 else values * scale
+        return values if shift == 0.0 else values + shift
+
+    def apply(
+        self, functions: Sequence[Function | None], v: BlockVectors, *, overwrite: bool = False
+    ) -> list[BlockVectors | None]:
+        results = [None if f is None else BlockVectors({}, {}) for f in functions]
+        last = max((k for k, f in enumerate(functions) if f is not None), default=-1)
+        for name in [name for name in self.names if name in v.values]:
+            block, value = self.factors[name], v.values[name]
+            rotated, sigma = rotate(value, v.bases[name], block.basis), self.block_eigenvalues(name)
+            for k, (f, result) in enumerate(zip(functions, results, strict=True)):
+                if f is None or result is None:
+                    continue
+                factor, basis = f(sigma), block.basis
+                if v.scale(name) != 1.0:
+                    factor = factor * v.scale(name)
+                in_place = k == last and (overwrite or rotated is not value)
+                product = rotated.mul_(factor) if in_place else rotated * factor
+                if isinstance(self.factors, OffloadedFactors):  # whose basis leaves the device
+                    product, basis = rotate(product, basis, None), None
+                result.values[name], result.bases[name] = product, basis
+        return results
+
+    def inverse(self, damping: BlockDiagonal) -> Inverse[BlockVectors]:
+        """(H + λ)⁻¹ in closed form; where λ differs within a block, by conjugate gradients."""
+        names = [name for name in self.names if name in damping]
+        if damping.scalar or all(self.factors[name].basis is None for name in names):
+            function = partial(inverse, damping=0.0)
+            shifted = self.restricted(names) + damping
+
+            def solve(v: BlockVectors) -> BlockVectors:
+                (w,) = shifted.apply([function], v, overwrite=True)
+                assert w is not None
+                return w
+
+            return Inverse(solve, self.bases if damping.scalar else {})
+        ones = BlockDiagonal(dict.fromkeys(names, 1.0))
+        return Whitened(self, ones, {}).inverse(damping)
+
+    def restricted(self, names: Sequence[str]) -> Self:
+        """The same, over these blocks only."""
+        return self._like(self.factors, self.scale, self.shift, names)
+
+    def trace(self) -> dict[str, float]:
+        return {name: float(self.block_eigenvalues(name).sum()) for name in self.names}
+
+    def eigenvalues(self) -> dict[str, Tensor]:
+        return {name: self.block_eigenvalues(name) for name in self.names}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self.factors[name].eigenvalues.shape)
+
+    def diagonal_of(self, name: str) -> Tensor:
+        """The diagonal of one block in the parameters' own coordinates, (o, width)."""
+        values = self.factors[name].parameter_diagonal()
+        return values * self.scale.get(name, 1.0) + self.shift.get(name, 0.0)
+
+    def scaled(self, factors: Mapping[str, float]) -> Self:
+        scale = {n: self.scale.get(n, 1.0) * factors.get(n, 1.0) for n in self.names}
+        shift = {n: self.shift.get(n, 0.0) * factors.get(n, 1.0) for n in self.names}
+        return self._like(self.factors, scale, shift, self.names)
+
+    def __add__(self, shift: Mapping[str, float | Tensor]) -> Operator[BlockVectors]:
+        moved = BlockDiagonal({name: shift.get(name, 0.0) for name in self.names})
+        if moved.scalar:
+            total = {name: self.shift.get(name, 0.0) + float(x) for name, x in moved.items()}
+            return self._like(self.factors, self.scale, total, self.names)
+        if all(self.factors[name].basis is None for name in self.names):
+            return self._elementwise({n: self.block_eigenvalues(n) + x for n, x in moved.items()})
+        return Whitened(self, BlockDiagonal(dict.fromkeys(self.names, 1.0)), moved)
+
+    def whitened(self, diagonal: BlockDiagonal) -> Operator[BlockVectors]:
+        names = [name for name in self.names if name in diagonal]
+        if diagonal.scalar:
+            return self.restricted(names).scaled({n: float(diagonal[n]) for n in names})
+        if all(self.factors[name].basis is None for name in names):
+            return self._elementwise({n: self.block_eigenvalues(n) * diagonal[n] for n in names})
+        root = BlockDiagonal({name: diagonal[name] for name in names}).sqrt()
+        return Whitened(self, root, {})
+
+    def _like(
+        self,
+        factors: Mapping[str, EigenFactors],
+        scale: Mapping[str, float] | None = None,
+        shift: Mapping[str, float] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Self:
+        return type(self)(factors, scale, shift, names, self.memory, self.tallies)
+
+    def _elementwise(self, values: Mapping[str, Tensor]) -> Self:
+        """A diagonal operator with these entries."""
+        factors = {n: replace(self.factors[n], eigenvalues=x) for n, x in values.items()}
+        return self._like(factors)
+
+    # -- what Krylov iterations ask for ----------------------------------------------------------
+
+    @property
+    def tolerance(self) -> Mapping[torch.dtype, float]:
+        return {torch.float32: 1e-4, torch.float64: 1e-10}
+
+    def components(self, names: Sequence[str]) -> list[list[str]]:
+        """Blocks that act on each other: here each one alone."""
+        return [[name] for name in names]
+
+    def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """H v of a component, in the parameters' own coordinates: (q, o, width) by block."""
+        products = {}
+        for name, value in values.items():
+            basis = self.factors[name].basis
+            rotated = rotate(value, None, basis) * self.block_eigenvalues(name)
+            products[name] = rotate(rotated, basis, None)
+        return products

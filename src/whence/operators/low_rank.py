@@ -1,0 +1,139 @@
+"""Arnoldi iteration (Schioppa et al., 2022): the inverse on the leading eigenvectors only.
+
+    (H + λ)⁻¹ v  ≈  Uᵀ (Σ + U λ Uᵀ)⁻¹ U v          U (r, p): the r leading eigenvectors of H
+
+H is the true Gauss-Newton matrix of all tracked layers together. What v has outside of their span
+counts as 0, as published. H is symmetric, so the iteration is that of Lanczos.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from whence.operators.gauss_newton import GaussNewton
+from whence.operators.krylov import Lanczos
+from whence.operators.operator import Inverse
+from whence.operators.space import BlockSpace, BlockVectors
+from whence.persist.factor_cache import FactorCache, key_of
+
+ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The leading eigenvalues (r,) and eigenvectors (r, p) of the Gauss-Newton matrix."""
+
+    space: BlockSpace
+    values: Tensor
+    vectors: Tensor
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def fit(
+        cls,
+        H: GaussNewton,
+        cache: FactorCache,
+        like: Tensor,
+        memory: int,
+        rank: int,
+        iterations: int,
+        seed: int,
+    ) -> LowRank:
+        """The eigenpairs that so many iterations find, cached; a killed iteration resumes.
+
+        Args:
+            like: a tensor on the device and with the dtype to compute in.
+            memory: bytes that the Krylov vectors may take.
+        """
+        pairs = _eigenpairs(H, cache, like, memory, rank, iterations, seed)
+        values, steps = pairs["values"], int(pairs["steps"])
+        residuals = pairs["residuals"] / values
+        rough = int((residuals > ROUGH).sum())
+        if rough:
+            warnings.warn(
+                f"{rough} of the {len(values)} leading eigenvectors are only roughly known after "
+                f"{steps} iterations: raise iterations, or lower rank to {len(values) - rough}",
+                stacklevel=2,
+            )
+        statistics = {
+            "iterations": steps,
+            "eigenvalues": values.tolist(),
+            "residuals": residuals.tolist(),
+        }
+        vectors = pairs["vectors"].to(like)
+        return cls(H.space, values.to(like), vectors, statistics)
+
+    def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
+        U = self.vectors
+        damped = torch.diag(self.values) + (U * self.space.diagonal(damping, U)) @ U.mT
+
+        def solve(v: BlockVectors) -> BlockVectors:
+            inside = self.space.flatten({n: v.matrix(n) for n in v.values}) @ U.mT  # (q, r)
+            return self.space.vectors(torch.linalg.solve(damped, inside.mT).mT @ U)
+
+        return Inverse(solve)
+
+
+def _eigenpairs(
+    H: GaussNewton,
+    cache: FactorCache,
+    like: Tensor,
+    memory: int,
+    rank: int,
+    iterations: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """The leading "values" (r,) and "vectors" (r, p) of H, their "residuals" (r,), and "steps"."""
+    p, passes = H.space.size, H.data[0].passes
+    iterations = min(iterations, p)
+    settings = {
+        "what": "leading eigenpairs of the Gauss-Newton matrix",
+        "identity": [dict(part.identity) for part in H.data],
+        "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.data],
+        "weights": H.checkpoints[0].sha256,
+        "layers": list(H.space.blocks),
+        "dtype": passes.arithmetic,
+        "seed": seed,
+        "rank": rank,
+        "iterations": iterations,
+    }
+    key = key_of(settings)
+    pairs = cache.get(key)
+    if pairs is not None:
+        return pairs
+    needed = (iterations + 1) * p * like.element_size()
+    if needed > memory:
+        raise ValueError(
+            f"iterations={iterations}: that many vectors of {p:,} parameters take "
+            f"{needed / 2**20:,.0f} MiB, and {memory / 2**20:,.0f} are allowed (half of memory=): "
+            "lower iterations, raise memory, or track fewer layers"
+        )
+    start = torch.randn(p, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    lanczos = Lanczos(start.to(like), iterations)
+    snapshot = cache.snapshot(key)
+    if snapshot is not None:
+        lanczos.restore(*snapshot)
+    bar = tqdm(
+        total=iterations,
+        initial=lanczos.done,
+        desc="Arnoldi iterations",
+        disable=not passes.progress,
+        leave=False,
+    )
+    with passes.clock("iterations"), bar:
+        while not lanczos.finished:
+            lanczos.step(H.flat_product)
+            cache.offer_snapshot(key, *lanczos.state())
+            bar.update()
+    values, vectors, residuals = lanczos.leading(rank)
+    pairs = {"values": values, "vectors": vectors, "residuals": residuals}
+    pairs["steps"] = torch.tensor(lanczos.done)
+    cache.put(key, pairs, settings)
+    return pairs

@@ -1,0 +1,215 @@
+"""D^½ H D^½ + Δ for diagonals D and Δ in the parameters' own coordinates.
+
+H and the diagonals share no eigenbasis, so there is no closed form: functions are computed by
+Lanczos iterations, inverses by conjugate gradients, each with a few dozen products with H. Blocks
+that H does not tie together are solved one after another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from whence.data import cut
+from whence.layers.passes import products_as
+from whence.operators.krylov import Product, Solution, conjugate_gradients, matrix_functions
+from whence.operators.operator import Function, Inverse, Operator
+from whence.operators.space import BlockDiagonal, BlockVectors
+
+STEPS, CG_STEPS = 500, 2000  # at most
+CG_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+VECTORS_PER_QUERY = 10  # right side, answers, and products on the way
+KRYLOV_VECTORS = 40  # to store for each query where products are cheap
+
+Shape = tuple[int, ...]  # (o, width) of a block
+
+
+class Matrix(Protocol):
+    """What Krylov iterations need to know about H."""
+
+    memory: int  # bytes that the iterations may use
+    tallies: dict[str, Any]  # where the number of iterations is noted
+
+    @property
+    def block_diagonal(self) -> bool: ...
+    @property
+    def tolerance(self) -> Mapping[torch.dtype, float]: ...
+    def components(self, names: Sequence[str]) -> list[list[str]]: ...
+    def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def shape_of(self, name: str) -> Shape: ...
+    def diagonal_of(self, name: str) -> Tensor | None: ...
+
+
+class Whitened(Operator[BlockVectors]):
+    """D^½ H D^½ + Δ.
+
+    Args:
+        H: the matrix inside.
+        root: D^½, of the blocks that this operator is over.
+        shift: Δ; 0 for blocks that are not in it.
+    """
+
+    def __init__(self, H: Matrix, root: BlockDiagonal, shift: Mapping[str, Any]) -> None:
+        self.H, self.root, self.shift = H, root, BlockDiagonal(shift)
+
+    @property
+    def block_diagonal(self) -> bool:
+        return self.H.block_diagonal
+
+    def apply(
+        self, functions: Sequence[Function | None], v: BlockVectors, *, overwrite: bool = False
+    ) -> list[BlockVectors | None]:
+        results = [None if f is None else BlockVectors({}, {}) for f in functions]
+        wanted = [f for f in functions if f is not None]
+        for names in self.H.components([name for name in self.root if name in v.values]):
+            shapes = {name: self.H.shape_of(name) for name in names}
+            right = _right(v, shapes)
+            product, tolerance = self._product(shapes, right), self.H.tolerance[right.dtype]
+            answers = right.new_empty(len(wanted), *right.shape)
+            for rows in cut(len(right), self._rows(right)):
+                here = slice(int(rows[0]), int(rows[-1]) + 1)
+                stored = self.H.memory // 2 // (len(rows) * _row_bytes(right))
+                with products_as("highest"):  # rounded to TF32, products do not converge
+                    solution = matrix_functions(
+                        product, wanted, right[here], STEPS, tolerance, stored
+                    )
+                answers[:, here] = solution.x
+                self._note(names, solution, tolerance)
+            for result, answer in zip([r for r in results if r is not None], answers, strict=True):
+                for name, part in _split(answer, shapes).items():
+                    result.values[name], result.bases[name] = part, None
+        return results
+
+    def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
+        """By conjugate gradients, preconditioned by the diagonal of D^½ H D^½ + Δ + λ."""
+        shift = {n: self.shift.get(n, 0.0) + damping[n] for n in self.root if n in damping}
+        shifted = Whitened(self.H, BlockDiagonal({n: self.root[n] for n in shift}), shift)
+        return Inverse(shifted._solve)
+
+    def _solve(self, v: BlockVectors) -> BlockVectors:
+        result = BlockVectors({}, {})
+        for names in self.H.components([name for name in self.root if name in v.values]):
+            shapes = {name: self.H.shape_of(name) for name in names}
+            right = _right(v, shapes)
+            diagonal = _join([self._diagonal(n, shapes[n], right) for n in names])
+            precondition, tolerance = diagonal.reciprocal().mul, CG_TOLERANCE[right.dtype]
+            with products_as("highest"):  # rounded to TF32, products never give five digits
+                solution = conjugate_gradients(
+                    self._product(shapes, right), precondition, right, CG_STEPS, tolerance
+                )
+            if bool((solution.steps == CG_STEPS).any()):
+                warnings.warn(
+                    f"the inverse of {_named(names)} is only known to "
+                    f"{float(solution.residuals.max()):.0e} after {CG_STEPS} steps of conjugate "
+                    "gradients: raise the damping, or use dtype=torch.float64",
+                    stacklevel=2,
+                )
+            for name, part in _split(solution.x, shapes).items():
+                result.values[name], result.bases[name] = part, None
+        return result
+
+    def _product(self, shapes: Mapping[str, Shape], right: Tensor) -> Product:
+        """x ↦ (D^½ H D^½ + Δ) x over the blocks of one component, flattened."""
+        root, shift = (
+            _join([_full(diagonal.get(name, 0.0), shape, right) for name, shape in shapes.items()])
+            for diagonal in (self.root, self.shift)
+        )
+
+        def product(x: Tensor) -> Tensor:
+            image = self.H.product(_split(x * root, shapes))
+            return _join([image[name] for name in shapes]).mul(root).addcmul_(shift, x)
+
+        return product
+
+    def _rows(self, right: Tensor) -> int:
+        """How many queries to solve at a time.
+
+        A product with a matrix of all layers is a pass over the data, so as many queries as fit
+        share one. Products with a block are cheap, so that room for their Krylov vectors is better.
+        """
+        vectors = VECTORS_PER_QUERY * 2
+        if self.block_diagonal:
+            vectors = VECTORS_PER_QUERY + KRYLOV_VECTORS
+        return max(1, self.H.memory // (vectors * _row_bytes(right)))
+
+    def _note(self, names: Sequence[str], solution: Solution, tolerance: float) -> None:
+        residual, steps = float(solution.residuals.max()), int(solution.steps.max())
+        noted = self.H.tallies.setdefault("lanczos", {"iterations": 0, "residual": 0.0})
+        if residual > tolerance >= noted["residual"]:
+            warnings.warn(
+                f"the dynamics of {_named(names)} are only known to {residual:.0e} after {STEPS} "
+                "Lanczos steps: use dtype=torch.float64, or a larger floor (for Adam)",
+                stacklevel=2,
+            )
+        noted["iterations"] = max(noted["iterations"], steps)
+        noted["residual"] = max(noted["residual"], residual)
+
+    def _diagonal(self, name: str, shape: Shape, like: Tensor) -> Tensor:
+        """The diagonal of one block, (1, o, width)."""
+        root, shift = (
+            _full(diagonal.get(name, 0.0), shape, like) for diagonal in (self.root, self.shift)
+        )
+        curvature = self.H.diagonal_of(name)
+        return shift if curvature is None else root.square() * curvature + shift
+
+    def trace(self) -> dict[str, float]:
+        return {name: float(values.sum()) for name, values in self.eigenvalues().items()}
+
+    def eigenvalues(self) -> dict[str, Tensor]:
+        """The diagonal, where it is known."""
+        values = {}
+        for name in self.root:
+            curvature = self.H.diagonal_of(name)
+            if curvature is not None:
+                values[name] = self._diagonal(name, curvature.shape, curvature)[0]
+        return values
+
+    def scaled(self, factors: Mapping[str, float]) -> Whitened:
+        root = {name: value * factors.get(name, 1.0) ** 0.5 for name, value in self.root.items()}
+        shift = {name: value * factors.get(name, 1.0) for name, value in self.shift.items()}
+        return Whitened(self.H, BlockDiagonal(root), shift)
+
+    def __add__(self, shift: Mapping[str, Any]) -> Whitened:
+        total = {name: self.shift.get(name, 0.0) + shift.get(name, 0.0) for name in self.root}
+        return Whitened(self.H, self.root, total)
+
+    def whitened(self, diagonal: BlockDiagonal) -> Whitened:
+        root = {n: value * diagonal[n] ** 0.5 for n, value in self.root.items() if n in diagonal}
+        shift = {n: x * diagonal[n] for n, x in self.shift.items() if n in diagonal}
+        return Whitened(self.H, BlockDiagonal(root), shift)
+
+
+def _right(v: BlockVectors, shapes: Mapping[str, Shape]) -> Tensor:
+    """The vectors over these blocks, (q, p); 0 where they have none."""
+    like = next(iter(v.values.values()))
+    zeros = {n: like.new_zeros(len(like), *s) for n, s in shapes.items() if n not in v.values}
+    return _join([zeros[n] if n in zeros else v.matrix(n) for n in shapes])
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices (q, o, width) of several blocks as vectors (q, p)."""
+    return parts[0].flatten(1) if len(parts) == 1 else torch.cat([x.flatten(1) for x in parts], 1)
+
+
+def _split(flat: Tensor, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The blocks of vectors (q, p), as views."""
+    parts = torch.split(flat, [o * width for o, width in shapes.values()], 1)
+    named = zip(shapes.items(), parts, strict=True)
+    return {name: part.reshape(-1, *shape) for (name, shape), part in named}
+
+
+def _full(value: float | Tensor, shape: Shape, like: Tensor) -> Tensor:
+    """A number or (o, width) numbers as (1, o, width)."""
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(1, *shape)
+
+
+def _row_bytes(right: Tensor) -> int:
+    return right.element_size() * max(1, right.shape[1])
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"layer {names[0]}" if len(names) == 1 else f"all {len(names)} layers together"

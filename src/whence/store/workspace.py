@@ -1,0 +1,170 @@
+"""A store as a workspace: the same methods, on projected gradients that were computed once.
+
+Rows P∇L(m, θ_c) and second moments come from the store; only query gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from whence.engine.scoring import Columns, Scoring
+from whence.engine.workspace import Queries, Workspace
+from whence.layers.passes import Weights
+from whence.operators.projected import Projected, ProjectedVectors, never_zero
+from whence.store.rows import inner
+
+if TYPE_CHECKING:
+    from whence.store.store import GradientStore
+
+CHUNK = 1 << 14  # examples between two notes of progress
+
+
+@dataclass
+class StoreWorkspace(Workspace):
+    """A workspace whose training gradients and curvature are those of a store."""
+
+    store: GradientStore = field(kw_only=True)
+
+    reads_training_data = False
+
+    def curvature(
+        self,
+        kind: str,
+        stages: Sequence[str],
+        checkpoints: Sequence[Weights],
+        blocks: Mapping[str, Any],
+        **_: Any,
+    ) -> Projected:
+        """P H Pᵀ, from the store's second moments (whatever curvature a method asks for)."""
+        examples = sum(len(self.used(stage)) for stage in stages) * len(checkpoints)
+
+        def matrices() -> list[Tensor]:
+            each = [self.store.curvature(self, s, c) for s in stages for c in checkpoints]
+            parts = zip(*each, strict=True)
+            return [sum(part[1:], part[0]) / examples for part in parts]
+
+        identity = {"stages": list(stages), "weights": [c.sha256 for c in checkpoints]}
+        columns = self.store.projection(self).columns
+        return Projected(matrices, columns, self.accumulator, self._remember, identity)
+
+    def _remember(self, key: Mapping[str, Any], fit: Any) -> list[Tensor]:
+        return self.store.decomposition(self, key, fit, on_disk="durations" in key)
+
+    def check_preconditioner(self, optimizer: str) -> None:
+        raise ValueError(
+            f"the store answers for SGD: the preconditioner of {optimizer!r} has no counterpart in "
+            "the projected space. Use whence.Source itself, or the store's other methods "
+            "(influence with a number as damping)"
+        )
+
+    def diagonal(self, values: Mapping[str, Any]) -> Tensor:
+        """One number per coordinate, (d,). A layer without a value does not move."""
+        projection = self.store.projection(self)
+        missing = {name: 0.0 for name in self.blocks if name not in values}
+        rates = projection.per_coordinate({**values, **missing})
+        return never_zero(rates) if missing else rates
+
+    def query_gradients(
+        self, queries: Queries, checkpoints: Sequence[Weights], bases: Any
+    ) -> ProjectedVectors:
+        """The mean over checkpoints of P∇f(q, θ_c)."""
+        each = [self.plain_gradients(queries, c).values for c in checkpoints]
+        return ProjectedVectors(torch.stack(each).mean(0))
+
+    def plain_gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors:
+        rows = self.store.projected(self, queries.data, queries.indices, checkpoint)
+        return ProjectedVectors(rows.to(self.accumulator))
+
+    def readouts(self, vectors: ProjectedVectors, scale: float, examples: int) -> Any:
+        return (vectors.values * scale).to(self.accumulator)
+
+    def projected_space(self, dimension: int, joint: bool, seed: int) -> StoredSpace:
+        return StoredSpace(self)
+
+    def scoring(self, *arguments: Any) -> StoredScoring:
+        return StoredScoring(self, *arguments)
+
+    def identity(self) -> dict[str, Any]:
+        assert self.query is not None
+        return {
+            "store": self.store.fingerprint,
+            "query": self.query.fingerprint(),
+            "task": repr(self.final_passes.task),
+            "measured": self.study.probe[self.study.stages[-1]]["measurements"],
+        }
+
+    def data_fingerprints(self) -> dict[str, str]:
+        """As the store knows them: its training data is not read again."""
+        return {stage: self.store.data[stage]["sha256"] for stage in self.stages}
+
+    def settings(self) -> dict[str, Any]:
+        return self.store.settings
+
+
+@dataclass(frozen=True)
+class StoredSpace:
+    """A store's projected space, which vectors do not leave."""
+
+    workspace: StoreWorkspace
+
+    @property
+    def columns(self) -> Sequence[slice]:
+        return self.workspace.store.projection(self.workspace).columns
+
+    def gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors:
+        return self.workspace.plain_gradients(queries, checkpoint)
+
+    def measurement_moments(self) -> list[Tensor]:
+        """Σ φφᵀ over all examples of all stages, φ = P∇f, for each part of P."""
+        store, stages = self.workspace.store, self.workspace.study.stages
+        pooled = [store.measured(self.workspace, stage) for stage in stages]
+        return [sum(parts[1:], parts[0]) for parts in zip(*pooled, strict=True)]
+
+    def lift(self, v: ProjectedVectors) -> ProjectedVectors:
+        return v
+
+
+class StoredScoring(Scoring):
+    """Scores as inner products of query vectors (q, d) with the stored rows."""
+
+    workspace: StoreWorkspace
+
+    def _contributions(
+        self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
+    ) -> Tensor:
+        assert queries is not None
+        workspace, shape = self.workspace, (len(self.terms), queries, len(chunk.indices))
+        totals = torch.zeros(shape, dtype=workspace.accumulator, device=workspace.device)
+        here = slice(int(chunk.indices[0]), int(chunk.indices[-1]) + 1)
+        for which, vectors in ready:
+            term, total = self.terms[which], totals[which]
+            for checkpoint in term.checkpoints if term.stage == chunk.stage else ():
+                rows = workspace.store.rows(chunk.stage, checkpoint)[here]
+                total += inner(rows.to(workspace.device), vectors)
+                if not bool(total.sum().isfinite()):
+                    self._refuse(rows, chunk, checkpoint)
+        return totals
+
+    @staticmethod
+    def _refuse(rows: Tensor, chunk: Columns, checkpoint: Weights) -> None:
+        bad = chunk.indices[(~rows.isfinite().all(1)).numpy()]
+        if len(bad):
+            listed = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+            raise ValueError(
+                f"the stored gradients of {chunk.stage} example {listed} at step {checkpoint.step} "
+                "are NaN or infinite: the store is damaged. Delete it, and build it again"
+            )
+
+    def _chunk(self, queries: int) -> int:
+        return CHUNK
+
+    def _at_once(self) -> int:
+        return max(1, self._fitting(len(self.terms)))  # which are computed all at once
+
+    def _vector(self) -> int:
+        return self.workspace.store.dimension
