@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import whence
 from benchmarks.models import GPT, WORKLOADS, Workload, final_run
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.operators import cost
 
 STAGES = ("covariances", "eigendecomposition", "eigenvalues", "scores")

@@ -30,7 +30,7 @@ from benchmarks.against_kronfluence import DAMPING, STAGES, floors
 from benchmarks.models import GPT, WORKLOADS, Workload, documents, final_run, run_of
 from benchmarks.report import RESULTS, write_readme
 from benchmarks.source_cost import METHODS, plain_pass
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 
 GPT2 = replace(
     WORKLOADS["gpt"],

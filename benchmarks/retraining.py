@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Subset
 
 import whence
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
 from experiments.tasks import TASKS
+from experiments.tasks.machine import machine
 from whence.retrain import Training, ground_truth, measure
 from whence.retrain.truth import draw_subsets
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import whence
 from benchmarks.models import WORKLOADS, Workload, run_of
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.data import place
 
 METHODS = {

@@ -29,7 +29,7 @@ import whence
 from benchmarks.models import final_run, vectors
 from benchmarks.report import RESULTS, write_readme
 from benchmarks.trak_cost import fashion_mlp
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.scores import Scores
 from whence.store import GradientStore
 from whence.store.answers import CHUNK

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import whence
 from benchmarks.models import final_run, vectors
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.data import cut
 from whence.layers.passes import Signal
 from whence.methods.trak import Trak

@@ -1,7 +1,7 @@
 """The documentation: marked examples run and print what the page shows, all others are Python.
 
 A page goes on from the example in README, which is the one on the front page: its names are there,
-and so is the run that it recorded. Tutorials start from nothing. `docs/run.py` says how pages are
+and so is the run that it recorded. Tutorials start from nothing. `tools/run.py` says how pages are
 marked, and makes outputs and figures anew.
 """
 
@@ -11,21 +11,17 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tools import run as pages
 from whence.layers import KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(DOCS))
-import run as pages  # noqa: E402
-
-sys.path.remove(str(DOCS))
 
 PAGES = pages.pages()
 RUN = [name for name, text in PAGES.items() if any(marked for marked, _ in pages.blocks(text))]
@@ -69,7 +65,7 @@ def test_examples_run(page: str, tmp_path: Path, as_before: None) -> None:
     played = pages.play(page, PAGES[page], tmp_path)
     assert not played.failed, f"{page}.md claims what is not so: {played.failed}"
     for shown, printed in played.outputs:
-        again = f"python docs/run.py {page}"
+        again = f"python -m tools.run {page}"
         assert pages.shape(printed) == pages.shape(shown["output"]), again
     if page.startswith("tutorials/"):
         for figure in pages.figures(PAGES[page]):

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report, retraining
+from experiments.engine import reproduce
+from experiments.pages import methods_page, reproduce_page
+from experiments.studies import stores
+from experiments.tasks import TASKS, Scale
+
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def found_from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def test_the_benchmarks_page_is_made_of_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks import report
-
     (tmp_path / "README.template.md").write_text((report.FOLDER / "README.template.md").read_text())
     monkeypatch.setattr(report, "FOLDER", tmp_path)
     report.write_readme()
@@ -30,24 +29,19 @@ def test_the_benchmarks_page_is_made_of_the_results(
 
 
 def test_the_methods_page_is_made_of_the_results() -> None:
-    from experiments import methods_page
-
     made = methods_page.text()
-    assert made == (ROOT / "docs/methods.md").read_text(), "python -m experiments.methods_page"
+    assert made == (ROOT / "docs/methods.md").read_text(), (
+        "python -m experiments.pages.methods_page"
+    )
     assert "<!--" not in made
 
 
 def test_the_methods_page_without_results(tmp_path: Path) -> None:
-    from experiments import methods_page
-
     made = methods_page.text(tmp_path)
     assert made.count("*Not run yet:*") == len(methods_page.SHOWN) and "<!--" not in made
 
 
 def test_results_say_where_they_come_from() -> None:
-    from experiments import reproduce
-    from experiments.tasks import TASKS
-
     files = sorted((ROOT / "experiments/results").glob("*.json"))
     assert files
     for file in files:
@@ -70,12 +64,8 @@ def test_results_say_where_they_come_from() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_stores_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script behind the table of gradient stores, made small; it writes what the page reads."""
-    from experiments import methods_page, stores
-    from experiments.reproduce import Reproduction
-    from experiments.tasks import TASKS, Scale
-
     monkeypatch.setattr(stores, "DIMENSIONS", (16,))
-    work = Reproduction(
+    work = reproduce.Reproduction(
         TASKS["digits"],
         scale=Scale(subsets=4, seeds=1, queries=5, runs=1),
         work=tmp_path,
@@ -94,10 +84,11 @@ def test_stores_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_scripts_explain_themselves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks import retraining
-    from experiments import page, stores
-
-    for module, option in ((retraining, "--task"), (stores, "--task"), (page, "--no-figures")):
+    for module, option in (
+        (retraining, "--task"),
+        (stores, "--task"),
+        (reproduce_page, "--no-figures"),
+    ):
         monkeypatch.setattr(sys, "argv", [module.__name__, "--help"])
         with pytest.raises(SystemExit) as end:
             module.main()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-from experiments import data, models
+from experiments.tasks import data, models
 from whence.data import Batches
 from whence.retrain import Training, measure
 from whence.retrain.stack import choose_engine

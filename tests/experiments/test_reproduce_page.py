@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from experiments.pages import claims, figures, tables
+from experiments.pages import reproduce_page as page
+from experiments.pages.claims import ABSENT, FAILS, HOLDS, OPEN
+from experiments.tasks import RESULTS, TASKS, data
+from experiments.tasks.methods import GAUSS_NEWTON
 
-from experiments import claims, data, figures, page, tables  # noqa: E402
-from experiments.claims import ABSENT, FAILS, HOLDS, OPEN  # noqa: E402
-from experiments.tasks import RESULTS, TASKS, WHOLE  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 OF = {"subsets": 100, "seeds": 10, "queries": 500, "runs": 10}
 IN_PAGE = re.compile(r"\]\(figures/reproduce/([^)]*)\)")
@@ -84,7 +84,9 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Path]:
 
 def test_the_page_is_made_of_the_results() -> None:
     made = page.text()
-    assert made == (ROOT / "docs/reproduce.md").read_text(), "python -m experiments.page"
+    assert made == (ROOT / "docs/reproduce.md").read_text(), (
+        "python -m experiments.pages.reproduce_page"
+    )
     assert "<!--" not in made
 
 
@@ -92,7 +94,7 @@ def test_figures_are_those_that_the_script_makes(drawn: tuple[set[str], Path]) -
     names, _ = drawn
     shown = set(IN_PAGE.findall((ROOT / "docs/reproduce.md").read_text()))
     held = {file.name: file.stat().st_size for file in (ROOT / "docs" / page.PICTURES).iterdir()}
-    assert shown == set(held), "python -m experiments.page"
+    assert shown == set(held), "python -m experiments.pages.reproduce_page"
     assert {name for name in shown if not name.startswith("examples-")} <= names <= shown
     assert max(held.values()) < 200_000
 
@@ -263,12 +265,12 @@ def test_source_is_first() -> None:
 
 
 def test_why_source_is_not_first_is_told_by_other_methods() -> None:
-    lds = paper(source=0.2) | {WHOLE: entry(0.2)}
+    lds = paper(source=0.2) | {GAUSS_NEWTON: entry(0.2)}
     (text,) = page.causes({"concrete": result("concrete", lds)}, ["concrete"])
     assert "Concrete: with the whole Gauss-Newton matrix" in text and "λP⁻¹" not in text
-    lds[WHOLE] = entry(0.6)  # better: it may well be EK-FAC
+    lds[GAUSS_NEWTON] = entry(0.6)  # better: it may well be EK-FAC
     assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
-    lds[WHOLE] = entry(0.2) | {"of": lds["SOURCE"]["of"] | {"runs": 2}}  # of other models
+    lds[GAUSS_NEWTON] = entry(0.2) | {"of": lds["SOURCE"]["of"] | {"runs": 2}}  # of other models
     assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
     adam = paper(source=0.2) | {"SOURCE, λP⁻¹": entry(0.7)}
     (text,) = page.causes({"rte": result("rte", adam)}, ["rte"])

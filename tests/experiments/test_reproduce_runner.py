@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 import whence
+from experiments import tasks
+from experiments.engine import optimum, reproduce, search
+from experiments.pages import tables
+from experiments.studies import adam, depth
+from experiments.tasks import methods, models, recipes
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from experiments import adam, depth, models, optimum, reproduce, search, tables, tasks  # noqa: E402
-
-SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, fewer={"HYDRA": 1})
+SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, runs_by_method={"HYDRA": 1})
 
 
 def blobs(count: int = 80, seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
@@ -33,10 +33,10 @@ def blobs(count: int = 80, seed: int = 0) -> tuple[TensorDataset, TensorDataset]
     return TensorDataset(x[:count], labels[:count]), TensorDataset(x[count:], labels[count:])
 
 
-def make(quick: bool, rate: float, weight_decay: float) -> tasks.Made:
+def make(quick: bool, rate: float, weight_decay: float) -> tasks.RecipeAndHeldOut:
     train, held = blobs()
     model = partial(models.mlp, 5, 8, 3)
-    optimizer = tasks.sgd(rate, weight_decay)
+    optimizer = recipes.sgd(rate, weight_decay)
     return whence.Recipe(model, whence.Classification(), train, optimizer, 16, 4), held
 
 
@@ -48,9 +48,9 @@ TASK = tasks.Experiment(
     SMALL,
     SMALL,
     rates=(0.05, 1e-4),
-    trak=16,
+    trak_dimension=16,
     methods=("RepSim", "TRAK", "SOURCE"),
-    dear=("HYDRA",),
+    expensive=("HYDRA",),
 )
 
 
@@ -132,7 +132,7 @@ def test_what_is_there_is_not_done_again_and_more_can_be_added(
 def test_trainings_may_measure_more_queries_than_are_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = replace(TASK, dear=(), methods=("RepSim",))
+    few = replace(TASK, expensive=(), methods=("RepSim",))
     plain = reproduction(tmp_path / "plain", few).run()
     scale = replace(SMALL, measured=9)
     ahead = reproduction(tmp_path / "ahead", few, scale=scale).run()
@@ -283,10 +283,10 @@ def test_linear_models_over_epochs_and_at_the_optimum(tmp_path: Path) -> None:
     experiment = replace(
         TASK,
         name="line",
-        make=partial(tasks.linear, lambda: sets, whence.Classification()),
+        make=partial(recipes.linear, lambda: sets, whence.Classification()),
         full=replace(SMALL, alphas=(0.9,), epochs=(1, 5), subsets=6),
-        methods=tasks.LINEAR,
-        dear=(),
+        methods=methods.LINEAR,
+        expensive=(),
         segments=1,
         checkpoints=3,
     )
@@ -321,7 +321,7 @@ def test_crops_are_parts_of_the_padded_image() -> None:
     images = torch.arange(4 * 3 * 32 * 32, dtype=torch.float32).reshape(4, 3, 32, 32) + 1
     labels = torch.arange(4)
     drawn = torch.tensor([[0.0, 0.999, 0.9], [0.5, 0.5, 0.1], [0.45, 0.45, 0.9], [0.99, 0.0, 0.2]])
-    cropped, same = tasks.crop_and_flip((images, labels), lambda k: drawn[:, :k])
+    cropped, same = recipes.crop_and_flip((images, labels), lambda k: drawn[:, :k])
     assert torch.equal(same, labels) and cropped.shape == images.shape
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
     for image, row, got in zip(padded, drawn, cropped, strict=True):
@@ -333,7 +333,7 @@ def test_crops_are_parts_of_the_padded_image() -> None:
 
 def test_rates_rise_and_fall() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
-    schedule = tasks.rise_and_fall(optimizer, 100)
+    schedule = recipes.rise_and_fall(optimizer, 100)
     rates = []
     for _ in range(100):
         rates.append(schedule.get_last_lr()[0])
@@ -364,20 +364,20 @@ def test_every_task_is_whole() -> None:
         assert experiment.name == name and experiment.setting and experiment.title
         assert (experiment.rates is None) == (experiment.grid is not None), name
         for one in (*experiment.methods, *experiment.dear):
-            assert reproduce.method(one, experiment, 10_000) is not None
+            assert experiment.method(one, 10_000) is not None
         asked = experiment.full.removal
         if asked is not None:
             assert set(asked.methods) <= set(experiment.methods)
         if experiment.group != "not in the paper":
             assert experiment.paper_seeds, name
     with pytest.raises(ValueError, match="no method is called 'Sauce'"):
-        reproduce.method("Sauce", TASK, 10)
+        TASK.method("Sauce", 10)
 
 
 def test_rates_that_were_searched_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "RESULTS", tmp_path)
     unknown = replace(TASK, rates=None, grid=((0.1,), (0.0,)))
-    with pytest.raises(FileNotFoundError, match=r"python -m experiments\.search blobs"):
+    with pytest.raises(FileNotFoundError, match=r"python -m experiments\.engine\.search blobs"):
         unknown.found_rates()
     (tmp_path / "search").mkdir()
     best = {"best": {"rate": 0.5, "weight_decay": 0.25}}

@@ -20,17 +20,19 @@ TOO_LONG = 1800.0  # seconds of training above which a task is not begun unasked
 
 
 def experiments(module: str) -> Any:
-    """A module of the experiments: shipped with whence, or beside it in a checkout."""
-    root = Path(__file__).resolve().parents[3]
-    if importlib.util.find_spec("whence._experiments") is not None:
-        return importlib.import_module(f"whence._experiments.{module}")
-    if not (root / "experiments" / "reproduce.py").is_file():
-        raise CommandError(
-            "the experiments are not installed with this whence: install it anew, or run from a "
-            "checkout of the repository"
-        )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    """A module of `experiments/`, which lies next to `src/` in a clone of the repository."""
+    if "experiments" not in sys.modules:
+        file = Path(__file__).resolve().parents[3] / "experiments" / "__init__.py"
+        spec = importlib.util.spec_from_file_location("experiments", file)
+        if not file.is_file() or spec is None or spec.loader is None:
+            raise CommandError(
+                "`whence reproduce` needs a clone of the whence repository: the experiments are "
+                "not part of the installed package. In the clone, run "
+                "`pip install --editable '.[reproduce]'`, then `whence reproduce` again"
+            )
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["experiments"] = package
+        spec.loader.exec_module(package)
     return importlib.import_module(f"experiments.{module}")
 
 
@@ -85,13 +87,13 @@ def reproduce(
 
         whence reproduce fashion_mnist --device cuda
     """
-    tasks, tables = experiments("tasks"), experiments("tables")
+    tasks, tables = experiments("tasks"), experiments("pages.tables")
     results = results or out / "results"
     if list_tasks:
         found = tables.overview(tasks.TASKS, [results, tasks.RESULTS])
         return Answer([dict(zip(found.heads, row, strict=True)) for row in found.rows], str(found))
     experiment = _named(task, tasks.TASKS)
-    known = (*experiment.methods, *experiment.dear, "Downsampling")
+    known = (*experiment.methods, *experiment.expensive, "Downsampling")
     unknown = [one for one in only or [] if one not in known]
     if unknown:
         raise CommandError(f"--only {unknown[0]!r}: {experiment.name} has {', '.join(known)}")
@@ -102,7 +104,7 @@ def reproduce(
     import torch
 
     chosen = str(device_of(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
-    engine = experiments("reproduce")
+    engine = experiments("engine.reproduce")
     try:
         if chosen == "cpu" and experiment.gpu and not quick and not anyway:
             _not_too_long(experiment, engine.seconds_here(experiment, scale, chosen))

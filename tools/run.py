@@ -1,7 +1,7 @@
 """Run the code of the documentation's pages; put what it prints and draws into them.
 
-    python docs/run.py                           # every page that shows an output or draws
-    python docs/run.py tutorials/digits meaning
+    python -m tools.run                           # every page that shows an output or draws
+    python -m tools.run tutorials/digits meaning
 
 What a page may say in comments, which no reader sees:
 
@@ -34,7 +34,7 @@ import torch
 os.environ.setdefault(
     "MPLBACKEND", "Agg"
 )  # pages draw into files, as on a machine without a screen
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1] / "docs"
 README = DOCS.parent / "README.md"
 PIECE = re.compile(
     r"(?P<test><!-- test -->\n+)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$"

@@ -1,4 +1,4 @@
-"""Make the picture of the report anew, from the digits demo: python docs/figures/report.py
+"""Make the picture of the report anew, from the digits demo: python -m tools.figures.report
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or name it in CHROMIUM).
 """
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import whence
 from whence.demo import BATCH, EPOCHS, TRAIN, digits, network, train
 
-HERE = Path(__file__).parent
+FIGURES = Path(__file__).parents[2] / "docs/figures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         page.select_option(".sidebar select", "measurement")
         page.locator(".query-item").first.click()
         page.wait_for_timeout(300)
-        page.screenshot(path=HERE / "report.png")
+        page.screenshot(path=FIGURES / "report.png")
         browser.close()
 
 

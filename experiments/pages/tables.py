@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.engine.reproduce import SCHEMA
+from experiments.tasks import TASKS, Experiment
 from whence.table import Table, estimate
-
-from .reproduce import SCHEMA
-from .tasks import TASKS, Experiment
 
 Found = Mapping[str, Any]
 PARTS = {
@@ -62,7 +61,8 @@ def shown(value: list[float] | None, digits: int = 2) -> str | None:
 
 def lds_table(found: Found, experiment: Experiment, best_first: bool = False) -> Table:
     """One row per method: in the experiment's order, or by the ensemble's LDS."""
-    places = {n: k for k, n in enumerate((*experiment.methods, "Downsampling", *experiment.dear))}
+    order = (*experiment.methods, "Downsampling", *experiment.expensive)
+    places = {name: k for k, name in enumerate(order)}
     entries = sorted(found["lds"].items(), key=lambda item: places.get(item[0], len(places)))
     if best_first:
         entries.sort(key=lambda item: -(item[1]["ensemble"] or item[1]["single"])[0])

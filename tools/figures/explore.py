@@ -1,4 +1,4 @@
-"""Make the pictures of the explorer anew, from the demo's digits: python docs/figures/explore.py
+"""Make the pictures of the explorer anew, from the demo's digits: python -m tools.figures.explore
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or name it in CHROMIUM).
 """
@@ -19,7 +19,7 @@ import whence
 from whence.demo import BATCH, digits, network
 from whence.explore import Running, start
 
-HERE = Path(__file__).parent
+FIGURES = Path(__file__).parents[2] / "docs/figures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 QUERIES = 100
 
@@ -68,15 +68,15 @@ def main() -> None:
         page.wait_for_timeout(600)
         page.get_by_role("button", name="Tick the helpful ones").click()
         page.wait_for_timeout(600)
-        page.screenshot(path=HERE / "explore.png")
+        page.screenshot(path=FIGURES / "explore.png")
         shown(page, "4", "audit")
-        page.screenshot(path=HERE / "explore-audit.png")
+        page.screenshot(path=FIGURES / "explore-audit.png")
         shown(page, "5", "whatif")
         page.get_by_label("seeds").fill("10")
         page.get_by_role("button", name="Retrain without them").click()
         page.wait_for_selector(".charts.judged .dot", timeout=120_000)
         page.wait_for_timeout(600)
-        page.screenshot(path=HERE / "explore-whatif.png")
+        page.screenshot(path=FIGURES / "explore-whatif.png")
         browser.close()
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .tables import Found, baselines, label, over_values, shown
-from .tasks import TASKS, Experiment
+from experiments.pages.tables import Found, baselines, label, over_values, shown
+from experiments.tasks import TASKS, Experiment
 
 HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "not decided", "not run yet"
 Value = Sequence[float]  # the number, and its interval

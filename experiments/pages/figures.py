@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
+from experiments.pages.tables import Found, baselines, over_values, title
+from experiments.tasks import TASKS, Experiment, data
+from experiments.tasks.methods import TWO_WEIGHTS
 from whence.evaluate.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 from whence.retrain import Training, measure
-
-from . import data
-from .tables import Found, baselines, over_values, title
-from .tasks import TASKS, Experiment
 
 Floats = NDArray[np.float64]
 Results = Mapping[str, Found]
@@ -330,19 +329,14 @@ def two_weights(seeds: int = 300) -> Shift:
         for subset in (None, rest)
     ]
     study = whence.Study(recipe.build(0), task, train, runs[0])
-    methods = {
-        "influence": whence.Influence(damping=1e-8, fisher="exact"),
-        "SOURCE": whence.Source(segments=3, fisher="exact"),
-        "unrolling": whence.Unrolled(expected=True, curvature_batch=len(x)),
-    }
     predicted = {
         name: -np.asarray(
-            method.attribute(
-                study, query, dtype=torch.float64, device="cpu", progress=False
-            ).values,
+            build(len(x))
+            .attribute(study, query, dtype=torch.float64, device="cpu", progress=False)
+            .values,
             np.float64,
         )[:, 0]
-        for name, method in methods.items()
+        for name, build in TWO_WEIGHTS.items()
     }
     ends = [
         measure(

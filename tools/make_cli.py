@@ -1,6 +1,6 @@
-"""Writes docs/cli.md: the words here, and a reference made of what the commands say themselves.
+"""Write docs/cli.md: the text below, and a reference generated from the commands' own help.
 
-python docs/make_cli.py
+python -m tools.make_cli
 """
 
 # ruff: noqa: E501 (lines of Markdown)
@@ -16,7 +16,7 @@ from whence.cli import settings
 from whence.cli.app import build
 from whence.cli.huggingface import KEYS
 
-PAGE = Path(__file__).with_name("cli.md")
+PAGE = Path(__file__).parents[1] / "docs/cli.md"
 INTRO = """# The command line
 
 ```console

@@ -1,9 +1,9 @@
 """docs/reproduce.md and its figures, from experiments/results/. Nothing on it is typed by hand.
 
-    python -m experiments.page [--no-figures]
+    python -m experiments.pages.reproduce_page [--no-figures]
 
-Images of examples are drawn from the datasets ($WHENCE_DATA, see `experiments.data`), and texts are
-copied into results/texts/ from there; where a dataset is not there, what was made before stays.
+Images of examples are drawn from the datasets ($WHENCE_DATA, see `experiments.tasks.data`), and
+texts are copied from there into results/texts/. Where a dataset is missing, the earlier file stays.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.pages import claims, figures, tables
+from experiments.pages.claims import ABSENT, CLAIMS, FAILS, HOLDS, OPEN, Verdict
+from experiments.pages.tables import Found, so_many, title
+from experiments.tasks import RESULTS, TASKS, Experiment, data
+from experiments.tasks.methods import GAUSS_NEWTON
 from whence.scores.files import write_json
 
-from . import claims, data, figures, tables
-from .claims import ABSENT, CLAIMS, FAILS, HOLDS, OPEN, Verdict
-from .tables import Found, so_many, title
-from .tasks import RESULTS, TASKS, WHOLE, Experiment
-
 FOLDER = Path(__file__).parent
-DOCS = FOLDER.parent / "docs"
+DOCS = FOLDER.parents[1] / "docs"
 PICTURES = "figures/reproduce"  # below the pages
 NEAR = 0.05  # how far from one of the reference numbers is still near
 LETTERS = 240  # of a text in a panel
@@ -299,7 +299,7 @@ def causes(results: Results, tasks: Iterable[str]) -> list[str]:
     for task in tasks:
         found, experiment = results[task], TASKS[task]
         entry, theirs = (found["lds"][n] for n in (experiment.source, "influence"))
-        whole = found["lds"].get(WHOLE)
+        whole = found["lds"].get(GAUSS_NEWTON)
         if whole and whole["of"] == entry["of"] and whole["single"][0] < theirs["single"][0]:
             lines.append(
                 f"- {title(task, found)}: with the whole Gauss-Newton matrix in place of EK-FAC "
@@ -354,12 +354,12 @@ def summary(results: Results) -> str:
 def unfinished(found: Found, experiment: Experiment) -> list[str]:
     """What a task is to have, and its result has not yet."""
     scale = experiment.quick if found["quick"] else experiment.full
-    names = [n for n in (*experiment.methods, *experiment.dear) if n not in found["lds"]]
+    names = [n for n in (*experiment.methods, *experiment.expensive) if n not in found["lds"]]
     if scale.downsampled and "Downsampling" not in found["lds"]:
         names.append("Downsampling")
     few = [
         n
-        for n in (*experiment.methods, *experiment.dear)
+        for n in (*experiment.methods, *experiment.expensive)
         if n in found["lds"] and found["lds"][n]["of"]["runs"] < scale.models(n)
     ]
     parts = {
@@ -498,7 +498,7 @@ def searches(folder: Path) -> str:
 
 
 def rounding(file: Path) -> str:
-    """What TF32 does to scores, by `experiments.rounding`."""
+    """What TF32 does to scores, by `experiments.studies.rounding`."""
     if not file.is_file():
         return "*Not measured yet.*"
     r = json.loads(file.read_text())

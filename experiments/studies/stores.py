@@ -1,6 +1,6 @@
 """What answering from a gradient store costs in LDS: results/store_digits.json.
 
-    python -m experiments.stores [--task digits] [--device cuda]
+    python -m experiments.studies.stores [--task digits] [--device cuda]
 
 SOURCE from stores of several dimensions, on the task's runs and truth as `whence reproduce` makes
 them; a work folder that it has used already spares the trainings.
@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 import whence
+from experiments.engine.reproduce import Reproduction
+from experiments.tasks import RESULTS, TASKS
+from experiments.tasks.machine import machine
 from whence.evaluate import lds
 from whence.scores.files import write_json
-
-from .machine import machine
-from .reproduce import Reproduction
-from .tasks import RESULTS, TASKS
 
 DIMENSIONS = (64, 256, 1024)
 

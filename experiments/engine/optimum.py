@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 import whence
+from experiments.tasks.methods import AT_OPTIMUM
 from whence.retrain.truth import Truth, draw_subsets
 
 Floats = NDArray[np.float64]
@@ -48,11 +49,8 @@ def at_the_optimum(
     run = whence.Run.from_checkpoints([state], [1], 1e-3)
     study = whence.Study(model, task, stage.data.dataset, run)
     scores = {
-        name: method.attribute(study, query, dtype=torch.float64, progress=False)
-        for name, method in {
-            "influence": whence.Influence(fisher="exact"),
-            "influence, conjugate gradients": whence.Influence(damping=1e-8, solver="cg"),
-        }.items()
+        name: build().attribute(study, query, dtype=torch.float64, progress=False)
+        for name, build in AT_OPTIMUM.items()
     }
     return truth, scores
 

@@ -1,6 +1,6 @@
 """Which form of SOURCE for Adam: digits trained by AdamW at several rates, for long and for short.
 
-    python -m experiments.adam [--out FOLDER] [--results FOLDER]
+    python -m experiments.studies.adam [--out FOLDER] [--results FOLDER]
 
 Keeps the LDS of one model in results/adam.json. Stopped and called again, it goes on.
 """
@@ -13,15 +13,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from experiments.engine.reproduce import of_one_model
+from experiments.tasks import RESULTS, TASKS, Experiment, Scale
+from experiments.tasks.machine import machine
+from experiments.tasks.methods import ADAM_FORMS, FLOORED
+from experiments.tasks.recipes import adamw, digits, to_zero
 from whence.scores.files import write_json
-
-from .machine import machine
-from .reproduce import of_one_model
-from .tasks import FLOORED, FORMS, RESULTS, TASKS, Experiment, Scale, adamw, digits, to_zero
 
 WEIGHT_DECAY = 1e-2
 SCALE = Scale(seeds=5, queries=50, runs=1)
-METHODS = ("TracIn", "influence", "SOURCE", *FORMS, *FLOORED, "SOURCE, exact, floor, L = 1")
+METHODS = ("TracIn", "influence", "SOURCE", *ADAM_FORMS, *FLOORED, "SOURCE, exact, floor, L = 1")
 # rate, epochs, and whether the rate falls to zero
 SETTINGS = (
     (1e-4, 20, False),
@@ -43,7 +44,7 @@ def variant(rate: float, epochs: int, falls: bool) -> Experiment:
     name = f"digits_adamw-{rate:g}-{epochs}{'-to-zero' if falls else ''}"
     task = TASKS["digits_adamw"]
     rates = rate, WEIGHT_DECAY
-    return replace(task, name=name, make=make, rates=rates, methods=METHODS, dear=())
+    return replace(task, name=name, make=make, rates=rates, methods=METHODS, expensive=())
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Appendix B.1's grid search for learning rate and weight decay, where the paper's do not fit.
 
-    python -m experiments.search cifar10 [--device cuda] [--seeds 2]
+    python -m experiments.engine.search cifar10 [--device cuda] [--seeds 2]
 
 Each pair of the task's grid trains models on all data, with several seeds; the best mean over them
 on held-out examples (accuracy for classification, loss for others) is kept in results/search/,
@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import whence
+from experiments.tasks import RESULTS, TASKS, Experiment
+from experiments.tasks.machine import machine
 from whence.retrain import Training, measure
 from whence.scores.files import write_json
-
-from .machine import machine
-from .tasks import RESULTS, TASKS, Experiment
 
 
 class Validated(whence.Task):

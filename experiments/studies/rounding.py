@@ -1,6 +1,6 @@
 """What TF32 does to scores: of one run on a GPU, with products of float32 and with rounded ones.
 
-    python -m experiments.rounding fashion_mnist [sst2 ...] [--queries 100] [--results FOLDER]
+    python -m experiments.studies.rounding fashion_mnist [sst2 ...] [--queries 100]
 
 Keeps the rank correlation over the training examples, query by query, in results/rounding.json.
 """
@@ -19,12 +19,11 @@ from scipy.stats import spearmanr
 from torch.utils.data import Subset
 
 import whence
+from experiments.engine.reproduce import FIRST_RUN, products
+from experiments.tasks import RESULTS, TASKS, Experiment
+from experiments.tasks.machine import machine
 from whence.retrain import record
 from whence.scores.files import write_json
-
-from .machine import machine
-from .reproduce import FIRST_RUN, method, products
-from .tasks import RESULTS, TASKS, Experiment
 
 COMPARED = ("TracIn", "TRAK", "influence", "FastSource", "SOURCE", "SOURCE, λP⁻¹")
 
@@ -51,7 +50,7 @@ def agreement(experiment: Experiment, queries: int, folder: Path) -> dict[str, A
         for rounded in (False, True):
             study = whence.Study(recipe.build(0), recipe.task, train, run.in_memory())
             with products(rounded):
-                made = method(name, experiment, examples).attribute(
+                made = experiment.method(name, examples).attribute(
                     study, query, device="cuda", progress=False
                 )
             both.append(made.values)

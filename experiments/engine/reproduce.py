@@ -22,6 +22,9 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 import whence
+from experiments.engine.optimum import at_the_optimum
+from experiments.tasks import Experiment, Scale
+from experiments.tasks.machine import machine
 from whence.data import Batches
 from whence.engine.memory import allowance
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
@@ -30,15 +33,10 @@ from whence.retrain import record
 from whence.scores.ensemble import ensemble
 from whence.scores.files import write_json
 
-from .machine import machine
-from .optimum import at_the_optimum
-from .tasks import Experiment, Scale
-
 SCHEMA = 2
 FIRST_RUN, FIRST_HALF, FIRST_DOWN = 1000, 2000, 3000  # seeds: none is one of the truth's
 SHOWN = 5  # examples at either end in a panel
 IN_PANELS = ("RepSim", "TracIn", "TRAK", "influence", "SOURCE")
-FLOOR = 0.1  # under the roots of Adam's second moments
 OVER_EPOCHS = 0.9  # α of the LDS over the number of epochs
 
 Tell = Callable[[str], None]
@@ -46,55 +44,6 @@ Tell = Callable[[str], None]
 
 class OtherResult(ValueError):
     """A result file that is not of this task as it is now."""
-
-
-def method(name: str, experiment: Experiment, examples: int) -> Any:
-    """A method by its name in the tables."""
-    stage, segments = experiment.stage, experiment.segments
-    made: Mapping[str, Callable[[], Any]] = {
-        "SOURCE": lambda: whence.Source(segments=segments, stage=stage),
-        "SOURCE, L = 1": lambda: whence.Source(segments=1, stage=stage),
-        "FastSource": lambda: whence.FastSource(segments=segments, stage=stage),
-        "SOURCE, λP⁻¹": lambda: whence.Source(
-            segments=segments, stage=stage, damping="preconditioner"
-        ),
-        "SOURCE, λP⁻¹, floor": lambda: whence.Source(
-            segments=segments, stage=stage, damping="preconditioner", floor=FLOOR
-        ),
-        "SOURCE, exact": lambda: whence.Source(segments=segments, stage=stage, exact=True),
-        "SOURCE, exact, L = 1": lambda: whence.Source(segments=1, stage=stage, exact=True),
-        "SOURCE, exact, floor": lambda: whence.Source(
-            segments=segments, stage=stage, exact=True, floor=FLOOR
-        ),
-        "SOURCE, exact, floor, L = 1": lambda: whence.Source(
-            segments=1, stage=stage, exact=True, floor=FLOOR
-        ),
-        "SOURCE, Gauss-Newton": lambda: whence.Source(
-            segments=segments, stage=stage, curvature="gauss-newton"
-        ),
-        "SOURCE, Gauss-Newton, floor": lambda: whence.Source(
-            segments=segments, stage=stage, curvature="gauss-newton", floor=FLOOR
-        ),
-        "influence": lambda: whence.Influence(stage=stage),
-        'influence (λ = "source")': lambda: whence.Influence(damping="source", stage=stage),
-        "influence, Arnoldi": lambda: whence.Influence(
-            damping="source", solver="arnoldi", stage=stage
-        ),
-        "influence, conjugate gradients": lambda: whence.Influence(solver="cg", stage=stage),
-        "DataInf": lambda: whence.Influence(solver="datainf", stage=stage),
-        "TracIn": lambda: whence.TracIn(stage=stage),
-        "TRAK": lambda: whence.Trak(min(experiment.trak, examples), stage=stage),
-        "RepSim": lambda: whence.RepSim(stage=stage),
-        "HYDRA": lambda: whence.Hydra(stage=stage),
-        "Unrolled": lambda: whence.Unrolled(stage=stage),
-        "Unrolled, expected, Gauss-Newton": lambda: whence.Unrolled(
-            curvature="gauss-newton", expected=True, curvature_batch=512, stage=stage
-        ),
-        "Random": lambda: whence.Random(stage=stage),
-    }
-    if name not in made:
-        raise ValueError(f"no method is called {name!r}: {', '.join(made)}")
-    return made[name]()
 
 
 @dataclass
@@ -189,7 +138,7 @@ class Reproduction:
                     "give another folder of results"
                 )
             return found
-        rate, weight_decay = self.experiment.found_rates()
+        rate, weight_decay = self.experiment.chosen_rates()
         return own | {"rate": rate, "weight_decay": weight_decay, "lds": {}, "seconds": {}}
 
     def save(self) -> None:
@@ -226,7 +175,7 @@ class Reproduction:
             self.panels()
         if scale.removal is not None:
             self.removal()
-        for name in self.experiment.dear:
+        for name in self.experiment.expensive:
             if self.wanted(name):
                 self.judge(name, scale.models(name))
         self.differences()  # again: panels and removal may have opened more scores
@@ -296,12 +245,12 @@ class Reproduction:
         run = self.runs(max(self.scale.runs, k + 1), half, recipe, name)[k]
         data = {stage.name: stage.data.dataset for stage in recipe.stages}
         train = data if len(data) > 1 else next(iter(data.values()))
-        held = run if self.experiment.kept else run.in_memory()
+        held = run if self.experiment.keep_factors else run.in_memory()
         return whence.Study(recipe.build(0), recipe.task, train, held, layers=self.layers)
 
     def attribute(self, name: str, study: whence.Study, folder: str) -> Any:
         """Scores of a method, made once; in less memory where it is short."""
-        chosen = method(name, self.experiment, self.examples)
+        chosen = self.experiment.method(name, self.examples)
         given: dict[str, Any] = {"device": self.device, "progress": self.progress}
         out = self.place.work / "scores" / folder
         if isinstance(chosen, whence.Random):
@@ -320,7 +269,7 @@ class Reproduction:
     def rounds(self, name: str) -> bool:
         """Whether a method's products are rounded to TF32."""
         on_gpu = self.device.startswith("cuda")
-        return on_gpu and self.tf32_scores and name not in self.experiment.exact
+        return on_gpu and self.tf32_scores and name not in self.experiment.float32
 
     def scores(self, name: str, runs: int) -> list[Any]:
         """One for each run; the seconds of each are noted."""
@@ -375,7 +324,7 @@ class Reproduction:
             return
         judged = self.judged(name, runs)
         entry = self.entry(judged.together, judged.single, of) | {
-            "method": repr(method(name, self.experiment, self.examples)),
+            "method": repr(self.experiment.method(name, self.examples)),
             "tf32": self.rounds(name),
             "slope": calibration(judged.scores, self.reference()).slope,
             "seconds": min(self.found["seconds"]["methods"][name].values()),

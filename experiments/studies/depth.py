@@ -1,6 +1,6 @@
 """How large SOURCE's scores are by depth: curvature layer by layer, and of all layers together.
 
-    python -m experiments.depth [--out FOLDER] [--results FOLDER]
+    python -m experiments.studies.depth [--out FOLDER] [--results FOLDER]
 
 Keeps LDS and slope of one model in results/depth.json. Stopped and called again, it goes on.
 """
@@ -16,26 +16,28 @@ from pathlib import Path
 from typing import Any
 
 import whence
+from experiments.engine.reproduce import of_one_model
+from experiments.tasks import RESULTS, TASKS, Experiment, RecipeAndHeldOut, Scale, data, models
+from experiments.tasks.machine import machine
+from experiments.tasks.methods import GAUSS_NEWTON
+from experiments.tasks.recipes import adamw, sgd
 from whence.scores.files import write_json
-
-from . import data, models
-from .machine import machine
-from .reproduce import of_one_model
-from .tasks import RESULTS, TASKS, WHOLE, Experiment, Made, Scale, adamw, sgd
 
 SCALE = Scale(seeds=5, queries=50, runs=1)
 WIDTH, DEPTHS = 64, (1, 2, 3, 4)
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], tuple[float, float], dict[str, str]]] = {
-    "SGD": (sgd, (3e-2, 1e-3), {"layers": "SOURCE", "whole": WHOLE}),
+    "SGD": (sgd, (3e-2, 1e-3), {"layers": "SOURCE", "whole": GAUSS_NEWTON}),
     "AdamW": (
         adamw,
         (1e-3, 1e-2),
-        {"layers": "SOURCE, exact, floor", "whole": f"{WHOLE}, floor"},
+        {"layers": "SOURCE, exact, floor", "whole": f"{GAUSS_NEWTON}, floor"},
     ),
 }
 
 
-def deep(depth: int, optimizer: Callable[..., Any], quick: bool, rate: float, wd: float) -> Made:
+def deep(
+    depth: int, optimizer: Callable[..., Any], quick: bool, rate: float, wd: float
+) -> RecipeAndHeldOut:
     """Digits, by so many hidden layers."""
     train, held = data.digits()
     model = partial(models.mlp, 64, *[WIDTH] * depth, 10)
@@ -52,7 +54,7 @@ def variant(name: str, depth: int) -> Experiment:
         make=partial(deep, depth, optimizer),
         rates=rates,
         methods=tuple(methods.values()),
-        dear=(),
+        expensive=(),
     )
 
 

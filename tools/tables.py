@@ -1,4 +1,4 @@
-"""Tables of the documentation that are made of committed results: python docs/tables.py
+"""Tables of the documentation that are made of committed results: python -m tools.tables
 
 In a page, what stands between `<!-- table: NAME -->` and `<!-- end -->` is written by the function
 of that name here. `tests/test_cost_page.py` checks that the pages hold what this makes, and that
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,18 +19,15 @@ from typing import Any
 
 import torch
 
-DOCS = Path(__file__).parent
-ROOT = DOCS.parent
-if str(ROOT) not in sys.path:  # benchmarks is found from the root
-    sys.path.insert(0, str(ROOT))
+import whence
+from benchmarks.against_kronfluence import floors
+from benchmarks.models import WORKLOADS, final_run
+from experiments.pages import tables
+from experiments.pages.claims import difference, turned
+from whence.operators import cost
 
-import whence  # noqa: E402
-from benchmarks.against_kronfluence import floors  # noqa: E402
-from benchmarks.models import WORKLOADS, final_run  # noqa: E402
-from experiments import tables  # noqa: E402
-from experiments.claims import difference, turned  # noqa: E402
-from whence.operators import cost  # noqa: E402
-
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
 TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
 SLOPES = {  # method: its name in experiments/results
@@ -359,7 +355,7 @@ def depth_table() -> list[str]:
         f"Digits, hidden layers of {found['width']}, one model, L = 3; {of['subsets']} × "
         f"{of['seeds']} trainings for each row, {of['queries']} queries. With AdamW `floor=0.1`, "
         f"and EK-FAC with `exact=True`. {m['processor']}, torch {m['torch']}, {m['date']}: "
-        "`python -m experiments.depth`.",
+        "`python -m experiments.studies.depth`.",
     ]
 
 
@@ -424,7 +420,7 @@ def forms_table() -> list[str]:
         f"On the language models of the table before, the floor changes the two forms' LDS by at "
         f"most {changed:.3f}. "
         f"{m['processor']}, torch {m['torch']}, {m['date']}: "
-        "`python -m experiments.adam`.",
+        "`python -m experiments.studies.adam`.",
     ]
 
 

@@ -1,6 +1,6 @@
 """docs/methods.md, from experiments/results/. Nothing on that page is typed by hand.
 
-python -m experiments.methods_page
+python -m experiments.pages.methods_page
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.pages import tables
+from experiments.tasks import RESULTS, TASKS
 from whence.table import Table, estimate
 
-from . import tables
-from .tasks import RESULTS, TASKS
-
 FOLDER = Path(__file__).parent
-DOCS = FOLDER.parent / "docs"
+DOCS = FOLDER.parents[1] / "docs"
 SHOWN = ("digits", "concrete", "fashion_mnist")
 
 
@@ -62,7 +61,8 @@ def store_part(folder: Path) -> str:
                 f"### {TASKS[task].title}, by dimension\n\n{store_table(found)}\n\n"
                 f"{s['subsets']} subsets of half the data × {s['seeds']} seeds, {s['queries']} "
                 f"queries{ceiling}. {found['device']}, "
-                f"torch {m['torch']}, {m['date']}: `python -m experiments.stores --task {task}`"
+                f"torch {m['torch']}, {m['date']}: "
+                f"`python -m experiments.studies.stores --task {task}`"
             )
     return "\n\n".join(parts)
 

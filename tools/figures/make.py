@@ -1,4 +1,4 @@
-"""Make every figure of README and documentation anew: python docs/figures/make.py"""
+"""Make every figure of README and documentation anew: python -m tools.figures.make"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whence.operators import inverse, response
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).parent
+FIGURES = Path(__file__).parents[2] / "docs/figures"
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"
 
 
@@ -23,7 +23,7 @@ def demo() -> None:
     """The demo's own figure."""
     with tempfile.TemporaryDirectory() as folder:
         whence.demo.main(["--out", folder, "--quiet"])
-        shutil.copyfile(Path(folder) / "figure.png", HERE / "demo.png")
+        shutil.copyfile(Path(folder) / "figure.png", FIGURES / "demo.png")
 
 
 def front(kept: int = 4, rows: int = 2) -> None:
@@ -48,7 +48,7 @@ def front(kept: int = 4, rows: int = 2) -> None:
                 axis.set(xticks=[], yticks=[])
                 axis.spines[:].set(color=colour, linewidth=1.2)
         figure.tight_layout(pad=0.4, w_pad=0.6)
-        figure.savefig(HERE / "front.png", dpi=200)
+        figure.savefig(FIGURES / "front.png", dpi=200)
         plt.close(figure)
 
 
@@ -83,7 +83,7 @@ def responses(rate: float = 0.1, updates: int = 100) -> None:
     axis.legend(frameon=False, loc="lower left")
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(HERE / "response.png", dpi=150)
+    figure.savefig(FIGURES / "response.png", dpi=150)
     plt.close(figure)
 
 

@@ -600,7 +600,7 @@ SOURCES: dict[str, dict[str, str]] = {
         f"uint8; domains {', '.join(DOMAINS)}; labels {', '.join(OBJECTS)}",
         "where": "pacs/pacs_64.npz",
         "how": "download the images with DomainBed (python -m domainbed.scripts.download), and "
-        "give the folder PACS to experiments.data.pack_pacs, which writes it into the cache",
+        "give the folder PACS to experiments.tasks.data.pack_pacs, which writes it into the cache",
     },
     **{
         f"glue/{name}": {
