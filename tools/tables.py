@@ -23,7 +23,7 @@ import whence
 from benchmarks.against_kronfluence import floors
 from benchmarks.models import WORKLOADS, final_run
 from experiments.pages import tables
-from experiments.pages.claims import difference, turned
+from experiments.pages.claims import difference, negated
 from whence.operators import cost
 
 ROOT = Path(__file__).parents[1]
@@ -315,8 +315,8 @@ def whole_table() -> list[str]:
                 row = (
                     f"{tables.title(task)}, {e['of']['queries']} queries" if own == name else "",
                     "EK-FAC" if own == name else "the whole matrix",
-                    tables.shown(e["single"]),
-                    f"{tables.shown(e['ensemble'])} ({e['of']['runs']})",
+                    tables.with_interval(e["single"]),
+                    f"{tables.with_interval(e['ensemble'])} ({e['of']['runs']})",
                     f"{e['slope']:.2g}",
                     f"{e['seconds']:.1f}",
                 )
@@ -344,7 +344,7 @@ def depth_table() -> list[str]:
             cell
             for kind in DEPTH
             for name in (row["methods"][kind],)
-            for cell in (f"{row['slope'][name]:.2f}", tables.shown(row["lds"][name]))
+            for cell in (f"{row['slope'][name]:.2f}", tables.with_interval(row["lds"][name]))
         ]
         about = f"{row['optimizer']} | {row['depth']}"
         lines.append(f"| {about} | {' | '.join(map(str, cells))} | {row['ceiling']:.2f} |")
@@ -367,11 +367,11 @@ def adam_table() -> list[str]:
     for task, r in tables.read(ROOT / "experiments/results").items():
         if "SOURCE, exact" not in r["lds"] or r["quick"]:
             continue
-        cells = [tables.shown(r["lds"][name]["single"]) for name in ADAM.values()]
+        cells = [tables.with_interval(r["lds"][name]["single"]) for name in ADAM.values()]
         of = r["lds"]["SOURCE"]["of"]
         known = ((form, difference(r, "SOURCE", form)) for form in EXACTLY)
         form, apart = next((form, x) for form, x in known if x is not None)
-        cells.append(f"{tables.shown(turned(apart))}{EXACTLY[form]}")
+        cells.append(f"{tables.with_interval(negated(apart))}{EXACTLY[form]}")
         fewer.add((of["runs"], r["lds"][form]["of"]["runs"]))
         sizes = f"{of['subsets']} × {of['seeds']}"
         lines.append(f"| {tables.title(task)} | {sizes} | {' | '.join(map(str, cells))} |")

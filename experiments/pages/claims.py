@@ -1,9 +1,9 @@
-"""What the paper says of its results, and whether the results here say so too.
+"""The paper's claims about its results, and whether the results here support them.
 
-A comparison holds, or does not, where the 95 % interval of the difference of the two numbers leaves
-zero out; it is taken on the same resamples of the subsets, so that what they do to both cancels.
-Where the difference is not known (numbers of different tasks or models, older results), the two
-intervals must lie apart, which is more careful. Else it is not decided.
+A comparison holds, or fails, if the 95 % interval of the difference of the two numbers excludes
+zero. The difference is computed on the same resamples of the subsets, so the variation that both
+share cancels. Where it is not available (numbers of different tasks or models, older results), the
+two intervals must be disjoint, which is stricter. Otherwise the comparison is undecided.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.pages.tables import Found, baselines, label, over_values, shown
+from experiments.pages.tables import Result, baselines, label, over_values, with_interval
 from experiments.tasks import TASKS, Experiment
 
-HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "not decided", "not run yet"
+HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "undecided", "not run yet"
 Value = Sequence[float]  # the number, and its interval
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether something holds, and by which numbers."""
+    """Whether a claim holds, and the numbers behind it."""
 
     word: str
     why: str = ""
@@ -35,77 +35,85 @@ class Claim:
 
     Attributes:
         text: the claim.
-        of: whether the paper makes it of a task.
-        judge: by a task's results.
+        applies: whether the paper makes it about a task.
+        judge: the verdict on a task's result.
     """
 
     text: str
-    of: Callable[[Experiment], bool]
-    judge: Callable[[Found, Experiment], Verdict]
+    applies: Callable[[Experiment], bool]
+    judge: Callable[[Result, Experiment], Verdict]
 
 
 def above(
-    one: Value | None, name: str, other: Value | None, than: str, apart: Value | None = None
+    one: Value | None,
+    name: str,
+    other: Value | None,
+    other_name: str,
+    gap: Value | None = None,
 ) -> Verdict:
-    """Whether one number lies above another, by their difference where it is known."""
+    """Whether one number is above another, by the gap between them where it is known."""
     if one is None or other is None:
-        return Verdict(ABSENT, f"{name if one is None else than} is not there")
-    why = f"{name}: {shown(list(one))}, {than}: {shown(list(other))}"
-    if apart is None:
+        return Verdict(ABSENT, f"{name if one is None else other_name} has no result")
+    why = f"{name}: {with_interval(list(one))}, {other_name}: {with_interval(list(other))}"
+    if gap is None:
         low, high = one[1] - other[2], one[2] - other[1]
     else:
-        low, high = apart[1:]
-        why += f", difference {shown(list(apart), 3)}"
+        low, high = gap[1:]
+        why += f", difference {with_interval(list(gap), 3)}"
     return Verdict(HOLDS if low > 0 else FAILS if high < 0 else OPEN, why)
 
 
 def difference(
-    found: Found, high: str, low: str, own: str = "single", theirs: str = "single"
+    result: Result,
+    method: str,
+    other: str,
+    setup: str = "single",
+    other_setup: str = "single",
 ) -> Value | None:
-    """One method's LDS minus another's, if it was taken at the sizes that the two have now; where
-    one has fewer models, at those."""
-    entry = found.get("differences", {}).get(high, {}).get(low, {})
-    sizes = [found["lds"].get(name, {}).get("of", {}) for name in (high, low)]
+    """One method's LDS minus another's, or None if it was computed at other sizes than the two
+    numbers. Where one method has fewer models, the difference is of those."""
+    entry = result.get("differences", {}).get(method, {}).get(other, {})
+    sizes = [result["lds"].get(name, {}).get("of", {}) for name in (method, other)]
     fewest = {"runs": min(size.get("runs", 0) for size in sizes)}
-    known: Value | None = entry.get(own if own == theirs else f"{own}, {theirs}")
-    return known if all(entry.get("of") == size | fewest for size in sizes) else None
+    key = setup if setup == other_setup else f"{setup}, {other_setup}"
+    value: Value | None = entry.get(key)
+    return value if all(entry.get("of") == size | fewest for size in sizes) else None
 
 
-def turned(apart: Value) -> list[float]:
-    """The difference of two the other way round."""
-    value, low, high = apart
+def negated(gap: Value) -> list[float]:
+    """The difference with its sign changed, and its interval."""
+    value, low, high = gap
     return [-value, -high, -low]
 
 
-def every(verdicts: Iterable[Verdict]) -> Verdict:
-    """Whether all hold: the verdict of those that count against it most."""
-    found = list(verdicts)
+def all_hold(verdicts: Iterable[Verdict]) -> Verdict:
+    """One verdict for several: the worst of them, with the numbers of all that are as bad."""
+    verdicts = list(verdicts)
     for word in (FAILS, ABSENT, OPEN):
-        against = [v for v in found if v.word == word]
+        against = [v for v in verdicts if v.word == word]
         if against:
             return Verdict(word, "; ".join(dict.fromkeys(v.why for v in against)))
-    return Verdict(HOLDS) if found else Verdict(ABSENT)
+    return Verdict(HOLDS) if verdicts else Verdict(ABSENT)
 
 
-def value(found: Found, name: str, setup: str = "single") -> Value | None:
+def lds_value(result: Result, name: str, setup: str = "single") -> Value | None:
     """A method's LDS at α = ½: "single" or "ensemble"."""
-    entry = found["lds"].get(name)
-    known: Value | None = entry[setup] if entry else None
-    return known
+    entry = result["lds"].get(name)
+    value: Value | None = entry[setup] if entry else None
+    return value
 
 
-def _one(entries: Found, name: str) -> Value | None:
-    """One model's LDS over α or epochs; a lone run is kept as an ensemble of one there."""
+def _one_model(entries: Result, name: str) -> Value | None:
+    """One model's LDS over α or epochs, where a single run is stored as an ensemble of one."""
     entry = entries.get(name, {})
-    known: Value | None = entry.get("single") or entry.get("ensemble")
-    return known
+    value: Value | None = entry.get("single") or entry.get("ensemble")
+    return value
 
 
-def _same(found: Found, setups: Mapping[str, str]) -> bool:
-    """Whether these methods, each by one model ("single") or by its ensemble, were judged by the
-    same truth, and the ensembles have as many models. (One model's LDS is a mean over models, of
-    however many there are.)"""
-    entries = {name: found["lds"][name] for name in setups if name in found["lds"]}
+def _comparable(result: Result, setups: Mapping[str, str]) -> bool:
+    """Whether methods, each by one model ("single") or by its ensemble, were judged by the same
+    truth, with ensembles of the same size. One model's LDS is a mean over any number of models."""
+    entries = {name: result["lds"][name] for name in setups if name in result["lds"]}
     truths = [{k: v for k, v in e["of"].items() if k != "runs"} for e in entries.values()]
     models = {
         entry["of"]["runs"]
@@ -115,80 +123,84 @@ def _same(found: Found, setups: Mapping[str, str]) -> bool:
     return all(truth == truths[0] for truth in truths) and len(models) <= 1
 
 
-def first(
-    found: Found, experiment: Experiment, own: str = "single", theirs: str = "single"
+def source_first(
+    result: Result, experiment: Experiment, setup: str = "single", other_setup: str = "single"
 ) -> Verdict:
-    """SOURCE above all baselines; each by one model or by the ensemble."""
-    name, others = experiment.source, baselines(experiment)
-    if not _same(found, {name: own, **dict.fromkeys(others, theirs)}):
+    """SOURCE above all baselines, each by one model or by the ensemble."""
+    source, others = experiment.source, baselines(experiment)
+    if not _comparable(result, {source: setup, **dict.fromkeys(others, other_setup)}):
         return OTHER_SIZES
-    word = {"single": "", "ensemble": " (ensemble)"}
-    mine = label(name, experiment) + word[own]
-    return every(
+    suffix = {"single": "", "ensemble": " (ensemble)"}
+    return all_hold(
         above(
-            value(found, name, own),
-            mine,
-            value(found, other, theirs),
-            other + word[theirs],
-            difference(found, name, other, own, theirs),
+            lds_value(result, source, setup),
+            label(source, experiment) + suffix[setup],
+            lds_value(result, other, other_setup),
+            other + suffix[other_setup],
+            difference(result, source, other, setup, other_setup),
         )
         for other in others
     )
 
 
-def pair(high: str, low: str) -> Callable[[Found, Experiment], Verdict]:
+def ranks_above(high: str, low: str) -> Callable[[Result, Experiment], Verdict]:
     """One method above another, by one model."""
 
-    def judge(found: Found, experiment: Experiment) -> Verdict:
-        if not _same(found, {high: "single", low: "single"}):
+    def judge(result: Result, experiment: Experiment) -> Verdict:
+        if not _comparable(result, {high: "single", low: "single"}):
             return OTHER_SIZES
-        names = (label(high, experiment), label(low, experiment))
-        apart = difference(found, high, low)
-        return above(value(found, high), names[0], value(found, low), names[1], apart)
+        return above(
+            lds_value(result, high),
+            label(high, experiment),
+            lds_value(result, low),
+            label(low, experiment),
+            difference(result, high, low),
+        )
 
     return judge
 
 
-def over_alpha(found: Found, experiment: Experiment) -> Verdict:
+def over_alpha(result: Result, experiment: Experiment) -> Verdict:
     """SOURCE first at every α but 1 - 1/N."""
-    name, columns = experiment.source, over_values(found, "alpha")
-    asked = (experiment.quick if found["quick"] else experiment.full).alphas
+    name, columns = experiment.source, over_values(result, "alpha")
+    asked = (experiment.quick if result["quick"] else experiment.full).alphas
     verdicts = []
     for share in sorted(a for a in (*asked, 0.5) if a < 1):
         entries = columns.get(share, {})
         for other in baselines(experiment):
-            mine, its = (_one(entries, n) for n in (name, other))
-            verdicts.append(above(mine, f"at α = {share:g}, {label(name, experiment)}", its, other))
-    return every(verdicts)
+            mine, theirs = (_one_model(entries, n) for n in (name, other))
+            at = f"at α = {share:g}, {label(name, experiment)}"
+            verdicts.append(above(mine, at, theirs, other))
+    return all_hold(verdicts)
 
 
-def drops(found: Found, experiment: Experiment) -> Verdict:
+def drops(result: Result, experiment: Experiment) -> Verdict:
     """All methods lower at α = 1 - 1/N than at ½."""
-    last = over_values(found, "alpha").get(1.0, {})
+    last = over_values(result, "alpha").get(1.0, {})
     names = (*baselines(experiment), experiment.source)
-    return every(
+    return all_hold(
         above(
-            value(found, name),
+            lds_value(result, name),
             f"{label(name, experiment)} at α = 0.5",
-            _one(last, name),
+            _one_model(last, name),
             "at α = 1 − 1/N",
         )
         for name in names
     )
 
 
-def gap_closes(found: Found, experiment: Experiment) -> Verdict:
+def gap_closes(result: Result, experiment: Experiment) -> Verdict:
     """SOURCE's lead over influence smaller after the most epochs than after the fewest."""
-    columns, name = over_values(found, "epochs"), experiment.source
-    asked = (experiment.quick if found["quick"] else experiment.full).epochs
+    columns, name = over_values(result, "epochs"), experiment.source
+    asked = (experiment.quick if result["quick"] else experiment.full).epochs
     ends = (min(asked), max(asked))
     if not set(ends) <= set(columns):
         return Verdict(ABSENT)
     leads = []
     for epochs in ends:
-        mine, its = (_one(columns[epochs], n) for n in (name, "influence"))
-        if mine and its:
-            leads.append([mine[0] - its[0], mine[1] - its[2], mine[2] - its[1]])
+        mine, theirs = (_one_model(columns[epochs], n) for n in (name, "influence"))
+        if mine and theirs:
+            leads.append([mine[0] - theirs[0], mine[1] - theirs[2], mine[2] - theirs[1]])
     if len(leads) < 2:
         return Verdict(ABSENT)
     return above(
@@ -199,37 +211,37 @@ def gap_closes(found: Found, experiment: Experiment) -> Verdict:
     )
 
 
-def rises(found: Found, experiment: Experiment) -> Verdict:
+def rises(result: Result, experiment: Experiment) -> Verdict:
     """At the optimum, influence's LDS higher at the largest α than at the smallest."""
-    columns = over_values(found, "optimum")
-    asked = (*(experiment.quick if found["quick"] else experiment.full).alphas, 0.5)
+    columns = over_values(result, "optimum")
+    asked = (*(experiment.quick if result["quick"] else experiment.full).alphas, 0.5)
     low, high = min(asked), max(asked)
     if not {low, high} <= set(columns):
         return Verdict(ABSENT)
-    ends = [_one(columns[share], "influence") for share in (high, low)]
+    ends = [_one_model(columns[share], "influence") for share in (high, low)]
     text = "1 − 1/N" if high == 1 else format(high, "g")
     return above(ends[0], f"at α = {text}", ends[1], f"at α = {low:g}")
 
 
-def removes(found: Found, experiment: Experiment) -> Verdict:
+def removes(result: Result, experiment: Experiment) -> Verdict:
     """SOURCE's removals flip most queries at the largest k."""
-    r = found.get("removal")
-    if not r:
+    removal = result.get("removal")
+    if not removal:
         return Verdict(ABSENT)
     at_end = {
-        name: [shares[-1], *r["interval"][name][-1]]
-        for name, shares in r["flipped"].items()
+        name: [shares[-1], *removal["interval"][name][-1]]
+        for name, shares in removal["flipped"].items()
         if name != "Random"
     }
     mine = at_end.pop(experiment.source, None)
-    k, apart = r["k"][-1], r.get("differences", {})
-    return every(
+    k, differences = removal["k"][-1], removal.get("differences", {})
+    return all_hold(
         above(
             mine,
             f"k = {k}, {label(experiment.source, experiment)}",
             theirs,
             name,
-            apart[name][-1] if name in apart else None,
+            differences[name][-1] if name in differences else None,
         )
         for name, theirs in at_end.items()
     )
@@ -239,43 +251,43 @@ def _groups(*groups: str) -> Callable[[Experiment], bool]:
     return lambda experiment: experiment.group in groups
 
 
-HARD = ("not converged", "two stages")
+NOT_CONVERGED_OR_STAGED = ("not converged", "two stages")
 CLAIMS = (
     Claim(
         "SOURCE is above RepSim, TracIn, TRAK and influence functions, with one model",
-        _groups("converged", *HARD, "linear"),
-        first,
+        _groups("converged", *NOT_CONVERGED_OR_STAGED, "linear"),
+        source_first,
     ),
     Claim(
         "the same with ensembles (the paper: on every task but CIFAR-10)",
-        lambda e: e.group in ("converged", *HARD) and e.name != "cifar10",
-        lambda found, experiment: first(found, experiment, "ensemble", "ensemble"),
+        lambda e: e.group in ("converged", *NOT_CONVERGED_OR_STAGED) and e.name != "cifar10",
+        lambda result, experiment: source_first(result, experiment, "ensemble", "ensemble"),
     ),
     Claim(
         "influence functions are below TracIn where training did not converge",
         _groups("not converged"),
-        pair("TracIn", "influence"),
+        ranks_above("TracIn", "influence"),
     ),
     Claim(
-        "one model's SOURCE is above the other methods' ensembles where training did not converge "
-        "or had two stages",
-        _groups(*HARD),
-        lambda found, experiment: first(found, experiment, "single", "ensemble"),
+        "SOURCE with one model is above the other methods' ensembles where training did not "
+        "converge or had two stages",
+        _groups(*NOT_CONVERGED_OR_STAGED),
+        lambda result, experiment: source_first(result, experiment, "single", "ensemble"),
     ),
     Claim(
         "FastSource is above influence functions",
         lambda e: e.name in ("fashion_mnist", "cifar10", "rte", "fashion_mnist_n"),
-        pair("FastSource", "influence"),
+        ranks_above("FastSource", "influence"),
     ),
     Claim(
         "SOURCE is above FastSource",
         lambda e: e.name in ("fashion_mnist", "cifar10", "rte", "fashion_mnist_n"),
-        pair("SOURCE", "FastSource"),
+        ranks_above("SOURCE", "FastSource"),
     ),
     Claim(
         "three segments are better than one",
         lambda e: e.name == "fashion_mnist",
-        pair("SOURCE", "SOURCE, L = 1"),
+        ranks_above("SOURCE", "SOURCE, L = 1"),
     ),
     Claim(
         "SOURCE is above the others at every α but 1 − 1/N",
@@ -283,7 +295,7 @@ CLAIMS = (
         over_alpha,
     ),
     Claim(
-        "all methods predict leaving out one example (α = 1 − 1/N) worse than leaving out half",
+        "all methods predict the removal of one example (α = 1 − 1/N) worse than that of half",
         lambda e: e.name == "fashion_mnist",
         drops,
     ),
@@ -298,25 +310,26 @@ CLAIMS = (
         rises,
     ),
     Claim(
-        "removing what SOURCE names makes more queries wrong than removing what the others name",
+        "removing the examples that SOURCE ranks most helpful flips more queries than removing "
+        "those of the other methods",
         lambda e: e.full.removal is not None,
         removes,
     ),
 )
 
 
-def judged(results: Mapping[str, Found]) -> dict[str, list[Verdict | None]]:
-    """{task: a verdict for each claim, or None where the paper does not make it}."""
+def verdicts_by_task(results: Mapping[str, Result]) -> dict[str, list[Verdict | None]]:
+    """{task: a verdict on each claim, or None where the paper does not make it}."""
     table = {}
     for name, experiment in TASKS.items():
-        own = [
+        verdicts = [
             None
-            if not claim.of(experiment)
+            if not claim.applies(experiment)
             else claim.judge(results[name], experiment)
             if name in results
             else Verdict(ABSENT)
             for claim in CLAIMS
         ]
-        if any(verdict is not None for verdict in own):
-            table[name] = own
+        if any(verdict is not None for verdict in verdicts):
+            table[name] = verdicts
     return table

@@ -72,6 +72,13 @@ METHODS: Mapping[str, Callable[[MethodSettings], Any]] = {
     "Random": lambda s: whence.Random(stage=s.stage),
 }
 
+# How the pages write the forms of SOURCE for Adam.
+ARGUMENTS = {
+    "SOURCE, λP⁻¹": 'damping="preconditioner"',
+    "SOURCE, exact": "exact=True",
+    "SOURCE, exact, floor": f"exact=True, floor={FLOOR}",
+}
+
 # For linear models at their optimum (`experiments.engine.optimum`).
 AT_OPTIMUM: Mapping[str, Callable[[], Any]] = {
     "influence": lambda: whence.Influence(fisher="exact"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.pages import claims, figures, tables
+from experiments.pages import claims, figures, numbers_page, panels, tables, two_weights
 from experiments.pages import reproduce_page as page
 from experiments.pages.claims import ABSENT, FAILS, HOLDS, OPEN
 from experiments.tasks import RESULTS, TASKS, data
@@ -79,21 +79,28 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Path]:
     docs = tmp_path_factory.mktemp("docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "write_json", lambda file, content: None)
-        return set(page.draw(docs=docs)), docs / page.PICTURES
+        return set(page.draw(docs=docs)), docs / figures.FOLDER
 
 
-def test_the_page_is_made_of_the_results() -> None:
-    made = page.text()
-    assert made == (ROOT / "docs/reproduce.md").read_text(), (
-        "python -m experiments.pages.reproduce_page"
-    )
-    assert "<!--" not in made
+def both_pages(folder: Path) -> str:
+    return page.text(folder, folder) + numbers_page.text(folder)
+
+
+def test_the_pages_are_made_of_the_results() -> None:
+    for name, text in (("reproduce", page.text()), ("reproduce-numbers", numbers_page.text())):
+        again = "python -m experiments.pages.reproduce_page"
+        assert text == (ROOT / f"docs/{name}.md").read_text(), again
+        assert "<!--" not in text
+
+
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "docs/reproduce.md").read_text().split()) < 3000
 
 
 def test_figures_are_those_that_the_script_makes(drawn: tuple[set[str], Path]) -> None:
     names, _ = drawn
     shown = set(IN_PAGE.findall((ROOT / "docs/reproduce.md").read_text()))
-    held = {file.name: file.stat().st_size for file in (ROOT / "docs" / page.PICTURES).iterdir()}
+    held = {file.name: file.stat().st_size for file in (ROOT / "docs" / figures.FOLDER).iterdir()}
     assert shown == set(held), "python -m experiments.pages.reproduce_page"
     assert {name for name in shown if not name.startswith("examples-")} <= names <= shown
     assert max(held.values()) < 200_000
@@ -110,7 +117,7 @@ def test_figures_are_drawn(drawn: tuple[set[str], Path]) -> None:
 
 
 def test_two_weights_are_predicted_by_unrolling_and_not_by_influence() -> None:
-    found = figures.two_weights(seeds=150)
+    found = two_weights.two_weights(seeds=150)
 
     def off(name: str, real: Any) -> float:
         return float(np.linalg.norm(found.predicted[name] - real) / np.linalg.norm(real))
@@ -127,11 +134,10 @@ def test_two_weights_are_predicted_by_unrolling_and_not_by_influence() -> None:
 
 
 def test_without_results(tmp_path: Path) -> None:
-    made = page.text(tmp_path, tmp_path)
+    made = both_pages(tmp_path)
     assert IN_PAGE.findall(made) == ["unrolling.png"]
     assert (
-        f"Of {len(TASKS)} tasks 0 were run." in made
-        and "0 hold, 0 do not, 0 are not decided" in made
+        f"0 of {len(TASKS)} tasks were run." in made and "0 hold, 0 do not, 0 are undecided" in made
     )
     assert made.count("*Not run yet") > len(TASKS)
     assert "<!--" not in made and "None" not in made
@@ -141,9 +147,9 @@ def test_what_differs_is_said() -> None:
     found = result("rotated_mnist", paper()) | {"tf32": True, "tracked": "the last 1 blocks"}
     for one in found["lds"].values():
         one["of"] = {"subsets": 60, "seeds": 5, "queries": 100, "runs": 3}
-    assert page.differences(found, TASKS["rotated_mnist"]) == [
+    assert numbers_page.differences(found, TASKS["rotated_mnist"]) == [
         *TASKS["rotated_mnist"].differs,
-        "attributed by the last 1 blocks",
+        "only the last 1 blocks attributed",
         "M = 60 (the paper: 100)",
         "R = 5 (the paper: 20)",
         "ensembles of 3 (the paper: 10)",
@@ -152,24 +158,24 @@ def test_what_differs_is_said() -> None:
     whole = result("concrete_n", paper())
     for one in whole["lds"].values():
         one["of"]["seeds"] = 100
-    assert page.differences(whole, TASKS["concrete_n"]) == []
+    assert numbers_page.differences(whole, TASKS["concrete_n"]) == []
 
 
 def test_a_result_of_another_version_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "mnist", result("mnist", paper()) | {"schema": 1})
-    with pytest.raises(ValueError, match=r"mnist\.json is of version 1, not 2: make it again"):
-        page.text(tmp_path, tmp_path)
+    with pytest.raises(ValueError, match=r"mnist\.json has schema version 1, not 2: run `whence"):
+        both_pages(tmp_path)
 
 
 def test_a_quick_result_is_marked(tmp_path: Path) -> None:
     write(tmp_path, "fashion_mnist-quick", result("fashion_mnist", paper(), quick=True))
-    made = page.text(tmp_path, tmp_path)
-    assert "0 were run, 1 only in the quick version" in made
+    made = both_pages(tmp_path)
+    assert f"0 of {len(TASKS)} tasks were run, 1 only in the quick version" in made
     assert "### FashionMNIST (quick)" in made and "A smaller version of: MLP 784" in made
     assert "| FashionMNIST (quick) | ✓ | ✓ |" in made
     assert "numbers of the quick version" in made
     write(tmp_path, "fashion_mnist", result("fashion_mnist", paper()))
-    assert "quick)" not in page.text(tmp_path, tmp_path)
+    assert "quick)" not in both_pages(tmp_path)
 
 
 def test_a_result_that_is_not_finished(tmp_path: Path) -> None:
@@ -178,12 +184,12 @@ def test_a_result_that_is_not_finished(tmp_path: Path) -> None:
         one["ceiling"], one["of"]["runs"] = None, 1
     write(tmp_path, "fashion_mnist", result("fashion_mnist", begun))
     write(tmp_path, "rte", result("rte", {}))  # nothing judged yet
-    made = page.text(tmp_path, tmp_path)
-    assert f"Of {len(TASKS)} tasks 1 were run." in made
+    made = both_pages(tmp_path)
+    assert f"1 of {len(TASKS)} tasks were run." in made
     assert "Not finished: FashionMNIST (TracIn; TRAK; FastSource; SOURCE, L = 1; SOURCE;" in made
     assert "Downsampling; ensembles of RepSim and influence; other α; panels; removal)." in made
     assert "| influence | 0.20 [0.19, 0.21] | – | 1 |" in made
-    assert "Noise ceiling here unknown" in made
+    assert "Noise ceiling: unknown here" in made
     assert "| FashionMNIST | … | … |" in made
     figure = figures.lds_bars(tables.read(tmp_path), ["fashion_mnist"])
     assert [t.get_text() for t in figure.axes[0].texts] == ["not run"] * 3
@@ -196,7 +202,7 @@ def test_beside_the_paper(tmp_path: Path) -> None:
         for name, v in reference["fashion_mnist"]["paper"]["single"].items()
     }
     made = page.compared({"fashion_mnist": result("fashion_mnist", near)}, reference)
-    assert "All 14 numbers that there are lie within 0.05" in made and "not kept" not in made
+    assert "All 14 numbers are within 0.05" in made and "**no**" not in made
     assert "| SOURCE, L = 3 | 0.46 [0.45, 0.47] | 0.46 ± 0.01 | 0.42 | +0.000 |" in made
     near["influence"] = entry(0.35, 0.50, 0.02)
     made = page.compared({"fashion_mnist": result("fashion_mnist", near)}, reference)
@@ -204,7 +210,7 @@ def test_beside_the_paper(tmp_path: Path) -> None:
     near["influence"] = entry(0.47, 0.53, 0.02)
     made = page.compared({"fashion_mnist": result("fashion_mnist", near)}, reference)
     assert "**Not within 0.05 of either: influence, one model (+0.170); influence, ensemble" in made
-    line = "paper's, one model: **not kept**: influence before FastSource, L = 3; influence before"
+    line = "in the paper, one model: **no**: influence before FastSource, L = 3; influence before"
     assert line in made and "influence before SOURCE, L = 3 (intervals overlap)" in made
 
 
@@ -213,7 +219,7 @@ def test_beside_the_paper(tmp_path: Path) -> None:
 
 def word(task: str, claim: int, found: dict[str, Any] | None) -> str | None:
     """The verdict on a claim, by its number on the page."""
-    verdict = claims.judged({} if found is None else {task: found})[task][claim - 1]
+    verdict = claims.verdicts_by_task({} if found is None else {task: found})[task][claim - 1]
     return None if verdict is None else verdict.word
 
 
@@ -267,7 +273,7 @@ def test_source_is_first() -> None:
 def test_why_source_is_not_first_is_told_by_other_methods() -> None:
     lds = paper(source=0.2) | {GAUSS_NEWTON: entry(0.2)}
     (text,) = page.causes({"concrete": result("concrete", lds)}, ["concrete"])
-    assert "Concrete: with the whole Gauss-Newton matrix" in text and "λP⁻¹" not in text
+    assert "Concrete: with the full Gauss-Newton matrix" in text and "λP⁻¹" not in text
     lds[GAUSS_NEWTON] = entry(0.6)  # better: it may well be EK-FAC
     assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
     lds[GAUSS_NEWTON] = entry(0.2) | {"of": lds["SOURCE"]["of"] | {"runs": 2}}  # of other models
@@ -275,15 +281,15 @@ def test_why_source_is_not_first_is_told_by_other_methods() -> None:
     adam = paper(source=0.2) | {"SOURCE, λP⁻¹": entry(0.7)}
     (text,) = page.causes({"rte": result("rte", adam)}, ["rte"])
     assert "SOURCE has 0.70" in text
-    assert "What is known of why" in page.claims_part({"rte": result("rte", adam)})
-    assert "What is known of why" not in page.claims_part({"rte": result("rte", paper())})
+    assert "Why SOURCE does not come first" in page.claims_part({"rte": result("rte", adam)})
+    assert "Why SOURCE does not come first" not in page.claims_part({"rte": result("rte", paper())})
 
 
 def test_methods_judged_at_different_sizes_are_not_compared() -> None:
     found = result("concrete", paper())
     found["lds"]["TRAK"]["of"]["seeds"] = 100
     assert word("concrete", 1, found) == OPEN
-    assert "different sizes" in page.claims_part({"concrete": found})
+    assert "different sizes" in numbers_page.evidence({"concrete": found})
     found = result("concrete", paper())
     found["lds"]["TRAK"]["of"]["runs"] = 3  # one model is one model, an ensemble is not
     assert (word("concrete", 1, found), word("concrete", 2, found)) == (HOLDS, OPEN)
@@ -303,7 +309,7 @@ def test_claims_where_training_did_not_converge() -> None:
     other = result("concrete_n", paper(TracIn=entry(0.48, 0.55)))
     assert (word("concrete_n", 3, other), word("concrete_n", 4, other)) == (HOLDS, FAILS)
     assert word("concrete", 3, usual | {"task": "concrete"}) is None
-    text = page.claims_part({"concrete_n": other})
+    text = numbers_page.evidence({"concrete_n": other})
     assert (
         "- Concrete-N, claim 4: SOURCE, L = 3: 0.50 [0.49, 0.51], TracIn (ensemble): 0.55" in text
     )
@@ -374,13 +380,13 @@ def test_texts_are_nothing_but_text(tmp_path: Path) -> None:
         "methods": {"SOURCE": [{"helpful": [7, 8], "harmful": [9, 4]}]},
     }
     write(tmp_path, "rte", found)
-    assert "for want of the texts" in page.text(tmp_path, tmp_path)
+    assert "because the dataset is missing" in both_pages(tmp_path)
     (tmp_path / "texts").mkdir()
     kept = {"recipe": "r" * 64, "query": {"0": HOSTILE}, "train": {"7": HOSTILE, "9": "x" * 999}}
     write(tmp_path / "texts", "rte", kept)
-    made = page.text(tmp_path, tmp_path)
-    part = made[made.index("**RTE**") : made.index("## What was done")]
-    assert "x" * page.LETTERS + " …" in part and "x" * (page.LETTERS + 1) not in part
+    made = both_pages(tmp_path)
+    part = made[made.index("**RTE**") :]
+    assert "x" * panels.MAX_LETTERS + " …" in part and "x" * (panels.MAX_LETTERS + 1) not in part
     extensions = ["tables", "attr_list", "md_in_html", "pymdownx.arithmatex", "pymdownx.snippets"]
     html = markdown.markdown(part, extensions=extensions)
     tags = set(re.findall(r"</?([a-z0-9]+)", html))
@@ -393,7 +399,7 @@ def test_texts_are_nothing_but_text(tmp_path: Path) -> None:
     for shown in (cell, query):
         assert entities.unescape(shown) == " ".join(HOSTILE.replace("\u202e", " ").split())
     write(tmp_path / "texts", "rte", kept | {"recipe": "other"})
-    assert "for want of the texts" in page.text(tmp_path, tmp_path)
+    assert "because the dataset is missing" in both_pages(tmp_path)
 
 
 def test_texts_are_those_of_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,11 +409,11 @@ def test_texts_are_those_of_the_examples(tmp_path: Path, monkeypatch: pytest.Mon
     for file in ("train.tsv", "dev.tsv"):
         (folder / file).write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *rows]))
     monkeypatch.setenv("WHENCE_DATA", str(tmp_path))
-    assert page.here("rte")
+    assert panels.available("rte")
     found = result("rte", paper())
     panel = {"helpful": [7], "harmful": [190]}
     found["panels"] = {"of": {}, "methods": {"SOURCE": [panel] * 3}}
-    texts = page.texts_of(found, TASKS["rte"])
+    texts = panels.read_texts(found, TASKS["rte"])
     assert texts["query"]["1"] == "not entailment: one 1 / two 1"
     assert texts["train"] == {
         "7": "not entailment: one 7 / two 7",
@@ -418,8 +424,8 @@ def test_texts_are_those_of_the_examples(tmp_path: Path, monkeypatch: pytest.Mon
 def test_nothing_is_downloaded_for_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WHENCE_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert not any(page.here(task) for task in page.NEEDS)
-    assert set(page.NEEDS) == {name for name, e in TASKS.items() if e.panel}
-    assert all(file.split("/")[-1] for files in page.NEEDS.values() for file in files)
-    folders = {file.rsplit("/", 1)[0] for files in page.NEEDS.values() for file in files}
+    assert not any(panels.available(task) for task in panels.NEEDS)
+    assert set(panels.NEEDS) == {name for name, e in TASKS.items() if e.panel}
+    assert all(file.split("/")[-1] for files in panels.NEEDS.values() for file in files)
+    folders = {file.rsplit("/", 1)[0] for files in panels.NEEDS.values() for file in files}
     assert folders <= set(data.SOURCES)

@@ -20,6 +20,7 @@ from experiments import tasks
 from experiments.engine import optimum, reproduce, search
 from experiments.pages import tables
 from experiments.studies import adam, depth
+from experiments.tasks import experiment as experiment_module
 from experiments.tasks import methods, models, recipes
 
 SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, runs_by_method={"HYDRA": 1})
@@ -266,7 +267,7 @@ def test_all_parts_of_an_evaluation(tmp_path: Path) -> None:
     for rows in found["panels"]["methods"].values():
         assert [len(row["helpful"]) for row in rows] == [5, 5]
     assert {"torch", "date", "whence"} <= set(found["machine"]) and found["device"] == "CPU"
-    text = tables.result(found, TASK)
+    text = tables.as_text(found, TASK)
     for part in ("SOURCE, L = 3", "LDS over α", "1 − 1/N", "flipped by removal", "Downsampling"):
         assert part in text, part
 
@@ -363,7 +364,7 @@ def test_every_task_is_whole() -> None:
     for name, experiment in tasks.TASKS.items():
         assert experiment.name == name and experiment.setting and experiment.title
         assert (experiment.rates is None) == (experiment.grid is not None), name
-        for one in (*experiment.methods, *experiment.dear):
+        for one in (*experiment.methods, *experiment.expensive):
             assert experiment.method(one, 10_000) is not None
         asked = experiment.full.removal
         if asked is not None:
@@ -375,11 +376,11 @@ def test_every_task_is_whole() -> None:
 
 
 def test_rates_that_were_searched_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "RESULTS", tmp_path)
+    monkeypatch.setattr(experiment_module, "RESULTS", tmp_path)
     unknown = replace(TASK, rates=None, grid=((0.1,), (0.0,)))
     with pytest.raises(FileNotFoundError, match=r"python -m experiments\.engine\.search blobs"):
-        unknown.found_rates()
+        unknown.chosen_rates()
     (tmp_path / "search").mkdir()
     best = {"best": {"rate": 0.5, "weight_decay": 0.25}}
     (tmp_path / "search/blobs.json").write_text(json.dumps(best))
-    assert unknown.found_rates() == (0.5, 0.25)
+    assert unknown.chosen_rates() == (0.5, 0.25)

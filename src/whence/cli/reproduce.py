@@ -128,7 +128,7 @@ def reproduce(
             result = work.run()
     except (FileNotFoundError, ImportError, engine.OtherResult) as error:
         raise CommandError(str(error)) from error
-    return Answer(result, f"{tables.result(result, experiment)}\n\nresult: {work.place.file}")
+    return Answer(result, f"{tables.as_text(result, experiment)}\n\nresult: {work.place.file}")
 
 
 def _named(task: str | None, known: Any) -> Any:
