@@ -24,7 +24,7 @@ $ pip install 'whence[cli]'
 $ whence demo                                # a minute's tour, which needs 'whence[demo]'
 ```
 
-Everything else begins with a **study file**: one Python file that says what was trained.
+All other commands take a **study file**: one Python file that describes what was trained.
 
 ```python
 # study.py
@@ -34,7 +34,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 
-torch.manual_seed(0)                         # every command reads the file anew: the same data each time
+torch.manual_seed(0)                         # every command runs this file: same data each time
 x, y = torch.randn(500, 8), torch.randint(0, 3, (500,))
 train, query = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
 
@@ -54,7 +54,7 @@ study = whence.Study(
 ```
 
 ```console
-$ whence doctor study.py                     # is it sound? how long will it take?
+$ whence doctor study.py                     # check it, and estimate the time
 $ whence attribute study.py --method source --segments 3 --out scores/source
 $ whence top scores/source --query 3 --study study.py
 $ whence report scores/source --study study.py -o report.html
@@ -72,19 +72,19 @@ It must define `study`, a [`whence.Study`](api.md). It may define
 | `query` | the queries, a dataset built like the training data. Others by name: `--query NAME` |
 | `recipe` | a `whence.Recipe`, for `truth`, `removal`, `--method leaveoneout` and the explorer's *what if* |
 | `classes`, `columns` | names of classes and features |
-| `tokenizer`, `renderer` | what makes text of token ids; what makes of an example something to show |
+| `tokenizer`, `renderer` | turns token ids into text; turns an example into something to show |
 
-Of the last two lines, a name that is used for something else (`columns = 3`) is left alone, and commands
-that show examples say so.
+If your file uses a name of the last two lines for something else (`columns = 3`), it is ignored with a
+warning.
 
-The run may as well be one that a [Recorder](record.md) has written: `runs="runs/mnist"`. The file is
-imported, so that a training script can be its own study file, with the training under
-`if __name__ == "__main__":`. Paths in it are seen from where the command is run. It runs with your
-rights: use only files that you trust.
+The run can also come from a [Recorder](record.md): `runs="runs/mnist"`. The file is imported, so a training
+script can be its own study file, with the training under `if __name__ == "__main__":`. Relative paths start
+from the folder that you run the command in. The file runs with your permissions: use only files that you
+trust.
 
 ### A YAML for Hugging Face folders
 
-What a `transformers.Trainer` has left needs no Python. Extras: `whence[cli,huggingface]`.
+For the output folder of a `transformers.Trainer` you need no Python file. Extras: `whence[cli,huggingface]`.
 
 ```yaml
 # study.yaml
@@ -92,25 +92,25 @@ output_dir: out/my-model               # with its checkpoint-* folders
 task: causal-lm                        # or sequence-classification
 train: train.jsonl                     # as the Trainer saw it: .jsonl, .csv, or .txt line by line
 query: questions.jsonl
-columns: {text: answer, prompt: question}   # a prompt's tokens have no loss
+columns: {text: answer, prompt: question}   # prompt tokens have no loss
 max_length: 512
 ```
 
 KEYS
 
-Tokenizer and architecture are those of the last checkpoint, unless named; nothing is fetched from the
-network, and nothing is unpickled. The Trainer's data must be given whole and in any fixed order; a model
-with adapters (PEFT), another task or another collator needs a `study.py`.
+Tokenizer and architecture come from the last checkpoint, unless you name others. Nothing is downloaded, and
+nothing is unpickled. Give all of the Trainer's data, in any fixed order. Models with adapters (PEFT), other
+tasks and other collators need a `study.py`.
 
 ## For machines
 
-- `--json` prints the answer, and nothing else, on stdout. Progress, warnings and whatever a study file
-  prints go to stderr. NaN is `null`.
-- Exit codes: 0 fine, 1 failed, 2 bad input (a wrong option, file or setting), 130 interrupted.
-- Progress bars, with the time left, are shown on a terminal; `--progress` and `--no-progress` decide.
-- `fit`, `attribute`, `truth`, `removal` and `reproduce` **go on where they stopped**: after Ctrl-C, or a
-  killed job, give the same command again. The result has the same bits as without interruption.
-- `WHENCE_DEBUG=1` in front of a command shows tracebacks.
+- `--json` prints only the answer on stdout. Progress, warnings and the output of the study file go to
+  stderr. NaN is `null`.
+- Exit codes: 0 success, 1 failure, 2 bad input (a wrong option, file or setting), 130 interrupted.
+- Progress bars with the remaining time appear on a terminal; `--progress` and `--no-progress` override this.
+- `fit`, `attribute`, `truth`, `removal` and `reproduce` **resume**: after Ctrl-C or a killed job, run the same
+  command again. The result is bit-identical to an uninterrupted run.
+- `WHENCE_DEBUG=1` before a command shows tracebacks.
 """
 
 
@@ -128,11 +128,11 @@ def page() -> str:
 
 def _command(name: str, command: Any) -> str:
     text = re.sub(r"^Examples:$", "", command.help or "", flags=re.M)
-    said, _, examples = text.partition("\n- ")
-    lines = [f"### whence {name}", " ".join(said.split())]
+    description, _, examples = text.partition("\n- ")
+    lines = [f"### whence {name}", " ".join(description.split())]
     if examples:
-        found = re.findall(r"`(whence [^`]*)`", examples)
-        lines.append("```console\n" + "\n".join(f"$ {line}" for line in found) + "\n```")
+        commands = re.findall(r"`(whence [^`]*)`", examples)
+        lines.append("```console\n" + "\n".join(f"$ {line}" for line in commands) + "\n```")
     rows = []
     for parameter in command.params:
         panel = getattr(parameter, "rich_help_panel", None) or ""
@@ -141,7 +141,7 @@ def _command(name: str, command: Any) -> str:
         rows.append(f"| {_names(parameter)} | {_cell(parameter.help or '')}{_default(parameter)} |")
     lines.append("\n".join(["| argument | |", "|---|---|", *rows]))
     if name in ("fit", "attribute"):
-        lines.append("And the method's own settings: [below](#settings-of-the-methods).")
+        lines.append("Plus the settings of the method: [below](#settings-of-the-methods).")
     return "\n\n".join(lines)
 
 

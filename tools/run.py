@@ -1,16 +1,17 @@
-"""Run the code of the documentation's pages; put what it prints and draws into them.
+"""Run the code in the pages of the documentation, and update the outputs and figures they show.
 
-    python -m tools.run                           # every page that shows an output or draws
+    python -m tools.run                           # every page with an output or a figure
     python -m tools.run tutorials/digits meaning
 
-What a page may say in comments, which no reader sees:
+A page controls this by comments, which readers do not see:
 
-    <!-- test -->                before a Python block: it is run
-    <!-- output -->              before a text block: it holds what was printed since the last one
-    <!-- check: expression -->   true at this point, or the page claims too much
+    <!-- test -->                before a Python block: run it
+    <!-- output -->              before a text block: what was printed since the last one
+    <!-- check: expression -->   must be true at this point
 
-A page goes on from the example in README; a tutorial starts from nothing. Figures that a page shows
-and its code writes, `figures/*.png`, are put beside the page. `tests/test_docs.py` runs them too.
+A page continues from the example in README; a tutorial starts with no names defined. Figures that
+a page shows and its code writes, `figures/*.png`, are copied next to the page.
+`tests/docs/test_examples_in_docs.py` runs all pages too.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ from typing import Any
 
 import torch
 
-os.environ.setdefault(
-    "MPLBACKEND", "Agg"
-)  # pages draw into files, as on a machine without a screen
+os.environ.setdefault("MPLBACKEND", "Agg")  # pages draw into files: no display needed
 DOCS = Path(__file__).parents[1] / "docs"
 README = DOCS.parent / "README.md"
 PIECE = re.compile(
@@ -47,12 +46,12 @@ FIGURE = re.compile(r"!\[[^]]*\]\((figures/[^)]+\.png)\)")
 
 def pages() -> dict[str, str]:
     """{name: text} of all pages, such as "source" and "tutorials/digits"."""
-    found = sorted(DOCS.rglob("*.md"))
-    return {str(path.relative_to(DOCS).with_suffix("")): path.read_text() for path in found}
+    paths = sorted(DOCS.rglob("*.md"))
+    return {str(path.relative_to(DOCS).with_suffix("")): path.read_text() for path in paths}
 
 
 def blocks(text: str) -> list[tuple[bool, str]]:
-    """(whether it is to be run, code) of every Python block."""
+    """(whether to run it, code) of every Python block."""
     return [
         (bool(m["test"]), textwrap.dedent(m["code"]))
         for m in PIECE.finditer(text)
@@ -61,8 +60,8 @@ def blocks(text: str) -> list[tuple[bool, str]]:
 
 
 @dataclass
-class Played:
-    """What running a page came to."""
+class PageRun:
+    """The outcome of running a page."""
 
     names: dict[str, Any] = field(default_factory=dict)
     outputs: list[tuple[re.Match[str], str]] = field(default_factory=list)  # shown, printed
@@ -79,13 +78,13 @@ def _inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def play(page: str, text: str, folder: Path) -> Played:
+def play(page: str, text: str, folder: Path) -> PageRun:
     """Run a page's code in a folder."""
-    played, printed = Played({"__name__": page}), io.StringIO()
+    outcome, printed = PageRun({"__name__": page}), io.StringIO()
     torch.manual_seed(0)
 
     def run(code: str, where: str) -> None:
-        exec(compile(code, f"{where}.md", "exec"), played.names)
+        exec(compile(code, f"{where}.md", "exec"), outcome.names)
 
     with _inside(folder), contextlib.redirect_stdout(printed):
         if not page.startswith("tutorials/"):
@@ -94,18 +93,18 @@ def play(page: str, text: str, folder: Path) -> Played:
             printed.truncate(printed.seek(0))
         for piece in PIECE.finditer(text):
             if piece["check"] is not None:
-                if not eval(piece["check"], played.names):
-                    played.failed.append(piece["check"])
+                if not eval(piece["check"], outcome.names):
+                    outcome.failed.append(piece["check"])
             elif piece["output"] is not None:
-                played.outputs.append((piece, printed.getvalue()))
+                outcome.outputs.append((piece, printed.getvalue()))
                 printed.truncate(printed.seek(0))
             elif piece["test"]:
                 run(textwrap.dedent(piece["code"]), page)
-    return played
+    return outcome
 
 
 def shape(text: str) -> str:
-    """A text without its numbers and their widths: what two machines agree on."""
+    """A text without its numbers and their widths, which differ between machines."""
     return " ".join(re.sub(r"[-+−]?\b\d+(,\d{3})*(\.\d+)?(e[-+]?\d+)?", "#", text).split())
 
 
@@ -115,22 +114,22 @@ def figures(text: str) -> list[str]:
 
 
 def rewrite(page: str) -> None:
-    """Run a page, and put its outputs and figures where they are shown."""
+    """Run a page, and update the outputs and figures that it shows."""
     path = (DOCS / page).with_suffix(".md")
     text = path.read_text()
     with tempfile.TemporaryDirectory() as name:
         folder, start = Path(name), time.process_time()
-        played = play(page, text, folder)
+        outcome = play(page, text, folder)
         seconds = time.process_time() - start
         for figure in figures(text):
             if (folder / figure).exists():
                 (path.parent / figure).parent.mkdir(exist_ok=True)
                 shutil.copyfile(folder / figure, path.parent / figure)
-    for piece, printed in reversed(played.outputs):
+    for piece, printed in reversed(outcome.outputs):
         first, end = piece.span("output")
         text = text[:first] + printed.rstrip() + "\n" + text[end:]
     path.write_text(text)
-    print(f"{page}: {seconds:.1f} s", *(f"\n  NOT TRUE: {check}" for check in played.failed))
+    print(f"{page}: {seconds:.1f} s", *(f"\n  NOT TRUE: {check}" for check in outcome.failed))
 
 
 def main() -> None:
@@ -141,8 +140,8 @@ def main() -> None:
     chosen = parser.parse_args().pages
     torch.set_num_threads(1)
     for page, text in pages().items():
-        shown = "<!-- output -->" in text or (figures(text) and page.startswith("tutorials/"))
-        if page in chosen or (not chosen and shown):
+        has_output = "<!-- output -->" in text or (figures(text) and page.startswith("tutorials/"))
+        if page in chosen or (not chosen and has_output):
             rewrite(page)
 
 

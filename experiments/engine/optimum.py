@@ -1,8 +1,8 @@
-"""Linear models at their optimum: the truth without noise (appendix E.3 of the paper).
+"""Linear models at their optimum: a truth without noise (appendix E.3 of the paper).
 
-The optimum is computed, not trained for: least squares in closed form, logistic regression by
-L-BFGS. So is that of every subset, and the only error left in influence functions is the first
-order's.
+The optimum of all data and of each subset is computed, not trained for: least squares in closed
+form, logistic regression by L-BFGS. The only error left in influence functions is that of the
+first-order approximation.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ Floats = NDArray[np.float64]
 def at_the_optimum(
     recipe: whence.Recipe, query: Any, alpha: float, subsets: int
 ) -> tuple[Truth, dict[str, Any]]:
-    """The truth by the optima of the subsets, and influence scores at the optimum of all data."""
+    """The truth from the optima of the subsets, and influence scores at the optimum of all data."""
     stage = recipe.stages[0]
     x, y = (t.double().numpy() for t in stage.data.take(np.arange(len(stage.data))))
-    held = [query[k] for k in range(len(query))]
-    xq, yq = (torch.stack([row[c] for row in held]).double().numpy() for c in (0, 1))
+    rows = [query[k] for k in range(len(query))]
+    xq, yq = (torch.stack([row[c] for row in rows]).double().numpy() for c in (0, 1))
     task = recipe.task
     binary = isinstance(task, whence.Classification)
     masks = draw_subsets(len(x), alpha, subsets)
     solve = _logistic if binary else _least_squares
-    found = [_measured(_with_bias(xq) @ solve(x[m], y[m]), yq, binary) for m in masks]
+    measurements = [_measured(_with_bias(xq) @ solve(x[m], y[m]), yq, binary) for m in masks]
     truth = Truth(
         masks,
-        np.stack(found)[:, None],
+        np.stack(measurements)[:, None],
         alpha=alpha,
         measurement=task.measurement,
         unit=task.unit,
         higher_is_better=task.higher_is_better,
     )
     w = torch.from_numpy(solve(x, y))
-    rows = torch.stack([-w / 2, w / 2]) if binary else w.unsqueeze(0)
+    weight = torch.stack([-w / 2, w / 2]) if binary else w.unsqueeze(0)
     model = recipe.build(0).double()
-    state = {"0.weight": rows[:, :-1].clone(), "0.bias": rows[:, -1].clone()}
+    state = {"0.weight": weight[:, :-1].clone(), "0.bias": weight[:, -1].clone()}
     model.load_state_dict(state)
     run = whence.Run.from_checkpoints([state], [1], 1e-3)
     study = whence.Study(model, task, stage.data.dataset, run)
@@ -74,10 +74,10 @@ def _logistic(x: Floats, y: Floats) -> Floats:
         z = sign * (x @ w)
         return float(np.logaddexp(0, -z).mean()), -(x.T @ (sign * expit(-z))) / len(x)
 
-    found = minimize(
+    optimum = minimize(
         loss, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B", options={"gtol": 1e-10, "ftol": 0}
     )
-    return np.asarray(found.x)
+    return np.asarray(optimum.x)
 
 
 def _measured(z: Floats, y: Floats, binary: bool) -> Floats:

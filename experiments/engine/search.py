@@ -1,11 +1,11 @@
-"""Appendix B.1's grid search for learning rate and weight decay, where the paper's do not fit.
+"""Grid search for learning rate and weight decay (appendix B.1), where the paper's do not fit.
 
     python -m experiments.engine.search cifar10 [--device cuda] [--seeds 2]
 
-Each pair of the task's grid trains models on all data, with several seeds; the best mean over them
-on held-out examples (accuracy for classification, loss for others) is kept in results/search/,
-which `experiments.tasks` reads. They are no queries, but where all held-out examples are (the
-linear models).
+Each pair of the task's grid trains models on all data with several seeds. The pair with the best
+mean on held-out examples (accuracy for classification, loss otherwise) goes to results/search/,
+which `experiments.tasks` reads. These examples are not queries, except for the linear models, where
+all held-out examples are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from whence.scores.files import write_json
 
 
 class Validated(whence.Task):
-    """A task that measures what B.1 selects by: accuracy, or the loss."""
+    """A task that measures the criterion of B.1: accuracy, or the loss."""
 
     def __init__(self, task: whence.Task) -> None:
         self.task, self.accuracy = task, isinstance(task, whence.Classification)
@@ -54,34 +54,35 @@ class Validated(whence.Task):
         return self.task.pseudo_losses(outputs, batch, uniform)
 
 
-def validation(experiment: Experiment, held: Any) -> Subset[Any]:
+def validation(experiment: Experiment, held_out: Any) -> Subset[Any]:
     """The held-out examples after the queries; the last third where the queries leave less."""
-    count = min(1000, max(len(held) // 3, len(held) - experiment.full.queries))
-    return Subset(held, range(len(held) - count, len(held)))
+    total = len(held_out)
+    count = min(1000, max(total // 3, total - experiment.full.queries))
+    return Subset(held_out, range(total - count, total))
 
 
 def search(
     experiment: Experiment, seeds: int, device: str, folder: Path, quick: bool = False
 ) -> dict[str, Any]:
-    """Try every pair; the best one, and all."""
+    """Try every pair of the grid; returns the best one, and all."""
     assert experiment.grid is not None, f"{experiment.name} has the paper's rates"
     tried: list[dict[str, Any]] = []
     for rate, weight_decay in product(*experiment.grid):
-        recipe, held = experiment.make(quick, rate, weight_decay)
-        own = copy.copy(recipe)
-        own.stages = tuple(replace(s, task=Validated(s.task)) for s in recipe.stages)
-        own._precise = None
+        recipe, held_out = experiment.make(quick, rate, weight_decay)
+        validated = copy.copy(recipe)
+        validated.stages = tuple(replace(s, task=Validated(s.task)) for s in recipe.stages)
+        validated._precise = None
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = measure(
-                own,
-                validation(experiment, held),
+            measurements = measure(
+                validated,
+                validation(experiment, held_out),
                 [Training(seed) for seed in range(seeds)],
                 device=device,
                 progress=False,
             )
-        values = np.where(np.isfinite(found).all(1), found.mean(1), np.nan)
+        values = np.where(np.isfinite(measurements).all(1), measurements.mean(1), np.nan)
         tried.append(
             {
                 "rate": rate,
@@ -93,10 +94,10 @@ def search(
         )
         print(experiment.name, tried[-1], flush=True)
     accuracy = isinstance(recipe.task, whence.Classification)
-    sound = [t for t in tried if t["validation"] is not None]
-    if not sound:
+    converged = [t for t in tried if t["validation"] is not None]
+    if not converged:
         raise RuntimeError(f"{experiment.name}: all pairs of the grid diverged")
-    best = (max if accuracy else min)(sound, key=lambda t: t["validation"])
+    best = (max if accuracy else min)(converged, key=lambda t: t["validation"])
     result = {
         "task": experiment.name,
         "by": "accuracy" if accuracy else "loss",
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("task", choices=sorted(n for n, e in TASKS.items() if e.grid), nargs="+")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="of the task's quick version")
+    parser.add_argument("--quick", action="store_true", help="search for the task's quick version")
     parser.add_argument("--tf32", action="store_true", help="round products to TF32 on a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS / "search")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Which form of SOURCE for Adam: digits trained by AdamW at several rates, for long and for short.
+"""Which form of SOURCE for Adam? Digits trained with AdamW, at several rates and lengths.
 
     python -m experiments.studies.adam [--out FOLDER] [--results FOLDER]
 
-Keeps the LDS of one model in results/adam.json. Stopped and called again, it goes on.
+Writes the LDS of one model to results/adam.json. Run it again to resume.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SETTINGS = (
     (1e-3, 3, True),
     (3e-4, 3, True),
 )
-# Those at which floors of 0.01, 0.1 and 1, and other means of P, were tried before 0.1 was taken.
+# The settings on which floors of 0.01, 0.1 and 1, and other means of P, were compared.
 CHOSEN_ON = {(1e-4, 20, False), (1e-3, 20, False), (1e-3, 3, True), (3e-4, 3, True)}
 
 
 def variant(rate: float, epochs: int, falls: bool) -> Experiment:
-    """The task of `digits_adamw`, trained in another way."""
+    """The task `digits_adamw` with another learning rate, length and schedule."""
     make = partial(digits, adamw, epochs=epochs, scheduler=to_zero if falls else None)
     name = f"digits_adamw-{rate:g}-{epochs}{'-to-zero' if falls else ''}"
     task = TASKS["digits_adamw"]

@@ -1,8 +1,8 @@
-"""How large SOURCE's scores are by depth: curvature layer by layer, and of all layers together.
+"""Size of SOURCE's predictions by depth: EK-FAC against the full Gauss-Newton matrix.
 
     python -m experiments.studies.depth [--out FOLDER] [--results FOLDER]
 
-Keeps LDS and slope of one model in results/depth.json. Stopped and called again, it goes on.
+Writes LDS and slope of one model to results/depth.json. Run it again to resume.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], tuple[float, float], dict[str, s
 def deep(
     depth: int, optimizer: Callable[..., Any], quick: bool, rate: float, wd: float
 ) -> RecipeAndHeldOut:
-    """Digits, by so many hidden layers."""
-    train, held = data.digits()
+    """Digits, with `depth` hidden layers."""
+    train, held_out = data.digits()
     model = partial(models.mlp, 64, *[WIDTH] * depth, 10)
     recipe = whence.Recipe(model, whence.Classification(), train, optimizer(rate, wd), 64, 20)
-    return recipe, held
+    return recipe, held_out
 
 
 def variant(name: str, depth: int) -> Experiment:
@@ -68,8 +68,8 @@ def main() -> None:
         warnings.simplefilter("ignore")
         for name, (_, _, methods) in OPTIMIZERS.items():
             for depth in DEPTHS:
-                found = of_one_model(variant(name, depth), SCALE, options.out)
-                rows.append({"optimizer": name, "depth": depth, "methods": methods} | found)
+                numbers = of_one_model(variant(name, depth), SCALE, options.out)
+                rows.append({"optimizer": name, "depth": depth, "methods": methods} | numbers)
     of = {"subsets": SCALE.subsets, "seeds": SCALE.seeds, "queries": SCALE.queries}
     about = {"width": WIDTH, "device": "CPU", "machine": machine()}
     write_json(options.results / "depth.json", {"rows": rows, "of": of} | about)

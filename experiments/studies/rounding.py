@@ -1,8 +1,8 @@
-"""What TF32 does to scores: of one run on a GPU, with products of float32 and with rounded ones.
+"""The effect of TF32 on scores: one run on a GPU, attributed in float32 and in TF32.
 
     python -m experiments.studies.rounding fashion_mnist [sst2 ...] [--queries 100]
 
-Keeps the rank correlation over the training examples, query by query, in results/rounding.json.
+Writes the rank correlation over training examples, by query, to results/rounding.json.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COMPARED = ("TracIn", "TRAK", "influence", "FastSource", "SOURCE", "SOURCE, Î»Pâ
 
 
 def agreement(experiment: Experiment, queries: int, folder: Path) -> dict[str, Any]:
-    """{method: median and least rank correlation over the queries}, of the task's first run."""
-    recipe, held = experiment.recipe()
+    """{method: median and lowest rank correlation over the queries}, for the task's first run."""
+    recipe, held_out = experiment.recipe()
     (run,) = record(
         recipe,
         [FIRST_RUN],
@@ -42,7 +42,7 @@ def agreement(experiment: Experiment, queries: int, folder: Path) -> dict[str, A
     stages = {stage.name: stage.data.dataset for stage in recipe.stages}
     train = stages if len(stages) > 1 else next(iter(stages.values()))
     examples = len(recipe.stage(experiment.stage).data)
-    query, found = Subset(held, range(queries)), {}
+    query, correlations = Subset(held_out, range(queries)), {}
     for name in COMPARED:
         if name not in experiment.methods:
             continue
@@ -50,14 +50,17 @@ def agreement(experiment: Experiment, queries: int, folder: Path) -> dict[str, A
         for rounded in (False, True):
             study = whence.Study(recipe.build(0), recipe.task, train, run.in_memory())
             with products(rounded):
-                made = experiment.method(name, examples).attribute(
+                scores = experiment.method(name, examples).attribute(
                     study, query, device="cuda", progress=False
                 )
-            both.append(made.values)
+            both.append(scores.values)
         ranked = [float(spearmanr(a, b).statistic) for a, b in zip(*both, strict=True)]
-        found[name] = {"median": float(np.median(ranked)), "least": float(np.min(ranked))}
-        print(experiment.name, name, found[name], flush=True)
-    return found
+        correlations[name] = {
+            "median": float(np.median(ranked)),
+            "least": float(np.min(ranked)),
+        }
+        print(experiment.name, name, correlations[name], flush=True)
+    return correlations
 
 
 def main() -> None:
@@ -67,7 +70,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is no GPU here: TF32 is a GPU's rounding")
+        parser.error("no GPU found: TF32 is a rounding mode of GPUs")
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tasks = {

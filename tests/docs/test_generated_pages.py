@@ -70,7 +70,7 @@ def test_stores_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         scale=Scale(subsets=4, seeds=1, queries=5, runs=1),
         work=tmp_path,
         results=tmp_path,
-        tell=lambda line: None,
+        log=lambda line: None,
     )
     found = stores.stores(work)
     (tmp_path / "store_digits.json").write_text(json.dumps(found))

@@ -56,7 +56,7 @@ TASK = tasks.Experiment(
 
 
 def reproduction(folder: Path, experiment: Any = TASK, **given: Any) -> reproduce.Reproduction:
-    given = {"tell": lambda line: None, "work": folder, "results": folder / "results"} | given
+    given = {"log": lambda line: None, "work": folder, "results": folder / "results"} | given
     return reproduce.Reproduction(experiment, **given)
 
 
@@ -98,11 +98,11 @@ def test_differences_are_taken_where_scores_are_at_hand(tmp_path: Path) -> None:
     found = work.run()["differences"]["SOURCE"]
     assert list(found) == ["RepSim", "TRAK"]
     for name, entry in found.items():
-        one, other = work.judged("SOURCE", 2), work.judged(name, 2)
-        assert entry["of"] == work.found["lds"][name]["of"]
+        one, other = work.judgement("SOURCE", 2), work.judgement(name, 2)
+        assert entry["of"] == work.result["lds"][name]["of"]
         assert entry["single"][0] == pytest.approx(one.single.value - other.single.value)
-        assert tuple(entry["ensemble"][1:]) == one.together.minus(other.together).interval
-        crossed = one.single.value - other.together.value
+        assert tuple(entry["ensemble"][1:]) == one.ensemble.minus(other.ensemble).interval
+        crossed = one.single.value - other.ensemble.value
         assert entry["single, ensemble"][0] == pytest.approx(crossed)
     # results from elsewhere, whose scores are not here: nothing is made anew for their sake
     file = tmp_path / "results/blobs.json"
@@ -213,7 +213,7 @@ def test_committed_results_can_be_gone_on_with(task: str, tmp_path: Path) -> Non
         name = f"{task}-quick.json" if quick else f"{task}.json"
         if (tasks.RESULTS / name).is_file():
             given = {"quick": quick, "work": tmp_path, "results": tasks.RESULTS}
-            assert reproduction(tmp_path, tasks.TASKS[task], **given).found["lds"]
+            assert reproduction(tmp_path, tasks.TASKS[task], **given).result["lds"]
 
 
 def test_results_of_another_recipe_or_version_are_refused(tmp_path: Path) -> None:
@@ -222,11 +222,11 @@ def test_results_of_another_recipe_or_version_are_refused(tmp_path: Path) -> Non
     other = replace(TASK, rates=(0.01, 1e-4))
     with pytest.raises(reproduce.OtherResult, match=r"blobs.json is of another .*its recipe is"):
         reproduction(tmp_path, other)
-    found = json.loads(work.place.file.read_text())
-    work.place.file.write_text(json.dumps(found | {"schema": 1}))
+    found = json.loads(work.file.read_text())
+    work.file.write_text(json.dumps(found | {"schema": 1}))
     with pytest.raises(reproduce.OtherResult, match=r"its schema is 1, not \d.*move it away"):
         reproduction(tmp_path)
-    work.place.file.write_text("{")
+    work.file.write_text("{")
     with pytest.raises(reproduce.OtherResult, match="is damaged"):
         reproduction(tmp_path)
 

@@ -1,6 +1,6 @@
-"""Make the pictures of the explorer anew, from the demo's digits: python -m tools.figures.explore
+"""Draw the screenshots of the explorer, from the demo's digits: python -m tools.figures.explore
 
-Needs Playwright and Chromium (`/usr/bin/chromium`, or name it in CHROMIUM).
+Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def explorer(folder: Path) -> Running:
     return start(scores, study=study, query=query, recipe=recipe, out=folder / "explore")
 
 
-def shown(page: Any, key: str, name: str) -> None:
+def open_view(page: Any, key: str, name: str) -> None:
     page.keyboard.press(key)
     page.wait_for_selector(f'html[data-ready="{name}"]', state="attached")
     page.wait_for_timeout(600)
@@ -69,9 +69,9 @@ def main() -> None:
         page.get_by_role("button", name="Tick the helpful ones").click()
         page.wait_for_timeout(600)
         page.screenshot(path=FIGURES / "explore.png")
-        shown(page, "4", "audit")
+        open_view(page, "4", "audit")
         page.screenshot(path=FIGURES / "explore-audit.png")
-        shown(page, "5", "whatif")
+        open_view(page, "5", "whatif")
         page.get_by_label("seeds").fill("10")
         page.get_by_role("button", name="Retrain without them").click()
         page.wait_for_selector(".charts.judged .dot", timeout=120_000)

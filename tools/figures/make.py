@@ -1,4 +1,4 @@
-"""Make every figure of README and documentation anew: python -m tools.figures.make"""
+"""Draw the figures of README and documentation: python -m tools.figures.make"""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ def demo() -> None:
         shutil.copyfile(Path(folder) / "figure.png", FIGURES / "demo.png")
 
 
-def front(kept: int = 4, rows: int = 2) -> None:
-    """The demo's answer for the front page, few enough to be read there."""
+def front(examples: int = 4, rows: int = 2) -> None:
+    """The demo's figure for the front page, with fewer examples."""
     with tempfile.TemporaryDirectory() as folder:
         whence.demo.main(["--out", folder, "--quiet"])
         scores = whence.Scores.load(Path(folder) / "scores/source")
         data = whence.demo.digits(seed=0)
-        figure, axes = plt.subplots(rows, 1 + 2 * kept, figsize=(7.6, 1.3 * rows + 0.25))
+        figure, axes = plt.subplots(rows, 1 + 2 * examples, figsize=(7.6, 1.3 * rows + 0.25))
         for row, query in zip(axes, whence.demo._telling(scores, data, rows), strict=True):
             cells = [(data.test.tensors, query, "test digit", "black")]
             for ranking, colour in ((scores.helpful, BLUE), (scores.harmful, ORANGE)):
-                found = ranking(query, kept)
-                cells += [(data.train.tensors, e.example, f"{e.value:+.2f}", colour) for e in found]
+                ranked = ranking(query, examples)
+                cells += [
+                    (data.train.tensors, e.example, f"{e.value:+.2f}", colour) for e in ranked
+                ]
             for axis, (tensors, index, title, colour) in zip(row, cells, strict=True):
                 axis.imshow(tensors[0][index].view(8, 8), cmap="gray_r")
                 wrong = tensors is data.train.tensors and data.flipped[index]
@@ -53,7 +55,7 @@ def front(kept: int = 4, rows: int = 2) -> None:
 
 
 def responses(rate: float = 0.1, updates: int = 100) -> None:
-    """SOURCE's F_r beside the influence function's F_inv with λ = 1/(η̄K), as in the paper."""
+    """SOURCE's F_r next to the influence function's F_inv with λ = 1/(η̄K), as in the paper."""
     duration = rate * updates
     sigma = torch.logspace(-3, 2, 500, dtype=torch.float64)
     figure, axis = plt.subplots(figsize=(6, 3.6))

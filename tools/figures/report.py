@@ -1,6 +1,6 @@
-"""Make the picture of the report anew, from the digits demo: python -m tools.figures.report
+"""Draw the screenshot of the report, from the demo's digits: python -m tools.figures.report
 
-Needs Playwright and Chromium (`/usr/bin/chromium`, or name it in CHROMIUM).
+Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM).
 """
 
 from __future__ import annotations
