@@ -152,10 +152,10 @@ def final_run(model: nn.Module, updates: int = 100) -> Any:
 
 def run_of(model: nn.Module) -> whence.Run:
     """Six checkpoints a little apart, as a training would leave them."""
-    kept = []
+    checkpoints = []
     for _ in range(6):
-        kept.append({k: v.clone() for k, v in model.state_dict().items()})
+        checkpoints.append({k: v.clone() for k, v in model.state_dict().items()})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
-    return whence.Run.from_checkpoints(kept, [100 * k for k in range(1, 7)], 0.01)
+    return whence.Run.from_checkpoints(checkpoints, [100 * k for k in range(1, 7)], 0.01)

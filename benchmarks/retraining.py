@@ -1,4 +1,4 @@
-"""Trainings per second, beside a plain PyTorch loop over the same recipe.
+"""Trainings per second, compared with a plain PyTorch loop over the same recipe.
 
     python -m benchmarks.retraining [--device cuda] [--task digits ...] [--trainings 256]
 
@@ -114,13 +114,13 @@ def main() -> None:
     precision = "TF32" if chosen.tf32 else "float32"
     torch.set_float32_matmul_precision("high" if chosen.tf32 else "highest")
     file = RESULTS / f"retraining_{chosen.device}.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    found["machine"] = machine()
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    results["machine"] = machine()
     if chosen.device == "cuda":
-        found["machine"]["processor"] = torch.cuda.get_device_name()
+        results["machine"]["processor"] = torch.cuda.get_device_name()
     for name in chosen.task:
         row = compare(name, chosen.trainings, chosen.rounds, chosen.device)
-        found[f"{name}, {precision}"] = row
+        results[f"{name}, {precision}"] = row
         each = row["seconds_each"]
         print(
             f"{name}, {precision}: {row['trainings']} trainings in "
@@ -131,7 +131,7 @@ def main() -> None:
         )
     target = RESULTS / file.name if chosen.out is None else chosen.out
     with open(target, "w") as out:
-        out.write(json.dumps(found, indent=1) + "\n")
+        out.write(json.dumps(results, indent=1) + "\n")
     if chosen.out is None:
         write_readme()
 

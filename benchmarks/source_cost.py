@@ -1,4 +1,4 @@
-"""What SOURCE costs beside influence functions, and both beside plain forward and backward passes.
+"""The cost of SOURCE, of influence functions and of plain forward and backward passes.
 
     python -m benchmarks.source_cost
 
@@ -34,9 +34,9 @@ METHODS = {
 
 def plain_pass(work: Workload, model: nn.Module, data: Any, batch_size: int) -> None:
     """Forward and backward over the data, as in training."""
-    own = next(model.parameters())
+    parameter = next(model.parameters())
     for batch in DataLoader(data, batch_size):
-        batch = place(batch, own.device, own.dtype)
+        batch = place(batch, parameter.device, parameter.dtype)
         work.task.losses(work.task.outputs(model, batch), batch).mean().backward()
         model.zero_grad()
 
@@ -66,12 +66,12 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine()}
     for name in ("mlp", "gpt"):
-        found[name] = measure(WORKLOADS[name], chosen.rounds)
-        print(name, {k: round(v, 2) for k, v in found[name]["seconds"].items()}, flush=True)
+        results[name] = measure(WORKLOADS[name], chosen.rounds)
+        print(name, {k: round(v, 2) for k, v in results[name]["seconds"].items()}, flush=True)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "source_cost.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "source_cost.json").write_text(json.dumps(results, indent=1) + "\n")
     write_readme()
 
 

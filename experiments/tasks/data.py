@@ -1,7 +1,7 @@
 """The datasets of the paper's tasks, as tensors of fixed shapes.
 
-A file is looked for in $WHENCE_DATA, which has one folder for each dataset, then in the user's
-cache; else it is downloaded into the cache. `SOURCES` says what each file holds and how to get it.
+A file is read from $WHENCE_DATA, which has one folder for each dataset, else from the user's cache,
+else it is downloaded into the cache. `SOURCES` describes each file and how to get it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WIKITEXT = {  # to train on: the queries that go with it
 
 
 def roots() -> list[Path]:
-    """The folders that datasets are looked for in: $WHENCE_DATA if it is set, and the cache."""
+    """The folders that are searched for datasets: $WHENCE_DATA if it is set, and the cache."""
     given = os.environ.get("WHENCE_DATA")
     return ([Path(given)] if given else []) + [cache()]
 
@@ -62,9 +62,12 @@ def cache() -> Path:
 
 
 def find(folder: str, *files: str) -> Path:
-    """The first of these files that is there, downloaded if need be; else says what to put where.
+    """The first of these files that exists, downloaded if none does.
 
     A download writes the first of them.
+
+    Raises:
+        FileNotFoundError: with the file that is needed, and how to get it.
     """
     for root in roots():
         for file in files:
@@ -76,22 +79,22 @@ def find(folder: str, *files: str) -> Path:
         why = f"the download had no {files[0]}"
     except Exception as error:  # a package, the network or the site may fail in any way
         why = str(error) or repr(error)
-    found = cache() / folder / files[0]
-    if found.is_file():
-        return found
+    downloaded = cache() / folder / files[0]
+    if downloaded.is_file():
+        return downloaded
     wanted = Path(os.environ.get("WHENCE_DATA") or "$WHENCE_DATA") / folder / files[0]
     raise FileNotFoundError(
-        f"{wanted} is not there: put {source['what']} there, and let "
-        f"WHENCE_DATA point to the folder that holds {folder} (or put it into "
-        f"{cache() / folder}). To get it: {source['how']}. Downloading it did not work: {why}"
+        f"{wanted} does not exist: put {source['what']} there, and set "
+        f"WHENCE_DATA to the folder that has {folder} in it (or put it into "
+        f"{cache() / folder}). To get it: {source['how']}. The download failed: {why}"
     )
 
 
 def _download(folder: str) -> None:
-    """Have a dataset's files made elsewhere, then move them into the cache whole."""
+    """Download a dataset's files into a temporary folder, then move them into the cache."""
     fetch = FETCH.get(folder)
     if fetch is None:
-        raise RuntimeError("there is no download that can be made by a program")
+        raise RuntimeError("this dataset cannot be downloaded automatically")
     cache().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache(), prefix=".download-") as scratch:
         fetch(Path(scratch))
@@ -112,13 +115,13 @@ def _arrays(folder: str, path: Path, shapes: dict[str, tuple[int, ...]]) -> dict
     """Arrays of an .npz file; `shapes` are those of one example."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in shapes}
+            arrays = {name: file[name] for name in shapes}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise _broken(path, folder, error) from None
     for name, shape in shapes.items():
-        if found[name].shape[1:] != shape or found[name].dtype.kind not in "iu":
-            raise _broken(path, folder, f"{name} is {found[name].dtype} {found[name].shape}")
-    return found
+        if arrays[name].shape[1:] != shape or arrays[name].dtype.kind not in "iu":
+            raise _broken(path, folder, f"{name} is {arrays[name].dtype} {arrays[name].shape}")
+    return arrays
 
 
 def _table(folder: str, file: str) -> tuple[Path, list[str], NDArray[np.float64]]:
@@ -138,7 +141,7 @@ def _table(folder: str, file: str) -> tuple[Path, list[str], NDArray[np.float64]
 
 
 def digits(train: int = 1500) -> Pair:
-    """scikit-learn's 8 × 8 digits, shuffled once: so many to train on, the rest to ask about."""
+    """scikit-learn's 8 × 8 digits, shuffled once: `train` to train on, the rest as queries."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -168,8 +171,8 @@ def concrete(noisy: bool = False) -> Pair:
 def parkinsons() -> Pair:
     """UCI Parkinsons telemonitoring: 19 features and total_UPDRS, standardised.
 
-    The paper does not name the target. The other rating and the patient's number, which would give
-    the target away, are left out of the features.
+    The paper does not name the target. The other rating and the patient's number, which would
+    reveal the target, are excluded from the features.
     """
     path, names, rows = _table("parkinsons", "parkinsons_updrs.csv")
     out = [name for name in names if name in (*MEASURED, "subject#")]
@@ -190,7 +193,7 @@ def pima() -> Pair:
 
 
 def _regression(rows: NDArray[np.float64]) -> Pair:
-    """Shuffled once and standardised by what is trained on; the last column is the target."""
+    """Shuffled once and standardised by the training rows; the last column is the target."""
     rows, cut = _shuffled(rows)
     table = torch.from_numpy(_standardised(rows, cut)).float()
     return _cut(cut, table[:, :-1].contiguous(), table[:, -1:].contiguous())
@@ -201,8 +204,8 @@ def _shuffled(rows: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 
 
 def _standardised(rows: NDArray[np.float64], cut: int) -> NDArray[np.float64]:
-    made: NDArray[np.float64] = (rows - rows[:cut].mean(0)) / rows[:cut].std(0)
-    return made
+    standardised: NDArray[np.float64] = (rows - rows[:cut].mean(0)) / rows[:cut].std(0)
+    return standardised
 
 
 def _cut(at: int, *columns: Tensor) -> Pair:
@@ -257,15 +260,15 @@ def rotated_mnist(train: int = 12_500, test: int = 2000) -> Stages:
 
 
 def rotate_bytes(images: Tensor, degrees: float) -> Tensor:
-    """Images of uint8, cut off to uint8 as Pillow's are: the same on every machine."""
+    """Images of uint8, truncated to uint8 as Pillow does: the same on every machine."""
     return (rotate(images.double(), degrees) + 1e-6).to(torch.uint8)
 
 
 def rotate(images: Tensor, degrees: float) -> Tensor:
-    """Square images (n, h, h), turned counter-clockwise about their middle; what comes in is 0."""
+    """Square images (n, h, h), rotated counter-clockwise about their centre; new pixels are 0."""
     turn = torch.tensor(np.deg2rad(degrees), dtype=images.dtype)
     cos, sin = turn.cos(), turn.sin()
-    # where in the old image each place of the new one comes from; rows count downwards
+    # the position in the old image of each pixel of the new one; rows count downwards
     back = torch.stack([cos, -sin, cos * 0, sin, cos, cos * 0]).reshape(1, 2, 3)
     grid = F.affine_grid(back.expand(len(images), -1, -1), [*images.unsqueeze(1).shape], False)
     turned: Tensor = F.grid_sample(images.unsqueeze(1), grid, "bilinear", "zeros", False)
@@ -276,22 +279,22 @@ def cifar10(train: int = 10_000, test: int = 2000) -> Pair:
     """CIFAR-10's first images, (n, 3, 32, 32), with each channel standardised."""
     files = ("cifar10.npz", "cifar10_subset.npz")
     mean, std = (torch.tensor(c).view(1, 3, 1, 1) for c in (CIFAR10_MEAN, CIFAR10_STD))
-    made = [
+    sets = [
         TensorDataset((x.movedim(-1, 1).float() / 255 - mean) / std, y)
         for x, y in _splits("cifar10", files, (32, 32, 3), train, test)
     ]
-    return made[0], made[1]
+    return sets[0], sets[1]
 
 
 def _splits(
     folder: str, files: Sequence[str], shape: tuple[int, ...], train: int | None, test: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The first so many images (n, ...), of type uint8, and labels of either split."""
+    """The first images (n, ...), of type uint8, and their labels, of either split."""
     path, splits = find(folder, *files), []
     shapes = {"train_images": shape, "train_labels": (), "test_images": shape, "test_labels": ()}
-    found = _arrays(folder, path, shapes)
+    arrays = _arrays(folder, path, shapes)
     for split, count in (("train", train), ("test", test)):
-        x, y = found[f"{split}_images"], found[f"{split}_labels"]
+        x, y = arrays[f"{split}_images"], arrays[f"{split}_labels"]
         if len(x) != len(y):
             raise _broken(path, folder, f"{len(x)} {split} images, {len(y)} labels")
         if count is not None and not 1 <= count <= len(x):
@@ -306,17 +309,17 @@ def _splits(
 
 def pacs(test: int = 400) -> Stages:
     """PACS at 64 × 64, (n, 3, 64, 64), from -1 to 1: cartoons, photos and sketches first, then art
-    paintings, of which a drawn part is asked about and not trained on.
+    paintings, of which a random part are queries and not trained on.
 
     Args:
         test: queries.
     """
     path = find("pacs", "pacs_64.npz")
-    found = _arrays("pacs", path, {"images": (64, 64, 3), "domain": (), "label": ()})
-    domain, labels = (torch.from_numpy(found[k].astype(np.int64)) for k in ("domain", "label"))
-    if not len(found["images"]) == len(domain) == len(labels):
-        raise _broken(path, "pacs", "as many images, domains and labels are needed")
-    pixels = torch.from_numpy(found["images"])
+    arrays = _arrays("pacs", path, {"images": (64, 64, 3), "domain": (), "label": ()})
+    domain, labels = (torch.from_numpy(arrays[k].astype(np.int64)) for k in ("domain", "label"))
+    if not len(arrays["images"]) == len(domain) == len(labels):
+        raise _broken(path, "pacs", "images, domains and labels differ in number")
+    pixels = torch.from_numpy(arrays["images"])
 
     def these(rows: Tensor) -> TensorDataset:
         scaled = pixels[rows].movedim(-1, 1).float().div_(127.5).sub_(1)
@@ -333,7 +336,7 @@ def pacs(test: int = 400) -> Stages:
 
 
 def pack_pacs(folder: str | os.PathLike[str]) -> Path:
-    """Make the cache's pacs_64.npz of the published images, folder/DOMAIN/OBJECT/*.jpg."""
+    """Write pacs_64.npz into the cache, from the published images, folder/DOMAIN/OBJECT/*.jpg."""
     from PIL import Image
 
     packed: dict[str, list[Any]] = {"images": [], "domain": [], "label": []}
@@ -351,10 +354,10 @@ def pack_pacs(folder: str | os.PathLike[str]) -> Path:
     into = cache() / "pacs"
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as scratch:
-        made = Path(scratch) / "pacs_64.npz"
+        archive = Path(scratch) / "pacs_64.npz"
         arrays: dict[str, Any] = {k: np.asarray(v, np.uint8) for k, v in packed.items()}
-        np.savez_compressed(made, **arrays)
-        return made.replace(into / made.name)
+        np.savez_compressed(archive, **arrays)
+        return archive.replace(into / archive.name)
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -363,23 +366,23 @@ def pack_pacs(folder: str | os.PathLike[str]) -> Path:
 def glue(name: str, length: int, train: int | None = None) -> Pair:
     """A GLUE task as (ids, mask, types, label): three of (n, length), in BERT's tokens.
 
-    Longer texts lose the ends of the longer sentence. The queries are the development split. Where
-    QNLI has no train.tsv beside its dev.tsv, that is split, shuffled once: 4,000 to train on.
+    Texts that are too long lose the end of their longer sentence. The queries are the development
+    split. If QNLI has only a dev.tsv, it is shuffled and split: 4,000 examples to train on.
 
     Args:
         name: "RTE", "SST-2" or "QNLI".
         length: tokens, with padding.
-        train: use the first so many (default: 51,200 if there are as many, as in the paper).
+        train: number of training examples (default: at most 51,200, as in the paper).
     """
-    sentences, tokenizer, made = _glue(name, train), _wordpiece(), []
+    sentences, tokenizer, sets = _glue(name, train), _wordpiece(), []
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)
     for texts, labels in sentences:
-        found = tokenizer.encode_batch([t if len(t) > 1 else t[0] for t in texts])
-        columns = ([e.ids for e in found], [e.attention_mask for e in found])
-        types = [e.type_ids for e in found]
-        made.append(TensorDataset(*(torch.tensor(c) for c in (*columns, types, labels))))
-    return made[0], made[1]
+        encoded = tokenizer.encode_batch([t if len(t) > 1 else t[0] for t in texts])
+        columns = ([e.ids for e in encoded], [e.attention_mask for e in encoded])
+        types = [e.type_ids for e in encoded]
+        sets.append(TensorDataset(*(torch.tensor(c) for c in (*columns, types, labels))))
+    return sets[0], sets[1]
 
 
 def _wordpiece() -> Any:
@@ -399,12 +402,12 @@ def glue_texts(name: str, train: int | None = None) -> Texts:
 
 
 def _glue(name: str, train: int | None) -> list[tuple[list[tuple[str, ...]], list[int]]]:
-    """Texts and labels to train on, and those to ask about."""
+    """Texts and labels to train on, and those of the queries."""
     if name not in GLUE:
         raise ValueError(f"glue({name!r}): choose one of {', '.join(GLUE)}")
     dev = find(f"glue/{name}", "dev.tsv")
-    beside = dev.with_name("train.tsv")
-    if name == "QNLI" and not beside.is_file():
+    train_file = dev.with_name("train.tsv")
+    if name == "QNLI" and not train_file.is_file():
         texts, labels = _sentences(name, dev)
         order = np.random.default_rng(0).permutation(len(texts))
         count = 4000 if train is None else train
@@ -417,7 +420,7 @@ def _glue(name: str, train: int | None) -> list[tuple[list[tuple[str, ...]], lis
     texts, labels = _sentences(name, find(f"glue/{name}", "train.tsv"))
     count = min(MOST_TEXTS, len(texts)) if train is None else train
     if not 1 <= count <= len(texts):
-        raise ValueError(f"train={count}: choose from 1 to {len(texts)} of {beside}")
+        raise ValueError(f"train={count}: choose from 1 to {len(texts)} of {train_file}")
     return [(texts[:count], labels[:count]), _sentences(name, dev)]
 
 
@@ -455,7 +458,7 @@ def _wikitext() -> tuple[Path, Path]:
     train = find("wikitext2", *WIKITEXT)
     valid = train.with_name(WIKITEXT[train.name])
     if not valid.is_file():
-        raise FileNotFoundError(f"{valid} is not there: it goes with {train.name}")
+        raise FileNotFoundError(f"{valid} does not exist: it belongs to {train.name}")
     return train, valid
 
 
@@ -473,7 +476,7 @@ def _bpe() -> Any:
 def _blocks(path: Path, tokenizer: Any, length: int) -> Tensor:
     try:
         with path.open(encoding="utf-8", newline="\n") as file:
-            # as Hugging Face's dataset has them: with their line ends, and nothing in empty ones
+            # as in Hugging Face's dataset: with line ends, and empty strings for empty lines
             lines = [line if line.strip() else "" for line in file]
     except (OSError, ValueError) as error:
         raise _broken(path, "wikitext2", error) from None
@@ -495,10 +498,10 @@ def _fetch_url(url: str, file: str, into: Path) -> None:
 def _fetch_pima(into: Path) -> None:
     from sklearn.datasets import fetch_openml
 
-    found = fetch_openml(data_id=37, as_frame=False, parser="liac-arff")
-    label = (found.target == "tested_positive").astype(float)
-    table = np.column_stack([found.data.astype(float), label])
-    header = ",".join([*found.feature_names, "label"])
+    fetched = fetch_openml(data_id=37, as_frame=False, parser="liac-arff")
+    label = (fetched.target == "tested_positive").astype(float)
+    table = np.column_stack([fetched.data.astype(float), label])
+    header = ",".join([*fetched.feature_names, "label"])
     np.savetxt(into / "pima_diabetes.csv", table, "%.10g", ",", header=header, comments="")
 
 
@@ -507,9 +510,9 @@ def _fetch_images(kind: str, file: str, into: Path) -> None:
 
     arrays: dict[str, Any] = {}
     for split in ("train", "test"):
-        found = getattr(datasets, kind)(into / "raw", train=split == "train", download=True)
-        arrays[f"{split}_images"] = np.asarray(found.data)
-        arrays[f"{split}_labels"] = np.asarray(found.targets, np.uint8)
+        downloaded = getattr(datasets, kind)(into / "raw", train=split == "train", download=True)
+        arrays[f"{split}_images"] = np.asarray(downloaded.data)
+        arrays[f"{split}_labels"] = np.asarray(downloaded.targets, np.uint8)
     np.savez_compressed(into / file, **arrays)
 
 
@@ -517,11 +520,11 @@ def _fetch_glue(name: str, into: Path) -> None:
     from datasets import load_dataset  # type: ignore[import-not-found]
 
     columns, classes = GLUE[name]
-    found = load_dataset("nyu-mll/glue", name.replace("-", "").lower())
+    dataset = load_dataset("nyu-mll/glue", name.replace("-", "").lower())
     for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
         with (into / file).open("w", encoding="utf-8", newline="") as out:
             out.write("\t".join([*columns, "label"]) + "\n")
-            for row in found[split]:
+            for row in dataset[split]:
                 cells = [" ".join(row[c].split()) for c in columns]  # no tabs, no line ends
                 out.write("\t".join([*cells, classes[row["label"]]]) + "\n")
 
@@ -529,9 +532,9 @@ def _fetch_glue(name: str, into: Path) -> None:
 def _fetch_wikitext(into: Path) -> None:
     from datasets import load_dataset
 
-    found = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
+    dataset = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
     for split, file in (("train", "wiki.train.raw"), ("validation", "wiki.valid.raw")):
-        lines = [text or " \n" for text in found[split]["text"]]
+        lines = [text or " \n" for text in dataset[split]["text"]]
         (into / file).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 

@@ -1,4 +1,4 @@
-"""Where, when and with what a result was made."""
+"""The machine, versions and date of a result."""
 
 from __future__ import annotations
 

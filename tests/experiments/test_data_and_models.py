@@ -77,7 +77,7 @@ def test_missing_data_is_said(folder: str, bare: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         LOADERS[folder]()
     said, source = str(caught.value), data.SOURCES[folder]
-    assert said.startswith(f"$WHENCE_DATA/{folder}/") and " is not there: put " in said
+    assert said.startswith(f"$WHENCE_DATA/{folder}/") and " does not exist: put " in said
     assert source["what"] in said and source["how"] in said and str(bare / folder) in said
     assert "let WHENCE_DATA point to the folder that holds" in said
     assert said.endswith(
@@ -100,7 +100,7 @@ def test_the_given_folder_comes_before_the_cache(
     assert data.find("pima", "pima_diabetes.csv") == bare / "pima/pima_diabetes.csv"
     monkeypatch.setenv("WHENCE_DATA", str(tmp_path / "given"))
     assert data.find("pima", "pima_diabetes.csv") == tmp_path / "given/pima/pima_diabetes.csv"
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/given/mnist/mnist.npz is not there"):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/given/mnist/mnist.npz does not exist"):
         data.images("mnist")
 
 
@@ -111,7 +111,7 @@ BROKEN = {
     "mnist": ("mnist.npz", b"PK\3\4 cut off", "mnist.npz is not MNIST as an .npz file"),
     "glue/RTE": ("dev.tsv", b"index\tlabel\n0\tentailment\n", "sentence1"),
     "glue/SST-2": ("dev.tsv", b"sentence\tlabel\nfine\tgood\n", "not in tuple|tuple.index"),
-    "wikitext2": ("wiki.train.raw", b"\xff\xfe", "wiki.valid.raw is not there"),
+    "wikitext2": ("wiki.train.raw", b"\xff\xfe", "wiki.valid.raw does not exist"),
     "tokenizers/bert_uncased": ("vocab.txt", b"a\nb\n", "is not BERT's uncased vocabulary"),
     "tokenizers/gpt2": ("encoder.json", b"{", "is not GPT-2's vocabulary"),
 }
@@ -281,7 +281,7 @@ def test_a_download_that_breaks_off_leaves_nothing(
         raise TimeoutError("the line went dead")
 
     monkeypatch.setitem(data.FETCH, "mnist", half)
-    with pytest.raises(FileNotFoundError, match="did not work: the line went dead"):
+    with pytest.raises(FileNotFoundError, match="download failed: the line went dead"):
         data.images("mnist")
     assert list(bare.iterdir()) == []
 

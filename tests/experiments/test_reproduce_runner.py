@@ -224,7 +224,7 @@ def test_results_of_another_recipe_or_version_are_refused(tmp_path: Path) -> Non
         reproduction(tmp_path, other)
     found = json.loads(work.file.read_text())
     work.file.write_text(json.dumps(found | {"schema": 1}))
-    with pytest.raises(reproduce.OtherResult, match=r"its schema is 1, not \d.*move it away"):
+    with pytest.raises(reproduce.OtherResult, match=r"its schema is 1, not \d.*move it"):
         reproduction(tmp_path)
     work.file.write_text("{")
     with pytest.raises(reproduce.OtherResult, match="is damaged"):
