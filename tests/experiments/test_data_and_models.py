@@ -79,10 +79,8 @@ def test_missing_data_is_said(folder: str, bare: Path) -> None:
     said, source = str(caught.value), data.SOURCES[folder]
     assert said.startswith(f"$WHENCE_DATA/{folder}/") and " does not exist: put " in said
     assert source["what"] in said and source["how"] in said and str(bare / folder) in said
-    assert "let WHENCE_DATA point to the folder that holds" in said
-    assert said.endswith(
-        "no download that can be made by a program" if folder == "pacs" else "no network"
-    )
+    assert "set WHENCE_DATA to the folder that has" in said
+    assert said.endswith("cannot be downloaded automatically" if folder == "pacs" else "no network")
 
 
 def test_every_source_has_a_loader() -> None:
