@@ -83,7 +83,7 @@ def theirs(
 
     task = work.task
 
-    class Peer(PeerTask):
+    class Peer(PeerTask):  # type: ignore[misc]
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
             outputs = task.outputs(model, batch)
             if not sample:

@@ -27,7 +27,8 @@ class Residual(nn.Module):
         self.inside = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inside(x)
+        inside: Tensor = self.inside(x)
+        return x + inside
 
 
 def convolution(
@@ -72,7 +73,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).reshape(n, t, width))
-        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        feedforward: Tensor = self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        return x + feedforward
 
 
 class GPT(nn.Module):
@@ -93,7 +95,7 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
-        x = self.norm(self.blocks(self.tokens(ids) + self.places(places)))
+        x: Tensor = self.norm(self.blocks(self.tokens(ids) + self.places(places)))
         return x @ self.tokens.weight.T
 
 

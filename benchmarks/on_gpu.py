@@ -208,8 +208,8 @@ def main() -> None:
             size = f"batch {result['batch']}, {result['memory_gib']:.1f} GiB"
             print(f"{key:<10} {precision:<8} {size} {stages}", flush=True)
     for precision in ("float32", "bf16") if "gpt2-small" in chosen.only else ():
-        size = (8, 2) if chosen.small else (256, 16)
-        results.setdefault("source", {})[precision] = source(*size, precision, device)
+        train, query = (8, 2) if chosen.small else (256, 16)
+        results.setdefault("source", {})[precision] = source(train, query, precision, device)
         (chosen.out / "on_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     if chosen.out == RESULTS:
         write_readme()

@@ -15,6 +15,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,14 @@ PLAIN = 3  # models of a plain loop
 def loader_loop(recipe: whence.Recipe, training: Training, device: str) -> None:
     stage, model = recipe.stages[0], recipe.build(training.seed).to(device)
     optimizer = stage.optimizer(model.parameters())
-    data = Subset(stage.data.dataset, training.subset.tolist())
+    data = Subset(stage.data.dataset, np.asarray(training.subset).tolist())
     loader = DataLoader(data, stage.batch_size, shuffle=True)
     for _ in range(stage.epochs):
         for batch in loader:
             batch = [part.to(device) for part in batch]
             optimizer.zero_grad()
-            stage.task.losses(stage.task.outputs(model, batch), batch).mean().backward()
+            loss = stage.task.losses(stage.task.outputs(model, batch), batch).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -51,10 +53,12 @@ def tensor_loop(recipe: whence.Recipe, training: Training, device: str) -> None:
     subset = torch.from_numpy(training.subset)
     columns = [column[subset].to(device) for column in stage.data.dataset.tensors]
     for _ in range(stage.epochs):
-        for rows in torch.randperm(len(subset)).to(device).split(stage.batch_size):
+        order = torch.randperm(len(subset)).to(device)
+        for rows in torch.split(order, stage.batch_size):
             batch = [column[rows] for column in columns]
             optimizer.zero_grad()
-            stage.task.losses(stage.task.outputs(model, batch), batch).mean().backward()
+            loss = stage.task.losses(stage.task.outputs(model, batch), batch).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -74,9 +78,13 @@ def compare(name: str, count: int, rounds: int, device: str) -> dict[str, Any]:
         truth = ground_truth(recipe, query, 0.5, subsets, SEEDS, device=device, progress=False)
         notes.update(truth.notes)
 
+    def train_all(loop: Callable[[whence.Recipe, Training, str], None]) -> None:
+        for training in trainings:
+            loop(recipe, training, device)
+
     work: dict[str, tuple[int, Callable[[], Any]]] = {
-        "DataLoader": (PLAIN, lambda: [loader_loop(recipe, t, device) for t in trainings]),
-        "tensors": (PLAIN, lambda: [tensor_loop(recipe, t, device) for t in trainings]),
+        "DataLoader": (PLAIN, partial(train_all, loader_loop)),
+        "tensors": (PLAIN, partial(train_all, tensor_loop)),
         "whence": (subsets * SEEDS, ours),
     }
     measure(recipe, query, trainings, device=device, progress=False)  # libraries load once

@@ -37,7 +37,8 @@ def plain_pass(work: Workload, model: nn.Module, data: Any, batch_size: int) -> 
     parameter = next(model.parameters())
     for batch in DataLoader(data, batch_size):
         batch = place(batch, parameter.device, parameter.dtype)
-        work.task.losses(work.task.outputs(model, batch), batch).mean().backward()
+        loss = work.task.losses(work.task.outputs(model, batch), batch).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 
 

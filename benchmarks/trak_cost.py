@@ -81,7 +81,7 @@ def theirs(train: Tensor, query: Tensor, weights: Tensor, dimension: int, batch:
         train.shape[1], dimension, 0, ProjectionType.rademacher, torch.device("cpu")
     )
     rows, targets = (
-        torch.cat([projector.project(g, model_id=0) for g in whole.split(batch)])
+        torch.cat([projector.project(g, model_id=0) for g in torch.split(whole, batch)])
         for whole in (train, query)
     )
     features = scorer.get_x_xtx_inv(rows, scorer.get_xtx(rows))

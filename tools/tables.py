@@ -193,7 +193,8 @@ def counted_bytes(name: str, queries: int, batch: int, segments: int = 1) -> flo
     layers = tracked(name)
     vector = cost.vector_numbers(layers)
     numbers = layers.untracked + vector + batch * cost.per_example_numbers(layers)
-    return 4.0 * (numbers + segments * (2 * cost.factor_numbers(layers) + queries * vector))
+    numbers += segments * (2 * cost.factor_numbers(layers) + queries * vector)
+    return 4.0 * float(numbers)
 
 
 def memory() -> list[Compared]:

@@ -31,7 +31,7 @@ def evidence(results: Results) -> str:
         ]
         if lines:
             parts.append(f"{heading}:\n\n" + "\n".join(lines))
-    return "\n\n".join(parts) or "*None.*"
+    return "\n\n".join(parts) or "*Not run yet.*"
 
 
 def sizes(result: Result) -> Mapping[str, int]:

@@ -183,8 +183,9 @@ def compared(results: Results, reference: Mapping[str, Any]) -> str:
             value = entry.get(setup)
             refs = [ref[setup].get(name) for ref in references.values()]
             row += [with_interval(value), *(_reference(r) for r in refs)]
-            distances = [value[0] - r[0] for r in refs if r] if value else []
-            off = round(min(distances, key=abs), 3) + 0.0 if distances else None
+            distances: list[float] = [value[0] - r[0] for r in refs if r] if value else []
+            nearest = min(distances, key=abs) if distances else None
+            off = None if nearest is None else round(nearest, 3) + 0.0
             row.append(None if off is None else f"{off:+.3f}")
             count += off is not None
             if off is not None and abs(off) > NEAR:
