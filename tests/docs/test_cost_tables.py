@@ -20,9 +20,9 @@ def test_tables_are_made_of_the_results(page: str) -> None:
 
 
 def test_time_is_as_counted() -> None:
-    found = tables.seconds()
-    assert {c.kind for c in found} == set(tables.AT_MOST)
-    for c in found:
+    costs = tables.seconds()
+    assert {c.kind for c in costs} == set(tables.AT_MOST)
+    for c in costs:
         assert tables.AT_LEAST <= c.ratio <= tables.AT_MOST[c.kind], (c.what, c.ratio)
 
 
