@@ -7,7 +7,7 @@
 Processor seconds of every stage, the least over the rounds, and the floor: operations that the
 stage cannot do without, over the rate of a matrix product measured in the same minute. Influence
 scores of the two are compared before anything is timed. Results go to
-benchmarks/results/against_kronfluence.json, from which benchmarks/README.md is made.
+benchmarks/results/against_kronfluence.json, and from there to benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import whence
 from benchmarks.models import GPT, WORKLOADS, Workload, final_run
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.operators import cost
 
 STAGES = ("covariances", "eigendecomposition", "eigenvalues", "scores")
@@ -83,7 +83,7 @@ def theirs(
 
     task = work.task
 
-    class Peer(PeerTask):
+    class Peer(PeerTask):  # type: ignore[misc]
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
             outputs = task.outputs(model, batch)
             if not sample:
@@ -194,20 +194,20 @@ def compare(work: Workload, size: str, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, data, queries = work.model().eval(), work.data(train, 1), work.data(query, 2)
     needed = floors(work, model, train, query)
-    found: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
+    rounds_by_library: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
     rates = []
     for number in range(rounds):
         for name, call in (("ours", ours), ("theirs", theirs)):
             rates.append(rate())
-            found[name].append(call(work, copied(work, model), data, queries)[0])
+            rounds_by_library[name].append(call(work, copied(work, model), data, queries)[0])
             print(
                 f"  round {number + 1} {name:<7}",
-                {k: round(v, 2) for k, v in found[name][-1].items()},
+                {k: round(v, 2) for k, v in rounds_by_library[name][-1].items()},
                 flush=True,
             )
     best = max(rates)
-    mine = {s: min(r[s] for r in found["ours"]) for s in STAGES}
-    peer = {s: min(r[s] for r in found["theirs"]) for s in STAGES}
+    mine = {s: min(r[s] for r in rounds_by_library["ours"]) for s in STAGES}
+    peer = {s: min(r[s] for r in rounds_by_library["theirs"]) for s in STAGES}
     return {
         "workload": work.name,
         "size": size,
@@ -241,23 +241,23 @@ def main() -> None:
         parser.error(f"unknown workload {unknown[0]!r}: choose from {', '.join(WORKLOADS)}")
     torch.set_num_threads(chosen.threads)
     file = RESULTS / "against_kronfluence.json"
-    kept = json.loads(file.read_text()) if file.exists() else {}
+    stored = json.loads(file.read_text()) if file.exists() else {}
     for name in chosen.workloads or list(WORKLOADS):
         print(name, flush=True)
         if chosen.memory:
             work, size = WORKLOADS[name], "full" if chosen.full else "reduced"
             peaks = {k: peak_memory(work, k, *work.reduced) for k in ("ours", "theirs")}
-            kept[f"{name}-{size}"]["memory"] = peaks
-            file.write_text(json.dumps(kept, indent=1) + "\n")
+            stored[f"{name}-{size}"]["memory"] = peaks
+            file.write_text(json.dumps(stored, indent=1) + "\n")
             write_readme()
             continue
         result = compare(WORKLOADS[name], "full" if chosen.full else "reduced", chosen.rounds)
-        kept[f"{name}-{result['size']}"] = result | {
+        stored[f"{name}-{result['size']}"] = result | {
             "machine": machine(),
             "threads": chosen.threads,
         }
         RESULTS.mkdir(exist_ok=True)
-        file.write_text(json.dumps(kept, indent=1) + "\n")
+        file.write_text(json.dumps(stored, indent=1) + "\n")
         write_readme()
         total = {who: sum(result[who].values()) for who in ("whence", "kronfluence", "floor")}
         print(

@@ -27,7 +27,8 @@ class Residual(nn.Module):
         self.inside = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inside(x)
+        inside: Tensor = self.inside(x)
+        return x + inside
 
 
 def convolution(
@@ -72,7 +73,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).reshape(n, t, width))
-        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        feedforward: Tensor = self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        return x + feedforward
 
 
 class GPT(nn.Module):
@@ -93,7 +95,7 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
-        x = self.norm(self.blocks(self.tokens(ids) + self.places(places)))
+        x: Tensor = self.norm(self.blocks(self.tokens(ids) + self.places(places)))
         return x @ self.tokens.weight.T
 
 
@@ -152,10 +154,10 @@ def final_run(model: nn.Module, updates: int = 100) -> Any:
 
 def run_of(model: nn.Module) -> whence.Run:
     """Six checkpoints a little apart, as a training would leave them."""
-    kept = []
+    checkpoints = []
     for _ in range(6):
-        kept.append({k: v.clone() for k, v in model.state_dict().items()})
+        checkpoints.append({k: v.clone() for k, v in model.state_dict().items()})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
-    return whence.Run.from_checkpoints(kept, [100 * k for k in range(1, 7)], 0.01)
+    return whence.Run.from_checkpoints(checkpoints, [100 * k for k in range(1, 7)], 0.01)

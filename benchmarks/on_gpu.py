@@ -30,7 +30,7 @@ from benchmarks.against_kronfluence import DAMPING, STAGES, floors
 from benchmarks.models import GPT, WORKLOADS, Workload, documents, final_run, run_of
 from benchmarks.report import RESULTS, write_readme
 from benchmarks.source_cost import METHODS, plain_pass
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 
 GPT2 = replace(
     WORKLOADS["gpt"],
@@ -77,7 +77,7 @@ def settle(device: torch.device) -> None:
 
 def check(device: torch.device) -> dict[str, Any]:
     """Device against CPU in float64, float32 against float64, and the same bits twice."""
-    found: dict[str, Any] = {}
+    checks: dict[str, Any] = {}
     for name in ("mlp", "resnet9", "gpt"):
         work = WORKLOADS[name]
         torch.manual_seed(0)
@@ -90,13 +90,13 @@ def check(device: torch.device) -> dict[str, Any]:
         again = [influence(work, model, train, query, device=device).values for _ in range(2)]
         torch.use_deterministic_algorithms(False)
         scale = abs(cpu).max()
-        found[name] = {
+        checks[name] = {
             "float64, device against CPU": float(abs(gpu - cpu).max() / scale),
             "float32 against float64": float(abs(single - cpu).max() / scale),
             "same bits twice": bool((again[0] == again[1]).all()),
         }
-        print(name, found[name], flush=True)
-    return found
+        print(name, checks[name], flush=True)
+    return checks
 
 
 def measure(
@@ -145,7 +145,7 @@ def source(train: int, query: int, precision: str, device: torch.device) -> dict
     data, queries = GPT2.data(train, 1), GPT2.data(query, 2)
     run = run_of(model)
     model = model.to(device, dtype)
-    found: dict[str, Any] = {}
+    work_by_method: dict[str, Any] = {}
 
     def timed(name: str, call: Any) -> None:
         settle(device)
@@ -157,7 +157,7 @@ def source(train: int, query: int, precision: str, device: torch.device) -> dict
         settle(device)
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-        found[name] = {"seconds": seconds, "memory_gib": peak}
+        work_by_method[name] = {"seconds": seconds, "memory_gib": peak}
         print(f"{name:<12} {precision:<8} {seconds:.1f}s {peak:.1f} GiB", flush=True)
 
     plain_pass(GPT2, model, GPT2.data(8, 3), 8)  # warm up
@@ -166,7 +166,12 @@ def source(train: int, query: int, precision: str, device: torch.device) -> dict
     for name, method in METHODS.items():
         study = whence.Study(model, GPT2.task, train=data, runs=run)
         timed(name, partial(method.attribute, study, queries, **options))
-    return {"train": train, "query": query, "tokens": train * TOKENS["gpt2-small"], "work": found}
+    return {
+        "train": train,
+        "query": query,
+        "tokens": train * TOKENS["gpt2-small"],
+        "work": work_by_method,
+    }
 
 
 def main() -> None:
@@ -193,18 +198,18 @@ def main() -> None:
         if chosen.small:
             train, query = max(8, train // 200), max(2, query // 50)
         for precision in ("float32", "tf32", "bf16"):
-            found = measure(work, train, query, precision, device)
-            results["runs"][f"{key} {precision}"] = found
+            result = measure(work, train, query, precision, device)
+            results["runs"][f"{key} {precision}"] = result
             (chosen.out / "on_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
             stages = "  ".join(
                 f"{s[:8]} {v['seconds']:.2f}s {v['share_of_peak']:.0%}"
-                for s, v in found["stages"].items()
+                for s, v in result["stages"].items()
             )
-            size = f"batch {found['batch']}, {found['memory_gib']:.1f} GiB"
+            size = f"batch {result['batch']}, {result['memory_gib']:.1f} GiB"
             print(f"{key:<10} {precision:<8} {size} {stages}", flush=True)
     for precision in ("float32", "bf16") if "gpt2-small" in chosen.only else ():
-        size = (8, 2) if chosen.small else (256, 16)
-        results.setdefault("source", {})[precision] = source(*size, precision, device)
+        train, query = (8, 2) if chosen.small else (256, 16)
+        results.setdefault("source", {})[precision] = source(train, query, precision, device)
         (chosen.out / "on_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     if chosen.out == RESULTS:
         write_readme()

@@ -31,11 +31,13 @@ def main() -> None:
     options = {"device": device, "dtype": dtype}
     influence(work, model, work.data(256, 1), queries, **options)
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=kinds) as found:
+    with profile(activities=kinds) as profiled:
         scores = influence(work, model, data, queries, **options)
     print(scores.diagnostics["seconds"])
     key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    table = found.key_averages().table(sort_by=key, row_limit=chosen.rows, max_name_column_width=50)
+    table = profiled.key_averages().table(
+        sort_by=key, row_limit=chosen.rows, max_name_column_width=50
+    )
     print(table)
 
 

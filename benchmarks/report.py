@@ -1,4 +1,4 @@
-"""benchmarks/README.md, made from the result files. Nothing on that page is typed by hand."""
+"""Write benchmarks/README.md from its template and the result files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def _notes(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _source_table(found: dict[str, Any]) -> list[str]:
+def _source_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| workload | work | CPU seconds | × influence | × a plain pass |",
         "|---|---|---:|---:|---:|",
     ]
-    for name, r in found.items():
+    for name, r in results.items():
         if name == "machine":
             continue
         seconds = r["seconds"]
@@ -66,39 +66,39 @@ def _source_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _gpu_table(found: dict[str, Any]) -> list[str]:
+def _gpu_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| workload (train × query) | products | stage | seconds | per second | of the peak |",
         "|---|---|---|---:|---:|---:|",
     ]
-    for key, r in found["runs"].items():
+    for key, r in results["runs"].items():
         head = f"{key.split()[0]} ({r['train']:,} × {r['query']:,}), batch {r['batch']:,}"
         for k, (stage, v) in enumerate(r["stages"].items()):
             first = f"{head} | {r['precision']}" if k == 0 else " | "
             rate = "" if stage == "eigendecomposition" else f"{v['per_second']:,.0f} {r['unit']}"
             share = f"{v['share_of_peak']:.0%}"
             lines.append(f"| {first} | {stage} | {v['seconds']:.2f} | {rate} | {share} |")
-    m = found["machine"]
-    peaks = {r["precision"]: r["peak_tflops"] for r in found["runs"].values()}
-    said = ", ".join(f"{name} {value:.0f}" for name, value in peaks.items())
+    m = results["machine"]
+    peaks = {r["precision"]: r["peak_tflops"] for r in results["runs"].values()}
+    rates = ", ".join(f"{name} {value:.0f}" for name, value in peaks.items())
     checks = []
-    for name, found_here in found["checks"].items():
-        values = (f"{k} {v:.0e}" if v is not bool(v) else f"{k} {v}" for k, v in found_here.items())
+    for name, check in results["checks"].items():
+        values = (f"{k} {v:.0e}" if v is not bool(v) else f"{k} {v}" for k, v in check.items())
         checks.append(f"{name}: {', '.join(values)}")
     lines += [
         "",
-        f"{found['device']}, torch {m['torch']}, {m['date']}. Measured matrix-product peaks, "
-        f"TFLOP/s: {said}. Checks: {'; '.join(checks)}.",
+        f"{results['device']}, torch {m['torch']}, {m['date']}. Measured matrix-product peaks, "
+        f"TFLOP/s: {rates}. Checks: {'; '.join(checks)}.",
     ]
     return lines
 
 
-def _gpu_source_table(found: dict[str, Any]) -> list[str]:
+def _gpu_source_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| products | work | seconds | tokens per second | × a plain pass | peak GiB |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for precision, r in found.get("source", {}).items():
+    for precision, r in results.get("source", {}).items():
         plain = r["work"]["plain pass"]["seconds"]
         for k, (name, v) in enumerate(r["work"].items()):
             first = f"{precision} ({r['train']:,} × {r['query']})" if k == 0 else ""
@@ -108,13 +108,13 @@ def _gpu_source_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _retraining_table(found: dict[str, Any]) -> list[str]:
+def _retraining_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| recipe | trainings | at once | seconds in all | trainings per second "
         "| × a DataLoader loop | × a loop on tensors |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, r in found.items():
+    for name, r in results.items():
         if name == "machine":
             continue
         each = r["seconds_each"]
@@ -128,7 +128,7 @@ def _retraining_table(found: dict[str, Any]) -> list[str]:
             f"{each['tensors'] / each['whence']:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    m, rounds = found["machine"], {r["rounds"] for n, r in found.items() if n != "machine"}
+    m, rounds = results["machine"], {r["rounds"] for n, r in results.items() if n != "machine"}
     lines += [
         "",
         f"{m['processor']}, torch {m['torch']}, {m['date']}; best of {max(rounds)} rounds.",
@@ -136,33 +136,34 @@ def _retraining_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _unrolled_table(found: dict[str, Any]) -> list[str]:
+def _unrolled_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| method | seconds | ms per update | of the peak | peak GiB | × the training itself |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, r in found["methods"].items():
+    for name, r in results["methods"].items():
         cells = (
             name,
             f"{r['seconds']:.1f}",
-            f"{1e3 * r['seconds'] / found['updates']:.1f}",
+            f"{1e3 * r['seconds'] / results['updates']:.1f}",
             f"{r['share_of_peak']:.0%}",
             f"{r['memory_gib']:.1f}",
-            f"{r['seconds'] / found['training_seconds']:.1f}",
+            f"{r['seconds'] / results['training_seconds']:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    m = found["machine"]
+    m = results["machine"]
     lines += [
         "",
-        f"{found['train']:,} examples, {found['updates']:,} updates, {found['query']} queries; "
-        f"{found['device']}, torch {m['torch']}, {m['date']}, float32 products at "
-        f"{found['peak_tflops']:.0f} TFLOP/s.",
+        f"{results['train']:,} examples, {results['updates']:,} updates, {results['query']} "
+        "queries; "
+        f"{results['device']}, torch {m['torch']}, {m['date']}, float32 products at "
+        f"{results['peak_tflops']:.0f} TFLOP/s.",
     ]
     return lines
 
 
-def _trak_table(found: dict[str, Any]) -> list[str]:
-    seconds, memory = found["seconds"], found["memory"]
+def _trak_table(results: dict[str, Any]) -> list[str]:
+    seconds, memory = results["seconds"], results["memory"]
     return [
         "| | CPU seconds | peak MiB |",
         "|---|---:|---:|",
@@ -172,12 +173,12 @@ def _trak_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _store_table(found: dict[str, Any]) -> list[str]:
+def _store_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| queries | whole call, ms | product, ms | of the read bandwidth |",
         "|---:|---:|---:|---:|",
     ]
-    for queries, r in found["queries"].items():
+    for queries, r in results["queries"].items():
         times = f"{1e3 * r['whole']:.0f} | {1e3 * r['product']:.0f}"
         lines.append(f"| {queries} | {times} | {r['share']:.0%} |")
     return lines
@@ -202,8 +203,8 @@ def write_readme() -> None:
     text = (FOLDER / "README.template.md").read_text()
     for mark, (file, lines) in SECTIONS.items():
         path = RESULTS / file
-        made = lines(json.loads(path.read_text())) if path.exists() else ["(not measured yet)"]
-        text = text.replace(f"<!-- {mark} -->", "\n".join(made))
+        table = lines(json.loads(path.read_text())) if path.exists() else ["(not measured yet)"]
+        text = text.replace(f"<!-- {mark} -->", "\n".join(table))
     (FOLDER / "README.md").write_text(text)
 
 

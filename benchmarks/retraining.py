@@ -1,4 +1,4 @@
-"""Trainings per second, beside a plain PyTorch loop over the same recipe.
+"""Trainings per second, compared with a plain PyTorch loop over the same recipe.
 
     python -m benchmarks.retraining [--device cuda] [--task digits ...] [--trainings 256]
 
@@ -15,6 +15,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from torch.utils.data import DataLoader, Subset
 
 import whence
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
 from experiments.tasks import TASKS
+from experiments.tasks.machine import machine
 from whence.retrain import Training, ground_truth, measure
 from whence.retrain.truth import draw_subsets
 
@@ -35,13 +36,14 @@ PLAIN = 3  # models of a plain loop
 def loader_loop(recipe: whence.Recipe, training: Training, device: str) -> None:
     stage, model = recipe.stages[0], recipe.build(training.seed).to(device)
     optimizer = stage.optimizer(model.parameters())
-    data = Subset(stage.data.dataset, training.subset.tolist())
+    data = Subset(stage.data.dataset, np.asarray(training.subset).tolist())
     loader = DataLoader(data, stage.batch_size, shuffle=True)
     for _ in range(stage.epochs):
         for batch in loader:
             batch = [part.to(device) for part in batch]
             optimizer.zero_grad()
-            stage.task.losses(stage.task.outputs(model, batch), batch).mean().backward()
+            loss = stage.task.losses(stage.task.outputs(model, batch), batch).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -51,10 +53,12 @@ def tensor_loop(recipe: whence.Recipe, training: Training, device: str) -> None:
     subset = torch.from_numpy(training.subset)
     columns = [column[subset].to(device) for column in stage.data.dataset.tensors]
     for _ in range(stage.epochs):
-        for rows in torch.randperm(len(subset)).to(device).split(stage.batch_size):
+        order = torch.randperm(len(subset)).to(device)
+        for rows in torch.split(order, stage.batch_size):
             batch = [column[rows] for column in columns]
             optimizer.zero_grad()
-            stage.task.losses(stage.task.outputs(model, batch), batch).mean().backward()
+            loss = stage.task.losses(stage.task.outputs(model, batch), batch).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -74,9 +78,13 @@ def compare(name: str, count: int, rounds: int, device: str) -> dict[str, Any]:
         truth = ground_truth(recipe, query, 0.5, subsets, SEEDS, device=device, progress=False)
         notes.update(truth.notes)
 
+    def train_all(loop: Callable[[whence.Recipe, Training, str], None]) -> None:
+        for training in trainings:
+            loop(recipe, training, device)
+
     work: dict[str, tuple[int, Callable[[], Any]]] = {
-        "DataLoader": (PLAIN, lambda: [loader_loop(recipe, t, device) for t in trainings]),
-        "tensors": (PLAIN, lambda: [tensor_loop(recipe, t, device) for t in trainings]),
+        "DataLoader": (PLAIN, partial(train_all, loader_loop)),
+        "tensors": (PLAIN, partial(train_all, tensor_loop)),
         "whence": (subsets * SEEDS, ours),
     }
     measure(recipe, query, trainings, device=device, progress=False)  # libraries load once
@@ -114,13 +122,13 @@ def main() -> None:
     precision = "TF32" if chosen.tf32 else "float32"
     torch.set_float32_matmul_precision("high" if chosen.tf32 else "highest")
     file = RESULTS / f"retraining_{chosen.device}.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    found["machine"] = machine()
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    results["machine"] = machine()
     if chosen.device == "cuda":
-        found["machine"]["processor"] = torch.cuda.get_device_name()
+        results["machine"]["processor"] = torch.cuda.get_device_name()
     for name in chosen.task:
         row = compare(name, chosen.trainings, chosen.rounds, chosen.device)
-        found[f"{name}, {precision}"] = row
+        results[f"{name}, {precision}"] = row
         each = row["seconds_each"]
         print(
             f"{name}, {precision}: {row['trainings']} trainings in "
@@ -131,7 +139,7 @@ def main() -> None:
         )
     target = RESULTS / file.name if chosen.out is None else chosen.out
     with open(target, "w") as out:
-        out.write(json.dumps(found, indent=1) + "\n")
+        out.write(json.dumps(results, indent=1) + "\n")
     if chosen.out is None:
         write_readme()
 

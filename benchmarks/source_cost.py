@@ -1,4 +1,4 @@
-"""What SOURCE costs beside influence functions, and both beside plain forward and backward passes.
+"""The cost of SOURCE, of influence functions and of plain forward and backward passes.
 
     python -m benchmarks.source_cost
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import whence
 from benchmarks.models import WORKLOADS, Workload, run_of
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.data import place
 
 METHODS = {
@@ -34,10 +34,11 @@ METHODS = {
 
 def plain_pass(work: Workload, model: nn.Module, data: Any, batch_size: int) -> None:
     """Forward and backward over the data, as in training."""
-    own = next(model.parameters())
+    parameter = next(model.parameters())
     for batch in DataLoader(data, batch_size):
-        batch = place(batch, own.device, own.dtype)
-        work.task.losses(work.task.outputs(model, batch), batch).mean().backward()
+        batch = place(batch, parameter.device, parameter.dtype)
+        loss = work.task.losses(work.task.outputs(model, batch), batch).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 
 
@@ -66,12 +67,12 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine()}
     for name in ("mlp", "gpt"):
-        found[name] = measure(WORKLOADS[name], chosen.rounds)
-        print(name, {k: round(v, 2) for k, v in found[name]["seconds"].items()}, flush=True)
+        results[name] = measure(WORKLOADS[name], chosen.rounds)
+        print(name, {k: round(v, 2) for k, v in results[name]["seconds"].items()}, flush=True)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "source_cost.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "source_cost.json").write_text(json.dumps(results, indent=1) + "\n")
     write_readme()
 
 

@@ -1,4 +1,4 @@
-"""What a query against a warm store costs, beside reading the store's memory once.
+"""The cost of a query against a warm store, compared with reading the store's memory once.
 
     python -m benchmarks.store_cost [--examples 60000] [--dimension 4096] [--folder /tmp]
 
@@ -29,7 +29,7 @@ import whence
 from benchmarks.models import final_run, vectors
 from benchmarks.report import RESULTS, write_readme
 from benchmarks.trak_cost import fashion_mlp
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.scores import Scores
 from whence.store import GradientStore
 from whence.store.answers import CHUNK
@@ -51,12 +51,12 @@ def lds_by_dimension(
     seeds: Sequence[int] = (0,),
     **build: Any,
 ) -> dict[str, dict[int, float]]:
-    """{answer: {dimension: the judge's mean over seeds}}, each store made, asked and deleted.
+    """{answer: {dimension: the judge's mean over seeds}}, each store built, queried and deleted.
 
     Args:
         judge: such as `lambda scores: whence.evaluate.lds(scores, truth).value`.
     """
-    found: dict[str, dict[int, float]] = {name: {} for name in answers}
+    means: dict[str, dict[int, float]] = {name: {} for name in answers}
     for dimension in dimensions:
         judged: dict[str, list[float]] = {name: [] for name in answers}
         for seed in seeds:
@@ -75,8 +75,8 @@ def lds_by_dimension(
                 for name in answers:
                     judged[name].append(judge(getattr(store, name)(query, progress=False)))
         for name, values in judged.items():
-            found[name][dimension] = sum(values) / len(values)
-    return found
+            means[name][dimension] = sum(values) / len(values)
+    return means
 
 
 def best(call: Callable[[], object], times: list[float]) -> None:
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=60_000)
     parser.add_argument("--dimension", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--folder", default=None, help="where the store is made (1 GB)")
+    parser.add_argument("--folder", default=None, help="where to build the store (1 GB)")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -132,7 +132,7 @@ def main() -> None:
                 best(lambda q=q: products(w[q]), product[q])  # type: ignore[misc]
                 best(lambda q=q: store.tracin(query[q], progress=False), whole[q])  # type: ignore[misc]
     bandwidth = size / min(read)
-    found = {
+    results = {
         "machine": machine(),
         "examples": chosen.examples,
         "dimension": chosen.dimension,
@@ -151,10 +151,10 @@ def main() -> None:
         },
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "store_cost.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "store_cost.json").write_text(json.dumps(results, indent=1) + "\n")
     write_readme()
     print(f"built in {built:.0f} s; memory {bandwidth / 1e9:.1f} GB/s")
-    for q, v in found["queries"].items():
+    for q, v in results["queries"].items():
         print(
             f"{q:>3} queries: {1e3 * v['whole']:.0f} ms, the product {1e3 * v['product']:.0f} ms: "
             f"{v['share']:.0%} of the bandwidth"

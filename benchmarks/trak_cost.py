@@ -1,4 +1,4 @@
-"""TRAK beside the authors' library (traker 0.3.2, its CPU projector), on the same gradients.
+"""TRAK against the authors' library (traker 0.3.2, its CPU projector), on the same gradients.
 
     python -m benchmarks.trak_cost [--rounds 2] [--dimension 2048]
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import whence
 from benchmarks.models import final_run, vectors
 from benchmarks.report import RESULTS, write_readme
-from experiments.machine import machine
+from experiments.tasks.machine import machine
 from whence.data import cut
 from whence.layers.passes import Signal
 from whence.methods.trak import Trak
@@ -59,8 +59,8 @@ def gradients(study: whence.Study, data: Any) -> Tensor:
     passes.load(run.final)
     with torch.no_grad():
         batches = study.query(data)
-        held = gather(passes, batches, cut(len(data), len(data))[0], Signal("measurement"))
-        return torch.cat([g.rows(0, g.block.o).flatten(1) for g in held.values()], 1)
+        gradients = gather(passes, batches, cut(len(data), len(data))[0], Signal("measurement"))
+        return torch.cat([g.rows(0, g.block.o).flatten(1) for g in gradients.values()], 1)
 
 
 def ours(study: whence.Study, query: Any, dimension: int, batch: int) -> float:
@@ -81,7 +81,7 @@ def theirs(train: Tensor, query: Tensor, weights: Tensor, dimension: int, batch:
         train.shape[1], dimension, 0, ProjectionType.rademacher, torch.device("cpu")
     )
     rows, targets = (
-        torch.cat([projector.project(g, model_id=0) for g in whole.split(batch)])
+        torch.cat([projector.project(g, model_id=0) for g in torch.split(whole, batch)])
         for whole in (train, query)
     )
     features = scorer.get_x_xtx_inv(rows, scorer.get_xtx(rows))
@@ -92,7 +92,7 @@ def theirs(train: Tensor, query: Tensor, weights: Tensor, dimension: int, batch:
 
 
 def measure(who: str, examples: int, queries: int, dimension: int, batch: int) -> float:
-    """Seconds of one library, on data made for the purpose."""
+    """Seconds of one library, on synthetic data."""
     study, query = study_of(examples), vectors(queries, 2)
     if who == "ours":
         return ours(study, query, dimension, batch)
@@ -142,7 +142,7 @@ def main() -> None:
         seconds["theirs"].append(theirs(*given, weights, chosen.dimension, chosen.batch))
         print({who: round(times[-1], 2) for who, times in seconds.items()}, flush=True)
     best = {who: min(times) for who, times in seconds.items()}
-    found = {
+    results = {
         "machine": machine(),
         "parameters": given[0].shape[1],
         "train": chosen.train,
@@ -154,9 +154,9 @@ def main() -> None:
         "memory": {who: peak_memory(who, *size) for who in best},
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "trak_cost.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "trak_cost.json").write_text(json.dumps(results, indent=1) + "\n")
     write_readme()
-    print(f"{best['theirs'] / best['ours']:.1f}× traker; peak MiB {found['memory']}")
+    print(f"{best['theirs'] / best['ours']:.1f}× traker; peak MiB {results['memory']}")
 
 
 if __name__ == "__main__":

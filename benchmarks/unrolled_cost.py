@@ -6,7 +6,7 @@ The MLP 784-512-256-128-10 on 6,000 images in 10 classes, SGD with momentum, bat
 1,880 updates; 200 queries. The images are noise around class means, since no time depends on them.
 Full on a GPU; small by default where there is none. For each method: seconds, milliseconds per
 update, the share of the device's own matrix-product rate that the counted operations come to, and
-the most memory that was held. Results: unrolled_cost.json.
+peak memory. Results: unrolled_cost.json.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.utils.data import TensorDataset
 import whence
 from benchmarks.on_gpu import product_rate, settle
 from benchmarks.report import RESULTS
-from experiments.machine import machine
-from experiments.models import mlp
+from experiments.tasks.machine import machine
+from experiments.tasks.models import mlp
 from whence.methods.hydra import Hydra
 from whence.methods.unrolled import CURVATURE_BATCH, STRETCHES, Unrolled
 from whence.retrain.recipe import Recipe
@@ -99,7 +99,7 @@ def main() -> None:
     start = time.perf_counter()
     run = trained(train, epochs, device)
     settle(device)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "machine": machine(),
         "train": examples,
@@ -111,9 +111,9 @@ def main() -> None:
     }
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"{found['device']}: {examples:,} examples, {run.steps:,} updates, {queries} queries, "
-        f"{parameters:,} parameters; trained in {found['training_seconds']:.1f} s; "
-        f"{found['peak_tflops']:.1f} TFLOP/s"
+        f"{results['device']}: {examples:,} examples, {run.steps:,} updates, {queries} queries, "
+        f"{parameters:,} parameters; trained in {results['training_seconds']:.1f} s; "
+        f"{results['peak_tflops']:.1f} TFLOP/s"
     )
     print(f"{'':<34} {'seconds':>8} {'ms/update':>10} {'of peak':>8} {'GiB':>6} {'strayed':>9}")
     for name in chosen.only:
@@ -122,7 +122,7 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             scores = method.attribute(
                 study, query, device=device, memory=chosen.memory, progress=False
@@ -132,13 +132,13 @@ def main() -> None:
         counted = operations(method, examples, queries, drawn, run.steps)
         row = {
             "seconds": seconds,
-            "share_of_peak": counted / seconds / found["peak_tflops"] / 1e12,
+            "share_of_peak": counted / seconds / results["peak_tflops"] / 1e12,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if not small else 0.0,
             "replay": scores.diagnostics["replay"],
             "growth": scores.diagnostics.get("adjoint_growth"),
-            "warnings": sorted({str(w.message) for w in told}),
+            "warnings": sorted({str(w.message) for w in caught}),
         }
-        found["methods"][name] = row
+        results["methods"][name] = row
         print(
             f"{name:<34} {seconds:>8.2f} {1e3 * seconds / run.steps:>10.2f} "
             f"{row['share_of_peak']:>8.0%} {row['memory_gib']:>6.1f} "
@@ -146,7 +146,7 @@ def main() -> None:
             flush=True,
         )
         chosen.out.mkdir(parents=True, exist_ok=True)
-        (chosen.out / "unrolled_cost.json").write_text(json.dumps(found, indent=1) + "\n")
+        (chosen.out / "unrolled_cost.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The paper's tasks as recipes."""
+"""The paper's experiments. See experiments/README.md."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tools import tables
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "docs"))
-import tables  # noqa: E402
-
-sys.path.remove(str(ROOT / "docs"))
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
 
 
@@ -20,13 +16,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
 def test_tables_are_made_of_the_results(page: str) -> None:
     text = (ROOT / f"docs/{page}.md").read_text()
     assert tables.MARKED.search(text)
-    assert tables.filled(text) == text, "python docs/tables.py"
+    assert tables.filled(text) == text, "python -m tools.tables"
 
 
 def test_time_is_as_counted() -> None:
-    found = tables.seconds()
-    assert {c.kind for c in found} == set(tables.AT_MOST)
-    for c in found:
+    costs = tables.seconds()
+    assert {c.kind for c in costs} == set(tables.AT_MOST)
+    for c in costs:
         assert tables.AT_LEAST <= c.ratio <= tables.AT_MOST[c.kind], (c.what, c.ratio)
 
 

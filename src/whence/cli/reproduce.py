@@ -1,4 +1,4 @@
-"""`whence reproduce`: the paper's experiments, from `experiments/`."""
+"""`whence reproduce`: the paper's experiments, from a clone of the repository."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ import typer
 from whence.cli.options import Memory, device_of
 from whence.cli.screen import Answer, CommandError, command, say
 
-TOO_LONG = 1800.0  # seconds of training above which a task is not begun unasked
+TOO_LONG = 1800.0  # seconds of training above which --anyway is required
 
 
 def experiments(module: str) -> Any:
-    """A module of the experiments: shipped with whence, or beside it in a checkout."""
-    root = Path(__file__).resolve().parents[3]
-    if importlib.util.find_spec("whence._experiments") is not None:
-        return importlib.import_module(f"whence._experiments.{module}")
-    if not (root / "experiments" / "reproduce.py").is_file():
-        raise CommandError(
-            "the experiments are not installed with this whence: install it anew, or run from a "
-            "checkout of the repository"
-        )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    """A module of `experiments/`, which lies next to `src/` in a clone of the repository."""
+    if "experiments" not in sys.modules:
+        file = Path(__file__).resolve().parents[3] / "experiments" / "__init__.py"
+        spec = importlib.util.spec_from_file_location("experiments", file)
+        if not file.is_file() or spec is None or spec.loader is None:
+            raise CommandError(
+                "`whence reproduce` needs a clone of the whence repository: the experiments are "
+                "not part of the installed package. In the clone, run "
+                "`pip install --editable '.[reproduce]'`, then `whence reproduce` again"
+            )
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["experiments"] = package
+        spec.loader.exec_module(package)
     return importlib.import_module(f"experiments.{module}")
 
 
 @command(resumes=True)
 def reproduce(
     task: Annotated[
-        str | None, typer.Argument(help="Which experiment; --list shows them.", show_default=False)
+        str | None, typer.Argument(help="The experiment; --list shows all.", show_default=False)
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A smaller, honest version: minutes on two cores.")
+        bool, typer.Option("--quick", help="A smaller version: minutes on two cores.")
     ] = False,
     list_tasks: Annotated[
-        bool, typer.Option("--list", help="The experiments, and what has been found.")
+        bool, typer.Option("--list", help="List the experiments and their results.")
     ] = False,
     out: Annotated[
-        Path, typer.Option(help="Folder for trainings, runs and scores, kept between calls.")
+        Path, typer.Option(help="Folder for trainings, runs and scores, reused to resume.")
     ] = Path("reproduce"),
     results: Annotated[
         Path | None, typer.Option(help="Folder of the result file. Default: OUT/results.")
@@ -58,24 +60,25 @@ def reproduce(
         bool, typer.Option("--tf32", help="Train in TF32 on a GPU: faster, rounds more.")
     ] = False,
     tf32_scores: Annotated[
-        bool, typer.Option("--tf32-scores", help="Attribute in TF32 too, where that is harmless.")
+        bool,
+        typer.Option("--tf32-scores", help="Also attribute in TF32, where rounding is harmless."),
     ] = False,
     memory: Memory = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Judge this method only; may be repeated.")
+        list[str] | None, typer.Option(help="Judge only this method; may be repeated.")
     ] = None,
     subsets: Annotated[int | None, typer.Option(min=3, help="M, subsets of the truth.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="R, trainings per subset.")] = None,
-    queries: Annotated[int | None, typer.Option(min=1, help="How many queries.")] = None,
+    queries: Annotated[int | None, typer.Option(min=1, help="Number of queries.")] = None,
     runs: Annotated[int | None, typer.Option(min=1, help="Models in an ensemble.")] = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Begin also what would take very long here.")
+        bool, typer.Option("--anyway", help="Start even if it takes very long on this machine.")
     ] = False,
 ) -> Answer:
-    """Do an experiment of the paper again: train, attribute, retrain, judge.
+    """Reproduce an experiment of the paper: train, attribute, retrain, judge.
 
-    The same command goes on where it was stopped; larger --subsets, --seeds or --runs add to what
-    is there.
+    Run the same command again to resume. Larger --subsets, --seeds or --runs extend earlier
+    results. Needs a clone of the repository.
 
     Examples:
 
@@ -85,59 +88,61 @@ def reproduce(
 
         whence reproduce fashion_mnist --device cuda
     """
-    tasks, tables = experiments("tasks"), experiments("tables")
+    tasks, tables = experiments("tasks"), experiments("pages.tables")
     results = results or out / "results"
     if list_tasks:
-        found = tables.overview(tasks.TASKS, [results, tasks.RESULTS])
-        return Answer([dict(zip(found.heads, row, strict=True)) for row in found.rows], str(found))
+        table = tables.overview(tasks.TASKS, [results, tasks.RESULTS])
+        return Answer([dict(zip(table.heads, row, strict=True)) for row in table.rows], str(table))
     experiment = _named(task, tasks.TASKS)
-    known = (*experiment.methods, *experiment.dear, "Downsampling")
-    unknown = [one for one in only or [] if one not in known]
+    methods = (*experiment.methods, *experiment.expensive, "Downsampling")
+    unknown = [name for name in only or [] if name not in methods]
     if unknown:
-        raise CommandError(f"--only {unknown[0]!r}: {experiment.name} has {', '.join(known)}")
-    own = experiment.quick if quick else experiment.full
-    given = {"subsets": subsets, "seeds": seeds, "queries": queries, "runs": runs}
-    scale = replace(own, **{k: v for k, v in given.items() if v is not None})
+        raise CommandError(
+            f"--only {unknown[0]!r}: the methods of {experiment.name} are {', '.join(methods)}"
+        )
+    sizes = {"subsets": subsets, "seeds": seeds, "queries": queries, "runs": runs}
+    changed = {name: size for name, size in sizes.items() if size is not None}
+    scale = replace(experiment.quick if quick else experiment.full, **changed)
 
     import torch
 
-    chosen = str(device_of(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
-    engine = experiments("reproduce")
+    where = str(device_of(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
+    engine = experiments("engine.reproduce")
     try:
-        if chosen == "cpu" and experiment.gpu and not quick and not anyway:
-            _not_too_long(experiment, engine.seconds_here(experiment, scale, chosen))
+        if where == "cpu" and experiment.gpu and not quick and not anyway:
+            _not_too_long(experiment, engine.seconds_here(experiment, scale, where))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what was left out is kept with the scores
-            work = engine.Reproduction(
+            warnings.simplefilter("ignore")  # they are stored with the scores
+            reproduction = engine.Reproduction(
                 experiment,
                 quick=quick,
                 scale=scale,
                 work=out,
                 results=results,
-                device=chosen,
+                device=where,
                 tf32=tf32,
                 tf32_scores=tf32_scores,
                 memory=memory,
                 only=tuple(only) if only else None,
                 command=engine.command_line(),
                 progress=sys.stderr.isatty(),
-                tell=say,
+                log=say,
             )
-            result = work.run()
+            result = reproduction.run()
     except (FileNotFoundError, ImportError, engine.OtherResult) as error:
         raise CommandError(str(error)) from error
-    return Answer(result, f"{tables.result(result, experiment)}\n\nresult: {work.place.file}")
+    return Answer(result, f"{tables.as_text(result, experiment)}\n\nresult: {reproduction.file}")
 
 
 def _named(task: str | None, known: Any) -> Any:
     if task is None:
-        raise CommandError("say which experiment: whence reproduce --list shows them")
+        raise CommandError("name an experiment: `whence reproduce --list` shows all")
     name = task.lower().replace("-", "_")
     if name in known:
         return known[name]
     near = get_close_matches(name, known, 1)
     meant = f"Did you mean {near[0]}? " if near else ""
-    raise CommandError(f"no experiment {task!r}. {meant}There are {', '.join(known)}")
+    raise CommandError(f"no experiment {task!r}. {meant}Choose from {', '.join(known)}")
 
 
 def _not_too_long(experiment: Any, seconds: float) -> None:
@@ -145,5 +150,5 @@ def _not_too_long(experiment: Any, seconds: float) -> None:
         raise CommandError(
             f"{experiment.title} needs a GPU: its trainings would take about "
             f"{seconds / 3600:.1f} hours on this machine, one by one. Use --quick for a smaller "
-            "version in minutes, or --anyway to begin nevertheless"
+            "version in minutes, or --anyway to start it nevertheless"
         )

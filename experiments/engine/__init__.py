@@ -1,0 +1,1 @@
+"""Runs a task's evaluation: training, attribution, retraining, judging."""

@@ -1,0 +1,1 @@
+"""Writes pages of the documentation from the committed results."""

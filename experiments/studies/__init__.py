@@ -1,0 +1,1 @@
+"""One question each, beyond the paper's evaluation."""

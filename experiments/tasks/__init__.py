@@ -1,0 +1,6 @@
+"""The tasks: what is trained, on which data, and which methods attribute it."""
+
+from experiments.tasks.catalogue import TASKS
+from experiments.tasks.experiment import RESULTS, Experiment, RecipeAndHeldOut, Removal, Scale
+
+__all__ = ["RESULTS", "TASKS", "Experiment", "RecipeAndHeldOut", "Removal", "Scale"]

@@ -1,0 +1,1 @@
+"""Scripts that write pages, tables and figures of the documentation."""
