@@ -30,8 +30,6 @@ from whence.scores.files import write_json
 
 NEAR = 0.05  # how far from one of the reference numbers still counts as near
 ADAM_FORMS = {
-    "SOURCE, λP⁻¹": f"with the λP⁻¹ of appendix C (`Source({ARGUMENTS['SOURCE, λP⁻¹']})`) instead "
-    "of its inverse at 1e-8",
     "SOURCE, exact": f"with all of appendix C (`Source({ARGUMENTS['SOURCE, exact']})`)",
 }
 MARKS = {HOLDS: "✓", FAILS: "✗", OPEN: "?", ABSENT: "…"}

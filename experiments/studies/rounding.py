@@ -25,7 +25,7 @@ from experiments.tasks.machine import machine
 from whence.retrain import record
 from whence.scores.files import write_json
 
-COMPARED = ("TracIn", "TRAK", "influence", "FastSource", "SOURCE", "SOURCE, λP⁻¹")
+COMPARED = ("TracIn", "TRAK", "influence", "FastSource", "SOURCE", "SOURCE, exact")
 
 
 def agreement(experiment: Experiment, queries: int, folder: Path) -> dict[str, Any]:
