@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 import whence
 import whence.engine.scoring
 import whence.persist.factor_cache
+import whence.persist.snapshots
 from whence.layers.passes import Passes
 
 EXACT = {"dtype": torch.float64, "progress": False}
@@ -69,10 +70,7 @@ def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def often(put: Callable[..., None]) -> None:
     """Snapshots after every batch, progress after every chunk, chunks of a batch."""
-    clock = type("Clock", (), {"monotonic": staticmethod(lambda: 0.0)})
-    put(whence.persist.factor_cache, "time", clock)
-    put(whence.persist.factor_cache, "SNAPSHOT_SECONDS", 0.0)
-    put("whence.scores.writer.monotonic", lambda: 0.0)
+    put(whence.persist.snapshots.Throttle, "due", lambda _: True)
     put(whence.engine.scoring, "CHUNK", 4)
 
 
@@ -290,7 +288,7 @@ def test_stopped_between_the_last_batch_and_the_result(
 
     run, method = recorded(tmp_path / "run"), whence.Source(1)
     with monkeypatch.context() as patch:
-        patch.setattr(whence.persist.factor_cache.Store, "put", stopped)
+        patch.setattr(whence.persist.factor_cache.FactorCache, "put", stopped)
         with pytest.raises(Interrupted):
             method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT)
     found = method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT).values

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-import whence.persist.factor_cache
+import whence.persist.snapshots
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak, loss_by_measurement, random_projection
@@ -467,9 +467,7 @@ def test_projecting_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("mlp")
-    clock = type("Clock", (), {"monotonic": staticmethod(lambda: 0.0)})
-    monkeypatch.setattr(whence.persist.factor_cache, "time", clock)
-    monkeypatch.setattr(whence.persist.factor_cache, "SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
     monkeypatch.setattr(signs, "GATHERED", {"cpu": 8, "cuda": 8})
     options = EXACT | {"batch_size": 8}
     plain = Trak(12).attribute(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-import whence.persist.factor_cache
+import whence.persist.snapshots
 import whence.store.store as module
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak
@@ -494,9 +494,7 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = type("Clock", (), {"monotonic": staticmethod(lambda: 0.0)})
-    monkeypatch.setattr(whence.persist.factor_cache, "time", clock)
-    monkeypatch.setattr(whence.persist.factor_cache, "SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
     monkeypatch.setattr(module, "NOTED_EVERY", -1.0)
     monkeypatch.setattr("whence.projections.random.GATHERED", {"cpu": 8, "cuda": 8})
 
