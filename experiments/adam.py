@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 from .machine import machine
 from .reproduce import of_one_model

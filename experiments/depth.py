@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import whence
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 from . import data, models
 from .machine import machine

@@ -20,7 +20,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 from . import claims, data, figures, tables
 from .claims import ABSENT, CLAIMS, FAILS, HOLDS, OPEN, Verdict

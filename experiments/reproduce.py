@@ -26,9 +26,9 @@ from whence.data import Batches
 from whence.engine.memory import allowance
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.layers.passes import products_as
+from whence.persist.files import write_json
 from whence.retrain import record
 from whence.scores.ensemble import ensemble
-from whence.scores.files import write_json
 
 from .machine import machine
 from .optimum import at_the_optimum

@@ -19,8 +19,8 @@ from scipy.stats import spearmanr
 from torch.utils.data import Subset
 
 import whence
+from whence.persist.files import write_json
 from whence.retrain import record
-from whence.scores.files import write_json
 
 from .machine import machine
 from .reproduce import FIRST_RUN, method, products

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import whence
+from whence.persist.files import write_json
 from whence.retrain import Training, measure
-from whence.scores.files import write_json
 
 from .machine import machine
 from .tasks import RESULTS, TASKS, Experiment

@@ -18,7 +18,7 @@ import torch
 
 import whence
 from whence.evaluate import lds
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 from .machine import machine
 from .reproduce import Reproduction
