@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.factor_cache import Store
+from whence.persist.factor_cache import FactorCache
+from whence.persist.identity import sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256
 from whence.table import Table
@@ -80,7 +80,7 @@ class Study:
             self._check(run)
         self.cache = None if cache is None else Path(cache)
         self.probe: dict[str, dict[str, list[str]]] = {}
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[str, FactorCache] = {}
         self._told = False
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
@@ -213,19 +213,19 @@ class Study:
             )
         return data
 
-    def store(self, run: Run) -> Store:
+    def store(self, run: Run) -> FactorCache:
         """Where the run's factors are kept."""
         folder = self.cache
         if folder is None and run.path is not None:
             folder = Path(run.path) / "factors"
-        return self._stores.setdefault(str(folder), Store(folder))
+        return self._stores.setdefault(str(folder), FactorCache(folder))
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
         """What, besides weights and settings, makes two fits the same."""
         task = self.tasks[stage]
         return {
             "data": self.data[stage].fingerprint(),
-            "used": hashlib.sha256(self.used(run, stage).tobytes()).hexdigest(),
+            "used": sha256_of(self.used(run, stage)),
             "task": f"{type(task).__module__}.{type(task).__qualname__}",
             "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
             "probe": [self.probe[stage]["outputs"], self.probe[stage]["losses"]],

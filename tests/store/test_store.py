@@ -495,7 +495,6 @@ class Interrupted(BaseException):
 @pytest.fixture
 def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
-    monkeypatch.setattr(module, "NOTED_EVERY", -1.0)
     monkeypatch.setattr("whence.projections.random.GATHERED", {"cpu": 8, "cuda": 8})
 
 
@@ -676,7 +675,7 @@ def shortened(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (cut_off, ValueError, "is truncated or damaged"),
+        (cut_off, ValueError, r"is damaged \(truncated"),
         (emptied, ValueError, "belongs to another store"),
         (shortened, ValueError, "has 20 rows, but the store is of 24 examples"),
         (Path.unlink, FileNotFoundError, "is missing: the store is not whole"),
@@ -725,7 +724,7 @@ def test_no_store(it: Case, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not empty, and no store"):
         GradientStore.build(it.study, tmp_path / "other", 12, **BUILD)
     for text, message in (
-        ("{", "is not the description of a store"),
+        ("{", "is damaged"),
         (json.dumps({"schema": 99}), "has schema 99"),
         (json.dumps({"schema": 1}), "is incomplete: complete, data"),
     ):

@@ -13,7 +13,7 @@ from whence.operators.fit import (
 )
 from whence.operators.functions import inverse, response, survival
 from whence.operators.products import Basis, Readout
-from whence.persist.factor_cache import Store, key_of
+from whence.persist.identity import key_of
 
 __all__ = [
     "FISHERS",
@@ -24,7 +24,6 @@ __all__ = [
     "FitData",
     "Fitter",
     "Readout",
-    "Store",
     "bases_of",
     "check_choices",
     "cost",

@@ -30,7 +30,8 @@ from whence.layers.capture import ParameterBlock
 from whence.layers.passes import BackwardPass, Passes, Signal, Weights
 from whence.operators import products
 from whence.operators.products import Basis
-from whence.persist.factor_cache import Store, key_of, zeros
+from whence.persist.factor_cache import FactorCache
+from whence.persist.identity import key_of
 
 KINDS = ("ekfac", "kfac", "diagonal", "identity")
 FISHERS = ("sampled", "exact", "empirical")
@@ -140,7 +141,7 @@ class Fitter:
     """
 
     parts: Sequence[FitData]
-    store: Store
+    store: FactorCache
     batch_size: int
     kind: str = "ekfac"
     fisher: str = "sampled"
@@ -435,7 +436,10 @@ class Fitter:
         if found is not None:
             return found
         with self.passes.clock(work):
-            totals = zeros(of.shapes, self.passes.device, self._sums)
+            totals = {
+                name: torch.zeros(shape, device=self.passes.device, dtype=self._sums)
+                for name, shape in of.shapes.items()
+            }
             done, batch_size = 0, self.batch_size  # batches
             left = self.store.snapshot(key)
             if left is not None:

@@ -10,15 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from whence.persist.files import make_folder
-from whence.persist.identity import key_of
 from whence.persist.snapshots import Throttle
 from whence.persist.tensors import load_tensors, save_tensors
-
-__all__ = ["FactorCache", "Store", "key_of", "zeros"]
 
 SNAPSHOT_SECONDS = 20.0
 REMEDY = "delete it to fit it again"
@@ -75,13 +71,3 @@ class FactorCache:
 
     def _partial(self, key: str) -> Path:
         return self._path(key + ".partial")
-
-
-Store = FactorCache
-
-
-def zeros(
-    shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Fresh totals."""
-    return {name: torch.zeros(shape, device=device, dtype=dtype) for name, shape in shapes.items()}

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from whence.data import cut
 from whence.layers.passes import Signal, Weights
-from whence.operators import FitData, Store, key_of
+from whence.operators import FitData
 from whence.operators.products import add_gram, mirror
+from whence.persist.factor_cache import FactorCache
+from whence.persist.identity import key_of
 from whence.projections.gradients import projected
 from whence.projections.projection import Projection
 
@@ -21,7 +23,7 @@ def moments(
     checkpoint: Weights,
     signal: Signal,
     projection: Projection,
-    store: Store,
+    store: FactorCache,
     settings: Mapping[str, Any],
     batch_size: int,
     memory: int,

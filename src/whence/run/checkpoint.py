@@ -17,7 +17,6 @@ from whence.persist.identity import sha256_of
 from whence.persist.tensors import load_tensors, serialize
 
 REMEDY = "restore it from a copy, or record the run again"
-replace_file = write_bytes
 
 
 class RunError(RuntimeError):

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -33,15 +32,17 @@ from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
 from whence.methods.base import announce, lay_out
 from whence.methods.trak import check_dimension, random_projection, trained_blocks, try_out
-from whence.operators import FitData, Store, cost, key_of
+from whence.operators import FitData, cost, key_of
 from whence.operators.fit import accumulator
 from whence.operators.products import Basis, add_gram, mirror
+from whence.persist.factor_cache import FactorCache
+from whence.persist.files import make_folder, write_json
+from whence.persist.snapshots import Throttle
 from whence.projections import Eigenbasis, Projection, moments, projected
 from whence.projections.eigenbasis import Kept, leading
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
 from whence.scores import Scores
-from whence.scores.files import make_folder, write_json
 from whence.store.answers import StoredInfluence, StoredSource, StoredTracIn, StoredTrak
 from whence.store.identity import (
     METHODS,
@@ -96,7 +97,8 @@ class GradientStore:
         self.workspaces: dict[
             str, Workspace
         ] = {}  # where answers are worked out, by their settings
-        self._factors, self._made = Store(path / "factors"), Store(path / "decompositions")
+        self._factors = FactorCache(path / "factors")
+        self._made = FactorCache(path / "decompositions")
         self._projections: dict[str, Projection] = {}
         self._rows: dict[str, Tensor] = {}
         self._kept: dict[str, list[Tensor]] = {}
@@ -445,7 +447,7 @@ class GradientStore:
             return
         good = self._about["partial"].get(unit.name, 0)
         rows = Rows(path, len(data), self.dimension, self._dtype, good)
-        passes, noted = workspace.passes[unit.stage], monotonic()
+        passes, throttle = workspace.passes[unit.stage], Throttle(NOTED_EVERY)
         passes.load(unit.checkpoint)
         left = np.arange(rows.start, len(data))
         batches = [left[b] for b in cut(len(left), workspace.batch_size)]
@@ -456,11 +458,11 @@ class GradientStore:
             ):
                 self._refuse_bad(piece.rows, piece.indices, data, unit.checkpoint)
                 rows.write(int(piece.indices[0]), piece.rows)
-                if monotonic() - noted > NOTED_EVERY:
-                    rows.flush()
-                    self._about["partial"][unit.name] = int(piece.indices[-1]) + 1
-                    self._note()
-                    noted = monotonic()
+                if throttle.due():
+                    with throttle.saving():
+                        rows.flush()
+                        self._about["partial"][unit.name] = int(piece.indices[-1]) + 1
+                        self._note()
         rows.finish()
         self._about["partial"].pop(unit.name, None)
         self._note()
