@@ -26,7 +26,7 @@ from experiments.pages.markdown import DOCS, filled, listed, table
 from experiments.pages.tables import Result, counted, label, title, with_interval
 from experiments.tasks import RESULTS, TASKS, Experiment
 from experiments.tasks.methods import ARGUMENTS, GAUSS_NEWTON
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 NEAR = 0.05  # how far from one of the reference numbers still counts as near
 ADAM_FORMS = {

@@ -52,7 +52,9 @@ METHODS: Mapping[str, Callable[[MethodSettings], Any]] = {
         s.segments, s.stage, floor=FLOOR, curvature="gauss-newton"
     ),
     "influence": lambda s: whence.Influence.published(stage=s.stage),
-    'influence (λ = "source")': lambda s: whence.Influence.published(damping="source", stage=s.stage),
+    'influence (λ = "source")': lambda s: whence.Influence.published(
+        damping="source", stage=s.stage
+    ),
     "influence, Arnoldi": lambda s: whence.Influence(
         damping="source", solver="arnoldi", stage=s.stage
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import tempfile
@@ -21,7 +20,8 @@ from numpy.typing import ArrayLike
 from torch import nn
 from tqdm.auto import tqdm
 
-from whence.data import Batches, Collate, digest, place
+from whence.data import Batches, Collate, place
+from whence.persist.identity import digest, sha256_of
 from whence.retrain.stage import (
     TRIED,
     Ints,
@@ -343,7 +343,7 @@ class Recipe:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of `identity()`: of what the recipe does, never of a function's code."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        return sha256_of(json.dumps(self.identity(), sort_keys=True))
 
     def _checkpoints(
         self, asked: int | Sequence[int] | Mapping[str, int]

@@ -33,7 +33,8 @@ from torch.optim import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from whence.data import Batches, digest, place
+from whence.data import Batches, place
+from whence.persist.identity import digest
 from whence.retrain.recipe import Recipe
 from whence.retrain.stacked import (
     make_vmappable,

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whence.persist.files import damaged, make_folder, read_json, write_json
+from whence.persist.snapshots import Throttle
+from whence.persist.tensors import load_tensors, save_tensors
 from whence.retrain.grid import name_of
 from whence.retrain.stacked import running_statistics
 from whence.run import optimizers
-from whence.run.checkpoint import replace_file
 
 if TYPE_CHECKING:
     from whence.retrain.stack import Stack
@@ -73,27 +71,23 @@ class Kept:
     def save(self, file: Path, **about: int) -> None:
         """Into a file, whole or not at all."""
         parts = {"weights": self.weights, "state": self.state}
-        tensors = {f"{w}/{n}": t.contiguous() for w, part in parts.items() for n, t in part.items()}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(file.name + ".tmp")
-        save_file(tensors, temporary, {name: str(value) for name, value in about.items()})
-        os.replace(temporary, file)
+        tensors = {f"{w}/{n}": t for w, part in parts.items() for n, t in part.items()}
+        make_folder(file.parent)
+        save_tensors(file, tensors, about)
 
     @classmethod
     def open(cls, file: Path) -> Begun:
         """What was saved, with the stage and the step that were told."""
+        remedy = "delete it, and rerun to repeat its trainings"
+        tensors, about = load_tensors(file, remedy=remedy, checksum_required=False)
         parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
         try:
-            with safe_open(file, framework="pt") as opened:
-                about = opened.metadata()
-                for name in opened.keys():  # noqa: SIM118
-                    part, _, own = name.partition("/")
-                    parts[part][own] = opened.get_tensor(name)
+            for name, tensor in tensors.items():
+                part, _, rest = name.partition("/")
+                parts[part][rest] = tensor
             return Begun(int(about["stage"]), int(about["step"]), cls(**parts))
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file} cannot be read ({error}): remove it, and its trainings are made again"
-            ) from error
+        except (KeyError, ValueError) as error:
+            raise damaged(file, error, remedy) from error
 
 
 @dataclass(frozen=True)
@@ -117,16 +111,13 @@ class Unfinished:
     """
 
     def __init__(self, file: Path, every: float) -> None:
-        self.file, self.every, self._last = file, every, monotonic()
+        self.file, self._throttle = file, Throttle(every)
 
     def offer(self, stage: int, step: int, stack: Stack, optimizer: Optimizer) -> None:
         """Keep a stack after so many updates of a stage, if it is time to."""
-        start = monotonic()
-        if start - self._last < self.every:
-            return
-        Kept.of(stack, optimizer).save(self.file, stage=stage, step=step)
-        self._last = monotonic()
-        self.every = max(self.every, 30 * (self._last - start))
+        if self._throttle.due():
+            with self._throttle.saving():
+                Kept.of(stack, optimizer).save(self.file, stage=stage, step=step)
 
     def find(self) -> Begun | None:
         return Kept.open(self.file) if self.file.exists() else None
@@ -157,7 +148,7 @@ class UnfinishedRuns:
             if (stage, step) not in self._saved:
                 file = self.folder / f"{stage:03}-{step:012}.safetensors"
                 one.save(file, stage=stage, step=step)
-                replace_file(self.folder / "stack.json", json.dumps(about).encode())
+                write_json(self.folder / "stack.json", about)
                 self._saved.add((stage, step))
 
     def found(self) -> Iterator[Begun]:
@@ -179,6 +170,6 @@ class UnfinishedRuns:
 
     def _alike(self) -> Iterator[tuple[Path, list[str]]]:
         for told in sorted(self.beside.glob(f"{HIDDEN}*/stack.json")):
-            about = json.loads(told.read_bytes())
+            about = read_json(told, remedy="delete its folder, and rerun to train again")
             if about["of"] == self.of:
                 yield told.parent, about["trainings"]
