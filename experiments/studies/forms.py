@@ -56,7 +56,6 @@ def forms(stages: int, stage: str | None) -> dict[str, Callable[[], Any]]:
             "coupled, L = 1": source(1, query_at="final"),
             "coupled, query along the run, L = 1": source(1),
             "coupled, query along the run, K-FAC bases, L = 1": source(1, curvature="ekfac"),
-            "auto segments": source("auto"),
         }
     return named
 

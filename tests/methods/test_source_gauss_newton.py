@@ -229,7 +229,6 @@ def test_a_killed_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("settings", "said"),
     [
         ({"fisher": "empirical"}, "fisher='empirical' means nothing to curvature='gauss-newton'"),
-        ({"segments": "auto"}, "segments='auto' looks at the covariances of EK-FAC"),
     ],
 )
 def test_settings_that_mean_nothing(settings: dict[str, Any], said: str) -> None:

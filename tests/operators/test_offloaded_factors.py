@@ -28,7 +28,7 @@ METHODS = [
     whence.Source.published(2),
     whence.Source.published(2, curvature="kfac", weight_decay="curvature"),
     whence.Source.published(2, curvature="diagonal"),
-    whence.Source.published("auto", fisher="exact"),
+    whence.Source(1, fisher="exact"),
     whence.FastSource.published(2),
     whence.Influence.published(1e-3),
     whence.Influence.published("source"),

@@ -12,7 +12,6 @@ from whence.engine.ledger import segment_summary
 from whence.engine.workspace import Queries, Term, Workspace
 from whence.layers.passes import Weights
 from whence.methods.gradient import GradientMethod
-from whence.methods.segmentation import segments_of
 from whence.methods.settings import check_share, check_source, fitting_passes
 from whence.operators import Operator
 from whence.run import Segment
@@ -33,7 +32,7 @@ class SegmentedMethod(GradientMethod):
 
     def __init__(
         self,
-        segments: int | str | Sequence[int] = 3,
+        segments: int | str | Sequence[int] = "stages",
         curvature: str = "auto",
         fisher: str = "sampled",
         stage: str | None = None,
@@ -44,7 +43,7 @@ class SegmentedMethod(GradientMethod):
         floor: float = 0.1,
         seed: int = 0,
     ) -> None:
-        check_source(segments, curvature, fisher, damping, weight_decay, query_at)
+        check_source(curvature, fisher, damping, weight_decay, query_at)
         check_share("floor", floor)
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
@@ -52,8 +51,7 @@ class SegmentedMethod(GradientMethod):
         self.query_at, self.floor, self.seed = query_at, floor, seed
 
     def terms(self, workspace: Workspace) -> list[Term]:
-        how = self.curvature, self.fisher, self.seed
-        segments = segments_of(workspace, self.segments, *how)
+        segments = workspace.run.segments(self.segments)
         return [Term(s.stage.name, self.points(s), s) for s in segments]
 
     def points(self, segment: Segment) -> Sequence[Weights]:

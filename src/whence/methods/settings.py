@@ -52,7 +52,7 @@ def fitting_passes(curvature: str, checkpoints: int) -> dict[str, int]:
 
 
 def check_source(
-    segments: Any, curvature: str, fisher: str, damping: Any, weight_decay: str, query_at: str
+    curvature: str, fisher: str, damping: Any, weight_decay: str, query_at: str
 ) -> None:
     """Refuse settings of SOURCE that do not exist, or mean nothing together."""
     check_choice("curvature", curvature, [*KINDS, GAUSS_NEWTON])
@@ -60,17 +60,10 @@ def check_source(
     check_choice("weight_decay", weight_decay, ["ignore", "curvature"])
     check_choice("query_at", query_at, ["run", "final"])
     check_damping(damping)
-    if curvature != GAUSS_NEWTON:
-        return
-    if fisher != "sampled":
+    if curvature == GAUSS_NEWTON and fisher != "sampled":
         raise ValueError(
             f"fisher={fisher!r} means nothing to curvature='gauss-newton', which samples nothing: "
             "leave it out"
-        )
-    if segments == "auto":
-        raise ValueError(
-            "segments='auto' looks at the covariances of EK-FAC, which curvature='gauss-newton' "
-            "does not have: give the number of segments, or use curvature='ekfac'"
         )
 
 

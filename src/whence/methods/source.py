@@ -29,8 +29,8 @@ class Source(SegmentedMethod):
     """SOURCE for SGD (with or without momentum), Adam, AdamW and RMSprop, under any schedule.
 
     Args:
-        segments: the number of segments, a list of the updates at which they end, "stages", or
-            "auto" (a new one where the curvature has changed).
+        segments: "stages" (one for each stage of training), their number, or a list of the updates
+            at which they end.
         curvature: "auto" (EK-FAC, with bases of whole gradients in layers that share weights over
             positions), "ekfac", "shampoo", "kfac", "diagonal" or "identity", layer by layer; or
             "gauss-newton", the true matrix of all layers together, at the price of dozens of passes

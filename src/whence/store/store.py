@@ -257,7 +257,7 @@ class GradientStore:
     def source(
         self,
         query: Any,
-        segments: int | str | Sequence[int] = 3,
+        segments: int | str | Sequence[int] = "stages",
         *,
         coupling: bool = True,
         query_at: str = "run",
@@ -267,12 +267,10 @@ class GradientStore:
         """`Source` in the projected space (SGD, with or without momentum).
 
         Args:
-            segments: as in `Source`, but not "auto".
+            segments: as in `Source`.
             coupling: as in `Source`; a joint projection couples layers by itself.
             query_at: as in `Source`.
         """
-        if segments == "auto":
-            raise ValueError("segments='auto' needs covariances, which a store does not have")
         method = Source(segments, stage=stage, coupling=coupling, query_at=query_at)
         return self._answer("source", method, query, how)
 
