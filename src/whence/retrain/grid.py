@@ -167,7 +167,7 @@ def _read(file: Path, queries: int) -> dict[str, Rows]:
         keys, rows = tensors["trainings"], tensors["measurements"]
     except Exception as error:
         raise ValueError(
-            f"{file} cannot be read ({error}): remove it, and its trainings are made again"
+            f"{file} cannot be read ({error}): remove it to repeat its trainings"
         ) from error
     if rows.shape != (len(keys), queries):
         raise ValueError(f"{file} has shape {rows.shape}, not (…, {queries}): remove it")
