@@ -167,7 +167,7 @@ def _folders(out: Folder | Sequence[Folder], trainings: list[Training]) -> dict[
 def _checkpoint_steps(
     recipe: Recipe, checkpoints: int | Sequence[int] | Mapping[str, int], training: Training
 ) -> Steps:
-    """The updates after which `Recipe.run` saves a checkpoint: as planned, and each stage's last."""
+    """The updates after which `Recipe.run` saves a checkpoint: as planned, and at stage ends."""
     plan, start, due = recipe.checkpoint_plan(checkpoints), 0, {}
     examples = recipe.examples(training.subset, training.stage)
     for stage in recipe.stages:
