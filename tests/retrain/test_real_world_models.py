@@ -571,10 +571,10 @@ def test_the_fingerprint_knows_code_by_what_it_does(tmp_path: Path) -> None:
     assert held[0] == held[1]  # whose function lies elsewhere each time
     sizes = {"alpha": 0.5, "subsets": 2, "seeds": 1, "out": tmp_path, "progress": False}
     ground_truth(bent(F.relu), QUERY, **sizes)
-    with pytest.raises(ValueError, match=r"something else: .*recipe\.losses\.train"):
+    with pytest.raises(ValueError, match=r"differ in: .*recipe\.losses\.train"):
         ground_truth(bent(F.gelu), QUERY, **sizes)
     type(Measured()).__name__ = "Classification"
-    with pytest.raises(ValueError, match=r"something else: measurements differ"):
+    with pytest.raises(ValueError, match=r"differ in: measurements"):
         ground_truth(bent(F.relu, task=Measured()), QUERY, **sizes)
 
 

@@ -1,10 +1,10 @@
-"""A folder of trainings: each is in it once, whoever made it.
+"""A folder of trainings, each stored once, whichever process made it.
 
-    grid.json          what is trained: recipe, queries, how many models at once, and how
+    grid.json             recipe and queries, and how many models train together, and how
     parts/*.safetensors   measurements (k, q) of k trainings, and their keys
-    parts/*.lock       held by the process at work on a part; free again when it dies
+    parts/*.lock          held by the process that works on a part, until it finishes or dies
 
-Several processes, started by torchrun or by hand, may work on one folder.
+Several processes, started by torchrun or by hand, may share a folder.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Grid:
     """Measurements by training key; in memory, or in a folder.
 
     Args:
-        out: the folder, or None.
-        identity: what the trainings are of. A folder that holds another's is refused.
+        out: the folder, or None to keep the measurements in memory.
+        identity: what the trainings have in common. A folder with another identity is refused.
         queries: q, the length of a row.
     """
 
@@ -63,16 +63,16 @@ class Grid:
             return
         try:
             content = json.loads(file.read_bytes())
-            found, self.notes = content["identity"], content["notes"]
+            stored, self.notes = content["identity"], content["notes"]
             schema = content["schema"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error!r}): remove the folder") from error
         if schema != SCHEMA:
             raise ValueError(f"{file} has schema {schema}, this whence reads {SCHEMA}")
-        if found != identity:
+        if stored != identity:
             raise ValueError(
-                f"{self.folder} holds trainings of something else: {_differences(found, identity)} "
-                "differ. Give another folder, or remove this one"
+                f"{self.folder} holds other trainings, which differ in: "
+                f"{_differences(stored, identity)}. Give another folder, or remove this one"
             )
         self._identity = identity
 
@@ -82,8 +82,10 @@ class Grid:
         replace_file(self.folder / "grid.json", json.dumps(content, indent=1).encode())
 
     def settle(self, notes: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep how the trainings are made; what was settled before stays, so that a call that goes
-        on makes the same cuts."""
+        """Store how the trainings are made.
+
+        Earlier settings stay, so that a call that resumes forms the same units.
+        """
         if self.folder is None:
             self.notes = dict(notes)
             return self.notes
@@ -94,7 +96,7 @@ class Grid:
         return self.notes
 
     def refresh(self) -> None:
-        """Read the parts that others have written since."""
+        """Read the parts that other processes have written since."""
         if self.folder is None:
             return
         for file in sorted((self.folder / "parts").glob("*.safetensors")):
@@ -112,7 +114,7 @@ class Grid:
         return len(self._rows)
 
     def add(self, keys: Sequence[str], rows: Rows) -> None:
-        """Keep the measurements (k, q) of k trainings. One that diverged becomes NaN as a whole."""
+        """Store the measurements (k, q) of k trainings. Rows of diverged ones become all NaN."""
         rows = np.where(np.isfinite(rows).all(1, keepdims=True), rows, np.nan)
         if self.folder is not None:
             tensors: dict[str, NDArray[Any]] = {
@@ -128,7 +130,7 @@ class Grid:
 
     @contextmanager
     def claim(self, keys: Sequence[str]) -> Iterator[bool]:
-        """Whether this process is the one to make these trainings."""
+        """Whether this process gets to make these trainings."""
         if self.folder is None:
             yield True
             return
@@ -139,8 +141,8 @@ class Grid:
 
     @contextmanager
     def lock(self, name: str, wait: bool = True) -> Iterator[bool]:
-        """Hold a lock file; the system lets go of it when the process dies."""
-        import fcntl  # not on Windows, where only folders need it
+        """Hold a lock file. The system releases it when the process dies."""
+        import fcntl  # missing on Windows; only folders need it
 
         assert self.folder is not None
         path = self.folder / "parts" / f"{name}.lock"
@@ -152,12 +154,12 @@ class Grid:
                 return
             yield True
             if not wait:
-                # whoever opened it before finds the part that was written under it
+                # a process that opened it before will find the part written under it
                 path.unlink(missing_ok=True)
 
 
 def name_of(keys: Sequence[str]) -> str:
-    """What trainings that are made together are called."""
+    """The name of the file of trainings that are made together."""
     return hashlib.sha256("".join(keys).encode()).hexdigest()[:24]
 
 
@@ -174,13 +176,13 @@ def _read(file: Path, queries: int) -> dict[str, Rows]:
     return {key.tobytes().hex(): row for key, row in zip(keys, rows, strict=True)}
 
 
-def _differences(found: Any, asked: Any, name: str = "") -> str:
-    """The names of what differs between two identities, such as "recipe.stages.train.rates"."""
-    if isinstance(found, dict) and isinstance(asked, dict):
+def _differences(stored: Any, given: Any, name: str = "") -> str:
+    """The names of the differences between two identities, such as "recipe.stages.train.rates"."""
+    if isinstance(stored, dict) and isinstance(given, dict):
         parts = [
-            _differences(found.get(key), asked.get(key), f"{name}.{key}" if name else str(key))
-            for key in sorted({*found, *asked})
-            if found.get(key) != asked.get(key)
+            _differences(stored.get(key), given.get(key), f"{name}.{key}" if name else str(key))
+            for key in sorted({*stored, *given})
+            if stored.get(key) != given.get(key)
         ]
         return ", ".join(parts)
     return name
