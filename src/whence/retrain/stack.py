@@ -348,8 +348,8 @@ def _stack_optimizer(
         groups.append(settings)
     kind: Any = type(plain)
     stacked: Optimizer = kind(groups)
-    for parameter, state in plain.state.items():  # such as Adagrad's initial sums
-        stacked.state[twins[id(parameter)]] = {
+    for tensor, state in plain.state.items():  # such as Adagrad's initial sums
+        stacked.state[twins[id(tensor)]] = {
             name: value if name == "step" else torch.stack([value] * stack.size)
             for name, value in state.items()
         }
