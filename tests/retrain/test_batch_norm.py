@@ -19,8 +19,9 @@ from torch.utils.data import TensorDataset
 import whence
 from whence.data import Batches
 from whence.retrain import Training, measure, stacked
+from whence.retrain.engine_choice import choose_engine
 from whence.retrain.pool import TrainingPool
-from whence.retrain.stack import Data, Stack, choose_engine, train_stack
+from whence.retrain.stack import Data, Stack, train_stack
 
 CPU = torch.device("cpu")
 INPUTS, CLASSES = recipes.INPUTS, recipes.CLASSES

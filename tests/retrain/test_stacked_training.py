@@ -22,7 +22,8 @@ from torch.utils.data import TensorDataset
 import whence
 from whence.data import Batches, digest
 from whence.retrain import Training, Truth, ground_truth, measure
-from whence.retrain.stack import Data, choose_engine, train_stack
+from whence.retrain.engine_choice import choose_engine
+from whence.retrain.stack import Data, train_stack
 from whence.retrain.truth import draw_subsets
 
 CPU = torch.device("cpu")

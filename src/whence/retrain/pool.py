@@ -23,9 +23,10 @@ from whence.engine.options import free_and_total
 from whence.retrain.callback import Callback, Interrupted, Update
 from whence.retrain.capacity import models_at_once
 from whence.retrain.device import training_device
+from whence.retrain.engine_choice import choose_engine
 from whence.retrain.grid import name_of
 from whence.retrain.recipe import Recipe
-from whence.retrain.stack import Data, choose_engine, train_stack
+from whence.retrain.stack import Data, train_stack
 from whence.retrain.stage import StageRecipe
 from whence.retrain.training import Training
 from whence.retrain.unfinished import LONG, Unfinished

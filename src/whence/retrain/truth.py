@@ -113,7 +113,8 @@ class Truth:
         if not file.is_file():
             unfinished = (folder / "grid.json").is_file()
             raise FileNotFoundError(
-                f"the trainings in {folder} are not finished: repeat ground_truth(out=...) to resume"
+                f"the trainings in {folder} are not finished: repeat ground_truth(out=...) to "
+                "resume"
                 if unfinished
                 else f"{folder} has no truth.json: give a folder that ground_truth wrote"
             )
