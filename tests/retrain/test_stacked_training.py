@@ -686,9 +686,9 @@ def test_a_folder_of_another_recipe_is_refused(tmp_path: Path) -> None:
     small_truth(tmp_path)
     with pytest.raises(ValueError, match=r"differ in: recipe\.stages\.train\.epochs"):
         ground_truth(recipes.recipe(epochs=6), QUERY, 0.5, 4, 2, out=tmp_path, progress=False)
-    with pytest.raises(ValueError, match="differ in: .*alpha"):
+    with pytest.raises(ValueError, match=r"differ in: .*alpha"):
         small_truth(tmp_path, alpha=0.6)
-    with pytest.raises(ValueError, match="differ in: .*query"):
+    with pytest.raises(ValueError, match=r"differ in: .*query"):
         other = recipes.dataset(5, seed=8)
         ground_truth(recipes.recipe(), other, 0.5, 4, 2, out=tmp_path, progress=False)
 
