@@ -65,7 +65,7 @@ def ours(
 ) -> tuple[dict[str, float], np.ndarray]:
     """Processor seconds by stage, and influence scores, from scratch."""
     study = whence.Study(model, work.task, train=train, runs=final_run(model))
-    method = whence.Influence(DAMPING, fisher=fisher)
+    method = whence.Influence.published(DAMPING, fisher=fisher)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scores = method.attribute(study, query, batch_size=work.batch, progress=False)

@@ -51,7 +51,9 @@ def influence(work: Workload, model: nn.Module, train: Any, query: Any, **option
     study = whence.Study(model, work.task, train=train, runs=final_run(model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return whence.Influence(DAMPING).attribute(study, query, progress=False, **options)
+        return whence.Influence.published(DAMPING).attribute(
+            study, query, progress=False, **options
+        )
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

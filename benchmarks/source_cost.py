@@ -26,9 +26,9 @@ from experiments.tasks.machine import machine
 from whence.data import place
 
 METHODS = {
-    "influence": whence.Influence(1e-3),
-    "SOURCE, C = 6, L = 3": whence.Source(3),
-    "FastSource, L = 3": whence.FastSource(3),
+    "influence": whence.Influence.published(1e-3),
+    "SOURCE, C = 6, L = 3": whence.Source.published(3),
+    "FastSource, L = 3": whence.FastSource.published(3),
 }
 
 

@@ -32,8 +32,8 @@ from benchmarks.trak_cost import fashion_mlp
 from experiments.tasks.machine import machine
 from whence.scores import Scores
 from whence.store import GradientStore
-from whence.store.answers import CHUNK
 from whence.store.rows import inner
+from whence.store.workspace import CHUNK
 
 QUERIES = (1, 4, 16, 64)
 

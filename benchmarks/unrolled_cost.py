@@ -29,7 +29,8 @@ from benchmarks.report import RESULTS
 from experiments.tasks.machine import machine
 from experiments.tasks.models import mlp
 from whence.methods.hydra import Hydra
-from whence.methods.unrolled import CURVATURE_BATCH, STRETCHES, Unrolled
+from whence.methods.unrolled import Unrolled
+from whence.replay.expected import CURVATURE_BATCH, STRETCHES
 from whence.retrain.recipe import Recipe
 
 METHODS: dict[str, Any] = {

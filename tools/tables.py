@@ -46,7 +46,8 @@ SLOPES = {  # method: its name in experiments/results
 ADAM = {  # forms of SOURCE for Adam: their names in experiments/results
     "influence": "influence",
     "the paper's form": "SOURCE",
-    **{f"`{arguments}`": name for name, arguments in ARGUMENTS.items()},
+    "appendix C": "SOURCE, exact",
+    "appendix C, floor": "SOURCE, exact, floor",
 }
 FULL_MATRIX = {  # SOURCE with the full Gauss-Newton matrix: what it is compared with
     "SOURCE, Gauss-Newton": "SOURCE",
@@ -59,9 +60,7 @@ FORMS = {  # the same, for adam.json
     "TracIn": "TracIn",
     "influence": "influence",
     "paper": "SOURCE",
-    "λP⁻¹": "SOURCE, λP⁻¹",
     "exact": "SOURCE, exact",
-    "λP⁻¹, floor": "SOURCE, λP⁻¹, floor",
     "exact, floor": "SOURCE, exact, floor",
 }
 # C checkpoints and L segments of the benchmarked methods
@@ -328,8 +327,8 @@ def whole_table() -> list[str]:
         *lines,
         "",
         "L = 3. The slope is that of actual changes on those predicted by the models' mean scores. "
-        f"Digits trained with AdamW: `{ARGUMENTS['SOURCE, exact, floor']}`, and the full matrix "
-        f"with `floor=0.1`. {results['digits']['machine']['processor']}.",
+        f"Digits trained with AdamW: `Source({ARGUMENTS['SOURCE, exact, floor']})`, and "
+        f"the full matrix with `floor=0.1`. {results['digits']['machine']['processor']}.",
     ]
 
 
@@ -357,7 +356,7 @@ def depth_table() -> list[str]:
         "",
         f"Digits, hidden layers of {study['width']}, one model, L = 3; {of['subsets']} × "
         f"{of['seeds']} trainings for each row, {of['queries']} queries. AdamW uses `floor=0.1`, "
-        f"its EK-FAC `{ARGUMENTS['SOURCE, exact']}`. {m['processor']}, torch {m['torch']}, "
+        f"its EK-FAC `Source({ARGUMENTS['SOURCE, exact']})`. {m['processor']}, torch {m['torch']}, "
         f"{m['date']}: `python -m experiments.studies.depth`.",
     ]
 
@@ -365,7 +364,7 @@ def depth_table() -> list[str]:
 def adam_table() -> list[str]:
     """LDS of one model by each form of SOURCE, on tasks trained with AdamW."""
     heads = ["LDS, one model", "M × R", *ADAM]
-    heads.append(f"`{ARGUMENTS['SOURCE, exact']}` − the paper's form")
+    heads.append("appendix C − the paper's form")
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     fewer = set()
     for task, r in tables.read(RESULTS).items():
@@ -383,8 +382,9 @@ def adam_table() -> list[str]:
     return [
         *lines,
         "",
-        f"Means over {most} models; {least} for the last three forms on language models. The last "
-        "column compares the same models. †: with the floor.",
+        f"Means over {most} models; {least} for appendix C on language models. The last column "
+        f"compares the same models. *Appendix C* is `Source({ARGUMENTS['SOURCE, exact']})`. "
+        "†: with the floor.",
     ]
 
 
@@ -408,21 +408,19 @@ def forms_table() -> list[str]:
     last = sum(min(FORMS.values(), key=lambda name: r[name][0]) == "SOURCE" for r in rows)
     texts = [tables.read(RESULTS)[t]["lds"] for t in LANGUAGE]
     changed = max(
-        abs(r[f"{form}, floor"]["single"][0] - r[form]["single"][0])
-        for r in texts
-        for form in ("SOURCE, λP⁻¹", "SOURCE, exact")
+        abs(r["SOURCE, exact, floor"]["single"][0] - r["SOURCE, exact"]["single"][0]) for r in texts
     )
     return [
         *lines,
         "",
         "LDS of one model on digits, trained with AdamW, L = 3; "
         f"{of['subsets']} × {of['seeds']} trainings for each row, {of['queries']} queries, 95 % "
-        f"intervals of at most ± {widest:.2f}. *paper* is the paper's form, *λP⁻¹* is "
-        f"`{ARGUMENTS['SOURCE, λP⁻¹']}`, *exact* is `{ARGUMENTS['SOURCE, exact']}`, *floor* is "
-        "`floor=0.1`. We compared floors of 0.01, 0.1 and 1 on the rows with †, and chose 0.1: it "
+        f"intervals of at most ± {widest:.2f}. *paper* is the paper's form, *exact* is "
+        f"`Source({ARGUMENTS['SOURCE, exact']})`, *floor* is `floor=0.1`. "
+        "We compared floors of 0.01, 0.1 and 1 on the rows with †, and chose 0.1: it "
         f"changes *exact* by {seen} there, and by {new} on the other rows. The paper's form is "
         f"last in {last} of {len(rows)} rows. On the language models of the previous table, the "
-        f"floor changes the LDS of the two forms by at most {changed:.3f}. "
+        f"floor changes the LDS by at most {changed:.3f}. "
         f"{m['processor']}, torch {m['torch']}, {m['date']}: "
         "`python -m experiments.studies.adam`.",
     ]

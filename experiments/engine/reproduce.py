@@ -26,12 +26,12 @@ from experiments.engine.optimum import at_the_optimum
 from experiments.tasks import Experiment, Scale
 from experiments.tasks.machine import machine
 from whence.data import Batches
-from whence.engine.memory import allowance
+from whence.engine.options import allowance
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.layers.passes import products_as
+from whence.persist.files import write_json
 from whence.retrain import record
 from whence.scores.ensemble import ensemble
-from whence.scores.files import write_json
 
 SCHEMA = 2
 FIRST_RUN, FIRST_HALF, FIRST_DOWN = 1000, 2000, 3000  # seeds; the truth uses smaller ones

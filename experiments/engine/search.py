@@ -27,8 +27,8 @@ from torch.utils.data import Subset
 import whence
 from experiments.tasks import RESULTS, TASKS, Experiment
 from experiments.tasks.machine import machine
+from whence.persist.files import write_json
 from whence.retrain import Training, measure
-from whence.scores.files import write_json
 
 
 class Validated(whence.Task):

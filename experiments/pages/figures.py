@@ -39,7 +39,6 @@ LOOKS = {
     "FastSource": (PINK, 4),
     "SOURCE, L = 1": (RED, 5),
     "SOURCE": (BLUE, 6),
-    "SOURCE, λP⁻¹": ("#56789A", 6),
     EXACT_FORM: ("#003A66", 6),
     'influence (λ = "source")': ("#8A6D00", 3),
     "influence, conjugate gradients": ("#8A6D00", 3),
@@ -125,7 +124,7 @@ def lds_bars(results: Results, tasks: Sequence[str]) -> Figure:
         for axis, task in zip(axes, tasks, strict=True):
             experiment, lds = TASKS[task], results[task]["lds"]
             names = [*baselines(experiment), experiment.source]
-            names += [name for name in ("SOURCE, λP⁻¹", EXACT_FORM) if name in experiment.methods]
+            names += [name for name in (EXACT_FORM,) if name in experiment.methods]
             for x, name in enumerate(names):
                 entry, colour = lds.get(name), LOOKS[name][0]
                 if entry is None:

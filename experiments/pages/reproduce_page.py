@@ -26,12 +26,10 @@ from experiments.pages.markdown import DOCS, filled, listed, table
 from experiments.pages.tables import Result, counted, label, title, with_interval
 from experiments.tasks import RESULTS, TASKS, Experiment
 from experiments.tasks.methods import ARGUMENTS, GAUSS_NEWTON
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 NEAR = 0.05  # how far from one of the reference numbers still counts as near
 ADAM_FORMS = {
-    "SOURCE, λP⁻¹": f"with the λP⁻¹ of appendix C (`Source({ARGUMENTS['SOURCE, λP⁻¹']})`) instead "
-    "of its inverse at 1e-8",
     "SOURCE, exact": f"with all of appendix C (`Source({ARGUMENTS['SOURCE, exact']})`)",
 }
 MARKS = {HOLDS: "✓", FAILS: "✗", OPEN: "?", ABSENT: "…"}

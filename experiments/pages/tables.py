@@ -19,7 +19,7 @@ PARTS = {
 }
 NOISY = 0.1  # a noise ceiling below which methods cannot be distinguished
 BASELINES = ("RepSim", "TracIn", "TRAK", "influence")  # of the paper's figures
-SEGMENTED = ("SOURCE", "FastSource", "SOURCE, λP⁻¹", "SOURCE, exact")
+SEGMENTED = ("SOURCE", "FastSource", "SOURCE, exact")
 
 
 def read(folder: Path, part: str = "lds") -> dict[str, Result]:

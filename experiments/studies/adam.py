@@ -18,7 +18,7 @@ from experiments.tasks import RESULTS, TASKS, Experiment, Scale
 from experiments.tasks.machine import machine
 from experiments.tasks.methods import ADAM_FORMS, FLOORED
 from experiments.tasks.recipes import adamw, digits, to_zero
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 WEIGHT_DECAY = 1e-2
 SCALE = Scale(seeds=5, queries=50, runs=1)

@@ -21,7 +21,7 @@ from experiments.tasks import RESULTS, TASKS, Experiment, RecipeAndHeldOut, Scal
 from experiments.tasks.machine import machine
 from experiments.tasks.methods import GAUSS_NEWTON
 from experiments.tasks.recipes import adamw, sgd
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 SCALE = Scale(seeds=5, queries=50, runs=1)
 WIDTH, DEPTHS = 64, (1, 2, 3, 4)

@@ -22,10 +22,10 @@ import whence
 from experiments.engine.reproduce import FIRST_RUN, products
 from experiments.tasks import RESULTS, TASKS, Experiment
 from experiments.tasks.machine import machine
+from whence.persist.files import write_json
 from whence.retrain import record
-from whence.scores.files import write_json
 
-COMPARED = ("TracIn", "TRAK", "influence", "FastSource", "SOURCE", "SOURCE, λP⁻¹")
+COMPARED = ("TracIn", "TRAK", "influence", "FastSource", "SOURCE", "SOURCE, exact")
 
 
 def agreement(experiment: Experiment, queries: int, folder: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from experiments.engine.reproduce import Reproduction
 from experiments.tasks import RESULTS, TASKS
 from experiments.tasks.machine import machine
 from whence.evaluate import lds
-from whence.scores.files import write_json
+from whence.persist.files import write_json
 
 DIMENSIONS = (64, 256, 1024)
 

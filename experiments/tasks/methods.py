@@ -13,6 +13,8 @@ from typing import Any
 import whence
 
 FLOOR = 0.1  # under the roots of Adam's second moments
+# Appendix C for every optimizer, layers apart, the query gradient at the final model.
+UNCOUPLED: Mapping[str, Any] = {"coupling": False, "query_at": "final", "curvature": "ekfac"}
 
 
 @dataclass(frozen=True)
@@ -30,32 +32,29 @@ class MethodSettings:
     trak_dimension: int
 
 
+def uncoupled(segments: int, stage: str | None, **settings: Any) -> whence.Source:
+    """SOURCE with the exact form for Adam, and nothing else that the paper does not have."""
+    return whence.Source(segments=segments, stage=stage, **{**UNCOUPLED, **settings})
+
+
 METHODS: Mapping[str, Callable[[MethodSettings], Any]] = {
-    "SOURCE": lambda s: whence.Source(segments=s.segments, stage=s.stage),
-    "SOURCE, L = 1": lambda s: whence.Source(segments=1, stage=s.stage),
-    "FastSource": lambda s: whence.FastSource(segments=s.segments, stage=s.stage),
-    "SOURCE, λP⁻¹": lambda s: whence.Source(
-        segments=s.segments, stage=s.stage, damping="preconditioner"
+    "SOURCE": lambda s: whence.Source.published(segments=s.segments, stage=s.stage),
+    "SOURCE, L = 1": lambda s: whence.Source.published(segments=1, stage=s.stage),
+    "FastSource": lambda s: whence.FastSource.published(segments=s.segments, stage=s.stage),
+    "SOURCE, exact": lambda s: uncoupled(s.segments, s.stage, floor=0.0),
+    "SOURCE, exact, L = 1": lambda s: uncoupled(1, s.stage, floor=0.0),
+    "SOURCE, exact, floor": lambda s: uncoupled(s.segments, s.stage, floor=FLOOR),
+    "SOURCE, exact, floor, L = 1": lambda s: uncoupled(1, s.stage, floor=FLOOR),
+    "SOURCE, Gauss-Newton": lambda s: uncoupled(
+        s.segments, s.stage, floor=0.0, curvature="gauss-newton"
     ),
-    "SOURCE, λP⁻¹, floor": lambda s: whence.Source(
-        segments=s.segments, stage=s.stage, damping="preconditioner", floor=FLOOR
+    "SOURCE, Gauss-Newton, floor": lambda s: uncoupled(
+        s.segments, s.stage, floor=FLOOR, curvature="gauss-newton"
     ),
-    "SOURCE, exact": lambda s: whence.Source(segments=s.segments, stage=s.stage, exact=True),
-    "SOURCE, exact, L = 1": lambda s: whence.Source(segments=1, stage=s.stage, exact=True),
-    "SOURCE, exact, floor": lambda s: whence.Source(
-        segments=s.segments, stage=s.stage, exact=True, floor=FLOOR
+    "influence": lambda s: whence.Influence.published(stage=s.stage),
+    'influence (λ = "source")': lambda s: whence.Influence.published(
+        damping="source", stage=s.stage
     ),
-    "SOURCE, exact, floor, L = 1": lambda s: whence.Source(
-        segments=1, stage=s.stage, exact=True, floor=FLOOR
-    ),
-    "SOURCE, Gauss-Newton": lambda s: whence.Source(
-        segments=s.segments, stage=s.stage, curvature="gauss-newton"
-    ),
-    "SOURCE, Gauss-Newton, floor": lambda s: whence.Source(
-        segments=s.segments, stage=s.stage, curvature="gauss-newton", floor=FLOOR
-    ),
-    "influence": lambda s: whence.Influence(stage=s.stage),
-    'influence (λ = "source")': lambda s: whence.Influence(damping="source", stage=s.stage),
     "influence, Arnoldi": lambda s: whence.Influence(
         damping="source", solver="arnoldi", stage=s.stage
     ),
@@ -74,21 +73,20 @@ METHODS: Mapping[str, Callable[[MethodSettings], Any]] = {
 
 # How the pages write the forms of SOURCE for Adam.
 ARGUMENTS = {
-    "SOURCE, λP⁻¹": 'damping="preconditioner"',
-    "SOURCE, exact": "exact=True",
-    "SOURCE, exact, floor": f"exact=True, floor={FLOOR}",
+    "SOURCE, exact": "coupling=False, query_at='final', floor=0",
+    "SOURCE, exact, floor": f"coupling=False, query_at='final', floor={FLOOR}",
 }
 
 # For linear models at their optimum (`experiments.engine.optimum`).
 AT_OPTIMUM: Mapping[str, Callable[[], Any]] = {
-    "influence": lambda: whence.Influence(fisher="exact"),
+    "influence": lambda: whence.Influence.published(fisher="exact"),
     "influence, conjugate gradients": lambda: whence.Influence(damping=1e-8, solver="cg"),
 }
 
 # For the figure of two weights (`experiments.pages.figures`), given the number of examples.
 TWO_WEIGHTS: Mapping[str, Callable[[int], Any]] = {
-    "influence": lambda n: whence.Influence(damping=1e-8, fisher="exact"),
-    "SOURCE": lambda n: whence.Source(segments=3, fisher="exact"),
+    "influence": lambda n: whence.Influence.published(damping=1e-8, fisher="exact"),
+    "SOURCE": lambda n: whence.Source.published(segments=3, fisher="exact"),
     "unrolling": lambda n: whence.Unrolled(expected=True, curvature_batch=n),
 }
 
@@ -105,7 +103,7 @@ def build_method(name: str, settings: MethodSettings) -> Any:
 PAPER = ("RepSim", "TracIn", "TRAK", "influence", "FastSource", "SOURCE, L = 1", "SOURCE")
 TWO_STAGES = tuple(name for name in PAPER if name != "SOURCE, L = 1")  # segments end with stages
 # With Adam, the paper's damping of 1e-8 is small in SOURCE's preconditioned form. Alternatives:
-ADAM_FORMS = ("SOURCE, λP⁻¹", "SOURCE, exact")
+ADAM_FORMS = ("SOURCE, exact",)
 FLOORED = tuple(f"{name}, floor" for name in ADAM_FORMS)
 ONE_SEGMENT = ("SOURCE, exact, L = 1", "SOURCE, exact, floor, L = 1")
 ADAM = (*PAPER, *ADAM_FORMS, *FLOORED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from whence.persist.identity import digest, sha256_of
 
 Collate = Callable[[list[Any]], Any]
 HASHED_AT_ONCE = 256
@@ -112,10 +113,8 @@ class Batches:
                     "Scores then hang on the draw; give the dataset without augmentation",
                     stacklevel=2,
                 )
-            sha = hashlib.sha256(str(len(self)).encode())
-            for block in blocks:
-                sha.update(digest(self.take(block)).encode())
-            self._fingerprint = sha.hexdigest()
+            digests = [digest(self.take(block)) for block in blocks]
+            self._fingerprint = sha256_of(str(len(self)), *digests)
         return self._fingerprint
 
 
@@ -152,25 +151,3 @@ def structure(batch: Any) -> Any:
 def cut(count: int, size: int) -> list[np.ndarray]:
     """0 .. count-1 in consecutive blocks of `size` (the last may be shorter)."""
     return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of a batch, or of anything it may be made of."""
-    sha = hashlib.sha256()
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous()
-        sha.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
-        # a row cut out of a strided table counts as contiguous, but its stride is not 1
-        row = flat.as_strided((flat.numel(),), (1,))
-        sha.update(row.view(torch.uint8).numpy().data if flat.numel() else b"")
-    elif isinstance(value, Mapping):
-        for key in sorted(value):
-            sha.update(f"{key}={digest(value[key])}".encode())
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            sha.update(digest(item).encode())
-    elif isinstance(value, np.ndarray):
-        sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    else:
-        sha.update(repr(value).encode())
-    return sha.hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.factor_cache import FactorCache
+from whence.persist.identity import sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256
 from whence.table import Table
@@ -225,7 +225,7 @@ class Study:
         task = self.tasks[stage]
         return {
             "data": self.data[stage].fingerprint(),
-            "used": hashlib.sha256(self.used(run, stage).tobytes()).hexdigest(),
+            "used": sha256_of(self.used(run, stage)),
             "task": f"{type(task).__module__}.{type(task).__qualname__}",
             "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
             "probe": [self.probe[stage]["outputs"], self.probe[stage]["losses"]],

@@ -705,5 +705,5 @@ def test_unreadable_progress(tmp_path: Path) -> None:
     meta = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert meta["calculation"]["queries"] == 3
     (tmp_path / "out" / "scores.json").write_text("{")
-    with pytest.raises(ValueError, match=r"scores.json is not the description of scores"):
+    with pytest.raises(ValueError, match=r"scores.json is damaged"):
         attribute(out=tmp_path / "out")

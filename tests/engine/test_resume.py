@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 import whence
 import whence.engine.scoring
 import whence.persist.factor_cache
+import whence.persist.snapshots
 from whence.layers.passes import Passes
 
 EXACT = {"dtype": torch.float64, "progress": False}
@@ -69,10 +70,7 @@ def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def often(put: Callable[..., None]) -> None:
     """Snapshots after every batch, progress after every chunk, chunks of a batch."""
-    clock = type("Clock", (), {"monotonic": staticmethod(lambda: 0.0)})
-    put(whence.persist.factor_cache, "time", clock)
-    put(whence.persist.factor_cache, "SNAPSHOT_SECONDS", 0.0)
-    put("whence.scores.writer.monotonic", lambda: 0.0)
+    put(whence.persist.snapshots.Throttle, "due", lambda _: True)
     put(whence.engine.scoring, "CHUNK", 4)
 
 
@@ -672,7 +670,7 @@ def test_one_terms_vectors_are_gone_before_the_next_are_made(
 
     monkeypatch.setattr(Scoring, "_fits", lambda self, queries: False)
     made, alive = [], []
-    real = Scoring._positions_of
+    real = Scoring._gradients
 
     def looking(self: Any, term: Any, *rest: Any) -> Any:
         kinds = (Readout, FactoredReadout)
@@ -680,7 +678,7 @@ def test_one_terms_vectors_are_gone_before_the_next_are_made(
         made.append(term)
         return real(self, term, *rest)
 
-    monkeypatch.setattr(Scoring, "_positions_of", looking)
+    monkeypatch.setattr(Scoring, "_gradients", looking)
     layers, run = 3, recorded(tmp_path / "run", sizes=WIDE)
     gc.collect()
     method.attribute(study(run, net(WIDE)), QUERY, **EXACT)

@@ -278,7 +278,7 @@ def test_why_source_is_not_first_is_told_by_other_methods() -> None:
     assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
     lds[GAUSS_NEWTON] = entry(0.2) | {"of": lds["SOURCE"]["of"] | {"runs": 2}}  # of other models
     assert page.causes({"concrete": result("concrete", lds)}, ["concrete"]) == []
-    adam = paper(source=0.2) | {"SOURCE, λP⁻¹": entry(0.7)}
+    adam = paper(source=0.2) | {"SOURCE, exact": entry(0.7)}
     (text,) = page.causes({"rte": result("rte", adam)}, ["rte"])
     assert "SOURCE has 0.70" in text
     assert "Why SOURCE does not come first" in page.claims_part({"rte": result("rte", adam)})

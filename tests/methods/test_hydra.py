@@ -26,7 +26,6 @@ from torch import nn
 
 import whence
 from whence.methods.hydra import Hydra
-from whence.replay import sweep as unrolling
 from whence.replay.objective import Objective
 from whence.retrain.recipe import Recipe
 from whence.run import RunError
@@ -114,7 +113,7 @@ def test_an_interrupted_sweep_goes_on(
 ) -> None:
     query = models.vectors(3, seed=4)
     whole = Hydra().attribute(study, query, **DOUBLE)
-    monkeypatch.setattr(unrolling, "SAVED_EVERY", 0.0)
+    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
     original, calls = Objective.slopes, 0
 
     def interrupted(*args: Any) -> Any:

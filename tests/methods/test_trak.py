@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-import whence.persist.factor_cache
+import whence.persist.snapshots
 from whence.engine.loss_weights import loss_by_measurement
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import random_projection
@@ -470,9 +470,7 @@ def test_projecting_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("mlp")
-    clock = type("Clock", (), {"monotonic": staticmethod(lambda: 0.0)})
-    monkeypatch.setattr(whence.persist.factor_cache, "time", clock)
-    monkeypatch.setattr(whence.persist.factor_cache, "SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
     monkeypatch.setattr(signs, "GATHERED", {"cpu": 8, "cuda": 8})
     options = EXACT | {"batch_size": 8}
     plain = Trak(12).attribute(

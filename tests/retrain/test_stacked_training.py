@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-from whence.data import Batches, digest
+from whence.data import Batches
+from whence.persist.identity import digest
 from whence.retrain import Training, Truth, ground_truth, measure
 from whence.retrain.engine_choice import choose_engine
 from whence.retrain.stack import Data, train_stack
@@ -470,7 +471,7 @@ def test_long_trainings_at_once_go_on_from_their_middle(
     trainings = [Training(k, own, stage) for k in (0, 1) for own in half]
     wanted = measure(recipe, QUERY, trainings, engine=engine, progress=False)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
-    monkeypatch.setattr("whence.retrain.unfinished.monotonic", lambda: 0.0)  # kept every time
+    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one stack
     made, plain = [0], _StageTraining.update
     total = sum(s.total_steps(len(recipe.examples(half[0], stage)[s.name])) for s in recipe.stages)
@@ -510,7 +511,7 @@ def test_a_damaged_unfinished_training_is_said(
     files = list((tmp_path / "unfinished").iterdir())
     for file in files:
         file.write_bytes(b"\0" * 20)
-    with pytest.raises(ValueError, match=r"unfinished.* cannot be read .*: remove it"):
+    with pytest.raises(ValueError, match=r"unfinished.* is damaged .*: delete it"):
         measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
     for file in files:
         file.unlink()
@@ -699,7 +700,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
     small_truth(tmp_path / "t")
     part = next((tmp_path / "t/parts").glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:40])
-    with pytest.raises(ValueError, match="remove it to repeat its trainings"):
+    with pytest.raises(ValueError, match="delete it, and rerun to repeat its trainings"):
         small_truth(tmp_path / "t")
     (tmp_path / "t/truth.json").write_text(json.dumps({"schema": 1}))
     with pytest.raises(ValueError, match="is damaged"):

@@ -247,18 +247,18 @@ def damage_json(path, **changes):
     [
         (shutil.rmtree, FileNotFoundError, "does not exist"),
         (lambda p: (p / "scores.json").unlink(), FileNotFoundError, "has no scores.json"),
-        (lambda p: (p / "scores.json").write_text("{"), ValueError, "not the description"),
+        (lambda p: (p / "scores.json").write_text("{"), ValueError, "scores.json is damaged"),
         (lambda p: damage_json(p, schema=2), ValueError, "has schema 2, this whence reads 1"),
         (lambda p: damage_json(p, arrays={}), ValueError, "incomplete"),
         (lambda p: damage_json(p, settings=3, excluded=7), ValueError, "incomplete"),
         (lambda p: (p / "scores.npy").unlink(), FileNotFoundError, "scores.npy is missing"),
-        (damage_truncate, ValueError, "scores.npy is truncated or damaged"),
-        (lambda p: (p / "scores.npy").write_bytes(b""), ValueError, "truncated or damaged"),
+        (damage_truncate, ValueError, r"scores.npy is damaged \(truncated"),
+        (lambda p: (p / "scores.npy").write_bytes(b""), ValueError, r"damaged \(truncated"),
         (lambda p: np.save(p / "scores.npy", np.zeros((2, 2))), ValueError, "do not belong"),
         (
             lambda p: np.save(p / "scores.npy", np.array([{}]), allow_pickle=True),
             ValueError,
-            "truncated or damaged",
+            r"damaged \(truncated",
         ),
     ],
 )
@@ -325,7 +325,7 @@ class Killed(BaseException):
 @pytest.fixture
 def still_clock(monkeypatch):
     """Noting progress costs no time, so every block is noted."""
-    monkeypatch.setattr("whence.scores.writer.monotonic", lambda: 0.0)
+    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
 
 
 def score(out, values, *, key="a", top=None, segments=None, width=2, killed_after=None):
@@ -409,7 +409,7 @@ def test_where_noting_is_slow_some_blocks_are_redone_with_the_same_bits(tmp_path
     values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     score(tmp_path / "whole", values)
     seconds = count()
-    monkeypatch.setattr("whence.scores.writer.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("whence.persist.snapshots.monotonic", lambda: float(next(seconds)))
     with pytest.raises(Killed):
         score(tmp_path / "parts", values, killed_after=9)
     _, computed = score(tmp_path / "parts", values)
@@ -452,7 +452,7 @@ def test_finished_work_is_still_known_after_saving_it_in_place(tmp_path):
 
 def test_unreadable_progress_is_said(tmp_path):
     (tmp_path / "progress.json").write_text("{")
-    with pytest.raises(ValueError, match=r"progress.json cannot be read .* delete the folder"):
+    with pytest.raises(ValueError, match=r"progress.json is damaged .* delete the folder"):
         ScoreWriter(tmp_path, 1, 1, key="a")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-import whence.persist.factor_cache
+import whence.persist.snapshots
 import whence.store.store as module
 from whence.engine.options import ComputeOptions
 from whence.layers.passes import Passes
@@ -366,7 +366,7 @@ def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
     """No other so many entries in these bases have a larger second moment."""
     store = GradientStore.build(it.study, tmp_path / "s", 10, "eigenbasis", **BUILD)
     options = ComputeOptions(dtype=torch.float64, progress=False)
-    workspace = whence.Source().lay_out(it.study, it.study.runs[0], QUERY, options)
+    workspace = whence.Source.published().lay_out(it.study, it.study.runs[0], QUERY, options)
     fitter = workspace.fitter(["train"], fisher="exact", seed=0)
     fitted = EKFAC.fit(fitter, workspace.run.checkpoints).factors
     every = torch.cat([block.eigenvalues.flatten() for block in fitted.values()])
@@ -512,10 +512,7 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = type("Clock", (), {"monotonic": staticmethod(lambda: 0.0)})
-    monkeypatch.setattr(whence.persist.factor_cache, "time", clock)
-    monkeypatch.setattr(whence.persist.factor_cache, "SNAPSHOT_SECONDS", 0.0)
-    monkeypatch.setattr(module, "NOTED_EVERY", -1.0)
+    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
     monkeypatch.setattr("whence.projections.random.GATHERED", {"cpu": 8, "cuda": 8})
 
 
@@ -696,7 +693,7 @@ def shortened(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (cut_off, ValueError, "is truncated or damaged"),
+        (cut_off, ValueError, r"is damaged \(truncated"),
         (emptied, ValueError, "belongs to another store"),
         (shortened, ValueError, "has 20 rows, but the store is of 24 examples"),
         (Path.unlink, FileNotFoundError, "is missing: the store is not whole"),
@@ -745,7 +742,7 @@ def test_no_store(it: Case, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not empty, and no store"):
         GradientStore.build(it.study, tmp_path / "other", 12, **BUILD)
     for text, message in (
-        ("{", "is not the description of a store"),
+        ("{", "is damaged"),
         (json.dumps({"schema": 99}), "has schema 99"),
         (json.dumps({"schema": 1}), "is incomplete: complete, data"),
     ):

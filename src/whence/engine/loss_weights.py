@@ -11,7 +11,7 @@ from torch import Tensor
 from whence.data import cut
 from whence.engine.workspace import Workspace
 from whence.layers.passes import Passes
-from whence.persist.factor_cache import key_of
+from whence.persist.identity import key_of
 from whence.run import Run
 
 

@@ -15,7 +15,7 @@ from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Weights
 from whence.operators import BlockVectors, FitData
 from whence.operators.projected import ProjectedVectors
-from whence.persist.factor_cache import key_of
+from whence.persist.identity import key_of
 from whence.projections import Projection, Random, check, gather, moments, projected
 from whence.projections.projection import PROBED
 from whence.projections.random import shares

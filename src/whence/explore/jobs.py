@@ -11,7 +11,6 @@ seeds, ``q`` queries.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import queue
@@ -26,13 +25,15 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.data import Batches, digest
+from whence.data import Batches
 from whence.explore.reading import Floats
+from whence.persist import locks
+from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
+from whence.persist.identity import digest, sha256_of
 from whence.retrain import Training, Update
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
 from whence.retrain.recipe import Recipe
-from whence.scores.files import load_array, save_array, write_json
 
 SCHEMA = 1
 MAX_SEEDS = 100
@@ -148,9 +149,8 @@ class Jobs:
         self.folder, self.recipe, self.device = Path(folder), recipe, device
         self.query = Batches("query", query, recipe.collate)
         self._identity = identity(recipe, self.query)
-        content = json.dumps(self._identity, sort_keys=True).encode()
-        self.of = hashlib.sha256(content).hexdigest()
-        (self.folder / "jobs").mkdir(parents=True, exist_ok=True)
+        self.of = sha256_of(json.dumps(self._identity, sort_keys=True))
+        make_folder(self.folder / "jobs")
         self._lock, self.refused = _hold(self.folder)
         self._guard = threading.RLock()
         self._jobs: dict[str, Job] = {}
@@ -356,25 +356,18 @@ class Jobs:
 def _read(file: Path) -> Job | None:
     """A job, or None if this version of whence did not write the file."""
     try:
-        content = json.loads(file.read_bytes())
-        if content.pop("schema") != SCHEMA or content["id"] != file.stem:
-            return None
-        return Job(**content)
+        content = read_json(file, schema=SCHEMA)
+        del content["schema"]
+        return Job(**content) if content["id"] == file.stem else None
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         return None
 
 
 def _hold(folder: Path) -> tuple[IO[bytes] | None, str | None]:
     """The folder's lock, or why we do not have it. The system releases it when the process dies."""
-    import fcntl  # not on Windows
-
-    file = open(folder / "lock", "a+b")  # noqa: SIM115  held as long as the explorer lives
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        who = file.read().decode(errors="replace").strip()
-        file.close()
+    file = locks.acquire(folder / "lock", wait=False)  # held as long as the explorer lives
+    if file is None:
+        who = (folder / "lock").read_text(errors="replace").strip()
         return None, (
             f"another explorer{f' ({who})' if who else ''} retrains in {folder}: close it, or "
             "start this one with another folder (out=)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
@@ -19,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from whence.persist.identity import sha256_of
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, TensorFile, file_sha256, plain_names, read_tensors
 
@@ -113,7 +113,7 @@ class Weights(TensorFile):
         parts = tuple(TensorFile.adopt(p) for p in paths)
         sha256 = parts[0].sha256
         if len(parts) > 1:
-            sha256 = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
+            sha256 = sha256_of(*(part.sha256 for part in parts))
         return cls(sha256, path, aliases, parts=parts, names=frozenset(expected), renamed=renamed)
 
     def load(self) -> dict[str, Tensor]:

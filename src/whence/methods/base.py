@@ -20,7 +20,7 @@ from whence.data import Batches
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
 from whence.layers.passes import precision_as_asked
-from whence.persist.factor_cache import key_of
+from whence.persist.identity import key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.study import Study

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from whence.data import cut
 from whence.draws import Uniform
 from whence.engine.labels import Labels, classes
-from whence.persist.factor_cache import key_of
+from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
 

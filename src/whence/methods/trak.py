@@ -32,7 +32,7 @@ from whence.methods.gradient import GradientMethod, Vectors
 from whence.methods.settings import check_count, check_damping
 from whence.operators import cost
 from whence.operators.projected import ProjectedVectors
-from whence.persist.factor_cache import key_of
+from whence.persist.identity import key_of
 
 
 @dataclass(frozen=True)

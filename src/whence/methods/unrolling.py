@@ -21,7 +21,7 @@ from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
 from whence.methods.base import Folder, Method
 from whence.operators import cost
-from whence.persist.factor_cache import key_of
+from whence.persist.identity import key_of
 from whence.replay.objective import Tensors, twice_differentiable
 from whence.replay.sweep import Credit, QueryBlock, ReplayWorkspace, Saved, Sum
 from whence.replay.training import Adjoint, Indices, Replay

@@ -31,7 +31,8 @@ from whence.layers.passes import BackwardPass, Passes, Signal, Weights
 from whence.operators import products
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.space import Basis
-from whence.persist.factor_cache import FactorCache, key_of, zeros
+from whence.persist.factor_cache import FactorCache
+from whence.persist.identity import key_of
 
 FISHERS = ("sampled", "exact", "empirical")
 
@@ -395,7 +396,10 @@ class Fitter:
         if cached is not None:
             return cached
         with self.passes.clock(work):
-            totals = zeros(of.shapes, self.passes.device, self._sums)
+            totals = {
+                name: torch.zeros(shape, device=self.passes.device, dtype=self._sums)
+                for name, shape in of.shapes.items()
+            }
             done, batch_size = 0, self.batch_size  # batches
             snapshot = self.cache.snapshot(key)
             if snapshot is not None:

@@ -10,7 +10,6 @@ which costs a CPU about as much as 16 multiplications.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
@@ -21,6 +20,7 @@ from whence.draws import keys
 from whence.layers.capture import ParameterBlock
 from whence.operators.fit import accumulator
 from whence.operators.products import LARGE, buffer
+from whence.persist.identity import sha256_of
 from whence.projections.gradients import Gradients
 
 WORD = 64  # signs in one hash
@@ -104,7 +104,7 @@ class Random:
 
     def _signs(self, block: ParameterBlock, parameters: range) -> Iterator[tuple[range, Tensor]]:
         """√d Pᵀ for these parameters of a block, (parameters, d), a few at a time."""
-        name = int.from_bytes(hashlib.sha256(block.name.encode()).digest()[:8], "little")
+        name = int.from_bytes(bytes.fromhex(sha256_of(block.name))[:8], "little")
         words = torch.arange(-(-self.dimension // WORD), device=self.device)
         step = max(1, self._limit // (len(words) * WORD))
         for start in range(parameters.start, parameters.stop, step):

@@ -3,25 +3,22 @@ update gave to its examples, and its state on disk, from which an interrupted sw
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from whence.data import Batches
 from whence.engine.workspace import Workspace
 from whence.operators import cost
+from whence.persist.snapshots import Throttle
+from whence.persist.tensors import load_tensors, save_tensors
 from whence.replay.training import Adjoint, Indices, Replay, Update
 from whence.run import Run
-from whence.run.checkpoint import replace_file
 
 SAVED_EVERY = 60.0  # seconds between two notes of where a sweep stands
 PENDING = 64  # credits that wait on the device before they are fetched
@@ -146,46 +143,40 @@ class Saved:
     """Where a sweep stands, on disk, so that an interrupted one goes on with the same bits."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self._last = path, monotonic()
+        self.path, self._throttle = path, Throttle(SAVED_EVERY)
 
     def due(self) -> bool:
-        return self.path is not None and monotonic() - self._last >= SAVED_EVERY
+        return self.path is not None and self._throttle.due()
 
     def save(
         self, key: str, total: Sum, step: int, adjoint: Adjoint, account: dict[str, Any]
     ) -> None:
         assert self.path is not None
         tensors = {
-            f"{slot}/{name}": value.cpu().contiguous()
+            f"{slot}/{name}": value
             for name, state in adjoint.items()
             for slot, value in state.items()
         }
         tensors |= {"values": torch.from_numpy(total.values), "here": torch.from_numpy(total.here)}
         about = {
+            "key": key,
             "step": step,
             "segment": total.segment,
             "magnitudes": total.magnitudes,
             "account": account,
         }
-        content = safetensors.torch.save(tensors, {"key": key, "about": json.dumps(about)})
-        replace_file(self.path, content)
-        self._last = monotonic()
+        with self._throttle.saving():
+            save_tensors(self.path, tensors, about)
 
     def load(self, key: str, total: Sum) -> tuple[int, Adjoint, dict[str, Any]] | None:
         """What an earlier call with the same key has saved, if anything; the sum is filled in."""
         if self.path is None or not self.path.exists():
             return None
-        try:
-            with safetensors.safe_open(self.path, "pt") as file:
-                held = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
-            raise ValueError(
-                f"{self.path} is damaged ({error}): delete it to start over"
-            ) from error
-        if held.get("key") != key:
+        tensors, about = load_tensors(
+            self.path, remedy="delete it to start over", checksum_required=False
+        )
+        if about.get("key") != key:
             return None
-        about = json.loads(held["about"])
         total.values, total.here = (tensors.pop(name).numpy() for name in ("values", "here"))
         total.segment, total.magnitudes = about["segment"], about["magnitudes"]
         adjoint: Adjoint = {}
@@ -197,7 +188,7 @@ class Saved:
     def forget(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-        self._last = monotonic()
+        self._throttle.restart()
 
 
 def forward_operations(workspace: Workspace) -> float:

@@ -9,7 +9,6 @@ how far it had strayed from them is noted.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections import deque
@@ -28,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from whence.data import cut, place
 from whence.engine.workspace import Workspace
+from whence.persist.identity import sha256_of
 from whence.replay.objective import Objective, Tensors
 from whence.replay.updates import GRADIENT, SLOTS, WEIGHT, Rule, State, Table, pull_back
 from whence.run import Run, RunError, Stage
@@ -401,11 +401,9 @@ class Replay:
     def fingerprint(self) -> str:
         """Of what the run's own does not cover: where it began, and its batches."""
         assert self.run.initial is not None
-        digest = hashlib.sha256(self.run.initial.sha256.encode())
-        digest.update(json.dumps(self.run.notes, sort_keys=True).encode())
-        for batch in self.batches:
-            digest.update(np.ascontiguousarray(batch, np.int64).tobytes() + b"|")
-        return digest.hexdigest()
+        notes = json.dumps(self.run.notes, sort_keys=True)
+        batches = (part for b in self.batches for part in (np.asarray(b, np.int64), "|"))
+        return sha256_of(self.run.initial.sha256, notes, *batches)
 
 
 def _refuse(study: Study, run: Run, dtype: torch.dtype) -> None:

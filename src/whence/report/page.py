@@ -19,6 +19,7 @@ from typing import Any
 import whence
 from whence.data import Collate
 from whence.engine.scoring import Tokens
+from whence.persist.files import write_bytes
 from whence.present.check import by_stage, check_data
 from whence.present.examples import Examples, Renderer
 from whence.present.predict import predictions
@@ -33,7 +34,6 @@ from whence.present.views import (
     said,
 )
 from whence.scores import Scores
-from whence.scores.files import replace
 from whence.study import Study
 
 QUERIES = 1000  # shown unless others are asked for
@@ -100,7 +100,7 @@ def write_report(
         notes.append("No training data was given: examples are shown by their numbers.")
     payload["overview"] = overview(scores, notes)
     page = render(payload, {"examples": shown, "ids": ids})
-    replace(path, lambda file: file.write(page.encode("utf-8", "replace")))  # lone surrogates
+    write_bytes(path, page.encode("utf-8", "replace"))  # lone surrogates
     return path
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
-from whence.data import Batches, digest, place
+from whence.data import Batches, place
+from whence.persist.identity import digest
 from whence.retrain.device import cuda_devices
 from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Data, Stack

@@ -9,7 +9,6 @@ Several processes, started by torchrun or by hand, may share a folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
+import torch
 from numpy.typing import NDArray
 
-from whence.run.checkpoint import replace_file
+from whence.persist import locks
+from whence.persist.files import damaged, make_folder, read_json, write_json
+from whence.persist.identity import sha256_of
+from whence.persist.tensors import load_tensors, save_tensors
 
 SCHEMA = 1
 Rows = NDArray[np.float64]
@@ -46,10 +48,8 @@ class Grid:
         self.notes: dict[str, Any] = {}
         if self.folder is None:
             return
-        try:
-            (self.folder / "parts").mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise NotADirectoryError(f"{self.folder} is a file: give a folder") from error
+        make_folder(self.folder)
+        make_folder(self.folder / "parts")
         with self.lock("grid"):
             self._open(json.loads(json.dumps(dict(identity))))
         self.refresh()
@@ -61,25 +61,23 @@ class Grid:
             self._identity = identity
             self._write()
             return
+        remedy = "delete the folder, and rerun to train again"
+        content = read_json(file, schema=SCHEMA, remedy=remedy)
         try:
-            content = json.loads(file.read_bytes())
-            stored, self.notes = content["identity"], content["notes"]
-            schema = content["schema"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is damaged ({error!r}): remove the folder") from error
-        if schema != SCHEMA:
-            raise ValueError(f"{file} has schema {schema}, this whence reads {SCHEMA}")
-        if stored != identity:
+            recorded, self.notes = content["identity"], content["notes"]
+        except KeyError as error:
+            raise damaged(file, error, remedy) from error
+        if recorded != identity:
             raise ValueError(
                 f"{self.folder} holds other trainings, which differ in: "
-                f"{_differences(stored, identity)}. Give another folder, or remove this one"
+                f"{_differences(recorded, identity)}. Give another folder, or delete this one"
             )
         self._identity = identity
 
     def _write(self) -> None:
         assert self.folder is not None
         content = {"schema": SCHEMA, "identity": self._identity, "notes": self.notes}
-        replace_file(self.folder / "grid.json", json.dumps(content, indent=1).encode())
+        write_json(self.folder / "grid.json", content)
 
     def settle(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         """Store how the trainings are made.
@@ -117,14 +115,12 @@ class Grid:
         """Store the measurements (k, q) of k trainings. Rows of diverged ones become all NaN."""
         rows = np.where(np.isfinite(rows).all(1, keepdims=True), rows, np.nan)
         if self.folder is not None:
-            tensors: dict[str, NDArray[Any]] = {
-                "measurements": np.ascontiguousarray(rows, np.float64),
-                "trainings": np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(
-                    len(keys), -1
-                ),
+            tensors = {
+                "measurements": torch.from_numpy(np.asarray(rows, np.float64)),
+                "trainings": torch.tensor([list(bytes.fromhex(key)) for key in keys]).byte(),
             }
             name = f"{name_of(keys)}.safetensors"
-            replace_file(self.folder / "parts" / name, safetensors.numpy.save(tensors))
+            save_tensors(self.folder / "parts" / name, tensors, {})
             self._read.add(name)
         self._rows.update(zip(keys, rows, strict=True))
 
@@ -142,16 +138,13 @@ class Grid:
     @contextmanager
     def lock(self, name: str, wait: bool = True) -> Iterator[bool]:
         """Hold a lock file. The system releases it when the process dies."""
-        import fcntl  # missing on Windows; only folders need it
-
         assert self.folder is not None
         path = self.folder / "parts" / f"{name}.lock"
-        with open(path, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-                return
+        file = locks.acquire(path, wait=wait)
+        if file is None:
+            yield False
+            return
+        with file:
             yield True
             if not wait:
                 # a process that opened it before will find the part written under it
@@ -160,19 +153,18 @@ class Grid:
 
 def name_of(keys: Sequence[str]) -> str:
     """The name of the file of trainings that are made together."""
-    return hashlib.sha256("".join(keys).encode()).hexdigest()[:24]
+    return sha256_of(*keys)[:24]
 
 
 def _read(file: Path, queries: int) -> dict[str, Rows]:
+    remedy = "delete it, and rerun to repeat its trainings"
+    tensors, _ = load_tensors(file, remedy=remedy, checksum_required=False)
     try:
-        tensors = safetensors.numpy.load_file(file)
-        keys, rows = tensors["trainings"], tensors["measurements"]
-    except Exception as error:
-        raise ValueError(
-            f"{file} cannot be read ({error}): remove it to repeat its trainings"
-        ) from error
+        keys, rows = tensors["trainings"].numpy(), tensors["measurements"].numpy()
+    except KeyError as error:
+        raise damaged(file, error, remedy) from error
     if rows.shape != (len(keys), queries):
-        raise ValueError(f"{file} has shape {rows.shape}, not (…, {queries}): remove it")
+        raise damaged(file, f"shape {rows.shape}, not ({len(keys)}, {queries})", remedy)
     return {key.tobytes().hex(): row for key, row in zip(keys, rows, strict=True)}
 
 

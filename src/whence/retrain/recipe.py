@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import tempfile
@@ -21,6 +20,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 
 from whence.data import Batches, Collate, place
+from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.recording import record_run
@@ -353,7 +353,7 @@ class Recipe:
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
     """The fingerprint of a recipe with this identity."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return sha256_of(json.dumps(identity, sort_keys=True))
 
 
 def _subset(subset: ArrayLike, count: int) -> Ints:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from whence.data import digest
+from whence.persist.identity import digest
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.stage import Ints, StageRecipe, checked_seed

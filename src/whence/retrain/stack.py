@@ -20,8 +20,9 @@ from torch.func import functional_call
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._pytree import tree_leaves, tree_map
 
-from whence.data import Batches, digest, place
+from whence.data import Batches, place
 from whence.engine.graphs import Graphs
+from whence.persist.identity import digest
 from whence.retrain.callback import Callback, Update
 from whence.retrain.recipe import Recipe
 from whence.retrain.stacked import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whence.data import Batches, Collate, digest, place
+from whence.data import Batches, Collate, place
 from whence.draws import Uniform, keys
+from whence.persist.identity import digest, sha256_of
 from whence.retrain.callback import Callback, Update
 from whence.run import optimizers
 from whence.task import Task
@@ -249,7 +249,7 @@ class StageRecipe:
                 }
                 for group in optimizer.param_groups
             ],
-            "rates": hashlib.sha256(json.dumps(rates, default=repr).encode()).hexdigest(),
+            "rates": sha256_of(json.dumps(rates, default=repr)),
         }
 
     def _transforms(self, like: Tensor) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from whence.data import digest
+from whence.persist.identity import digest
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -16,11 +15,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from whence.data import Batches
 from whence.draws import keys, uniforms
+from whence.persist.files import (
+    damaged,
+    load_array,
+    make_folder,
+    read_json,
+    save_array,
+    write_json,
+)
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
 from whence.retrain.recipe import Recipe
 from whence.retrain.training import Training
-from whence.scores.files import load_array, make_folder, save_array, write_json
 
 SCHEMA = 1
 FIELDS = ("alpha", "seeds", "measurement", "unit", "higher_is_better", "stage", "recipe", "query")
@@ -118,10 +124,9 @@ class Truth:
                 if unfinished
                 else f"{folder} has no truth.json: give a folder that ground_truth wrote"
             )
+        remedy = "delete the folder, and repeat the ground_truth call"
+        content = read_json(file, schema=SCHEMA, remedy=remedy)
         try:
-            content = json.loads(file.read_bytes())
-            if content["schema"] != SCHEMA:
-                raise ValueError(f"schema {content['schema']}, this whence reads {SCHEMA}")
             shape = tuple(content["shape"])
             return cls(
                 load_array(folder / "masks.npy", (shape[0], content["examples"]), "bool"),
@@ -129,10 +134,8 @@ class Truth:
                 notes=content["notes"],
                 **{name: content[name] for name in FIELDS},
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{file} is damaged ({error!r}): repeat the ground_truth call"
-            ) from error
+        except (KeyError, TypeError) as error:
+            raise damaged(file, error, remedy) from error
 
     def __repr__(self) -> str:
         subsets, repeats, queries = self.measurements.shape

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whence.persist.files import damaged, make_folder, read_json, write_json
+from whence.persist.snapshots import Throttle
+from whence.persist.tensors import load_tensors, save_tensors
 from whence.retrain.callback import Update
 from whence.retrain.grid import name_of
 from whence.retrain.stacked import running_statistics
 from whence.run import optimizers
-from whence.run.checkpoint import replace_file
 
 if TYPE_CHECKING:
     from whence.retrain.stack import Stack
@@ -77,27 +75,23 @@ class StackCheckpoint:
     def save(self, file: Path, **about: int) -> None:
         """Write a file atomically, with this metadata."""
         parts = {"weights": self.weights, "state": self.state}
-        tensors = {f"{w}/{n}": t.contiguous() for w, part in parts.items() for n, t in part.items()}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(file.name + ".tmp")
-        save_file(tensors, temporary, {name: str(value) for name, value in about.items()})
-        os.replace(temporary, file)
+        tensors = {f"{w}/{n}": t for w, part in parts.items() for n, t in part.items()}
+        make_folder(file.parent)
+        save_tensors(file, tensors, about)
 
     @classmethod
     def open(cls, file: Path) -> ResumePoint:
         """Read a file that was saved with its stage and step."""
+        remedy = "delete it, and rerun to repeat its trainings"
+        tensors, about = load_tensors(file, remedy=remedy, checksum_required=False)
         parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
         try:
-            with safe_open(file, framework="pt") as opened:
-                about = opened.metadata()
-                for name in opened.keys():  # noqa: SIM118
-                    part, _, key = name.partition("/")
-                    parts[part][key] = opened.get_tensor(name)
+            for name, tensor in tensors.items():
+                part, _, key = name.partition("/")
+                parts[part][key] = tensor
             return ResumePoint(int(about["stage"]), int(about["step"]), cls(**parts))
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file} cannot be read ({error}): remove it to repeat its trainings"
-            ) from error
+        except (KeyError, ValueError) as error:
+            raise damaged(file, error, remedy) from error
 
 
 @dataclass(frozen=True)
@@ -121,17 +115,14 @@ class Unfinished:
     """
 
     def __init__(self, file: Path, every: float) -> None:
-        self.file, self.every, self._last = file, every, monotonic()
+        self.file, self._throttle = file, Throttle(every)
 
     def offer(self, update: Update) -> None:
         """Write a checkpoint after this update, if the last one is old enough."""
-        start = monotonic()
-        if start - self._last < self.every:
-            return
-        checkpoint = StackCheckpoint.of(cast("Stack", update.model), update.optimizer)
-        checkpoint.save(self.file, stage=update.stage.number, step=update.step)
-        self._last = monotonic()
-        self.every = max(self.every, 30 * (self._last - start))
+        if self._throttle.due():
+            with self._throttle.saving():
+                checkpoint = StackCheckpoint.of(cast("Stack", update.model), update.optimizer)
+                checkpoint.save(self.file, stage=update.stage.number, step=update.step)
 
     def find(self) -> ResumePoint | None:
         return StackCheckpoint.open(self.file) if self.file.exists() else None
@@ -162,7 +153,7 @@ class UnfinishedRuns:
             if (stage, step) not in self._saved:
                 file = self.folder / f"{stage:03}-{step:012}.safetensors"
                 checkpoint.save(file, stage=stage, step=step)
-                replace_file(self.folder / "stack.json", json.dumps(about).encode())
+                write_json(self.folder / "stack.json", about)
                 self._saved.add((stage, step))
 
     def resume_points(self) -> Iterator[ResumePoint]:
@@ -184,6 +175,6 @@ class UnfinishedRuns:
 
     def _same_identity(self) -> Iterator[tuple[Path, list[str]]]:
         for file in sorted(self.runs.glob(f"{HIDDEN}*/stack.json")):
-            about = json.loads(file.read_bytes())
+            about = read_json(file, remedy="delete its folder, and rerun to train again")
             if about["of"] == self.identity:
                 yield file.parent, about["trainings"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
+from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint
 
 
@@ -34,7 +34,7 @@ class Averaged:
     @cached_property
     def sha256(self) -> str:
         names = "mean of " + " ".join(c.sha256 for c in self.checkpoints)
-        return hashlib.sha256(names.encode()).hexdigest()
+        return sha256_of(names)
 
     def weights(self) -> dict[str, Tensor]:
         totals: dict[str, Tensor] = {}

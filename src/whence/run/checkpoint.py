@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
+
+from whence.persist import identity
+from whence.persist.files import DamagedFile, damaged, write_bytes
+from whence.persist.identity import sha256_of
+from whence.persist.tensors import load_tensors, serialize
+
+REMEDY = "restore it from a copy, or record the run again"
 
 
 class RunError(RuntimeError):
     """A run on disk that is missing, damaged, or not the one that was meant."""
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: a killed process leaves the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
@@ -36,7 +34,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Split named tensors into those to keep and other names of the same memory ({alias: name})."""
-    kept: dict[str, Tensor] = {}
+    unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[object, str] = {}
     for name, tensor in tensors.items():
@@ -45,8 +43,8 @@ def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
         if tensor.numel() and seen.setdefault(place, name) != name:
             aliases[name] = seen[place]
         else:
-            kept[name] = tensor
-    return kept, aliases
+            unique[name] = tensor
+    return unique, aliases
 
 
 def model_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -58,37 +56,23 @@ def model_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def weights_sha256(model: nn.Module) -> str:
     """The SHA-256 of the file that a checkpoint of the model, as it is now, would be."""
-    return hashlib.sha256(serialize(model_weights(model)[0])).hexdigest()
+    return sha256_of(serialize(model_weights(model)[0]))
 
 
 def architecture_sha256(model: nn.Module) -> str:
     """SHA-256 of its modules' names and kinds, and of what the first outputs hardly tell: rates of
     dropout, momenta of batch norms. (Its repr would change with torch's versions.)"""
-    told = []
+    modules = []
     for name, module in model.named_modules():
         settings = {k: getattr(module, k, None) for k in ("p", "momentum")}
         numbers = {k: v for k, v in settings.items() if isinstance(v, (int, float))}
-        told.append([name, type(module).__qualname__, numbers])
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        modules.append([name, type(module).__qualname__, numbers])
+    return sha256_of(json.dumps(modules))
 
 
 def parameters_sha256(model: nn.Module) -> str:
     """SHA-256 of its parameters alone, without buffers."""
-    return hashlib.sha256(serialize(untie(dict(model.named_parameters()))[0])).hexdigest()
-
-
-def serialize(tensors: Mapping[str, Tensor]) -> bytes:
-    """A safetensors file: the same tensors give the same bytes, whatever their order or device."""
-    own: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.cpu().contiguous()
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
-            tensor = tensor.clone()  # a view into something larger, which safetensors refuses
-        storages.add(storage.data_ptr())
-        own[name] = tensor
-    return safetensors.torch.save(own)
+    return sha256_of(serialize(untie(dict(model.named_parameters()))[0]))
 
 
 @dataclass(frozen=True)
@@ -105,8 +89,8 @@ class TensorFile:
         cls, path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None
     ) -> TensorFile:
         data = serialize(tensors)
-        replace_file(path, data)
-        return cls(hashlib.sha256(data).hexdigest(), path, aliases or {})
+        write_bytes(path, data)
+        return cls(sha256_of(data), path, aliases or {})
 
     @classmethod
     def adopt(cls, source: Mapping[str, Tensor] | str | os.PathLike[str]) -> TensorFile:
@@ -121,12 +105,12 @@ class TensorFile:
                 "pass the model's own state dict"
             )
         plain = plain_names(source)
-        kept, aliases = untie({plain[name]: tensor for name, tensor in source.items()})
+        unique, aliases = untie({plain[name]: tensor for name, tensor in source.items()})
         memory = {
             name: t.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, t in kept.items()
+            for name, t in unique.items()
         }
-        return cls(hashlib.sha256(serialize(memory)).hexdigest(), None, aliases, memory)
+        return cls(sha256_of(serialize(memory)), None, aliases, memory)
 
     def load(self) -> dict[str, Tensor]:
         """The tensors, on the CPU, under all their names."""
@@ -134,12 +118,13 @@ class TensorFile:
             tensors = dict(self.memory)
         else:
             assert self.path is not None
-            found = file_sha256(self.path)
-            if found != self.sha256:
-                raise RunError(
-                    f"{self.path} was truncated or altered: its SHA-256 is {found[:12]}…, "
-                    f"recorded was {self.sha256[:12]}…. Restore it from a copy, or record again"
+            actual = file_sha256(self.path)
+            if actual != self.sha256:
+                reason = (
+                    f"truncated or altered: its SHA-256 is {actual[:12]}…, "
+                    f"{self.sha256[:12]}… was recorded"
                 )
+                raise RunError(str(damaged(self.path, reason, REMEDY)))
             tensors = read_tensors(self.path)
         for alias, name in self.aliases.items():
             if name in tensors:
@@ -149,26 +134,27 @@ class TensorFile:
 
 def file_sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return identity.file_sha256(path)
     except FileNotFoundError as error:
-        raise RunError(
-            f"{path} is missing: restore it from a copy, or record the run again"
-        ) from error
+        raise RunError(f"{path} is missing: {REMEDY}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Tensors of a .safetensors file, or of a state dict written by torch.save; never unpickled."""
     try:
         if path.suffix == ".safetensors":
-            loaded = safetensors.torch.load_file(path)
+            loaded = load_tensors(path, remedy=REMEDY, checksum_required=False)[0]
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except DamagedFile as error:
+        raise RunError(str(error)) from error
     except Exception as error:
-        raise RunError(f"{path} cannot be read as a checkpoint: {error}") from error
+        raise RunError(str(damaged(path, error, REMEDY))) from error
     if not isinstance(loaded, Mapping) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        held = sorted(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
-        raise RunError(f"{path} holds {held}, not a state dict: save model.state_dict() by itself")
+        content = sorted(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
+        raise RunError(
+            f"{path} holds {content}, not a state dict: save model.state_dict() by itself"
+        )
     plain = plain_names(loaded)
     return {plain[name]: tensor.detach() for name, tensor in loaded.items()}
 

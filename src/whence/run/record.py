@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.run.checkpoint import Checkpoint, RunError, TensorFile, replace_file
+from whence.persist.files import (
+    DamagedFile,
+    damaged,
+    load_array,
+    read_json,
+    remove_abandoned,
+    save_array,
+    write_json,
+)
+from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
 from whence.run.segments import Stage
 
 SCHEMA = 1
@@ -103,9 +110,7 @@ class Record:
             arrays["batches"] = np.concatenate([np.empty(0, np.int64), *self.batches])
             arrays["batch_offsets"] = np.cumsum(lengths, dtype=np.int64)
         for name, array in arrays.items():
-            buffer = io.BytesIO()
-            np.save(buffer, array, allow_pickle=False)
-            replace_file(folder / f"{name}.npy", buffer.getvalue())
+            save_array(folder / f"{name}.npy", array)
         content = {
             "schema": SCHEMA,
             "finished": self.finished,
@@ -136,7 +141,7 @@ class Record:
             "subset_stage": self.subset_stage,
             "origin": self.origin,
         }
-        replace_file(folder / "run.json", json.dumps(content, indent=1).encode())
+        write_json(folder / "run.json", content)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -144,21 +149,15 @@ class Record:
         if not folder.is_dir():
             raise RunError(f"there is no run at {folder}: no such folder")
         try:
-            content = json.loads((folder / "run.json").read_bytes())
+            content = read_json(folder / "run.json", schema=SCHEMA, remedy=REMEDY)
         except FileNotFoundError as error:
             raise RunError(f"there is no run at {folder}: it has no run.json") from error
         except ValueError as error:
-            raise RunError(f"{folder / 'run.json'} is damaged: {error}") from error
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            found = content.get("schema") if isinstance(content, dict) else None
-            raise RunError(
-                f"{folder / 'run.json'} has schema version {found!r}, this whence reads {SCHEMA}: "
-                "open it with the version that wrote it"
-            )
+            raise RunError(str(error)) from error
         try:
             return cls._parse(folder, content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunError(f"{folder / 'run.json'} is damaged: {error!r}") from error
+            raise RunError(str(damaged(folder / "run.json", repr(error), REMEDY))) from error
 
     @classmethod
     def _parse(cls, folder: Path, content: dict[str, Any]) -> Self:
@@ -213,6 +212,8 @@ class Record:
             for file in (c.files, c.moments, c.state)
             if file and file.path
         }
+        for place in (folder, folder / "checkpoints"):
+            remove_abandoned(place)
         for file in (folder / "checkpoints").iterdir():
             if OURS.fullmatch(file.name) and file.name not in known:
                 file.unlink()
@@ -272,11 +273,6 @@ def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
 
 def _load(path: Path) -> NDArray[Any]:
     try:
-        array = np.load(path, allow_pickle=False)
-    except FileNotFoundError as error:
-        raise RunError(f"{path} is missing: restore it from a copy, or record again") from error
-    except (ValueError, OSError, EOFError) as error:
-        raise RunError(f"{path} is damaged: {error}") from error
-    if not isinstance(array, np.ndarray):
-        raise RunError(f"{path} is damaged: it holds no array")
-    return array
+        return load_array(path, mode=None, remedy=REMEDY)
+    except (FileNotFoundError, DamagedFile) as error:
+        raise RunError(str(error)) from error

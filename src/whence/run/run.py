@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
 from whence.run.record import Record, write_checkpoint
 from whence.run.segments import Segment, Stage, deal, effective_rates
@@ -199,11 +199,8 @@ class Run(Record):
         subset = self.subset.tolist() if self.subset is not None else None
         subset = [subset, self.subset_stage] if self.subset_stage else subset
         text = json.dumps([checkpoints, stages, subset, self.groups, self.hyperparameters])
-        digest = hashlib.sha256(text.encode())
-        for array in (self.learning_rates, self.momentums):
-            digest.update(repr(array.shape).encode())
-            digest.update(np.ascontiguousarray(array, np.float64).tobytes())
-        return digest.hexdigest()
+        arrays = [np.asarray(a, np.float64) for a in (self.learning_rates, self.momentums)]
+        return sha256_of(text, *(part for a in arrays for part in (repr(a.shape), a)))
 
     def rate_at(self, checkpoint: Checkpoint, parameter: str) -> float:
         """The learning rate of the last update before a checkpoint; 0 for a frozen parameter."""

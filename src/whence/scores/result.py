@@ -18,16 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from whence.scores.files import (
-    SCHEMA,
-    load_array,
-    make_folder,
-    read_json,
-    save_array,
-    write_json,
-)
+from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
 from whence.table import Table, Tabled
 
+SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
 
 Floats = NDArray[np.floating[Any]]
@@ -346,7 +340,7 @@ class Scores(Tabled):
         """Open what ``save`` or ``attribute(out=...)`` wrote; large arrays stay on disk until they
         are used."""
         path = Path(path)
-        meta = read_json(path)
+        meta = read_description(path)
         try:
             arrays = {
                 name: load_array(path / f"{name}.npy", tuple(spec["shape"]), spec["dtype"])
@@ -509,6 +503,20 @@ _METADATA = (
     "provenance",
     "excluded",
 )
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The scores.json of a folder."""
+    file = folder / "scores.json"
+    if not file.is_file():
+        if (folder / "progress.json").is_file():
+            raise ValueError(
+                f"the scores in {folder} are not finished: make the same attribute(out=...) call "
+                "again to resume"
+            )
+        what = "has no scores.json" if folder.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{folder} {what}: give a folder that Scores.save wrote")
+    return read_json(file, schema=SCHEMA)
 
 
 def _ids(name: str, given: ArrayLike | None, count: int) -> Ints:

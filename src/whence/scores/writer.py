@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from whence.scores.files import make_folder, read_json, save_array, write_json
-from whence.scores.result import Floats, Ints, Scores, Top
+from whence.persist.files import (
+    damaged,
+    make_folder,
+    move_into_place,
+    read_json,
+    save_array,
+    write_json,
+)
+from whence.persist.snapshots import Throttle
+from whence.scores.result import Floats, Ints, Scores, Top, read_description
 
 ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
 
@@ -83,7 +89,7 @@ class ScoreWriter:
             self._shapes["by_segment"] = (segments, *self._shape)
         self._data: dict[str, NDArray[Any]] = {}
         self._done: list[ScoreTile] = []
-        self._noted, self._note_seconds = -math.inf, 0.0
+        self._throttle = Throttle(0.0)  # a block that was not noted is simply computed again
         if self._top is not None:
             ends = np.array([-np.inf, np.inf], self._dtype)[:, None, None]
             self._top_values = np.tile(ends, (1, self._queries, self._top))
@@ -174,7 +180,7 @@ class ScoreWriter:
             assert isinstance(data, np.memmap)
             data.flush()
             if self._partial(name).exists():
-                os.replace(self._partial(name), self._out / f"{name}.npy")
+                move_into_place(self._partial(name), self._out / f"{name}.npy")
         scores._save_json(self._out)
         self._progress.unlink()
         self._data = {}
@@ -193,7 +199,7 @@ class ScoreWriter:
     def _open(self, out: Path) -> None:
         make_folder(out)
         if (out / "scores.json").exists():
-            self._same_calculation(out, read_json(out).get("calculation"))
+            self._same_calculation(out, read_description(out).get("calculation"))
             self.already = Scores.load(out)
             self._progress.unlink(missing_ok=True)  # killed at the very last line of finish()
             return
@@ -214,15 +220,14 @@ class ScoreWriter:
 
     def _resume(self, out: Path) -> bool:
         """Take up an earlier call's work; False when its data is gone and all must be redone."""
+        remedy = f"delete the folder {out} to start over"
+        progress = read_json(self._progress, remedy=remedy)
         try:
-            progress = json.loads(self._progress.read_text())
             calculation, done = progress["calculation"], [tuple(b) for b in progress["done"]]
             state = {name: base64.b64decode(raw) for name, raw in progress["top"].items()}
             account = dict(progress["account"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{self._progress} cannot be read ({error}): delete the folder {out} to start over"
-            ) from error
+            raise damaged(self._progress, error, remedy) from error
         if not done:  # nothing is lost by starting another calculation here
             return False
         self._same_calculation(out, calculation)
@@ -260,13 +265,12 @@ class ScoreWriter:
 
     def _note(self) -> None:
         """Write down which blocks are done, after their data."""
-        if self._out is None:
+        if self._out is None or not self._throttle.due():
             return
-        start = monotonic()
-        # Where noting is expensive it is spaced out, to cost at most a twentieth of the time; a
-        # block that was not noted is simply done again.
-        if start - self._noted < 20 * self._note_seconds:
-            return
+        with self._throttle.saving():
+            self._write_progress()
+
+    def _write_progress(self) -> None:
         for data in self._data.values():
             assert isinstance(data, np.memmap)
             data.flush()
@@ -280,9 +284,6 @@ class ScoreWriter:
             "top": {name: base64.b64encode(a.tobytes()).decode() for name, a in state.items()},
         }
         write_json(self._progress, progress)
-        self._noted = monotonic()
-        seconds = self._noted - start
-        self._note_seconds = seconds if seconds > 0.01 else 0.0
 
     def _block(self, rows: slice | None, columns: slice) -> ScoreTile:
         if rows is None and not self._self:

@@ -12,6 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 from whence.data import Batches
 from whence.engine.workspace import Workspace
 from whence.operators import FISHERS
+from whence.persist.files import read_json
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256
 from whence.study import MEASURED, Study
@@ -62,15 +63,9 @@ def read(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "has no store.json" if folder.is_dir() else "does not exist"
         raise FileNotFoundError(f"{folder} {what}: give a folder that GradientStore.build made")
-    try:
-        about = dict(json.loads(file.read_text()))
-        schema = about["schema"]
-        known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
-        missing = known - about.keys()
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not the description of a store ({error})") from error
-    if schema != SCHEMA:
-        raise ValueError(f"{file} has schema {schema!r}, and this whence reads {SCHEMA}")
+    about = read_json(file, schema=SCHEMA, remedy="delete the store, and build it again")
+    known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
+    missing = known - about.keys()
     if missing:
         raise ValueError(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
     return about

@@ -6,7 +6,6 @@ and a note how many of its rows are good is kept elsewhere (the store's own file
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from whence.persist.files import load_array, move_into_place
 
 CACHED = 8 * 2**20  # bytes of rows that meet the vectors at a time, out of the processor's cache
 
@@ -41,12 +42,7 @@ def mapped(path: Path, examples: int, dimension: int, dtype: np.dtype[np.floatin
 def _mapped(
     path: Path, mode: Literal["r", "c"], dimension: int, dtype: np.dtype[np.floating]
 ) -> NDArray[np.floating]:
-    try:
-        array: NDArray[np.floating] = np.load(path, mmap_mode=mode, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(
-            f"{path} is truncated or damaged ({error}): delete it, and build the store again"
-        ) from error
+    array = load_array(path, mode=mode, remedy="delete it, and build the store again")
     if array.ndim != 2 or array.shape[1] != dimension or array.dtype != dtype:
         raise ValueError(
             f"{path} holds {array.dtype} of shape {array.shape}, not {dtype} of dimension "
@@ -95,7 +91,7 @@ class Rows:
     def finish(self) -> None:
         self.flush()
         self.array = None
-        os.replace(self.partial, self.path)
+        move_into_place(self.partial, self.path)
 
 
 def inner(rows: Tensor, vectors: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -39,13 +38,15 @@ from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
 from whence.operators import EKFAC, Basis, FitData, accumulator, cost
 from whence.operators.products import add_gram, mirror
-from whence.persist.factor_cache import FactorCache, key_of
+from whence.persist.factor_cache import FactorCache
+from whence.persist.files import make_folder, write_json
+from whence.persist.identity import key_of
+from whence.persist.snapshots import Throttle
 from whence.projections import Eigenbasis, Projection, moments, projected
 from whence.projections.eigenbasis import Kept, leading
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
 from whence.scores import Scores
-from whence.scores.files import make_folder, write_json
 from whence.store.identity import (
     METHODS,
     SCHEMA,
@@ -477,7 +478,7 @@ class GradientStore:
             return
         good = self._about["partial"].get(unit.name, 0)
         rows = Rows(path, len(data), self.dimension, self._dtype, good)
-        passes, noted = workspace.passes[unit.stage], monotonic()
+        passes, throttle = workspace.passes[unit.stage], Throttle(NOTED_EVERY)
         passes.load(unit.checkpoint)
         left = np.arange(rows.start, len(data))
         batches = [left[b] for b in cut(len(left), workspace.batch_size)]
@@ -488,11 +489,11 @@ class GradientStore:
             ):
                 self._refuse_bad(piece.rows, piece.indices, data, unit.checkpoint)
                 rows.write(int(piece.indices[0]), piece.rows)
-                if monotonic() - noted > NOTED_EVERY:
-                    rows.flush()
-                    self._about["partial"][unit.name] = int(piece.indices[-1]) + 1
-                    self._note()
-                    noted = monotonic()
+                if throttle.due():
+                    with throttle.saving():
+                        rows.flush()
+                        self._about["partial"][unit.name] = int(piece.indices[-1]) + 1
+                        self._note()
         rows.finish()
         self._about["partial"].pop(unit.name, None)
         self._note()

@@ -1,0 +1,73 @@
+"""Named tensors in safetensors files, with a checksum that is verified when they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from whence.persist.files import REMEDY, atomic, damaged
+from whence.persist.identity import tensors_sha256
+
+
+def independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous, none a view of another, as safetensors requires."""
+    separate: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
+            tensor = tensor.clone()
+        storages.add(storage.data_ptr())
+        separate[name] = tensor
+    return separate
+
+
+def serialize(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file: the same tensors give the same bytes, whatever their order or device."""
+    return safetensors.torch.save(independent(tensors))
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and what is to be known about them, as JSON, with a checksum."""
+    separate = independent(tensors)
+    text = json.dumps({**about, "sha256": tensors_sha256(separate)}, default=str)
+    with atomic(path) as temporary:
+        # One metadata entry, because the order of several varies.
+        safetensors.torch.save_file(separate, temporary, {"about": text})
+
+
+def load_tensors(
+    path: Path, *, remedy: str = REMEDY, checksum_required: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a safetensors file, and what `save_tensors` was given about them.
+
+    Args:
+        remedy: what to do if the file is damaged.
+        checksum_required: refuse a file without a checksum. Some kinds of files did not have one
+            in earlier versions, and kept what is to be known in separate metadata entries.
+
+    Raises:
+        DamagedFile: the file is truncated or altered.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about: dict[str, Any] = dict(file.metadata() or {})
+        about |= json.loads(about.pop("about", "{}"))
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, f"truncated, or not a safetensors file: {error}", remedy) from error
+    checksum = about.pop("sha256", None)
+    if checksum is None and checksum_required:
+        raise damaged(path, "it has no checksum", remedy)
+    if checksum is not None and checksum != tensors_sha256(tensors):
+        raise damaged(path, "altered: its checksum does not fit", remedy)
+    return tensors, about
