@@ -25,7 +25,7 @@ import whence
 from experiments.tasks import data, models
 from whence.data import Batches
 from whence.retrain import Training, measure
-from whence.retrain.stack import choose_engine
+from whence.retrain.engine_choice import choose_engine
 
 real = pytest.mark.skipif("WHENCE_DATA" not in os.environ, reason="WHENCE_DATA is not set")
 

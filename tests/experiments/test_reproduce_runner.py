@@ -138,8 +138,8 @@ def test_trainings_may_measure_more_queries_than_are_asked_about(
     scale = replace(SMALL, measured=9)
     ahead = reproduction(tmp_path / "ahead", few, scale=scale).run()
     assert numbers(ahead) == numbers(plain)
-    shop = sys.modules["whence.retrain.measure"].Workshop
-    monkeypatch.setattr(shop, "make", None)  # no training is needed
+    pool = sys.modules["whence.retrain.pool"].TrainingPool
+    monkeypatch.setattr(pool, "make", None)  # no training is needed
     more = reproduction(tmp_path / "ahead", few, scale=replace(scale, queries=9)).run()
     assert more["lds"]["RepSim"]["of"]["queries"] == 9
 

@@ -26,16 +26,17 @@ from support import recipes
 
 import whence
 from whence.data import Batches
+from whence.evaluate.agreement import agreement, mid_ranks, rank_correlation
 from whence.explore import jobs as jobs_module
 from whence.explore import start
-from whence.explore.compare import Overall, compare_query, mid_ranks, rank_correlation
+from whence.explore.compare import Overall, compare_query
 from whence.explore.explorer import Explorer
 from whence.explore.jobs import CANCELLED, DONE, FAILED, Job, Jobs
 from whence.explore.launch import prepare
-from whence.explore.reading import Teller
+from whence.explore.reading import PredictionWorker
+from whence.explore.scored_data import Refused, ScoredData, open_scores
 from whence.explore.server import create_app
-from whence.explore.state import Explored, Refused, open_scores
-from whence.explore.whatif import agreement, judged, predicted, what_if
+from whence.explore.whatif import judged, predicted, what_if
 from whence.scores import Scores
 from whence.scores.result import Top
 
@@ -79,7 +80,7 @@ def strict(content: object) -> str:
 @pytest.mark.parametrize("top", [None, N])
 def test_what_if_is_the_removal_effect(higher: bool, top: int | None) -> None:
     scores = make(higher=higher, top=top)
-    change, unknown = predicted(Explored({"a": scores}), "a", [3, 14, 40])
+    change, unknown = predicted(ScoredData({"a": scores}), "a", [3, 14, 40])
     expected = [scores.removal_effect(q, [3, 14, 40]) for q in range(Q)]
     np.testing.assert_allclose(change, expected, rtol=1e-6)
     assert not unknown.any()
@@ -88,7 +89,7 @@ def test_what_if_is_the_removal_effect(higher: bool, top: int | None) -> None:
 def test_what_if_without_kept_scores_is_unknown_and_never_zero() -> None:
     full = make().values
     places = [3, 14, 40]
-    view = what_if(Explored({"few": make(full, top=5), "all": make(full)}), places)
+    view = what_if(ScoredData({"few": make(full, top=5), "all": make(full)}), places)
     for row in range(Q):
         order = np.argsort(full[row])
         lost = len(set(places) - set(order[:5]) - set(order[-5:]))
@@ -119,7 +120,7 @@ def test_rank_correlation_and_overlap() -> None:
     )
 
     a, b = make(seed=1), make(seed=2, higher=False)
-    view = compare_query(Explored({"a": a, "b": b}), "a", "b", 2, 7)
+    view = compare_query(ScoredData({"a": a, "b": b}), "a", "b", 2, 7)
     helpful = [set(s.helpful(2, 7).examples) for s in (a, b)]
     harmful = [set(s.harmful(2, 7).examples) for s in (a, b)]
     assert view["overlap"]["helpful"] == len(set.intersection(*helpful)) / 7
@@ -135,10 +136,10 @@ def test_rank_correlation_and_overlap() -> None:
 
 def test_overall_goes_on_from_call_to_call() -> None:
     a, b = make(seed=1), make(seed=2)
-    overall = Overall(Explored({"a": a, "b": b}), "a", "b", 10)
-    steps = [overall.go_on(0.0)["done"] for _ in range(Q)]
+    overall = Overall(ScoredData({"a": a, "b": b}), "a", "b", 10)
+    steps = [overall.advance(0.0)["done"] for _ in range(Q)]
     assert steps == list(range(1, Q + 1))
-    found = overall.go_on(0.0)
+    found = overall.advance(0.0)
     each = [stats.spearmanr(a.values[q], b.values[q]).statistic for q in range(Q)]
     assert found["spearman"] == pytest.approx(np.mean(each), abs=1e-4)
     assert found["least"][0] == int(np.argmin(each))
@@ -148,7 +149,7 @@ def test_scores_of_some_examples_are_compared_by_id() -> None:
     """Such as leave-one-out on a few examples, in an order of its own."""
     full, ids = make(seed=1), np.array([30, 4, 11, 25])
     few = make(full.values[:, ids] * 2, train_ids=ids)
-    explored = Explored({"all": full, "few": few})
+    explored = ScoredData({"all": full, "few": few})
     view = compare_query(explored, "all", "few", 0, 4)
     assert view["common"] == 4 and view["spearman"] == 1.0
     assert view["lists"]["few"]["helpful"][0]["column"] in ids
@@ -159,10 +160,10 @@ def test_scores_of_some_examples_are_compared_by_id() -> None:
 
 
 def test_top_only_scores_have_no_rank_correlation_but_overlap() -> None:
-    explored = Explored({"a": make(seed=1, top=6), "b": make(seed=2)})
+    explored = ScoredData({"a": make(seed=1, top=6), "b": make(seed=2)})
     view = compare_query(explored, "a", "b", 0, 50)
     assert view["k"] == 6 and view["spearman"] is None and "a kept only the top" in view["why"]
-    assert Overall(explored, "a", "b", 50).go_on(9)["what"] == "overlap of the top 6"
+    assert Overall(explored, "a", "b", 50).advance(9)["what"] == "overlap of the top 6"
     listed = explored.list_examples("a", 0, limit=N)
     assert listed["unknown"] == N - 12  # and none of these is a zero
     assert [item["value"] for item in listed["items"]].count(None) == N - 12
@@ -171,7 +172,7 @@ def test_top_only_scores_have_no_rank_correlation_but_overlap() -> None:
 def test_scores_that_are_not_numbers_become_null() -> None:
     values = make().values.copy()
     values[0, 3], values[1], values[2, 5] = np.nan, np.nan, np.inf
-    explored = Explored({"a": make(values), "b": make(seed=3)})
+    explored = ScoredData({"a": make(values), "b": make(seed=3)})
     explorer = Explorer(explored)
     for row in range(Q):
         strict(explorer.query("a", row, 50))
@@ -191,7 +192,7 @@ def test_scores_that_are_not_numbers_become_null() -> None:
 def test_lists_are_filtered_ordered_and_cut_into_pages() -> None:
     data = [(f"{TEXTS[k % 5]} {k}", k % 3) for k in range(N)]
     scores = make(higher=False)
-    explored = Explored({"a": scores}, train=data, query=data[:Q], classes=["cat", "dog", "eel"])
+    explored = ScoredData({"a": scores}, train=data, query=data[:Q], classes=["cat", "dog", "eel"])
     explored.read()
     help_ = -scores.values[1].astype(float)
     order = np.argsort(-help_, kind="stable")
@@ -220,7 +221,7 @@ def test_lists_are_filtered_ordered_and_cut_into_pages() -> None:
     for wrong in ({"order": "odd"}, {"stage": "nowhere"}):
         with pytest.raises(Refused, match=r"odd|nowhere"):
             ids(**wrong)
-    with pytest.raises(Refused, match="it takes study= and query="):
+    with pytest.raises(Refused, match="this needs study= and query="):
         explored.list_queries(wrong=True)
 
 
@@ -229,7 +230,7 @@ def test_wrong_predictions_come_from_the_model(tmp_path: Path) -> None:
     study = whence.Study(
         recipes.mlp(), whence.Classification(), TRAIN, recipe.run(0, tmp_path, device="cpu")
     )
-    explored = Explored({"a": make()}, study=study, query=QUERY)
+    explored = ScoredData({"a": make()}, study=study, query=QUERY)
     explored.read()
     model = recipe.train(0, device="cpu")
     x, y = QUERY.tensors
@@ -242,13 +243,13 @@ def test_wrong_predictions_come_from_the_model(tmp_path: Path) -> None:
     np.testing.assert_allclose(explored.measured, margins, rtol=1e-9)
     worst = [item["row"] for item in explored.list_queries(order="worst")["items"]]
     assert worst == np.argsort(margins).tolist()
-    told, more = explored.told([0, 5])
+    predictions, more = explored.predictions([0, 5])
     while more:
-        told, more = explored.told([0, 5])
+        predictions, more = explored.predictions([0, 5])
     explored.close()
     with torch.no_grad():
         says = model(TRAIN.tensors[0].double()).argmax(1)
-    assert [told[k]["prediction"] for k in (0, 5)] == [str(int(says[k])) for k in (0, 5)]
+    assert [predictions[k]["prediction"] for k in (0, 5)] == [str(int(says[k])) for k in (0, 5)]
 
 
 def test_what_a_slow_model_says_comes_later() -> None:
@@ -260,26 +261,26 @@ def test_what_a_slow_model_says_comes_later() -> None:
         assert go.wait(30)
         return {p: f"says {p}" for p in places}
 
-    teller = Teller(ask)
-    assert teller.told([1, 2]) == {} and teller.waiting([1, 2])
-    assert teller.told([2, 3]) == {}  # nothing is asked twice
+    worker = PredictionWorker(ask)
+    assert worker.predictions([1, 2]) == {} and worker.waiting([1, 2])
+    assert worker.predictions([2, 3]) == {}  # nothing is asked twice
     go.set()
-    while teller.waiting([1, 2, 3]):
+    while worker.waiting([1, 2, 3]):
         time.sleep(0.01)
-    assert teller.told([1, 3]) == {1: "says 1", 3: "says 3"} and not teller.waiting([1, 3])
+    assert worker.predictions([1, 3]) == {1: "says 1", 3: "says 3"} and not worker.waiting([1, 3])
     assert asked == [[1, 2], [3]]
-    teller.close()
+    worker.close()
 
 
 def test_a_model_that_raises_costs_only_its_predictions(tmp_path: Path) -> None:
     run = recipes.recipe().run(0, tmp_path, device="cpu")
     study = whence.Study(recipes.mlp(), whence.Classification(), TRAIN, run)
     wrong = torch.utils.data.TensorDataset(torch.zeros(Q, 3), torch.zeros(Q, dtype=torch.long))
-    explored = Explored({"a": make()}, study=study, query=wrong)
+    explored = ScoredData({"a": make()}, study=study, query=wrong)
     explored.read()
     explored.close()
     assert explored.wrong is None and explored.reading is None
-    assert any("What the model predicts of queries is not shown" in n for n in explored.unchecked)
+    assert any("Predictions for queries are not shown" in n for n in explored.unchecked)
     assert explored.list_queries()["total"] == Q
 
 
@@ -289,7 +290,7 @@ def test_stages_are_told_apart() -> None:
     ids = np.concatenate([np.arange(40), np.arange(24)])
     scores = make(values, stage=stage, train_ids=ids)
     train = {"finetune": recipes.dataset(24, 2), "pretrain": recipes.dataset(40, 1)}
-    explored = Explored({"a": scores}, train=train)
+    explored = ScoredData({"a": scores}, train=train)
     found = explored.list_examples("a", 0, stage="finetune", order="number", limit=64)
     assert [i["example"]["id"] for i in found["items"]] == list(range(24))
     assert {i["example"]["stage"] for i in found["items"]} == {"finetune"}
@@ -302,7 +303,7 @@ def test_stages_are_told_apart() -> None:
 def test_audit_sorts_by_suspicion_and_exports_it() -> None:
     data = [(TEXTS[k % 5], k % 3) for k in range(N)]
     own = make(np.random.default_rng(5).standard_normal(N), method="Self")
-    explored = Explored({"a": make(higher=False), "self": own}, train=data)
+    explored = ScoredData({"a": make(higher=False), "self": own}, train=data)
     explored.read()
     explorer = Explorer(explored)
     wrong = np.arange(N) % 2 == 0
@@ -321,7 +322,7 @@ def test_audit_sorts_by_suspicion_and_exports_it() -> None:
     only = list(csv.reader(io.StringIO("".join(explorer.audit_csv("self", label="1")))))
     assert {line[3] for line in only[1:]} == {"1"} and len(only) == 1 + N // 3
     with pytest.raises(Refused, match="keeps only each query's top"):
-        Explored({"few": make(top=4)}).suspicion("few")
+        ScoredData({"few": make(top=4)}).suspicion("few")
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -330,24 +331,24 @@ def test_audit_sorts_by_suspicion_and_exports_it() -> None:
 def test_scores_of_different_queries_are_refused() -> None:
     a = make(provenance={"query": "abc"})
     with pytest.raises(ValueError, match=r"a and b are scores of different queries.*other query d"):
-        Explored({"a": a, "b": make(provenance={"query": "xyz"})})
+        ScoredData({"a": a, "b": make(provenance={"query": "xyz"})})
     with pytest.raises(ValueError, match=r"6 and 5 queries.*explore one at a time"):
-        Explored({"a": a, "b": make(a.values[:5])})
+        ScoredData({"a": a, "b": make(a.values[:5])})
     with pytest.raises(ValueError, match="other query ids"):
-        Explored({"a": a, "b": make(query_ids=np.arange(Q)[::-1])})
+        ScoredData({"a": a, "b": make(query_ids=np.arange(Q)[::-1])})
 
 
 def test_data_of_another_length_or_order_is_refused() -> None:
     known = {"train": {"train": Batches("t", TRAIN).fingerprint()}}
     scores = {"a": make(provenance=known | {"query": Batches("q", QUERY).fingerprint()})}
-    Explored(scores, train=TRAIN, query=QUERY)
+    ScoredData(scores, train=TRAIN, query=QUERY)
     with pytest.raises(ValueError, match="a: the training data has 40 examples, but the scores"):
-        Explored(scores, train=recipes.dataset(40), query=QUERY)
+        ScoredData(scores, train=recipes.dataset(40), query=QUERY)
     turned = torch.utils.data.TensorDataset(*(t.flip(0) for t in TRAIN.tensors))
     with pytest.raises(ValueError, match=r"a: .*contents differ, or their order"):
-        Explored(scores, train=turned, query=QUERY)
+        ScoredData(scores, train=turned, query=QUERY)
     with pytest.raises(ValueError, match="the query data has 4 examples"):
-        Explored(scores, train=TRAIN, query=recipes.dataset(4, 7))
+        ScoredData(scores, train=TRAIN, query=recipes.dataset(4, 7))
 
 
 def test_folders_are_opened_by_name(tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_folders_are_opened_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="does not exist"):
         open_scores([tmp_path / "three"])
     with pytest.raises(ValueError, match="no scores"):
-        Explored({})
+        ScoredData({})
     with pytest.raises(TypeError, match="a is a str: give Scores"):
         open_scores({"a": "scores/source"})
 
@@ -386,7 +387,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_retraining_measures_what_training_by_hand_does(folder: Path) -> None:
     recipe = recipes.recipe()
     jobs = Jobs(folder, recipe, QUERY, device="cpu")
-    job = finished(jobs, jobs.ask(None, [40, 3, 14], 2))
+    job = finished(jobs, jobs.submit(None, [40, 3, 14], 2))
     assert job.state == DONE and job.error is None
     outcome = jobs.outcome(job)
     assert outcome is not None
@@ -403,7 +404,7 @@ def test_retraining_measures_what_training_by_hand_does(folder: Path) -> None:
     np.testing.assert_allclose(outcome.error, stats.sem(differences, axis=0))
 
     scores = make()
-    view = judged(Explored({"a": scores}), job, outcome, np.array([3, 14, 40]))
+    view = judged(ScoredData({"a": scores}), job, outcome, np.array([3, 14, 40]))
     expected = [scores.removal_effect(q, [3, 14, 40]) for q in range(Q)]
     np.testing.assert_allclose(view["sets"]["a"]["change"], expected, rtol=1e-4)
     rank = stats.spearmanr(expected, outcome.change).statistic
@@ -413,9 +414,9 @@ def test_retraining_measures_what_training_by_hand_does(folder: Path) -> None:
     strict(view)
 
     # the baseline is there already: another job trains its own two models alone
-    again = finished(jobs, jobs.ask(None, [7], 2))
-    assert again.notes["found"] == 2
-    assert jobs.ask(None, [7], 2) is again  # and what was asked before is not done again
+    again = finished(jobs, jobs.submit(None, [7], 2))
+    assert again.notes["reused"] == 2
+    assert jobs.submit(None, [7], 2) is again  # and what was asked before is not done again
     jobs.close()
 
     restarted = Jobs(folder, recipe, QUERY, device="cpu")
@@ -423,7 +424,7 @@ def test_retraining_measures_what_training_by_hand_does(folder: Path) -> None:
     kept_outcome = restarted.outcome(restarted.get(job.id))
     assert kept_outcome is not None
     np.testing.assert_array_equal(kept_outcome.after, outcome.after)
-    restarted.forget(again.id)
+    restarted.remove(again.id)
     assert [j.id for j in restarted.all()] == [job.id]
     restarted.close()
 
@@ -441,7 +442,7 @@ def test_agreement_with_a_line() -> None:
 
 
 class Slow(torch.nn.Sequential):
-    """An MLP that waits, while `Slow.waits` is set, after it has told that it trains."""
+    """An MLP that waits, while `Slow.waits` is set, after it has signalled that it trains."""
 
     trains = threading.Event()
     waits = threading.Event()
@@ -462,7 +463,7 @@ def test_cancelled_and_interrupted_retrainings_go_on(folder: Path) -> None:
     jobs = Jobs(folder, recipe, QUERY, device="cpu")
     Slow.waits.set()
     try:
-        job = jobs.ask(None, [1, 2], 1)
+        job = jobs.submit(None, [1, 2], 1)
         assert Slow.trains.wait(60)
         shares = []
         while len(set(shares)) < 4:
@@ -471,25 +472,25 @@ def test_cancelled_and_interrupted_retrainings_go_on(folder: Path) -> None:
         assert shares == sorted(shares) and shares[-1] < 1
         jobs.cancel(job.id)
         deadline = time.monotonic() + 20
-        while jobs._now is not None:
+        while jobs._current is not None:
             assert time.monotonic() < deadline, "a cancelled training must stop at an update"
             time.sleep(0.01)
         assert job.state == CANCELLED and jobs.outcome(job) is None
 
         Slow.trains.clear()
-        jobs.go_on(job.id)
+        jobs.resume(job.id)
         assert Slow.trains.wait(60)
         jobs.cancel(job.id)
-        jobs.go_on(job.id)  # at once: it must not be lost between the two
+        jobs.resume(job.id)  # at once: it must not be lost between the two
         while (now := jobs.progress(job))["share"] == 0 or jobs.get(job.id).state != "running":
             assert time.monotonic() < deadline + 20, now
             time.sleep(0.01)
         second = Jobs(folder, recipe, QUERY, device="cpu")
         assert second.refused is not None and "another explorer" in second.refused
-        assert "retraining is its" in second.refused
+        assert "retrains in" in second.refused
         assert [j.state for j in second.all()] == ["running"]
         with pytest.raises(PermissionError, match="another explorer"):
-            second.ask(None, [5], 1)
+            second.submit(None, [5], 1)
         second.close()
         jobs.close()  # as Ctrl-C does
     finally:
@@ -512,11 +513,11 @@ def test_a_retraining_that_fails_is_told_and_the_next_one_runs(
 
     jobs = Jobs(folder, recipes.recipe(model=model), QUERY, device="cpu")
     broken.set()
-    job = finished(jobs, jobs.ask(None, [1], 1))
+    job = finished(jobs, jobs.submit(None, [1], 1))
     assert job.state == FAILED and job.error == "RuntimeError: the disk <b>is full</b>"
     assert "the disk" in capsys.readouterr().err
     broken.clear()
-    assert finished(jobs, jobs.go_on(job.id)).state == DONE
+    assert finished(jobs, jobs.resume(job.id)).state == DONE
     for examples, seeds, why in (
         ([], 1, "no example is ticked"),
         ([N], 1, f"example {N} is not in the recipe's data"),
@@ -524,7 +525,7 @@ def test_a_retraining_that_fails_is_told_and_the_next_one_runs(
         ([1], 0, "seeds=0"),
     ):
         with pytest.raises(ValueError, match=why):
-            jobs.ask(None, list(examples), seeds)
+            jobs.submit(None, list(examples), seeds)
     jobs.close()
 
 
@@ -536,12 +537,12 @@ def test_retraining_leaves_out_examples_of_the_ticked_stage(folder: Path) -> Non
         stage=["pretrain"] * 40 + ["finetune"] * 24,
         train_ids=np.concatenate([np.arange(40), np.arange(24)]),
     )
-    explored = Explored({"a": scores})
+    explored = ScoredData({"a": scores})
     explorer = Explorer(explored, Jobs(folder, recipe, QUERY, device="cpu"))
     assert explorer.jobs is not None
     with pytest.raises(Refused, match=r"stages finetune and pretrain: .*one stage at a time"):
-        explorer.ask([0, 45], 1)
-    view = explorer.ask([45, 46], 1)
+        explorer.submit([0, 45], 1)
+    view = explorer.submit([45, 46], 1)
     job = finished(explorer.jobs, explorer.jobs.get(view["id"]))
     assert (job.stage, job.examples) == ("finetune", [5, 6])
     outcome = explorer.jobs.outcome(job)
@@ -585,7 +586,7 @@ HOST, SECRET = "127.0.0.1:8765", "s3cret-token"
 def client(folder: Path) -> Iterator[TestClient]:
     data = [(TEXTS[k % 5], k % 3) for k in range(N)]
     scores = {"a": make(), "b": make(seed=1), "self": make(np.arange(N) * 1.0)}
-    explored = Explored(scores, train=data, query=data[:Q])
+    explored = ScoredData(scores, train=data, query=data[:Q])
     explorer = Explorer(explored, Jobs(folder, recipes.recipe(), QUERY, device="cpu"))
     explored.read()
     app = create_app(explorer, SECRET, frozenset({HOST, "localhost:8765"}))
@@ -647,7 +648,7 @@ def test_changes_need_the_token_in_a_header(client: TestClient) -> None:
         answer = client.post("/api/jobs", json=wrong, headers=TOLD)
         assert answer.status_code == 422 and answer.json()["error"]
     assert client.post("/api/jobs", json={"places": [N], "seeds": 1}, headers=TOLD).json() == {
-        "error": f"place {N} is out of range: there are 0..{N - 1}"
+        "error": f"place {N} is out of range: use 0..{N - 1}"
     }
 
 
@@ -695,9 +696,9 @@ def test_every_answer_is_json_and_every_error_a_sentence(client: TestClient) -> 
         assert answer.status_code == 200, (address, answer.text)
         strict(answer.json())
     bad = {
-        "query?scores=zzz&row=0": (400, "there are no scores 'zzz': there are a, b, self"),
+        "query?scores=zzz&row=0": (400, "there are no scores 'zzz': choose from a, b, self"),
         "query?scores=self&row=0": (400, "self is self-influence, which has no queries"),
-        "query?scores=a&row=6": (400, "query 6 is out of range: there are 0..5"),
+        "query?scores=a&row=6": (400, "query 6 is out of range: use 0..5"),
         "query?scores=a&row=-1": (422, "row: "),
         "query?scores=a": (422, "row: Field required"),
         "rows?rows=9": (400, "query 9 is out of range"),
@@ -707,7 +708,7 @@ def test_every_answer_is_json_and_every_error_a_sentence(client: TestClient) -> 
         f"whatif?places={','.join(map(str, range(5001)))}": (400, "tick at most 5000"),
         "audit?scores=zzz": (400, "there are no scores"),
         "audit.csv?scores=zzz": (400, "there are no scores"),
-        "queries?wrong=true": (400, "whether a prediction is wrong is not known"),
+        "queries?wrong=true": (400, "whether a prediction is wrong is unknown"),
         "jobs/nothing": (404, "there is no retraining 'nothing'"),
         "examples?scores=a&sign=odd": (422, "sign: "),
         "nothing": (404, "Not Found"),
@@ -734,7 +735,7 @@ def test_retraining_over_http(client: TestClient) -> None:
     assert found["state"] == "done" and found["examples"] == [3, 5]
     assert set(found["judged"]["sets"]) == {"a", "b"} and len(found["judged"]["real"]) == Q
     assert [j["id"] for j in client.get("/api/jobs", headers=TOLD).json()["jobs"]] == [job["id"]]
-    gone = client.post(f"/api/jobs/{job['id']}/forget", headers=TOLD | {"content-length": "0"})
+    gone = client.post(f"/api/jobs/{job['id']}/remove", headers=TOLD | {"content-length": "0"})
     assert gone.json()["jobs"] == []
 
 
@@ -766,8 +767,8 @@ def test_a_running_explorer_answers_and_stops() -> None:
         address = f"{page.address}/api/overview"
         found = httpx.get(address, headers={"x-whence-token": page.token}).json()
         many = ",".join(["000000003"] * 5000)
-        told = {"x-whence-token": page.token}
-        effect = httpx.get(f"{page.address}/api/whatif?places={many}", headers=told).json()
+        token = {"x-whence-token": page.token}
+        effect = httpx.get(f"{page.address}/api/whatif?places={many}", headers=token).json()
         assert effect["examples"] == 1
         assert found["sets"] == ["a"] and "there is no recipe" in found["retrain"]["refused"]
     with pytest.raises(httpx.ConnectError):
@@ -822,13 +823,13 @@ def test_a_thousand_queries_of_sixty_thousand_examples_stay_on_disk(tmp_path: Pa
     }
     (tmp_path / "scores.json").write_text(json.dumps(meta))
     scores = Scores.load(tmp_path)
-    explorer = Explorer(Explored({"a": scores, "b": scores}))
+    explorer = Explorer(ScoredData({"a": scores, "b": scores}))
     places = list(range(0, n, 60))
     tracemalloc.start()
     try:
         view = explorer.query("a", 100, 10)
-        explorer.explored.list_examples("a", 100, sign="harmful", offset=20_000)
-        explorer.explored.list_queries(offset=900)
+        explorer.data.list_examples("a", 100, sign="harmful", offset=20_000)
+        explorer.data.list_queries(offset=900)
         compared = explorer.compare("a", "b", 100, 10)
         overall = explorer.overall("a", "b", 10)
         change = explorer.what_if(places)["sets"]["a"]["change"]

@@ -222,7 +222,7 @@ def test_what_if_is_predicted_retrained_and_judged(browser: Any, explorer: Runni
         page.get_by_role("button", name="Cancel").click()
         page.wait_for_selector(".job.cancelled")
         Slow.waits.clear()
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Resume").click()
         page.wait_for_selector(".charts.judged .dot", timeout=60_000)
         assert page.locator(".charts.judged .dot").count() == Q
         assert "done" in visit.text(".job .state")
@@ -246,7 +246,7 @@ def test_what_if_is_predicted_retrained_and_judged(browser: Any, explorer: Runni
         finally:
             Slow.fails.clear()
         assert "out of luck <script>" in visit.text(".job.failed .notice")
-        page.locator(".job.failed").get_by_role("button", name="take this").click()
+        page.locator(".job.failed").get_by_role("button", name="remove this").click()
         page.wait_for_selector(".job.failed", state="detached")
 
 
@@ -355,7 +355,7 @@ def test_other_pages_get_nothing(
         context.close()
 
 
-def test_a_server_that_went_away_is_told(browser: Any) -> None:
+def test_a_server_that_went_away_is_reported(browser: Any) -> None:
     explorer = start({"a": scores()})
     context = browser.new_context()
     page = context.new_page()

@@ -157,7 +157,7 @@ def test_a_cuda_graph_makes_the_updates_that_it_stands_for(
     """In float32, where most updates are replayed, beside the same without graphs."""
     from support import recipes
 
-    from whence.retrain import Training, measure, stack
+    from whence.retrain import Training, measure
 
     settings = {"model": recipes.mlp} | recipes_on_gpu()[name]
     make = settings.pop("model")
@@ -171,7 +171,7 @@ def test_a_cuda_graph_makes_the_updates_that_it_stands_for(
     )
     found = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
     assert bool(replayed) == (name not in ("one cycle", "optimizer adagrad"))
-    monkeypatch.setattr(stack, "WARM_UP", 10**9)
+    monkeypatch.setattr("whence.engine.graphs.WARM_UP", 10**9)
     wanted = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -195,7 +195,7 @@ def test_long_trainings_on_the_gpu_go_on_from_their_middle(
     trainings = [Training(s, np.arange(s, s + 30)) for s in range(4)]
     options: dict[str, Any] = {"device": "cuda", "engine": "products", "progress": False}
     wanted = measure(recipe, query, trainings, **options)
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
     monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
     made, plain = [0], _StageTraining.update
 
@@ -241,7 +241,7 @@ def test_one_at_a_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     query = recipes.dataset(5, seed=9)
     with pytest.warns(UserWarning, match="one at a time"):
         found = measure(recipe, query, [Training(0), Training(1)], device="cuda", progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "HELD", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "DATA_MEMORY_SHARE", 0.0)
     again = measure(recipe, query, [Training(1)], device="cuda", engine="single", progress=False)
     assert np.array_equal(found[1], again[0])
 
@@ -342,9 +342,9 @@ def test_resnet9_with_autocast_on_the_gpu(filling: int, monkeypatch: pytest.Monk
     from experiments.tasks.models import ResNet9
     from whence.data import Batches
     from whence.retrain import Training, measure
-    from whence.retrain.measure import Workshop
+    from whence.retrain.pool import TrainingPool
 
-    monkeypatch.setitem(sys.modules["whence.retrain.measure"].FILLING, "cuda", filling)
+    monkeypatch.setitem(sys.modules["whence.retrain.capacity"].FILLING, "cuda", filling)
     random = torch.Generator().manual_seed(0)
     images = torch.randn(100, 3, 32, 32, generator=random)
     labels = torch.randint(0, 10, (100,), generator=random)
@@ -357,9 +357,9 @@ def test_resnet9_with_autocast_on_the_gpu(filling: int, monkeypatch: pytest.Monk
         batch_size=32,
         epochs=4,
     )
-    shop = Workshop.open(recipe, Batches("query", query), "cuda")
-    assert (shop.engine, shop.why) == ("products", None)
-    assert shop.at_once(Training(0), None, 3) == (1 if filling == 0 else 3)
+    pool = TrainingPool.open(recipe, Batches("query", query), "cuda")
+    assert (pool.engine, pool.why) == ("products", None)
+    assert pool.at_once(Training(0), None, 3) == (1 if filling == 0 else 3)
     trainings = [Training(s, range(s, s + 80)) for s in range(3)]
     found = measure(recipe, query, trainings, device="cuda", progress=False)
     wanted = measure(recipe, query, trainings, device="cuda", engine="single", progress=False)
@@ -373,7 +373,7 @@ def test_too_many_models_for_the_memory_are_halved(monkeypatch: pytest.MonkeyPat
 
     from whence.retrain import Training, measure
 
-    room = sys.modules["whence.retrain.measure"]
+    room = sys.modules["whence.retrain.pool"]
     real, asked = room.train_stack, []
 
     def crowded(recipe: Any, trainings: Any, *rest: Any, **options: Any) -> Any:

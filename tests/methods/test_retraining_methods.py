@@ -17,7 +17,8 @@ from whence.evaluate import ground_truth, lds
 from whence.methods.downsampling import Downsampling
 from whence.methods.leaveoneout import LeaveOneOut
 from whence.retrain import Truth
-from whence.retrain.measure import Workshop, measure
+from whence.retrain.measure import measure
+from whence.retrain.pool import TrainingPool
 
 QUIET: Any = {"progress": False, "device": "cpu"}
 QUERY = recipes.dataset(5, seed=9)
@@ -226,7 +227,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     recipe = recipes.recipe(epochs=1)
     method = LeaveOneOut(recipe, range(6))
     expected = method.attribute(query=QUERY, out=tmp_path / "whole", **QUIET)
-    make, made = Workshop.make, []
+    make, made = TrainingPool.make, []
 
     def mortal(self: Any, trainings: Any, *rest: Any) -> Any:
         if made:
@@ -234,7 +235,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         made.append(len(trainings))
         return make(self, trainings, *rest)
 
-    monkeypatch.setattr(Workshop, "make", mortal)
+    monkeypatch.setattr(TrainingPool, "make", mortal)
     with pytest.raises(KeyboardInterrupt):
         method.attribute(query=QUERY, out=tmp_path / "killed", **QUIET)
     assert 0 < made[0] < 7
@@ -243,7 +244,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         made.append(len(trainings))
         return make(self, trainings, *rest)
 
-    monkeypatch.setattr(Workshop, "make", counting)
+    monkeypatch.setattr(TrainingPool, "make", counting)
     again = method.attribute(query=QUERY, out=tmp_path / "killed", **QUIET)
     assert sum(made) == 7
     np.testing.assert_array_equal(again.values, expected.values)

@@ -19,8 +19,9 @@ from torch.utils.data import TensorDataset
 import whence
 from whence.data import Batches
 from whence.retrain import Training, measure, stacked
-from whence.retrain.measure import Workshop
-from whence.retrain.stack import Data, Stack, choose_engine, train_stack
+from whence.retrain.engine_choice import choose_engine
+from whence.retrain.pool import TrainingPool
+from whence.retrain.stack import Data, Stack, train_stack
 
 CPU = torch.device("cpu")
 INPUTS, CLASSES = recipes.INPUTS, recipes.CLASSES
@@ -263,7 +264,7 @@ def test_other_buffers_are_still_refused() -> None:
     recipe = recipes.recipe(model=lambda: Following().double())
     engine, why = choose_engine(recipe, Batches("query", QUERY), CPU)
     assert engine is None and why is not None
-    assert "products: the model changes its buffers while it trains" in why
+    assert "products: the model changes its buffers during training" in why
 
 
 def test_a_batch_norm_of_ones_own_is_not_stacked() -> None:
@@ -288,7 +289,7 @@ def test_statistics_that_come_out_differently_are_found_out(
     recipe = recipes.recipe(model=recipes.batch_norm)
     engine, why = choose_engine(recipe, Batches("query", QUERY), CPU, ["products"])
     assert engine is None
-    assert why == "products: 1.running_mean comes out differently for several models at once"
+    assert why == "products: 1.running_mean is different when several models train together"
 
 
 def test_dropout_is_still_trained_alone() -> None:
@@ -302,11 +303,11 @@ def test_dropout_is_still_trained_alone() -> None:
 def test_a_model_that_fills_the_machine_is_trained_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "FILLING", {"cpu": 2**14})
+    monkeypatch.setattr(sys.modules["whence.retrain.capacity"], "FILLING", {"cpu": 2**14})
     for model, alone in ((residual(), True), (recipes.mlp, False)):
-        shop = Workshop.open(recipes.recipe(model=model), Batches("query", QUERY), CPU)
-        assert shop.engine == "products"
-        assert (shop.at_once(Training(0), None, 256) == 1) == alone
+        pool = TrainingPool.open(recipes.recipe(model=model), Batches("query", QUERY), CPU)
+        assert pool.engine == "products"
+        assert (pool.at_once(Training(0), None, 256) == 1) == alone
 
 
 # --- autocast ----------------------------------------------------------------------------------
@@ -437,10 +438,10 @@ def test_one_at_a_time_from_data_on_the_device(kind: Any) -> None:
         transform=recipes.jitter,
         epochs=2,
     )
-    shop = Workshop.open(recipe, Batches("query", QUERY), CPU, "single")
+    pool = TrainingPool.open(recipe, Batches("query", QUERY), CPU, "single")
     near = recipes.recipe(model=recipe.model)
-    near.stages = tuple(shop._placed(stage) for stage in recipe.stages)
-    assert all(stage.held is not None for stage in near.stages)
+    near.stages = tuple(pool._stage_on_device(stage) for stage in recipe.stages)
+    assert all(stage.on_device is not None for stage in near.stages)
     assert near.fingerprint == recipe.fingerprint
     wanted, found = (r.train(3, range(5, 40), device=CPU).state_dict() for r in (recipe, near))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -455,13 +456,13 @@ def test_data_that_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatc
     recipe = recipes.recipe(
         model=lambda: nn.EmbeddingBag(3, CLASSES), train=ragged, collate=pad, epochs=1
     )
-    shop = Workshop.open(recipe, Batches("query", ragged[:3], pad), CPU, "single")
-    assert shop._placed(recipe.stages[0]) is recipe.stages[0]
+    pool = TrainingPool.open(recipe, Batches("query", ragged[:3], pad), CPU, "single")
+    assert pool._stage_on_device(recipe.stages[0]) is recipe.stages[0]
     whole = recipes.recipe()
-    shop = Workshop.open(whole, Batches("query", QUERY), CPU, "single")
-    assert shop.nearby is whole  # on a CPU it lies there already
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "HELD", 0.0)
-    assert shop._placed(whole.stages[0]) is whole.stages[0]
+    pool = TrainingPool.open(whole, Batches("query", QUERY), CPU, "single")
+    assert pool.recipe_on_device is whole  # on a CPU it lies there already
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "DATA_MEMORY_SHARE", 0.0)
+    assert pool._stage_on_device(whole.stages[0]) is whole.stages[0]
 
 
 def test_a_recorded_run_that_was_killed_before_its_first_checkpoint_goes_on(

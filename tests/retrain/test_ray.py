@@ -21,11 +21,12 @@ QUERY = recipes.dataset(5, seed=9)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     tests = str(Path(__file__).parents[1])
+    paths = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
     ray.init(
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
     )
     yield
     ray.shutdown()

@@ -23,7 +23,8 @@ from whence.data import Batches
 from whence.draws import keys
 from whence.retrain import Training, ground_truth, measure
 from whence.retrain.grid import Grid
-from whence.retrain.measure import Workshop, _Queue
+from whence.retrain.pool import TrainingPool
+from whence.retrain.work_queue import UnitQueue
 
 CPU = torch.device("cpu")
 INPUTS, CLASSES = recipes.INPUTS, recipes.CLASSES
@@ -96,8 +97,8 @@ def assert_right(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if engine is not None:
-            shop = Workshop.open(recipe, Batches("query", query, recipe.collate), None)
-            assert (shop.engine or "single") == engine, shop.why
+            pool = TrainingPool.open(recipe, Batches("query", query, recipe.collate), None)
+            assert (pool.engine or "single") == engine, pool.why
         found = measure(recipe, query, trainings, progress=False)
     assert torch.equal(torch.get_rng_state(), before)
     if engine == "single":
@@ -162,7 +163,7 @@ def test_a_task_that_keeps_something_is_each_threads_own() -> None:
 def test_an_interrupt_ends_the_wait_for_another_process(tmp_path: Path) -> None:
     grid, stop = Grid(tmp_path, {}, 5), threading.Event()
     unit = [Training(0)]
-    queue = _Queue([unit], grid, None, stop)
+    queue = UnitQueue([unit], grid, None, stop)
     queue.bar = type("Bar", (), {"n": 0})()
 
     def never(todo: Any) -> Any:
@@ -305,7 +306,7 @@ def test_numbers_that_are_none_hide_nothing() -> None:
     trainings = [Training(0, range(1, 15)), Training(0, range(10, 30)), Training(1, range(30, 48))]
     with pytest.warns(UserWarning, match="1 of 3 trainings diverged"):
         found = measure(recipe, QUERY, trainings, progress=False)
-    assert Workshop.open(recipe, Batches("query", QUERY), None).engine == "products"
+    assert TrainingPool.open(recipe, Batches("query", QUERY), None).engine == "products"
     assert np.isnan(found).all(1).tolist() == [False, True, False]
     np.testing.assert_allclose(found[2], plainly_measured(recipe, trainings[2], QUERY), rtol=1e-9)
 
@@ -438,7 +439,7 @@ def test_transforms_draw_by_what_they_are_given() -> None:
         lambda batch, uniform: (batch[0] + numpy.normal(), batch[1]),
     ]
     for transform in own:
-        with pytest.raises(ValueError, match=r"Draw them by the uniform\(k\)"):
+        with pytest.raises(ValueError, match=r"Draw them with the uniform\(k\)"):
             measure(recipes.recipe(transform=transform), QUERY, [Training(0)], progress=False)
 
 
@@ -454,7 +455,7 @@ def test_queries_are_looked_at_before_anything_is_trained(monkeypatch: pytest.Mo
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("trained")
 
-    monkeypatch.setattr(Workshop, "make", never)
+    monkeypatch.setattr(TrainingPool, "make", never)
     with pytest.raises(TypeError, match="cannot find labels"):
         measure(recipes.recipe(), TensorDataset(QUERY.tensors[0]), [Training(0)], progress=False)
 
@@ -462,7 +463,7 @@ def test_queries_are_looked_at_before_anything_is_trained(monkeypatch: pytest.Mo
         def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
             return super().measurements(outputs, batch)[:, None]
 
-    with pytest.raises(ValueError, match=r"measures \(5, 1\) for 5 examples of query"):
+    with pytest.raises(ValueError, match=r"measurements of shape \(5, 1\) for 5 examples of query"):
         measure(recipes.recipe(task=Column()), QUERY, [Training(0)], progress=False)
 
 
@@ -492,16 +493,16 @@ def test_the_memory_of_activations_counts() -> None:
             nn.Linear(8, CLASSES),
         ).double()
 
-    shop = Workshop.open(recipes.recipe(model=convolution), Batches("query", QUERY), None)
-    assert shop.engine == "products"
+    pool = TrainingPool.open(recipes.recipe(model=convolution), Batches("query", QUERY), None)
+    assert pool.engine == "products"
     each = 7 * 8 * 30 * 30 * 8  # bytes of one activation of a batch
     threads = torch.get_num_threads()
-    assert shop.at_once(Training(0), None, 256) > 10
-    assert shop.at_once(Training(0), 10 * each * threads, 256) < 10
-    assert shop.at_once(Training(0), "1MB", 256) == 1
+    assert pool.at_once(Training(0), None, 256) > 10
+    assert pool.at_once(Training(0), 10 * each * threads, 256) < 10
+    assert pool.at_once(Training(0), "1MB", 256) == 1
     for memory in (1, "much"):
         with pytest.raises(ValueError, match="use bytes, or a text like '8GB'"):
-            shop.at_once(Training(0), memory, 256)
+            pool.at_once(Training(0), memory, 256)
 
 
 def test_a_long_training_of_few_updates_is_kept_too(
@@ -510,7 +511,7 @@ def test_a_long_training_of_few_updates_is_kept_too(
     recipe = recipes.recipe(model=recipes.dropout, epochs=1)
     trainings = [Training(0), Training(1)]
     wanted = measure(recipe, QUERY, trainings, engine="single", progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", -1.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", -1.0)
     kept = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
     assert np.array_equal(kept, wanted)
 
@@ -570,10 +571,10 @@ def test_the_fingerprint_knows_code_by_what_it_does(tmp_path: Path) -> None:
     assert held[0] == held[1]  # whose function lies elsewhere each time
     sizes = {"alpha": 0.5, "subsets": 2, "seeds": 1, "out": tmp_path, "progress": False}
     ground_truth(bent(F.relu), QUERY, **sizes)
-    with pytest.raises(ValueError, match=r"something else: .*recipe\.losses\.train"):
+    with pytest.raises(ValueError, match=r"differ in: .*recipe\.losses\.train"):
         ground_truth(bent(F.gelu), QUERY, **sizes)
     type(Measured()).__name__ = "Classification"
-    with pytest.raises(ValueError, match=r"something else: measurements differ"):
+    with pytest.raises(ValueError, match=r"differ in: measurements"):
         ground_truth(bent(F.relu, task=Measured()), QUERY, **sizes)
 
 

@@ -19,7 +19,7 @@ from whence.retrain import record
 from whence.retrain.stage import StageRecipe
 from whence.run import Run, RunError
 
-ROOM = sys.modules["whence.retrain.record"]
+ROOM = sys.modules["whence.retrain.recording_many"]
 
 
 def tied() -> nn.Module:
@@ -183,7 +183,7 @@ def test_interrupted_between_two_checkpoints_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, written = recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"]), []
-    plain = ROOM.Kept.load
+    plain = ROOM.StackCheckpoint.load
 
     def dies(*given: Any) -> None:
         written.append(given)
@@ -193,7 +193,7 @@ def test_interrupted_between_two_checkpoints_it_goes_on(
 
     options: Any = {"progress": False, "device": "cpu"}
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(ROOM.Kept, "load", dies)
+        patched.setattr(ROOM.StackCheckpoint, "load", dies)
         record(recipe, range(3), tmp_path / "runs", **options)
     first = Run.open(tmp_path / "runs/0")
     assert first.finished and not Run.open(tmp_path / "runs/1").finished
@@ -221,7 +221,7 @@ def test_long_runs_go_on_from_their_last_checkpoint(
     total = wanted[0].checkpoints[-1].step
     monkeypatch.setattr(ROOM, "LONG", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    made, written, update, load = [0], [0], _StageTraining.update, ROOM.Kept.load
+    made, written, update, load = [0], [0], _StageTraining.update, ROOM.StackCheckpoint.load
 
     def failing(self: Any, *arguments: Any) -> None:
         if len(self.seeds) == 3:
@@ -242,7 +242,7 @@ def test_long_runs_go_on_from_their_last_checkpoint(
         with pytest.raises(KeyboardInterrupt):
             record(recipe, range(3), out, **options)
         made[0] = stop
-    monkeypatch.setattr(ROOM.Kept, "load", dies)
+    monkeypatch.setattr(ROOM.StackCheckpoint, "load", dies)
     stop = 10**9
     with pytest.raises(KeyboardInterrupt):
         record(recipe, range(3), out, **options)
@@ -265,11 +265,11 @@ def test_another_training_is_refused_before_anything_is_trained(
 ) -> None:
     together(recipes.recipe(epochs=2), [1], tmp_path)
     again = recipes.recipe(epochs=2)
-    with pytest.raises(RunError, match=r"1 holds another training .*\(checkpoints\)"):
+    with pytest.raises(RunError, match=r"1 holds another training .*\(differs in: checkpoints\)"):
         together(again, [0, 1], tmp_path, 4)
-    with pytest.raises(RunError, match=r"another training .*\(stage, subset\)"):
+    with pytest.raises(RunError, match=r"another training .*\(differs in: stage, subset\)"):
         together(again, [0, 1], tmp_path, subsets=[range(30), range(30)])
-    with pytest.raises(RunError, match=r"another training .*\(recipe\): give another folder"):
+    with pytest.raises(RunError, match=r"another training .*\(differs in: recipe\): give another"):
         together(recipes.recipe(epochs=3), [0, 1], tmp_path)
     assert not (tmp_path / "0").exists()
 
@@ -280,7 +280,7 @@ def test_another_training_is_refused_before_anything_is_trained(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model": recipes.dropout}, r"1 \(Dropout\) mixes examples or draws numbers"),
+        ({"model": recipes.dropout}, r"1 \(Dropout\) mixes examples or draws random numbers"),
         ({"optimizer": torch.optim.Rprop}, "Rprop is not known to be elementwise"),
     ],
 )
@@ -313,7 +313,7 @@ def test_short_of_memory_fewer_are_trained_at_once(
         return plain(recipe, trainings, *rest, **given)
 
     monkeypatch.setattr(ROOM, "train_stack", crowded)
-    with pytest.warns(UserWarning, match="5 models at once do not fit into memory: 2 are tried"):
+    with pytest.warns(UserWarning, match="5 models together do not fit into memory: trying 2"):
         runs = together(recipe, range(5), tmp_path / "short")
     assert made == [5, 2, 3, 1, 2]
     for seed, run in enumerate(runs):
@@ -334,7 +334,7 @@ def test_short_of_memory_fewer_are_trained_at_once(
     [
         ([0, 0], {}, r"two runs would have the folder .*0: use each seed once"),
         ([0, 1], {"out": ["a"]}, "out has 1 folders for 2 runs"),
-        ([0, 1], {"subsets": [None]}, "1 subsets for 2 seeds: give one for each run"),
+        ([0, 1], {"subsets": [None]}, "1 subsets for 2 seeds: give one per run"),
         ([0], {"subsets": [[1, 2, 99]]}, "subset names example 99"),
         ([0], {"subsets": [[1, 2]]}, "2 examples are fewer than batch_size=7"),
         ([0], {"stage": "tune"}, "stage='tune' is not in the recipe"),
@@ -351,5 +351,5 @@ def test_bad_input(seeds: Any, given: Any, message: str, together: Any, tmp_path
 
 
 def test_seeds_are_several(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"seeds=3: give one for each run, such as range\(10\)"):
+    with pytest.raises(TypeError, match=r"seeds=3: give one per run, such as range\(10\)"):
         record(recipes.recipe(), 3, tmp_path)  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ import whence
 from whence.data import Batches
 from whence.persist.identity import digest
 from whence.retrain import Training, Truth, ground_truth, measure
-from whence.retrain.stack import Data, choose_engine, train_stack
+from whence.retrain.engine_choice import choose_engine
+from whence.retrain.stack import Data, train_stack
 from whence.retrain.truth import draw_subsets
 
 CPU = torch.device("cpu")
@@ -203,7 +204,7 @@ def test_a_model_that_looks_at_the_whole_batch_is_found_out() -> None:
     recipe = recipes.recipe(model=lambda: Centred().double())
     engine, why = choose_engine(recipe, Batches("query", QUERY), CPU)
     assert engine == "vmap"  # which keeps the models' batches apart
-    assert why is not None and "differently" in why
+    assert why is not None and "is different when" in why
     assert_same_models(recipe, [Training(0, np.arange(20)), Training(1, np.arange(20))], "vmap")
 
 
@@ -318,13 +319,13 @@ torch.set_num_threads({threads})
 import whence
 from support import recipes
 from whence.retrain import ground_truth, measure
-from whence.retrain.measure import Workshop
-made = Workshop.make
+from whence.retrain.pool import TrainingPool
+made = TrainingPool.make
 def slowly(self, trainings, *rest):
     print(len(trainings), flush=True)
     time.sleep({pause})
     return made(self, trainings, *rest)
-Workshop.make = slowly
+TrainingPool.make = slowly
 ground_truth(recipes.recipe(model=recipes.{model}), recipes.dataset(5, seed=9), 0.5, 6, 2,
              out={out!r}, progress=False)
 """
@@ -419,7 +420,7 @@ def test_a_long_training_goes_on_from_its_middle(
 
     recipe = recipes.recipe(model=recipes.dropout)
     wanted = measure(recipe, QUERY, [Training(0), Training(1)], engine="single", progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
     del module
     made: list[int] = []
     plain = StageRecipe.updates
@@ -469,7 +470,7 @@ def test_long_trainings_at_once_go_on_from_their_middle(
     half = subsets(2, 20, len(recipe.stages[0].data))
     trainings = [Training(k, own, stage) for k in (0, 1) for own in half]
     wanted = measure(recipe, QUERY, trainings, engine=engine, progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
     monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one stack
     made, plain = [0], _StageTraining.update
@@ -502,7 +503,7 @@ def test_a_damaged_unfinished_training_is_said(
     from whence.retrain.unfinished import Unfinished
 
     recipe, trainings = recipes.recipe(), [Training(0), Training(1)]
-    monkeypatch.setattr(sys.modules["whence.retrain.measure"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Unfinished, "drop", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -549,7 +550,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     before = (tmp_path / "run/run.json").stat().st_mtime_ns
     assert recipe.run(3, tmp_path / "run").fingerprint == whole.fingerprint  # opened, not trained
     assert (tmp_path / "run/run.json").stat().st_mtime_ns == before
-    with pytest.raises(whence.run.RunError, match=r"another training .*\(seed\)"):
+    with pytest.raises(whence.run.RunError, match=r"another training .*\(differs in: seed\)"):
         recipe.run(4, tmp_path / "run")
 
 
@@ -645,7 +646,7 @@ def test_bad_recipes() -> None:
 @pytest.mark.parametrize(
     ("subset", "message"),
     [
-        (np.arange(49), "subset has 49 examples, but the data only 48"),
+        (np.arange(49), "subset has 49 examples, but the data has only 48"),
         ([0, 1, 2, 3, 4, 5, 48], "names example 48, but the data has 0..47"),
         ([1] * 10, "names an example twice"),
         (np.ones(30, bool), r"mask of shape \(30,\) for 48"),
@@ -684,11 +685,11 @@ def test_bad_questions(changes: dict[str, Any], message: str) -> None:
 
 def test_a_folder_of_another_recipe_is_refused(tmp_path: Path) -> None:
     small_truth(tmp_path)
-    with pytest.raises(ValueError, match=r"something else: recipe\.stages\.train\.epochs"):
+    with pytest.raises(ValueError, match=r"differ in: recipe\.stages\.train\.epochs"):
         ground_truth(recipes.recipe(epochs=6), QUERY, 0.5, 4, 2, out=tmp_path, progress=False)
-    with pytest.raises(ValueError, match="alpha differ"):
+    with pytest.raises(ValueError, match=r"differ in: .*alpha"):
         small_truth(tmp_path, alpha=0.6)
-    with pytest.raises(ValueError, match="query differ"):
+    with pytest.raises(ValueError, match=r"differ in: .*query"):
         other = recipes.dataset(5, seed=8)
         ground_truth(recipes.recipe(), other, 0.5, 4, 2, out=tmp_path, progress=False)
 
@@ -737,7 +738,7 @@ def test_texts_are_trained_one_at_a_time() -> None:
         return xs.mean(1), torch.tensor([y for _, y in batch])
 
     recipe = recipes.recipe(train=rows, collate=pad)
-    with pytest.warns(UserWarning, match="one at a time: .*no batch of all its examples"):
+    with pytest.warns(UserWarning, match="one at a time: .*cannot be collated into one batch"):
         measure(recipe, rows[:4], [Training(0), Training(1)], progress=False)
 
 

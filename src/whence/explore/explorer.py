@@ -1,4 +1,4 @@
-"""The answers of the web page, as plain data: `server.py` only passes them on."""
+"""The answers to the web page's requests, as plain data. `server.py` only sends them."""
 
 from __future__ import annotations
 
@@ -13,65 +13,65 @@ import numpy as np
 from whence.explore.compare import Overall, compare_query
 from whence.explore.jobs import DONE, UNFINISHED, Job, Jobs
 from whence.explore.reading import WORK
-from whence.explore.state import PAGE, Explored, Refused
+from whence.explore.scored_data import PAGE, Refused, ScoredData
 from whence.explore.whatif import judged, what_if
 from whence.present import views
 from whence.present.views import number
 
-SHOWN = 100  # entries at either end of a query, at most
-TICKED = 5000  # examples at a time
-WRITTEN = 500  # lines of a file at a time
-HARMFUL = 200  # examples of which the query they harm most is known
+MAX_ENTRIES = 100  # at either end of a query's ranking
+MAX_TICKED = 5000  # examples at a time
+CSV_BLOCK = 500  # lines of a file at a time
+HARMFUL = 200  # examples for which we find the query that they harm most
 
 
 class Explorer:
-    """What is explored, and its retrainings.
+    """Scored data, and its retrainings.
 
     Args:
-        explored: scores and data.
-        jobs: the retrainings; None where there is no recipe.
-        refused: why there are none.
+        data: scores and their data.
+        jobs: the retrainings; None without a recipe.
+        refused: why nothing can be retrained.
     """
 
     def __init__(
-        self, explored: Explored, jobs: Jobs | None = None, refused: str | None = None
+        self, data: ScoredData, jobs: Jobs | None = None, refused: str | None = None
     ) -> None:
-        self.explored, self.jobs = explored, jobs
+        self.data, self.jobs = data, jobs
         self._refused = refused
         self._overall: dict[tuple[str, str, int], Overall] = {}
-        # a pass over all scores, to see whether they are numbers
-        self._about = {name: views.overview(s) for name, s in explored.everything.items()}
+        # a pass over all scores, to check that they are numbers
+        self._about = {name: views.overview(s) for name, s in data.everything.items()}
         self._harm: dict[str, dict[int, dict[str, Any]]] = {}
         self._guard = threading.Lock()
         self._worker = threading.Thread(target=self._prepare, name="reading", daemon=True)
 
     def start(self) -> None:
-        """Read data and scores in the background, so that answers come at once."""
+        """Read data and scores in the background, so that answers are immediate."""
         self._worker.start()
 
     def close(self) -> None:
-        self.explored.close()
+        self.data.close()
         if self.jobs is not None:
             self.jobs.close()
         if self._worker.is_alive():
             self._worker.join(5)
 
     def _prepare(self) -> None:
-        explored = self.explored
-        for name in explored.sets:
-            explored.mean_help(name, float("inf"))
-        explored.read()
-        for name, scores in explored.sets.items():
-            if explored.stop.is_set():
+        data = self.data
+        for name in data.sets:
+            data.mean_help(name, float("inf"))
+        data.read()
+        for name, scores in data.sets.items():
+            if data.stop.is_set():
                 return
-            places = explored.places(name)
-            found = views.harmful_overall(scores, HARMFUL)
+            places = data.places(name)
+            harmful = views.harmful_overall(scores, HARMFUL)
             self._harm[name] = {
                 int(places[entry["column"]]): {
                     "queries": entry["queries"],
                     "worst": entry["worst"],
                 }
-                for entry in found["entries"]
+                for entry in harmful["entries"]
             }
 
     # -- reading ---------------------------------------------------------------------------------
@@ -82,19 +82,19 @@ class Explorer:
         return self._refused if self.jobs is None else self.jobs.refused
 
     def overview(self) -> dict[str, Any]:
-        explored = self.explored
+        data = self.data
         return {
-            "sets": list(explored.sets),
-            "own": list(explored.own),
+            "sets": list(data.sets),
+            "self_influence": list(data.self_influence),
             "about": self._about,
-            "queries": next((s.shape[0] for s in explored.sets.values()), 0),
-            "examples": len(explored.ids),
-            "stages": [name for name in explored.stages if name],
-            "labels": explored.labels(),
-            "wrong": None if explored.wrong is None else int(explored.wrong.sum()),
-            "measured": explored.measured is not None,
-            "reading": explored.reading,
-            "notes": explored.unchecked,
+            "queries": next((s.shape[0] for s in data.sets.values()), 0),
+            "examples": len(data.ids),
+            "stages": [name for name in data.stages if name],
+            "labels": data.labels(),
+            "wrong": None if data.wrong is None else int(data.wrong.sum()),
+            "measured": data.measured is not None,
+            "reading": data.reading,
+            "notes": data.unchecked,
             "retrain": {
                 "refused": self.refused,
                 "recipe": None if self.jobs is None else repr(self.jobs.recipe),
@@ -104,35 +104,35 @@ class Explorer:
         }
 
     def query(self, name: str, row: int, k: int) -> dict[str, Any]:
-        """One query by one scores: the report's view, its columns as places."""
-        explored = self.explored
-        scores, places = explored.of_queries(name), explored.places(name)
-        explored.row(name, row)
+        """One query by one scores: the report's view, with places for columns."""
+        data = self.data
+        scores, places = data.of_queries(name), data.places(name)
+        data.row(name, row)
         view = views.query_view(
-            scores, row, max(1, min(k, SHOWN)), lambda column: explored.label(places[column])
+            scores, row, max(1, min(k, MAX_ENTRIES)), lambda column: data.label(places[column])
         )
         for entry in [*view["helpful"], *view["harmful"]]:
             entry["column"] = int(places[entry["column"]])
         return view | {
-            **explored.query_item(row),
+            **data.query_item(row),
             "examples": self._examples([*view["helpful"], *view["harmful"]]),
         }
 
     def compare(self, a: str, b: str, row: int, k: int) -> dict[str, Any]:
-        view = compare_query(self.explored, a, b, row, max(1, min(k, SHOWN)))
-        entries = [e for own in view["lists"].values() for end in own.values() for e in end]
+        view = compare_query(self.data, a, b, row, max(1, min(k, MAX_ENTRIES)))
+        entries = [e for ends in view["lists"].values() for end in ends.values() for e in end]
         return view | {"examples": self._examples(entries)}
 
     def overall(self, a: str, b: str, k: int) -> dict[str, Any]:
-        """Over all queries, as far as it is; ask again to go on."""
+        """The comparison over all queries so far; ask again to continue."""
         with self._guard:
-            key = (a, b, max(1, min(k, SHOWN)))
+            key = (a, b, max(1, min(k, MAX_ENTRIES)))
             if key not in self._overall:
-                self._overall[key] = Overall(self.explored, *key)
-        return self._overall[key].go_on(WORK)
+                self._overall[key] = Overall(self.data, *key)
+        return self._overall[key].advance(WORK)
 
     def audit(self, name: str, **asked: Any) -> dict[str, Any]:
-        view = self.explored.audit(name, **asked)
+        view = self.data.audit(name, **asked)
         for item in view["items"]:
             item |= self._harm.get(name, {}).get(item["example"]["place"], {})
         return view
@@ -141,26 +141,25 @@ class Explorer:
         self, name: str, text: str = "", label: str = "", stage: str = ""
     ) -> Iterator[str]:
         """The whole audit list, the most suspicious first, as lines of a CSV file."""
-        explored = self.explored
-        suspicion, _ = explored.suspicion(name)
-        places = np.flatnonzero(explored.find(text, label, stage))
+        data = self.data
+        suspicion, _ = data.suspicion(name)
+        places = np.flatnonzero(data.find(text, label, stage))
         order = places[np.argsort(-suspicion[places], kind="stable")]
 
         def lines() -> Iterator[str]:
             yield _csv([["rank", "stage", "example", "label", "suspicion", "text"]])
-            for start in range(0, len(order), WRITTEN):
+            for start in range(0, len(order), CSV_BLOCK):
                 rows = []
-                for rank, place in enumerate(order[start : start + WRITTEN].tolist(), start + 1):
-                    stage = explored.stage_name(place) or ""
-                    label, text = explored.in_words(place)
+                for rank, place in enumerate(order[start : start + CSV_BLOCK].tolist(), start + 1):
+                    stage = data.stage_name(place) or ""
+                    label, text = data.in_words(place)
                     value = float(suspicion[place])
-                    told = repr(value) if np.isfinite(value) else ""
                     cells = [
                         rank,
                         _safe(stage),
-                        explored.ids[place],
+                        data.ids[place],
                         _safe(label),
-                        told,
+                        repr(value) if np.isfinite(value) else "",
                         _safe(text),
                     ]
                     rows.append(cells)
@@ -169,7 +168,7 @@ class Explorer:
         return lines()
 
     def what_if(self, places: Sequence[int]) -> dict[str, Any]:
-        view = what_if(self.explored, self._ticked(places))
+        view = what_if(self.data, self._ticked(places))
         if view["measured"] is None and self.jobs is not None:
             done = next((j for j in self.jobs.all() if j.state == DONE), None)
             outcome = None if done is None else self.jobs.outcome(done)
@@ -178,25 +177,25 @@ class Explorer:
         return view
 
     def example(self, name: str, place: int) -> dict[str, Any]:
-        """A training example, and the queries that it did most to."""
-        explored = self.explored
-        (at,) = explored.chosen([place])
-        told, _ = explored.told([int(at)])
-        shown = explored.example(int(at)) | told.get(int(at), {})
-        of = explored.strongest_for(name, int(at)) if name in explored.sets else {}
-        return {"example": shown, **of}
+        """A training example, and the queries that it affected most."""
+        data = self.data
+        (at,) = data.chosen([place])
+        predicted, _ = data.predictions([int(at)])
+        example = data.example(int(at)) | predicted.get(int(at), {})
+        queries = data.strongest_for(name, int(at)) if name in data.sets else {}
+        return {"example": example, **queries}
 
     def queries(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """These queries."""
-        count = next((s.shape[0] for s in self.explored.sets.values()), 0)
+        count = next((s.shape[0] for s in self.data.sets.values()), 0)
         wrong = [row for row in rows if row >= count]
         if wrong:
-            raise Refused(f"query {wrong[0]} is out of range: there are 0..{count - 1}")
-        return [self.explored.query_item(row) for row in rows[:PAGE]]
+            raise Refused(f"query {wrong[0]} is out of range: use 0..{count - 1}")
+        return [self.data.query_item(row) for row in rows[:PAGE]]
 
     def examples(self, places: Sequence[int]) -> list[dict[str, Any]]:
         """These training examples."""
-        return [self.explored.example(int(p)) for p in self.explored.chosen(self._ticked(places))]
+        return [self.data.example(int(p)) for p in self.data.chosen(self._ticked(places))]
 
     # -- retraining ------------------------------------------------------------------------------
 
@@ -204,37 +203,37 @@ class Explorer:
         every = [] if self.jobs is None else self.jobs.all()
         return {"jobs": [self._job(job) for job in every], "refused": self.refused}
 
-    def ask(self, places: Sequence[int], seeds: int) -> dict[str, Any]:
+    def submit(self, places: Sequence[int], seeds: int) -> dict[str, Any]:
         """Retrain without these examples."""
-        jobs, explored = self._jobs(), self.explored
-        chosen = explored.chosen(self._ticked(places))
-        stages = sorted({explored.stage_name(int(p)) or "" for p in chosen})
+        jobs, data = self._jobs(), self.data
+        chosen = data.chosen(self._ticked(places))
+        stages = sorted({data.stage_name(int(p)) or "" for p in chosen})
         if len(stages) > 1:
             raise Refused(
-                f"the ticked examples are of the stages {' and '.join(stages)}: retraining leaves "
-                "out examples of one stage at a time"
+                f"the ticked examples belong to the stages {' and '.join(stages)}: retrain without "
+                "examples of one stage at a time"
             )
-        return self._job(jobs.ask("".join(stages) or None, explored.ids[chosen].tolist(), seeds))
+        return self._job(jobs.submit("".join(stages) or None, data.ids[chosen].tolist(), seeds))
 
     def cancel(self, name: str) -> dict[str, Any]:
         return self._job(self._jobs().cancel(name))
 
-    def go_on(self, name: str) -> dict[str, Any]:
-        return self._job(self._jobs().go_on(name))
+    def resume(self, name: str) -> dict[str, Any]:
+        return self._job(self._jobs().resume(name))
 
-    def forget(self, name: str) -> dict[str, Any]:
-        self._jobs().forget(name)
+    def remove(self, name: str) -> dict[str, Any]:
+        self._jobs().remove(name)
         return self.list_jobs()
 
     def job(self, name: str) -> dict[str, Any]:
-        """A retraining, with what it showed once it is done."""
+        """A retraining, with its results once it is done."""
         jobs = self._jobs(reading=True)
         job = jobs.get(name)
         outcome = jobs.outcome(job)
         places = self._places(job)
         view = self._job(job) | {"examples": [int(p) for p in places]}
         if outcome is not None:
-            view["judged"] = judged(self.explored, job, outcome, places)
+            view["judged"] = judged(self.data, job, outcome, places)
         return view
 
     def _jobs(self, reading: bool = False) -> Jobs:
@@ -259,21 +258,21 @@ class Explorer:
         }
 
     def _places(self, job: Job) -> np.ndarray:
-        """Where the examples of a job stand here; those that no scores are about have no place."""
+        """The places of a job's examples. Examples without any scores have none."""
         assert self.jobs is not None
-        named = [name for name in self.explored.stages if name in ("", job.stage)]
+        named = [name for name in self.data.stages if name in ("", job.stage)]
         if not named:
             return np.empty(0, np.int64)
-        own = self.explored.stage_of == self.explored.stages.index(named[0])
-        return np.flatnonzero(own & np.isin(self.explored.ids, job.examples))
+        in_stage = self.data.stage_of == self.data.stages.index(named[0])
+        return np.flatnonzero(in_stage & np.isin(self.data.ids, job.examples))
 
     def _ticked(self, places: Sequence[int]) -> Sequence[int]:
-        if len(places) > TICKED:
-            raise Refused(f"{len(places)} examples are ticked: tick at most {TICKED}")
+        if len(places) > MAX_TICKED:
+            raise Refused(f"{len(places)} examples are ticked: tick at most {MAX_TICKED}")
         return places
 
     def _examples(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {str(e["column"]): self.explored.example(e["column"]) for e in entries}
+        return {str(e["column"]): self.data.example(e["column"]) for e in entries}
 
 
 def _csv(rows: Sequence[Sequence[Any]]) -> str:
@@ -283,5 +282,5 @@ def _csv(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _safe(text: str) -> str:
-    """A cell that no spreadsheet takes for a formula."""
+    """A cell that a spreadsheet does not read as a formula."""
     return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

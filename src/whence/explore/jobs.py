@@ -1,17 +1,16 @@
-"""Retraining without chosen examples: one job after another in a thread, kept in a folder.
+"""Retraining without chosen examples: one job after another in a thread, stored in a folder.
 
     lock                      held by the explorer that retrains
-    jobs/ID.json              what was asked, and how it went
+    jobs/ID.json              the request, and its state
     jobs/ID.npy               measurements (2, R, q): with all data, and without the examples
-    trainings/FINGERPRINT/    every finished training, as `whence.retrain` keeps them
+    trainings/FINGERPRINT/    every finished training, in the format of `whence.retrain`
 
-A job that was cut off (Ctrl-C, a crash) is gone on with by the next explorer of the folder. Axes:
-``R`` seeds, ``q`` queries.
+The next explorer of the folder resumes a job that was interrupted (Ctrl-C, a crash). Axes: ``R``
+seeds, ``q`` queries.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import queue
@@ -19,116 +18,59 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from whence.data import Batches
 from whence.explore.reading import Floats
 from whence.persist import locks
 from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
 from whence.persist.identity import digest, sha256_of
-from whence.retrain import Training
+from whence.retrain import Training, Update
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
 from whence.retrain.recipe import Recipe
-from whence.retrain.stage import StageRecipe
 
 SCHEMA = 1
-MOST_SEEDS = 100
+MAX_SEEDS = 100
 WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
 UNFINISHED = (WAITING, RUNNING)
 
 
 class Cancelled(BaseException):
-    """The training was asked to stop. No Exception: nothing that tries a model may swallow it."""
+    """The job was cancelled. Not an Exception: code that tries a model must not catch it."""
 
 
-class Watch:
-    """How far the trainings of a job are, and the means to stop them.
+class Progress:
+    """A callback of the trainer that follows the trainings of a job, and stops them when asked to.
 
     Args:
-        updates: how many each stage makes, in order.
+        updates: the number of updates of each stage, in order.
     """
 
     def __init__(self, updates: Sequence[int]) -> None:
         self.stop = threading.Event()
         self._before = [0, *np.cumsum(updates).tolist()]
-        self._models: dict[int, int] = {}  # by thread: how many it trains at once
-        self._share: dict[int, float] = {}  # by thread: how far these are
+        self._shares: dict[Training, float] = {}
 
-    def begin(self, models: int) -> None:
-        """An epoch of so many models begins in this thread."""
-        self._check()
-        self._models[threading.get_ident()] = models
-
-    def update(self, stage: int, step: int) -> None:
-        """So many updates of a stage are made in this thread."""
-        self._check()
-        share = (self._before[stage] + step) / self._before[-1]
-        self._share[threading.get_ident()] = min(1.0, share)
-
-    def end(self) -> None:
-        """What this thread trained is finished and kept."""
-        self._share.pop(threading.get_ident(), None)
-
-    @property
-    def trainings(self) -> float:
-        """The unfinished ones, each as the share of it that is done."""
-        return sum(share * self._models.get(who, 1) for who, share in list(self._share.items()))
-
-    def _check(self) -> None:
+    def __call__(self, trainings: Sequence[Training], update: Update) -> None:
         if self.stop.is_set():
             raise Cancelled
+        share = (self._before[update.stage.number] + update.step) / self._before[-1]
+        self._shares.update(dict.fromkeys(trainings, min(1.0, share)))
 
-
-@dataclass(frozen=True)
-class WatchedStage(StageRecipe):
-    """A stage that tells where it is. Trainings made one by one and trainings made at once both ask
-    it for an epoch's order and, on a CPU or with a transform, for each batch."""
-
-    watch: Watch = field(kw_only=True)
-
-    @classmethod
-    def of(cls, stage: StageRecipe, watch: Watch) -> WatchedStage:
-        return cls(**{f.name: getattr(stage, f.name) for f in fields(stage)}, watch=watch)
-
-    def order(self, seed: int | Tensor, epoch: int, examples: Tensor) -> Tensor:
-        self.watch.begin(len(seed) if isinstance(seed, Tensor) else 1)
-        self.watch.update(self.number, epoch * self.batches_per_epoch(len(examples)))
-        return super().order(seed, epoch, examples)
-
-    def transformed(self, batch: Any, seed: int | Tensor, step: int, ids: Any, like: Tensor) -> Any:
-        self.watch.update(self.number, step)
-        return super().transformed(batch, seed, step, ids, like)
-
-
-class WatchedGrid(Grid):
-    """A folder of trainings that tells when some are finished."""
-
-    watch: Watch | None = None
-
-    def add(self, keys: Sequence[str], rows: Floats) -> None:
-        super().add(keys, rows)
-        if self.watch is not None:
-            self.watch.end()
-
-
-def watched(recipe: Recipe, watch: Watch) -> Recipe:
-    """The recipe, whose trainings can be followed and stopped."""
-    made = copy.copy(recipe)
-    made.stages = tuple(WatchedStage.of(stage, watch) for stage in recipe.stages)
-    made._precise = None
-    return made
+    def share(self, training: Training) -> float:
+        """The share of a training's updates that are done."""
+        return self._shares.get(training, 0.0)
 
 
 @dataclass
 class Job:
-    """A retraining without some examples of one stage, by several seeds."""
+    """A retraining without some examples of one stage, with several seeds."""
 
     id: str
     of: str  # fingerprint of recipe and queries
@@ -142,16 +84,27 @@ class Job:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class _Current:
+    """The job that is running."""
+
+    job: Job
+    progress: Progress
+    started: float = field(default_factory=time.monotonic)
+    grid: Grid | None = None
+    trainings: dict[str, Training] = field(default_factory=dict)  # by key
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What the trainings of a job measured: ``before`` with all data, ``after`` without, (R, q)."""
+    """Measurements of a job, (R, q): ``before`` with all data, ``after`` without the examples."""
 
     before: Floats
     after: Floats
 
     @property
     def sound(self) -> NDArray[np.bool_]:
-        """(R,) seeds neither of whose trainings diverged."""
+        """(R,) the seeds whose trainings did not diverge."""
         return np.asarray(np.isfinite(self.before).all(1) & np.isfinite(self.after).all(1))
 
     @property
@@ -167,8 +120,8 @@ class Outcome:
     @property
     def baseline(self) -> Floats:
         """(q,) mean over the seeds of the measurement with all data."""
-        kept = self.before[self.sound]
-        return kept.mean(0) if len(kept) else np.full(self.before.shape[1], np.nan)
+        rows = self.before[self.sound]
+        return rows.mean(0) if len(rows) else np.full(self.before.shape[1], np.nan)
 
     def _over_seeds(self, reduce: Any, least: int) -> Floats:
         differences = (self.after - self.before)[self.sound]
@@ -181,10 +134,10 @@ class Jobs:
     """The retrainings of a folder.
 
     Args:
-        folder: where they are kept.
+        folder: where to store them.
         recipe: how to train.
-        query: what is measured, a map-style dataset.
-        device: where to train (default: a GPU when there is one).
+        query: the queries to measure, a map-style dataset.
+        device: where to train (default: a GPU if there is one).
 
     Attributes:
         refused: why this explorer does not retrain; None when it does.
@@ -201,8 +154,8 @@ class Jobs:
         self._lock, self.refused = _hold(self.folder)
         self._guard = threading.RLock()
         self._jobs: dict[str, Job] = {}
-        self.others = 0  # jobs in the folder that are of another recipe or of other queries
-        self._now: tuple[Job, WatchedGrid | None, Watch, float, list[str]] | None = None
+        self.others = 0  # jobs in the folder with another recipe or other queries
+        self._current: _Current | None = None
         self._closing = False
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -211,63 +164,66 @@ class Jobs:
             self._thread = threading.Thread(target=self._work, name="retraining", daemon=True)
             self._thread.start()
             for job in reversed(self._sorted()):
-                if job.state in UNFINISHED:  # the explorer that was at it is gone
+                if job.state in UNFINISHED:  # its explorer is gone
                     job.state = WAITING
                     self._queue.put(job.id)
 
-    def ask(self, stage: str | None, examples: Sequence[int], seeds: int) -> Job:
-        """Retrain without these examples of a stage, by the seeds 0 .. R-1. What was asked before
-        is not done again; what failed or was cancelled is gone on with."""
+    def submit(self, stage: str | None, examples: Sequence[int], seeds: int) -> Job:
+        """Retrain without these examples of a stage, with the seeds 0 .. R-1.
+
+        A request that was made before is not repeated; if it failed or was cancelled, it resumes.
+        """
         self._check_mine()
-        own = self.recipe.stage(stage)
+        chosen = self.recipe.stage(stage)
+        count = len(chosen.data)
         removed = sorted({int(k) for k in examples})
         if not removed:
-            raise ValueError("no example is ticked: tick those to train without")
-        if removed[0] < 0 or removed[-1] >= len(own.data):
-            wrong = removed[-1] if removed[-1] >= len(own.data) else removed[0]
+            raise ValueError("no example is ticked: tick the examples to train without")
+        if removed[0] < 0 or removed[-1] >= count:
+            wrong = removed[-1] if removed[-1] >= count else removed[0]
             raise ValueError(
-                f"example {wrong} is not in the recipe's data, which has 0..{len(own.data) - 1}"
+                f"example {wrong} is not in the recipe's data, which has 0..{count - 1}"
             )
-        left = len(own.data) - len(removed)
-        if left < own.batch_size:
+        left = count - len(removed)
+        if left < chosen.batch_size:
             raise ValueError(
-                f"without these {len(removed)} examples {left} are left, fewer than "
-                f"batch_size={own.batch_size}: tick fewer"
+                f"without these {len(removed)} examples, {left} are left, fewer than "
+                f"batch_size={chosen.batch_size}: tick fewer"
             )
-        if not 1 <= seeds <= MOST_SEEDS:
-            raise ValueError(f"seeds={seeds}: train with 1 to {MOST_SEEDS} seeds")
-        named = digest([self.of, own.name, removed, int(seeds)])[:16]
+        if not 1 <= seeds <= MAX_SEEDS:
+            raise ValueError(f"seeds={seeds}: train with 1 to {MAX_SEEDS} seeds")
+        name = digest([self.of, chosen.name, removed, int(seeds)])[:16]
         with self._guard:
-            if named not in self._jobs:
-                job = Job(named, self.of, own.name, removed, list(range(seeds)), time.time())
-                self._jobs[named] = job
-            elif self._jobs[named].state in (FAILED, CANCELLED):
-                self._jobs[named].state, self._jobs[named].error = WAITING, None
+            if name not in self._jobs:
+                job = Job(name, self.of, chosen.name, removed, list(range(seeds)), time.time())
+                self._jobs[name] = job
+            elif self._jobs[name].state in (FAILED, CANCELLED):
+                self._jobs[name].state, self._jobs[name].error = WAITING, None
             else:
-                return self._jobs[named]
-            self._keep(self._jobs[named])
-            self._queue.put(named)
-            return self._jobs[named]
+                return self._jobs[name]
+            self._keep(self._jobs[name])
+            self._queue.put(name)
+            return self._jobs[name]
 
-    def go_on(self, name: str) -> Job:
-        """Ask again for a job that failed or was cancelled."""
+    def resume(self, name: str) -> Job:
+        """Resume a job that failed or was cancelled."""
         job = self.get(name)
-        return self.ask(job.stage, job.examples, len(job.seeds))
+        return self.submit(job.stage, job.examples, len(job.seeds))
 
     def cancel(self, name: str) -> Job:
-        """Stop a job; its finished trainings stay."""
+        """Stop a job. Its finished trainings stay."""
         self._check_mine()
         with self._guard:
             job = self.get(name)
             if job.state in UNFINISHED:
                 job.state = CANCELLED
                 self._keep(job)
-                if self._now is not None and self._now[0] is job:
-                    self._now[2].stop.set()
+                if self._current is not None and self._current.job is job:
+                    self._current.progress.stop.set()
             return job
 
-    def forget(self, name: str) -> None:
-        """Take a job off the list. Its trainings stay: they may be another's too."""
+    def remove(self, name: str) -> None:
+        """Remove a job from the list. Its trainings stay, because other jobs may share them."""
         self._check_mine()
         with self._guard:
             self.cancel(name)
@@ -284,28 +240,30 @@ class Jobs:
             return self._jobs[name]
 
     def all(self) -> list[Job]:
-        """Newest first. Of another explorer's folder, as they are on disk now."""
+        """All jobs, newest first. In another explorer's folder, as they are on disk now."""
         with self._guard:
             if self.refused is not None:
                 self._refresh()
             return self._sorted()
 
     def progress(self, job: Job) -> dict[str, Any]:
-        """Share done, and seconds that are left as far as one can tell."""
-        now = self._now
-        if now is None or now[0] is not job:
+        """The share done, and an estimate of the seconds left."""
+        current = self._current
+        if current is None or current.job is not job:
             return {"share": 1.0 if job.state == DONE else 0.0, "left": None, "done": 0, "of": 0}
-        _, grid, watch, started, keys = now
-        # trainings that were there before cost no time
-        finished = 0 if grid is None else sum(key in grid for key in keys)
-        share = min(1.0, (finished + watch.trainings) / max(1, len(keys)))
-        fresh = share - job.notes.get("found", 0) / max(1, len(keys))
-        spent = time.monotonic() - started
+        grid, trainings = current.grid, current.trainings
+        finished = [key for key in trainings if grid is not None and key in grid]
+        count = max(1, len(trainings))
+        shares = {key: current.progress.share(t) for key, t in trainings.items()}
+        share = min(1.0, sum((shares | dict.fromkeys(finished, 1.0)).values()) / count)
+        # trainings that existed before took no time
+        fresh = share - job.notes.get("reused", 0) / count
+        spent = time.monotonic() - current.started
         left = spent / fresh * (1 - share) if fresh > 0.01 else None
-        return {"share": share, "left": left, "done": finished, "of": len(keys)}
+        return {"share": share, "left": left, "done": len(finished), "of": len(trainings)}
 
     def outcome(self, job: Job) -> Outcome | None:
-        """What was measured, once the job is done."""
+        """The measurements, once the job is done."""
         if job.state != DONE:
             return None
         shape = (2, len(job.seeds), len(self.query))
@@ -313,11 +271,11 @@ class Jobs:
         return Outcome(before, after)
 
     def close(self, wait: float = 10.0) -> None:
-        """Stop. A job at work is left as it is, for the next explorer to go on with."""
+        """Stop. The next explorer of the folder resumes a job that is running."""
         self._closing = True
         with self._guard:
-            if self._now is not None:
-                self._now[2].stop.set()
+            if self._current is not None:
+                self._current.progress.stop.set()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(wait)
@@ -336,9 +294,9 @@ class Jobs:
 
     def _refresh(self) -> None:
         """Read the jobs as they are on disk."""
-        found = [_read(file) for file in (self.folder / "jobs").glob("*.json")]
-        self._jobs = {job.id: job for job in found if job is not None and job.of == self.of}
-        self.others = len(found) - len(self._jobs)
+        jobs = [_read(file) for file in (self.folder / "jobs").glob("*.json")]
+        self._jobs = {job.id: job for job in jobs if job is not None and job.of == self.of}
+        self.others = len(jobs) - len(self._jobs)
 
     def _work(self) -> None:
         while (name := self._queue.get()) is not None and not self._closing:
@@ -346,41 +304,39 @@ class Jobs:
                 job = self._jobs.get(name)
                 if job is None or job.state != WAITING:
                     continue
-                watch = Watch([s.total_steps(len(s.data)) for s in self.recipe.stages])
+                progress = Progress([s.total_steps(len(s.data)) for s in self.recipe.stages])
                 job.state, job.error = RUNNING, None
                 self._keep(job)
-                self._now = (job, None, watch, time.monotonic(), [])
+                current = self._current = _Current(job, progress)
             ended: tuple[str, str | None] | None = None
             try:
-                self._retrain(job, watch)
+                self._retrain(current)
                 ended = DONE, None
             except Cancelled:
-                pass  # the state says why: cancelled, asked for again since, or closing
+                pass  # the state says why: cancelled, submitted again since, or closing
             except BaseException as problem:  # a user's model may raise anything
                 traceback.print_exc()
                 ended = FAILED, f"{type(problem).__name__}: {problem}"
             with self._guard:
-                job.seconds += time.monotonic() - self._now[3]
-                self._now = None
+                job.seconds += time.monotonic() - current.started
+                self._current = None
                 if ended is not None:
                     job.state, job.error = ended
-                if job.id in self._jobs:  # and not taken off the list meanwhile
+                if job.id in self._jobs:  # not removed from the list meanwhile
                     self._keep(job)
 
-    def _retrain(self, job: Job, watch: Watch) -> None:
-        own = self.recipe.stage(job.stage)
-        kept = np.setdiff1d(np.arange(len(own.data)), job.examples)
+    def _retrain(self, current: _Current) -> None:
+        job, stage = current.job, self.recipe.stage(current.job.stage)
+        remaining = np.setdiff1d(np.arange(len(stage.data)), job.examples)
         trainings = [Training(seed) for seed in job.seeds]
-        trainings += [Training(seed, kept, own.name) for seed in job.seeds]
-        recipe = watched(self.recipe, watch)
-        grid = WatchedGrid(
-            self.folder / "trainings" / self.of[:16], self._identity, len(self.query)
-        )
-        grid.watch, keys = watch, [training.key for training in trainings]
-        job.notes["found"] = sum(key in grid for key in keys)
-        self._now = (job, grid, watch, time.monotonic(), keys)
+        trainings += [Training(seed, remaining, stage.name) for seed in job.seeds]
+        grid = Grid(self.folder / "trainings" / self.of[:16], self._identity, len(self.query))
+        keys = [training.key for training in trainings]
+        job.notes["reused"] = sum(key in grid for key in keys)
+        current.grid, current.trainings = grid, dict(zip(keys, trainings, strict=True))
+        current.started = time.monotonic()
         rows = run_grid(
-            recipe,
+            self.recipe,
             self.query,
             trainings,
             grid,
@@ -389,6 +345,7 @@ class Jobs:
             executor=None,
             engine="auto",
             progress=False,
+            callback=current.progress,
         )
         job.notes["why"] = grid.notes.get("why")
         measured = rows.reshape(2, len(job.seeds), -1)
@@ -397,7 +354,7 @@ class Jobs:
 
 
 def _read(file: Path) -> Job | None:
-    """A job, or None if the file is not one that this whence wrote."""
+    """A job, or None if this version of whence did not write the file."""
     try:
         content = read_json(file, schema=SCHEMA)
         del content["schema"]
@@ -407,13 +364,13 @@ def _read(file: Path) -> Job | None:
 
 
 def _hold(folder: Path) -> tuple[IO[bytes] | None, str | None]:
-    """The folder's lock, or why it is not ours. The system lets go of it when the process dies."""
+    """The folder's lock, or why we do not have it. The system releases it when the process dies."""
     file = locks.acquire(folder / "lock", wait=False)  # held as long as the explorer lives
     if file is None:
         who = (folder / "lock").read_text(errors="replace").strip()
         return None, (
-            f"another explorer{f' ({who})' if who else ''} works in {folder}: retraining is its. "
-            "Close it, or start this one with another folder (out=)"
+            f"another explorer{f' ({who})' if who else ''} retrains in {folder}: close it, or "
+            "start this one with another folder (out=)"
         )
     file.truncate(0)
     file.write(f"process {os.getpid()}".encode())

@@ -1,4 +1,4 @@
-"""Start the explorer: scores, data and recipe together, a free port, a browser."""
+"""Start the explorer: load scores, data and recipe, choose a port, open a browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from whence.explore.explorer import Explorer
 from whence.explore.jobs import Jobs
-from whence.explore.state import Explored, Given, open_scores
+from whence.explore.scored_data import Given, ScoredData, open_scores
 from whence.present.check import check_data
 from whence.scores import Scores
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from whence.study import Study
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-FOLDER = "explore"  # beside the first scores' own files
+FOLDER = "explore"  # in the folder of the first scores
 
 
 class Running:
-    """An explorer at work in a thread: for notebooks, where `serve` would wait for ever.
+    """An explorer that runs in a thread, for notebooks, where `serve` would block.
 
         with whence.explore.start({"SOURCE": scores}, study=study, query=query) as page:
             print(page.url)
 
     Attributes:
         url: the address, with the token.
-        explorer: what answers.
+        explorer: computes the answers.
     """
 
     def __init__(self, explorer: Explorer, host: str, port: int) -> None:
@@ -50,16 +50,16 @@ class Running:
         self.port = int(self._socket.getsockname()[1])
         names = {"[::1]" if host == "::1" else "127.0.0.1", "localhost"}
         hosts = frozenset(f"{name}:{self.port}" for name in names)
-        shown = "[::1]" if host == "::1" else host
-        self.address = f"http://{shown}:{self.port}"
+        name = "[::1]" if host == "::1" else host
+        self.address = f"http://{name}:{self.port}"
         self.url = f"{self.address}/?token={self._token}"
         config = uvicorn.Config(
             create_app(explorer, self._token, hosts),
-            log_level="critical",  # what fails in an answer is told by `server`
-            access_log=False,  # the first address holds the token
+            log_level="critical",  # `server` reports errors of requests
+            access_log=False,  # the first address contains the token
             lifespan="off",
             http="h11",
-            h11_max_incomplete_event_size=2**17,  # a thousand ticked examples are a long address
+            h11_max_incomplete_event_size=2**17,  # a thousand ticked examples make a long address
             server_header=False,
             ws="none",
             timeout_graceful_shutdown=3,
@@ -76,7 +76,7 @@ class Running:
         return bool(self._server.started)
 
     def run(self) -> None:
-        """Answer until told to stop (Ctrl-C in the main thread)."""
+        """Answer requests until stopped (by Ctrl-C in the main thread)."""
         self.explorer.start()
         try:
             self._server.run(sockets=[self._socket])
@@ -93,7 +93,7 @@ class Running:
         return self
 
     def close(self) -> None:
-        """Stop. A retraining that is at work is gone on with at the next start."""
+        """Stop. The next start resumes a retraining that is running."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(30)
@@ -137,20 +137,20 @@ def serve(
         scores: Scores by name, or folders of them, or one of either; all of the same queries, or
             self-influence.
         train: the training data, or `{stage: dataset}` (default: the study's).
-        query: the queries that the scores are of.
-        study: for what the model predicts.
-        recipe: for retraining without chosen examples.
-        labels: of the training examples, or `{stage: labels}`, in place of those in the data.
-        renderer: makes of an example what is to be shown: text, image, row, `whence.report.HTML`.
-        classes, columns, tokenizer: names of classes and features, and what makes text of token
-            ids.
-        check: False compares only lengths of data, for what is read at random, or texts shown in
-            place of their tokens.
-        host: this machine's own address; the page is never served to a network.
-        port: 0 takes a free one.
+        query: the queries of the scores.
+        study: shows the model's predictions.
+        recipe: allows retraining without chosen examples.
+        labels: of the training examples, or `{stage: labels}`, instead of those in the data.
+        renderer: turns an example into what the page shows: text, image, row, or
+            `whence.report.HTML`.
+        classes, columns, tokenizer: names of classes and features, and the decoder of token ids.
+        check: False compares only the number of examples, for data that is random, or texts shown
+            instead of their tokens.
+        host: an address of this machine; the page is never served to a network.
+        port: 0 chooses a free one.
         open_browser: False only prints the address.
         out: folder for retrainings (default: `explore` in the first scores' folder, or
-            `whence-explore` here).
+            `whence-explore` in the current one).
     """
     page = prepare(
         scores,
@@ -172,21 +172,24 @@ def serve(
     if page.explorer.refused is None:
         jobs = page.explorer.jobs
         assert jobs is not None
-        print(f"Retrainings are kept in {jobs.folder}.")
+        print(f"Retrainings are stored in {jobs.folder}.")
     else:
-        print(f"No retraining here: {page.explorer.refused}.")
-    print("Ctrl-C ends it.", flush=True)
+        print(f"Retraining is not available: {page.explorer.refused}.")
+    print("Press Ctrl-C to stop.", flush=True)
     if open_browser:
         threading.Thread(target=_open, args=(page,), daemon=True).start()
     with suppress(KeyboardInterrupt):
         page.run()
     jobs = page.explorer.jobs
     cut = [] if jobs is None else [j for j in jobs.all() if j.state in ("running", "waiting")]
-    print("\nStopped." + (" The retraining goes on at the next start." if cut else ""))
+    print("\nStopped." + (" The next start resumes the retraining." if cut else ""))
 
 
 def start(scores: Given, **settings: Any) -> Running:
-    """`serve` in a thread, for notebooks: the same settings but `open_browser`; close it after."""
+    """`serve` in a thread, for notebooks. Close it when you are done.
+
+    Takes the settings of `serve`, except `open_browser`.
+    """
     return prepare(scores, **settings).start()
 
 
@@ -202,7 +205,7 @@ def prepare(
     out: str | os.PathLike[str] | None = None,
     **looks: Any,
 ) -> Running:
-    """All that can be wrong is found here, before anything is served."""
+    """Check everything before anything is served."""
     try:
         import fastapi
         import uvicorn
@@ -213,15 +216,15 @@ def prepare(
     del fastapi, uvicorn
     if host not in LOCAL:
         raise ValueError(
-            f"host={host!r} would show your training data to the network: the explorer is served "
-            f"to this machine alone ({', '.join(LOCAL)}). From another machine, tunnel to it: "
-            f"ssh -L PORT:localhost:PORT, the same port on both sides"
+            f"host={host!r} would show your training data to the network: the explorer only serves "
+            f"this machine ({', '.join(LOCAL)}). From another machine, use a tunnel: "
+            f"ssh -L PORT:localhost:PORT, with the same port on both sides"
         )
     named = open_scores(scores)
-    explored = Explored(named, train=train, query=query, study=study, **looks)
+    data = ScoredData(named, train=train, query=query, study=study, **looks)
     folder = Path(out) if out is not None else default_folder(scores)
-    jobs, refused = make_jobs(explored, recipe, query, folder)
-    explorer = Explorer(explored, jobs, refused)
+    jobs, refused = make_jobs(data, recipe, query, folder)
+    explorer = Explorer(data, jobs, refused)
     try:
         return Running(explorer, host, port)
     except BaseException:
@@ -236,15 +239,15 @@ def default_folder(scores: Given) -> Path:
 
 
 def make_jobs(
-    explored: Explored, recipe: Recipe | None, query: Any, folder: Path
+    data: ScoredData, recipe: Recipe | None, query: Any, folder: Path
 ) -> tuple[Jobs | None, str | None]:
-    """The retrainings, or why there are none. That is no reason not to explore."""
+    """The retrainings, or why there are none. Exploring works without them."""
     if recipe is None:
         return None, "there is no recipe (give recipe=, or define it in the study file)"
-    if query is None or not explored.sets:
+    if query is None or not data.sets:
         return None, "there are no queries to measure (give query= and scores of it)"
     train = {stage.name: stage.data.dataset for stage in recipe.stages}
-    for name, scores in explored.sets.items():
+    for name, scores in data.sets.items():
         task = recipe.task
         if (scores.measurement, scores.higher_is_better) != (
             task.measurement,
@@ -252,7 +255,7 @@ def make_jobs(
         ):
             return None, (
                 f"{name} are scores of the {scores.measurement}, but the recipe's task measures "
-                f"the {task.measurement}: give a recipe with the task they were attributed with"
+                f"the {task.measurement}: give a recipe with the task of the attribution"
             )
         try:
             check_data(scores, train, query, collate=recipe.collate)
@@ -263,31 +266,31 @@ def make_jobs(
     except OSError as error:
         return None, f"{folder} cannot be written ({error.strerror}): choose another folder (out=)"
     except Exception as error:  # a user's recipe may raise anything
-        return None, f"it cannot be done: {type(error).__name__}: {error}"
+        return None, f"the recipe fails: {type(error).__name__}: {error}"
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at the port; 0 takes a free one."""
+    """A socket at the port; 0 chooses a free one."""
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port}: use a number up to 65535, or 0 for a free port")
-    made = socket.socket(socket.AF_INET6 if host == "::1" else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
+    bound = socket.socket(socket.AF_INET6 if host == "::1" else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
     try:
-        made.bind((host, port))
+        bound.bind((host, port))
     except OSError as error:
-        made.close()
+        bound.close()
         if error.errno == errno.EADDRINUSE:
             raise OSError(
                 error.errno,
-                f"port {port} is in use, perhaps by another explorer: close that, choose another "
-                "port, or port=0 for a free one",
+                f"port {port} is in use, perhaps by another explorer: close it, choose another "
+                "port, or use port=0 for a free one",
             ) from error
         if error.errno == errno.EACCES:
             raise OSError(
-                error.errno, f"port {port} may not be used by you: choose one above 1023, or 0"
+                error.errno, f"you may not use port {port}: choose one above 1023, or 0"
             ) from error
         raise
-    return made
+    return bound
 
 
 def _open(page: Running) -> None:

@@ -1,5 +1,4 @@
-"""What is read in the background, so that answers come at once: texts to search in, means, what the
-model says.
+"""Work in the background, so that answers are immediate: texts to search, means, predictions.
 
 Axes: ``n`` training examples, ``q`` queries.
 """
@@ -23,17 +22,17 @@ from whence.scores import Scores
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-AT_ONCE = 2**20  # scores that are held in float64 at a time
-SEARCHED = 2**28  # characters of a dataset that are kept to search in
-WORK = 0.15  # seconds that an answer may work on what takes longer
+BLOCK_NUMBERS = 2**20  # scores that are converted to float64 at a time
+SEARCHED = 2**28  # characters of a dataset that are kept for searching
+WORK = 0.15  # seconds that one request may spend on a longer computation
 
 
 class Busy(RuntimeError):
-    """What was asked for takes longer than an answer may: ask again."""
+    """The answer takes longer than one request may: ask again."""
 
 
 class SharedExamples(Examples):
-    """Examples that several threads ask for: datasets and renderers are used by one at a time."""
+    """Examples for several threads: only one at a time uses the dataset and the renderer."""
 
     def __init__(self, dataset: Any, **looks: Any) -> None:
         super().__init__(dataset, **looks)
@@ -50,11 +49,11 @@ class SharedExamples(Examples):
 
 @dataclass
 class Index:
-    """The labels and texts of a dataset, read in the background, to search in.
+    """The labels and texts of a dataset, read in the background, for searching.
 
     Attributes:
         labels: those read so far.
-        texts: likewise, lower case; None for images, which have none.
+        texts: likewise, in lower case; None for images, which have none.
     """
 
     examples: Examples
@@ -67,50 +66,50 @@ class Index:
         return len(self.examples) == 0 or "image" in self.examples.render(0)
 
     def build(self, stop: threading.Event) -> None:
-        """Read every example once."""
+        """Read each example once."""
         count = len(self.examples)
         if not self.wordless:
             self.texts = []
-        kept = SEARCHED // max(1, count)
+        length = SEARCHED // max(1, count)
         for k in range(count):
             if stop.is_set():
                 return
             if self.texts is None:
                 label = self.examples.label(k)
             else:
-                shown = self.examples.render(k)
-                label = shown["label"]
-                self.texts.append(words(shown).casefold()[:kept])
+                rendered = self.examples.render(k)
+                label = rendered["label"]
+                self.texts.append(words(rendered).casefold()[:length])
             self.labels.append(label or "")
 
     def matches(self, ids: Ints, text: str, label: str) -> NDArray[np.bool_]:
-        """Which of the examples ``ids`` have this label and hold this text (or number)."""
-        found = np.ones(len(ids), dtype=bool)
+        """Which of the examples ``ids`` have this label and contain this text (or number)."""
+        matching = np.ones(len(ids), dtype=bool)
         if label:
             same = np.zeros(len(self.examples), dtype=bool)
             same[: len(self.labels)] = np.array(self.labels, dtype=object) == label
-            found &= same[ids] if len(same) else False
+            matching &= same[ids] if len(same) else False
         if text:
             wanted = text.casefold().strip()
             holds = np.zeros(len(self.examples), dtype=bool)
             if self.texts is not None:
                 holds[: len(self.texts)] = [wanted in one for one in self.texts]
-            here = holds[ids] if len(holds) else np.zeros(len(ids), dtype=bool)
+            contains = holds[ids] if len(holds) else np.zeros(len(ids), dtype=bool)
             number = wanted.removeprefix("#")
             if number.isdecimal() and len(number) < 16:
-                here |= ids == int(number)
-            found &= here
-        return found
+                contains |= ids == int(number)
+            matching &= contains
+        return matching
 
 
-def words(shown: Rendered) -> str:
-    """What there is to read of a rendered example."""
-    cells = " ".join(f"{name} {value}" for name, value in shown.get("row", []))
-    return f"{shown.get('text', '')}{cells}{shown.get('html', '')}"
+def words(rendered: Rendered) -> str:
+    """The text of a rendered example."""
+    cells = " ".join(f"{name} {value}" for name, value in rendered.get("row", []))
+    return f"{rendered.get('text', '')}{cells}{rendered.get('html', '')}"
 
 
 class Mean:
-    """The mean over the queries of their finite scores, (n,), worked out bit by bit."""
+    """The mean over the queries of their finite scores, (n,), computed in steps."""
 
     def __init__(self, scores: Scores) -> None:
         self._scores = scores
@@ -118,10 +117,10 @@ class Mean:
         self._done = 0
         self._guard = threading.Lock()
 
-    def go_on(self, seconds: float) -> Floats:
-        """The mean; Busy if it takes longer."""
+    def advance(self, seconds: float) -> Floats:
+        """The mean. Raises Busy if it takes longer than this."""
         rows, n = self._scores.shape
-        end, step = time.monotonic() + seconds, max(1, AT_ONCE // n)
+        end, step = time.monotonic() + seconds, max(1, BLOCK_NUMBERS // n)
         while self._done < rows:
             with self._guard:
                 block = self._scores.values[self._done : self._done + step].astype(np.float64)
@@ -130,40 +129,40 @@ class Mean:
                 self._counted += finite.sum(0)
                 self._done += step
             if time.monotonic() > end and self._done < rows:
-                raise Busy("the mean over all queries is being worked out: ask again in a moment")
+                raise Busy("the mean over all queries is being computed: ask again in a moment")
         with np.errstate(invalid="ignore"):
             return np.asarray(self._total / self._counted)
 
 
-class Teller:
-    """Asks the model about examples in a thread, and waits for it no longer than an answer may.
+class PredictionWorker:
+    """Computes predictions in a thread, and waits for them no longer than one request may.
 
     Args:
-        ask: what it says, by example.
+        predict: the predictions for some examples, by example.
     """
 
-    def __init__(self, ask: Callable[[Sequence[int]], Mapping[int, Any]]) -> None:
-        self._ask = ask
+    def __init__(self, predict: Callable[[Sequence[int]], Mapping[int, Any]]) -> None:
+        self._predict = predict
         self._known: dict[int, Any] = {}
-        self._asked: dict[int, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(1, "asking")
+        self._requested: dict[int, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(1, "predicting")
 
-    def told(self, places: Sequence[int]) -> dict[int, Any]:
-        """What is known of these by now. Where some are missing, ask again."""
-        missing = [p for p in places if p not in self._asked]
+    def predictions(self, places: Sequence[int]) -> dict[int, Any]:
+        """The predictions that are known by now. Where some are missing, ask again."""
+        missing = [p for p in places if p not in self._requested]
         if missing:
-            self._asked |= dict.fromkeys(missing, self._pool.submit(self._work, missing))
+            self._requested |= dict.fromkeys(missing, self._pool.submit(self._work, missing))
         end = time.monotonic() + WORK
-        for work in {id(self._asked[p]): self._asked[p] for p in places}.values():
+        for work in {id(self._requested[p]): self._requested[p] for p in places}.values():
             wait([work], timeout=max(0.0, end - time.monotonic()))
         return {p: self._known[p] for p in places if p in self._known}
 
     def waiting(self, places: Sequence[int]) -> bool:
-        """Whether more is to come."""
-        return any(p in self._asked and not self._asked[p].done() for p in places)
+        """Whether more predictions are coming."""
+        return any(p in self._requested and not self._requested[p].done() for p in places)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, places: Sequence[int]) -> None:
-        self._known |= self._ask(places)
+        self._known |= self._predict(places)

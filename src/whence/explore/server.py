@@ -1,8 +1,8 @@
-"""The web server: who may ask, and which address gives which answer.
+"""The web server: access control, and the address of each answer.
 
-Whoever knows the token may read; what changes something is a POST with the token in a header, which
-no other page can send. A request that came by another name than the one served (DNS rebinding), or
-from another origin, is refused before anything is looked at.
+Whoever knows the token may read. Changes are POST requests with the token in a header, which no
+other page can send. Requests to another host name than the one served (DNS rebinding), or from
+another origin, are refused before anything else is checked.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def static_file(package: str, name: str) -> str:
 
 
 class Guard:
-    """Lets in what comes from this machine's browser with the token; adds headers to what goes out.
+    """Accepts requests from this machine's browser with the token, and adds headers to answers.
 
     Args:
-        app: what is guarded.
+        app: the application to guard.
         token: the secret.
-        hosts: names and ports it is served as, such as "127.0.0.1:8765".
+        hosts: names and ports of the server, such as "127.0.0.1:8765".
         cookie: the name of the cookie that holds the token.
-        styled: whether examples hold HTML by the user's own renderer, with style attributes.
+        styled: whether examples contain HTML of the user's renderer, with style attributes.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Guard:
             "content-security-policy": policy,
             "x-content-type-options": "nosniff",
             "x-frame-options": "DENY",
-            "referrer-policy": "no-referrer",  # the first address holds the token
+            "referrer-policy": "no-referrer",  # the first address contains the token
             "cross-origin-resource-policy": "same-origin",
             "cross-origin-opener-policy": "same-origin",
             "cache-control": "no-store",
@@ -92,8 +92,8 @@ class Guard:
 
         async def answer(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                own = [(k.encode(), v.encode()) for k, v in self.headers.items()]
-                message = {**message, "headers": [*message.get("headers", []), *own]}
+                added = [(k.encode(), v.encode()) for k, v in self.headers.items()]
+                message = {**message, "headers": [*message.get("headers", []), *added]}
             await send(message)
 
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
@@ -109,16 +109,16 @@ class Guard:
     def refuse(
         self, method: str, path: str, query: bytes, headers: Mapping[str, str]
     ) -> tuple[int, str]:
-        """(status, why) of what is not let in; (0, "") otherwise."""
+        """(status, why) if the request is refused; (0, "") otherwise."""
         if headers.get("host", "").lower() not in self.hosts:
-            return 403, "403: this page is only served by the address that whence explore printed"
+            return 403, "403: open this page at the address that whence explore printed"
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
             return 403, "403: requests from other pages are refused"
         if method not in ("GET", "HEAD", "POST"):
             return 405, "405: only GET and POST"
         opened = path == "/" and method in ("GET", "HEAD")
-        # A link on another page may open this one; it may not ask it for anything else.
+        # A link on another page may open this page, but may not request anything else.
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not opened:
             return 403, "403: requests from other pages are refused"
         given = [headers.get(TOKEN, "")]
@@ -134,27 +134,27 @@ class Guard:
         if method == "POST":
             length = headers.get("content-length", "")
             if not length.isdecimal() or len(length) > 9 or int(length) > BODY:
-                return 413, f"413: say how long the request is; {BODY} bytes at most"
+                return 413, f"413: send a content-length of at most {BODY} bytes"
         return 0, ""
 
 
 def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(name)
+        cookie = SimpleCookie(header).get(name)
     except CookieError:
         return ""
-    return "" if found is None else found.value
+    return "" if cookie is None else cookie.value
 
 
 def create_app(explorer: Explorer, token: str, hosts: frozenset[str]) -> Guard:
     """The guarded web application.
 
     Args:
-        explorer: gives the answers.
-        token: whoever has it may ask.
-        hosts: names and ports that it is served as, such as "127.0.0.1:8765".
+        explorer: computes the answers.
+        token: the secret that gives access.
+        hosts: names and ports of the server, such as "127.0.0.1:8765".
     """
-    # cookies know no ports: two explorers in one browser need two names
+    # cookies ignore ports: two explorers in one browser need two names
     ports = {host.rpartition(":")[2] for host in hosts}
     cookie = f"whence-token-{'-'.join(sorted(ports))}"
     app = FastAPI(title="whence", docs_url=None, redoc_url=None, openapi_url=None)
@@ -162,7 +162,7 @@ def create_app(explorer: Explorer, token: str, hosts: frozenset[str]) -> Guard:
     _reading(app, explorer)
     _retraining(app, explorer)
     _errors(app)
-    return Guard(app, token, hosts, cookie, explorer.explored.renders_html)
+    return Guard(app, token, hosts, cookie, explorer.data.renders_html)
 
 
 def _pages(app: FastAPI, token: str, cookie: str) -> None:
@@ -182,7 +182,7 @@ def _pages(app: FastAPI, token: str, cookie: str) -> None:
 
 
 def _reading(app: FastAPI, explorer: Explorer) -> None:
-    explored = explorer.explored
+    data = explorer.data
 
     @app.get("/api/overview")
     def overview() -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
         offset: Count = 0,
         limit: Count = 50,
     ) -> dict[str, Any]:
-        return explored.list_queries(
+        return data.list_queries(
             text=text, label=label, wrong=wrong, order=order, offset=offset, limit=limit
         )
 
@@ -217,7 +217,7 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
         offset: Count = 0,
         limit: Count = 50,
     ) -> dict[str, Any]:
-        return explored.list_examples(
+        return data.list_examples(
             scores,
             row,
             text=text,
@@ -289,28 +289,28 @@ def _retraining(app: FastAPI, explorer: Explorer) -> None:
         return explorer.job(name)
 
     @app.post("/api/jobs")
-    def ask(
+    def submit(
         places: Annotated[list[Place], Body()], seeds: Annotated[int, Body()]
     ) -> dict[str, Any]:
-        return explorer.ask(places, seeds)
+        return explorer.submit(places, seeds)
 
     @app.post("/api/jobs/{name}/cancel")
     def cancel(name: str) -> dict[str, Any]:
         return explorer.cancel(name)
 
-    @app.post("/api/jobs/{name}/go-on")
-    def go_on(name: str) -> dict[str, Any]:
-        return explorer.go_on(name)
+    @app.post("/api/jobs/{name}/resume")
+    def resume(name: str) -> dict[str, Any]:
+        return explorer.resume(name)
 
-    @app.post("/api/jobs/{name}/forget")
-    def forget(name: str) -> dict[str, Any]:
-        return explorer.forget(name)
+    @app.post("/api/jobs/{name}/remove")
+    def remove(name: str) -> dict[str, Any]:
+        return explorer.remove(name)
 
 
 def _errors(app: FastAPI) -> None:
-    """Every error is one sentence that the page shows."""
+    """Send every error as one sentence for the page to show."""
 
-    def said(status: int) -> Callable[[Request, Exception], JSONResponse]:
+    def with_status(status: int) -> Callable[[Request, Exception], JSONResponse]:
         return lambda _, error: JSONResponse({"error": str(error.args[0])}, status)
 
     def invalid(_: Request, error: Exception) -> JSONResponse:
@@ -322,15 +322,15 @@ def _errors(app: FastAPI) -> None:
         traceback.print_exception(error)
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 
-    def refused(_: Request, error: Exception) -> JSONResponse:  # what FastAPI itself refuses
+    def refused(_: Request, error: Exception) -> JSONResponse:  # by FastAPI itself
         assert isinstance(error, HTTPException)
         return JSONResponse({"error": error.detail}, error.status_code)
 
     app.add_exception_handler(HTTPException, refused)
-    app.add_exception_handler(Busy, said(503))
-    app.add_exception_handler(ValueError, said(400))
-    app.add_exception_handler(KeyError, said(404))
-    app.add_exception_handler(PermissionError, said(409))
+    app.add_exception_handler(Busy, with_status(503))
+    app.add_exception_handler(ValueError, with_status(400))
+    app.add_exception_handler(KeyError, with_status(404))
+    app.add_exception_handler(PermissionError, with_status(409))
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(Exception, broken)
 
@@ -339,5 +339,5 @@ def _places(given: str) -> list[int]:
     """ "3,14,15" """
     parts = [part for part in given.split(",") if part]
     if not all(part.isdecimal() and len(part) < 16 for part in parts):
-        raise ValueError("places must be numbers with commas between them")
+        raise ValueError("places must be numbers separated by commas")
     return [int(part) for part in parts]

@@ -1,4 +1,4 @@
-"""What if some training examples had not been there: what scores predict, and what retraining says.
+"""What if some training examples were missing: predictions of scores, results of retraining.
 
 predicted[q] = −Σ_{m removed} values[q, m]      real[q] = mean over seeds of after − before
 """
@@ -11,67 +11,70 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.explore.compare import correlation, mid_ranks
+from whence.evaluate.agreement import agreement
 from whence.explore.jobs import Job, Outcome
 from whence.explore.reading import Floats, Ints
-from whence.explore.state import Explored
+from whence.explore.scored_data import ScoredData
 from whence.present.views import number, row_of
 from whence.scores import Scores
 
-MARGIN = "margin"  # a measurement whose sign says whether the prediction is right
+MARGIN = "margin"  # a measurement that is positive if the prediction is right
 
 
-def predicted(explored: Explored, name: str, places: Sequence[int] | Ints) -> tuple[Floats, Ints]:
-    """Predicted change (q,) of every query's measurement without these examples, and how many of
-    their scores are not known (q,): of another set of examples, not kept, or not a number. Where
-    one is not known, neither is the sum: NaN."""
-    scores = explored.of_queries(name)
-    columns = explored.columns(name)[explored.chosen(places)]
-    there = columns[columns >= 0]
-    values = _taken(scores, there)
-    unknown = (len(columns) - len(there)) + (~np.isfinite(values)).sum(1)
+def predicted(data: ScoredData, name: str, places: Sequence[int] | Ints) -> tuple[Floats, Ints]:
+    """The predicted change of every query's measurement without these examples.
+
+    Returns:
+        The change (q,), and how many of the scores are unknown (q,): not computed, not kept, or not
+        a number. The change is NaN where a score is unknown.
+    """
+    scores = data.of_queries(name)
+    columns = data.columns(name)[data.chosen(places)]
+    scored = columns[columns >= 0]
+    values = _in_columns(scores, scored)
+    unknown = (len(columns) - len(scored)) + (~np.isfinite(values)).sum(1)
     change = -values.sum(1) + 0.0  # never "-0.0"
     change[unknown > 0] = np.nan
     return change, unknown
 
 
-def _taken(scores: Scores, columns: Ints) -> Floats:
+def _in_columns(scores: Scores, columns: Ints) -> Floats:
     """(q, m) the scores in these columns; NaN where they were not kept."""
     if scores.top is None:
         return np.asarray(scores.values[:, columns], np.float64)
-    found = np.full((scores.shape[0], len(columns)), np.nan)
-    for row in range(len(found)):
-        values, kept = row_of(scores, row)  # by column
-        where = np.searchsorted(kept, columns)
-        here = np.append(kept, -1)[where] == columns
-        found[row, here] = values[where[here]]
-    return found
+    result = np.full((scores.shape[0], len(columns)), np.nan)
+    for row in range(len(result)):
+        values, top_columns = row_of(scores, row)  # by column
+        where = np.searchsorted(top_columns, columns)
+        in_top = np.append(top_columns, -1)[where] == columns
+        result[row, in_top] = values[where[in_top]]
+    return result
 
 
-def what_if(explored: Explored, places: Sequence[int]) -> dict[str, Any]:
-    """The predicted change for every query, by every scores."""
-    chosen = explored.chosen(places)
+def what_if(data: ScoredData, places: Sequence[int]) -> dict[str, Any]:
+    """The predicted change of every query, by all scores."""
+    chosen = data.chosen(places)
     return {
         "examples": len(chosen),
         "sets": {
-            name: {**_prediction(explored, name, chosen), "unit": scores.unit}
-            for name, scores in explored.sets.items()
+            name: {**_prediction(data, name, chosen), "unit": scores.unit}
+            for name, scores in data.sets.items()
         },
-        "measured": _list(explored.measured),
-        "measurement": next((s.measurement for s in explored.sets.values()), ""),
+        "measured": _list(data.measured),
+        "measurement": next((s.measurement for s in data.sets.values()), ""),
     }
 
 
-def _prediction(explored: Explored, name: str, places: Ints) -> dict[str, Any]:
-    change, unknown = predicted(explored, name, places)
+def _prediction(data: ScoredData, name: str, places: Ints) -> dict[str, Any]:
+    change, unknown = predicted(data, name, places)
     lost = int((unknown > 0).sum())
     note = None
     if lost:
-        kept = explored.scores(name).top
+        top = data.scores(name).top
         why = (
-            "were not scored or are not numbers"
-            if kept is None
-            else f"are not among the top {kept.kept} that were kept of the query"
+            "are missing or not numbers"
+            if top is None
+            else f"are not among the top {top.kept} that were kept per query"
         )
         note = (
             f"{lost} of {len(change)} queries have no prediction: scores of ticked examples {why}"
@@ -79,13 +82,13 @@ def _prediction(explored: Explored, name: str, places: Ints) -> dict[str, Any]:
     return {"change": _list(change), "unknown": unknown.tolist(), "note": note}
 
 
-def judged(explored: Explored, job: Job, outcome: Outcome, places: Ints) -> dict[str, Any]:
-    """Predicted beside real change, by every scores of what was measured."""
+def judged(data: ScoredData, job: Job, outcome: Outcome, places: Ints) -> dict[str, Any]:
+    """Predicted and real change, by all scores of queries."""
     real, error = outcome.change, outcome.error
     sound = int(outcome.sound.sum())
     sets = {}
-    for name in explored.sets:
-        change, unknown = predicted(explored, name, places)
+    for name in data.sets:
+        change, unknown = predicted(data, name, places)
         sets[name] = {
             "change": _list(change),
             "unknown": unknown.tolist(),
@@ -97,28 +100,14 @@ def judged(explored: Explored, job: Job, outcome: Outcome, places: Ints) -> dict
         "baseline": _list(outcome.baseline),
         "seeds": len(job.seeds),
         "sound": sound,
-        "flipped": _flipped(explored, outcome),
+        "flipped": _flipped(data, outcome),
         "sets": sets,
     }
 
 
-def agreement(change: Floats, real: Floats) -> dict[str, float | None]:
-    """How well the predicted change (q,) tells the real one: rank correlation, correlation, and the
-    slope through zero, Σ P T / Σ P² (1 is perfect: more means that scores understate)."""
-    both = np.isfinite(change) & np.isfinite(real)
-    p, t = change[both], real[both]
-    pp = float((p * p).sum())
-    ranks = correlation(mid_ranks(p), mid_ranks(t)) if len(p) > 2 else None
-    return {
-        "spearman": ranks,
-        "pearson": correlation(p, t),
-        "slope": float((p * t).sum()) / pp if pp > 0 else None,
-    }
-
-
-def _flipped(explored: Explored, outcome: Outcome) -> list[int] | None:
-    """Rows whose mean margin went from right to wrong; None for other measurements."""
-    scores = next(iter(explored.sets.values()))
+def _flipped(data: ScoredData, outcome: Outcome) -> list[int] | None:
+    """Rows whose mean margin turned from right to wrong; None for other measurements."""
+    scores = next(iter(data.sets.values()))
     if scores.measurement != MARGIN:
         return None
     before = outcome.baseline

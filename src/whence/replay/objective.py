@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from whence.data import batch_length
-from whence.replay.graphs import Graphs
+from whence.engine.graphs import Graphs
 from whence.task import Task
 
 Tensors = dict[str, Tensor]  # by parameter

@@ -1,8 +1,9 @@
-"""Retraining: many trainings at once, and the truth they make."""
+"""Retraining: recipes, many trainings at once, and the truth they measure."""
 
+from whence.retrain.callback import Update
 from whence.retrain.measure import measure
-from whence.retrain.record import record
+from whence.retrain.recording_many import record
 from whence.retrain.training import Training
 from whence.retrain.truth import Truth, ground_truth
 
-__all__ = ["Training", "Truth", "ground_truth", "measure", "record"]
+__all__ = ["Training", "Truth", "Update", "ground_truth", "measure", "record"]

@@ -1,4 +1,4 @@
-"""The same trainings over a Ray cluster: this process deals out units and keeps what comes back."""
+"""Trainings on a Ray cluster: this process deals out units and stores their results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from whence.retrain.grid import Grid
+from whence.retrain.pool import TrainingPool
 from whence.retrain.training import Training
 
-RETRIES = 5  # of a unit whose worker died
+RETRIES = 5  # for a unit whose worker died
 
 
 def _ray() -> Any:
@@ -19,27 +20,27 @@ def _ray() -> Any:
     except ImportError as error:
         raise ImportError("executor='ray' needs Ray: pip install 'whence[ray]'") from error
     if not ray.is_initialized():
-        # a cluster of this machine's own, whose workers find the modules that we find
-        here = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": here})
+        # a cluster on this machine, whose workers import from the same paths
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths})
     return ray
 
 
 def workers() -> int:
-    """How many units can be made at the same time: one on each GPU, or on each core."""
-    found = _ray().cluster_resources()
-    return int(found.get("GPU", 0) or found.get("CPU", 1)) or 1
+    """The number of units that can run at the same time: one per GPU, or per core."""
+    resources = _ray().cluster_resources()
+    return int(resources.get("GPU", 0) or resources.get("CPU", 1)) or 1
 
 
-def spread(
-    workshop: Any,
+def distribute(
+    pool: TrainingPool,
     units: Sequence[Sequence[Training]],
     grid: Grid,
     report: Callable[[int], Any],
 ) -> None:
-    """Make the units that are missing, each on some worker; one whose worker dies is made again.
+    """Make the missing units, each on some worker, and repeat those whose worker dies.
 
-    What is finished is kept as it comes, so that a driver that dies loses only what was under way.
+    Finished units are stored as they arrive, so a driver that dies loses only unfinished ones.
     """
     ray = _ray()
     resources = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
@@ -48,18 +49,18 @@ def spread(
     def make(recipe: Any, query: Any, engine: str | None, todo: list[Training]) -> Any:
         import torch
 
-        from whence.retrain.measure import Workshop
+        from whence.retrain.pool import TrainingPool
 
         torch.set_num_threads(1)
-        how = "auto" if engine else "single"
-        return Workshop.open(recipe, query, None, how, settled=engine).make(todo)
+        setting = "auto" if engine else "single"
+        return TrainingPool.open(recipe, query, None, setting, known_engine=engine).make(todo)
 
-    recipe, query = ray.put(workshop.recipe), ray.put(workshop.query)
+    recipe, query = ray.put(pool.recipe), ray.put(pool.query)
     pending: dict[Any, list[str]] = {}
     for unit in units:
         todo = [t for t in unit if t.key not in grid]
         if todo:
-            job = make.remote(recipe, query, workshop.engine, todo)
+            job = make.remote(recipe, query, pool.engine, todo)
             pending[job] = [t.key for t in todo]
     try:
         while pending:

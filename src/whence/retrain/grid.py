@@ -1,10 +1,10 @@
-"""A folder of trainings: each is in it once, whoever made it.
+"""A folder of trainings, each stored once, whichever process made it.
 
-    grid.json          what is trained: recipe, queries, how many models at once, and how
+    grid.json             recipe and queries, and how many models train together, and how
     parts/*.safetensors   measurements (k, q) of k trainings, and their keys
-    parts/*.lock       held by the process at work on a part; free again when it dies
+    parts/*.lock          held by the process that works on a part, until it finishes or dies
 
-Several processes, started by torchrun or by hand, may work on one folder.
+Several processes, started by torchrun or by hand, may share a folder.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Grid:
     """Measurements by training key; in memory, or in a folder.
 
     Args:
-        out: the folder, or None.
-        identity: what the trainings are of. A folder that holds another's is refused.
+        out: the folder, or None to keep the measurements in memory.
+        identity: what the trainings have in common. A folder with another identity is refused.
         queries: q, the length of a row.
     """
 
@@ -69,8 +69,8 @@ class Grid:
             raise damaged(file, error, remedy) from error
         if recorded != identity:
             raise ValueError(
-                f"{self.folder} holds trainings of something else: "
-                f"{_differences(recorded, identity)} differ. Give another folder, or delete it"
+                f"{self.folder} holds other trainings, which differ in: "
+                f"{_differences(recorded, identity)}. Give another folder, or delete this one"
             )
         self._identity = identity
 
@@ -80,8 +80,10 @@ class Grid:
         write_json(self.folder / "grid.json", content)
 
     def settle(self, notes: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep how the trainings are made; what was settled before stays, so that a call that goes
-        on makes the same cuts."""
+        """Store how the trainings are made.
+
+        Earlier settings stay, so that a call that resumes forms the same units.
+        """
         if self.folder is None:
             self.notes = dict(notes)
             return self.notes
@@ -92,7 +94,7 @@ class Grid:
         return self.notes
 
     def refresh(self) -> None:
-        """Read the parts that others have written since."""
+        """Read the parts that other processes have written since."""
         if self.folder is None:
             return
         for file in sorted((self.folder / "parts").glob("*.safetensors")):
@@ -110,7 +112,7 @@ class Grid:
         return len(self._rows)
 
     def add(self, keys: Sequence[str], rows: Rows) -> None:
-        """Keep the measurements (k, q) of k trainings. One that diverged becomes NaN as a whole."""
+        """Store the measurements (k, q) of k trainings. Rows of diverged ones become all NaN."""
         rows = np.where(np.isfinite(rows).all(1, keepdims=True), rows, np.nan)
         if self.folder is not None:
             tensors = {
@@ -124,7 +126,7 @@ class Grid:
 
     @contextmanager
     def claim(self, keys: Sequence[str]) -> Iterator[bool]:
-        """Whether this process is the one to make these trainings."""
+        """Whether this process gets to make these trainings."""
         if self.folder is None:
             yield True
             return
@@ -135,7 +137,7 @@ class Grid:
 
     @contextmanager
     def lock(self, name: str, wait: bool = True) -> Iterator[bool]:
-        """Hold a lock file; the system lets go of it when the process dies."""
+        """Hold a lock file. The system releases it when the process dies."""
         assert self.folder is not None
         path = self.folder / "parts" / f"{name}.lock"
         file = locks.acquire(path, wait=wait)
@@ -145,12 +147,12 @@ class Grid:
         with file:
             yield True
             if not wait:
-                # whoever opened it before finds the part that was written under it
+                # a process that opened it before will find the part written under it
                 path.unlink(missing_ok=True)
 
 
 def name_of(keys: Sequence[str]) -> str:
-    """What trainings that are made together are called."""
+    """The name of the file of trainings that are made together."""
     return sha256_of(*keys)[:24]
 
 
@@ -166,13 +168,13 @@ def _read(file: Path, queries: int) -> dict[str, Rows]:
     return {key.tobytes().hex(): row for key, row in zip(keys, rows, strict=True)}
 
 
-def _differences(found: Any, asked: Any, name: str = "") -> str:
-    """The names of what differs between two identities, such as "recipe.stages.train.rates"."""
-    if isinstance(found, dict) and isinstance(asked, dict):
+def _differences(stored: Any, given: Any, name: str = "") -> str:
+    """The names of the differences between two identities, such as "recipe.stages.train.rates"."""
+    if isinstance(stored, dict) and isinstance(given, dict):
         parts = [
-            _differences(found.get(key), asked.get(key), f"{name}.{key}" if name else str(key))
-            for key in sorted({*found, *asked})
-            if found.get(key) != asked.get(key)
+            _differences(stored.get(key), given.get(key), f"{name}.{key}" if name else str(key))
+            for key in sorted({*stored, *given})
+            if stored.get(key) != given.get(key)
         ]
         return ", ".join(parts)
     return name

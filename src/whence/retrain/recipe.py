@@ -1,4 +1,4 @@
-"""Recipe: how to train, so that it can be done again on any subset with any seed."""
+"""Recipe: how to train, in a form that can be repeated on any subset with any seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
-from tqdm.auto import tqdm
 
 from whence.data import Batches, Collate, place
-from whence.persist.identity import digest, sha256_of
+from whence.persist.identity import sha256_of
+from whence.retrain.callback import Callback
+from whence.retrain.device import cuda_devices, training_device
+from whence.retrain.recording import record_run
 from whence.retrain.stage import (
     TRIED,
     Ints,
@@ -29,20 +31,21 @@ from whence.retrain.stage import (
     MakeScheduler,
     StageRecipe,
     Transform,
+    checked_seed,
     make_stages,
     reseed,
 )
-from whence.run import Recorder, Run, RunError
+from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.task import Task
 
-WIDENED = 10**8  # parameters of the largest model that is tried in float64
-_SEEDED = threading.Lock()  # torch's default generator is one for all threads
+MAX_FLOAT64_PARAMETERS = 10**8  # of a model that is also built in float64, for comparisons
+_SEEDING = threading.Lock()  # all threads share torch's default generator
 
 
 class Recipe:
-    """How to train: `model()`, `optimizer(parameters)` and `scheduler(optimizer, total_steps)` are
-    the ordinary callables one has.
+    """How to train. `model()`, `optimizer(parameters)` and `scheduler(optimizer, total_steps)` are
+    ordinary callables.
 
         recipe = whence.Recipe(
             make_model, whence.Classification(), train_set,
@@ -51,26 +54,27 @@ class Recipe:
         )
         run = recipe.run(seed=0, out="runs/0")
 
-    The seed decides the initial weights (torch is seeded before `model()` is called) and the order
-    of the batches, which is drawn from (seed, epoch, example).
+    The seed determines the initial weights (torch is seeded before `model()` is called) and the
+    order of the batches, which depends on (seed, epoch, example).
 
-    Several stages: give `train={"pretrain": a, "finetune": b}`; every other setting but the model
-    may then be one for all stages or such a mapping. Each stage has a new optimizer.
+    For several stages, pass `train={"pretrain": a, "finetune": b}`. Every other setting except the
+    model may then be a single value or such a mapping. Each stage has a new optimizer.
 
     Args:
-        model: makes a new model, in training mode or not.
-        task: what is minimised and measured.
-        train: map-style dataset, without random augmentation: that is `transform`'s.
-        optimizer: makes the optimizer from the model's parameters.
+        model: returns a new model, in training mode or not.
+        task: the loss and the measurement.
+        train: map-style dataset without random augmentation; use `transform` for that.
+        optimizer: returns the optimizer for the model's parameters.
         batch_size: the last batch of an epoch may be smaller.
         epochs: passes over the data.
-        scheduler: makes a scheduler from the optimizer and the number of updates to come.
-        scheduler_every: "update" or "epoch": when its step() is called.
+        scheduler: returns a scheduler, given the optimizer and the total number of updates.
+        scheduler_every: "update" or "epoch": when to call the scheduler's step().
         stages: the names of the stages in order (default: the order of `train`), or
-            `{name: {setting: value}}` for what differs.
-        transform: augmentation, `transform(batch, uniform) -> batch`, example by example;
-            `uniform(k)` gives k numbers in (0, 1) for each, (n, k), by seed, update and example.
-        clip_norm: largest gradient norm, as `torch.nn.utils.clip_grad_norm_`.
+            `{name: {setting: value}}` for the settings that differ.
+        transform: augmentation, `transform(batch, uniform) -> batch`, applied to each example by
+            itself. `uniform(k)` returns k numbers in (0, 1) per example, (n, k), which depend on
+            seed, update and example.
+        clip_norm: largest gradient norm, as in `torch.nn.utils.clip_grad_norm_`.
         collate: turns a list of examples into a batch (default: torch's).
     """
 
@@ -92,7 +96,7 @@ class Recipe:
     ) -> None:
         if isinstance(model, nn.Module) or not callable(model):
             raise TypeError(
-                f"model is {type(model).__name__}: give a function that makes a new model each "
+                f"model is {type(model).__name__}: give a function that returns a new model each "
                 "time, such as make_model or lambda: Net(...)"
             )
         given = {
@@ -113,11 +117,11 @@ class Recipe:
 
     @property
     def task(self) -> Task:
-        """The last stage's task: what is measured."""
+        """The task of the last stage, which measures the trained model."""
         return self.stages[-1].task
 
     def stage(self, name: str | None) -> StageRecipe:
-        """The stage of that name; the first by default."""
+        """The stage with this name (default: the first)."""
         for stage in self.stages:
             if name in (None, stage.name):
                 return stage
@@ -126,15 +130,15 @@ class Recipe:
         )
 
     def build(self, seed: int) -> nn.Module:
-        """The model before its first update, on the CPU unless the factory puts it elsewhere."""
+        """The model before its first update, on the CPU unless the factory moves it elsewhere."""
         if not self._checked:
             self._check_factory()
         return self._built(seed)
 
     def _built(self, seed: int) -> nn.Module:
-        every = list(range(torch.cuda.device_count()))  # torch warns when it must find out itself
-        with _SEEDED, torch.random.fork_rng(every):
-            torch.manual_seed(_seed(seed))
+        every = list(range(torch.cuda.device_count()))  # named, because torch warns otherwise
+        with _SEEDING, torch.random.fork_rng(every):
+            torch.manual_seed(checked_seed(seed))
             model = self.model()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
@@ -146,37 +150,43 @@ class Recipe:
         first, second = self._built(0), self._built(0)
         if first is second:
             raise ValueError(
-                "model() returns the same module every time: a second training would go on from "
-                "the first. Make a new one in the function (or return copy.deepcopy(...))"
+                "model() returns the same module every time: a second training would continue from "
+                "the first. Create a new one in the function (or return copy.deepcopy(...))"
             )
         shared = _shared(first, second)
         if shared is not None:
             raise ValueError(
-                f"model() gives {shared} the same memory every time: a second training would go on "
-                "from the first. Copy it in the function (tensor.clone(), copy.deepcopy(module))"
+                f"model() gives {shared} the same memory every time: a second training would "
+                "continue from the first. Copy it in the function (tensor.clone(), "
+                "copy.deepcopy(module))"
             )
         if weights_sha256(first) != weights_sha256(second):
             raise ValueError(
-                "model() makes other weights when torch is seeded alike: they come from another "
-                "generator (numpy's, or one made inside). Draw them by torch's own, so that a seed "
-                "decides them"
+                "model() returns different weights for the same torch seed: they come from another "
+                "generator (numpy's, or one created inside). Draw them from torch's default "
+                "generator, so that the seed determines them"
             )
         self._checked = True
 
     def examples(
         self, subset: ArrayLike | None = None, stage: str | None = None
     ) -> dict[str, Ints]:
-        """The examples each stage trains on: all, or a subset (indices, or a mask) of one's."""
-        found = {s.name: np.arange(len(s.data)) for s in self.stages}
+        """The examples that each stage trains on.
+
+        Args:
+            subset: indices or a mask of the examples of `stage` (default: all).
+            stage: the stage of the subset (default: the first).
+        """
+        examples = {s.name: np.arange(len(s.data)) for s in self.stages}
         chosen = self.stage(stage)
         if subset is not None:
-            found[chosen.name] = _subset(subset, len(chosen.data))
-        if len(found[chosen.name]) < chosen.batch_size:
+            examples[chosen.name] = _subset(subset, len(chosen.data))
+        if len(examples[chosen.name]) < chosen.batch_size:
             raise ValueError(
-                f"{len(found[chosen.name])} examples are fewer than batch_size="
-                f"{chosen.batch_size}: train on more of them, or with smaller batches"
+                f"{len(examples[chosen.name])} examples are fewer than batch_size="
+                f"{chosen.batch_size}: train on more examples, or with smaller batches"
             )
-        return found
+        return examples
 
     def run(
         self,
@@ -189,18 +199,26 @@ class Recipe:
         every_step: bool = False,
         device: torch.device | str | None = None,
         progress: bool = False,
+        callback: Callback | None = None,
     ) -> Run:
-        """Train once, recorded. The same call goes on with a training that was interrupted, with
-        the same bits, and only opens one that is finished.
+        """Train once and record the training.
+
+        Repeat the same call to resume an interrupted training, with the same bits, or to open a
+        finished one.
 
         Args:
-            seed: of initial weights, batch order, and what model and transform draw.
+            seed: determines the initial weights, the batch order, and the random numbers of the
+                model and the transform.
             out: the run's folder (default: the run is kept in memory).
-            checkpoints: how many, over all stages; or how many for each; or update counts.
-            subset: training indices, or a mask, to train on.
-            stage: the stage that `subset` is of (default: the first).
-            every_step: keep the weights after every update too.
-            device: where to train (default: a GPU when there is one).
+            checkpoints: the number of checkpoints over all stages, or per stage; or the update
+                counts to save at.
+            subset: training indices, or a mask, to train on (default: all examples).
+            stage: the stage of the subset (default: the first).
+            every_step: also keep the weights after every update.
+            device: where to train (default: a GPU if there is one).
+            progress: show a progress bar.
+            callback: called with a `whence.retrain.Update` after each update. An exception that it
+                raises stops the training.
         """
         if out is None:
             with tempfile.TemporaryDirectory() as folder:
@@ -213,66 +231,21 @@ class Recipe:
                     every_step=every_step,
                     device=device,
                     progress=progress,
+                    callback=callback,
                 ).in_memory()
-        examples = self.examples(subset, stage)
-        model = self.build(seed)
-        device = training_device(device, model)
-        model.to(device)
-        totals = {s.name: s.total_steps(len(examples[s.name])) for s in self.stages}
-        plan = self._checkpoints(checkpoints)
-        chosen = self.stage(stage).name
-        origin = {
-            "recipe": self.fingerprint,
-            "seed": _seed(seed),
-            "subset": None if subset is None else digest(examples[chosen]),
-            "stage": None if subset is None else chosen,
-            "checkpoints": plan if isinstance(plan, list) else list(plan.values()),
-            "every_step": every_step,
-        }
-        finished = _finished(Path(out), origin)
-        if finished is not None:
-            return finished
-        clips = {s.name: s.clip_norm for s in self.stages if s.clip_norm is not None}
-        bar = tqdm(total=sum(totals.values()), unit="update", disable=not progress, leave=False)
-        recorder: Recorder | None = None
-        start = before = 0  # updates of the whole run: recorded earlier; of the stages so far
-        with ExitStack() as stack, torch.random.fork_rng(_cuda(device)), bar:
-            for s in self.stages:
-                optimizer, size = s.make_optimizer(model), len(examples[s.name])
-                own = plan if isinstance(plan, list) else plan[s.name]
-                if recorder is None:
-                    recorder = Recorder(
-                        out,
-                        model,
-                        optimizer,
-                        checkpoints=own,
-                        total_steps=None if isinstance(plan, list) else totals[s.name],
-                        stage=s.name,
-                        size=size,
-                        every_step=every_step,
-                        subset=None if subset is None else examples[chosen],
-                        subset_stage=None if subset is None else chosen,
-                        origin=origin,
-                        notes={"clip_norm": clips} if clips else None,
-                    )
-                    start = recorder.restore()
-                    stack.enter_context(recorder)
-                else:
-                    more = None if isinstance(plan, list) else own
-                    recorder.stage(
-                        s.name,
-                        size=size,
-                        total_steps=totals[s.name] if more else None,
-                        checkpoints=more,
-                        optimizer=optimizer,
-                    )
-                skip = min(max(start - before, 0), totals[s.name])
-                bar.update(skip)
-                for block in s.updates(model, optimizer, seed, examples[s.name], skip):
-                    recorder.step(block)
-                    bar.update()
-                before += totals[s.name]
-        return Run.open(out)
+        return record_run(
+            self,
+            seed,
+            Path(out),
+            checkpoints,
+            subset,
+            stage=stage,
+            device=device,
+            fingerprint=self.fingerprint,
+            every_step=every_step,
+            progress=progress,
+            callback=callback,
+        )
 
     def train(
         self,
@@ -281,25 +254,29 @@ class Recipe:
         *,
         stage: str | None = None,
         device: torch.device | str | None = None,
+        callback: Callback | None = None,
     ) -> nn.Module:
-        """Train once, not recorded: the final model, in eval mode."""
+        """Train once without recording. Returns the final model, in eval mode."""
         examples, model = self.examples(subset, stage), self.build(seed)
         model.to(training_device(device, model))
         where = next(model.parameters()).device
-        with torch.random.fork_rng(_cuda(where)):
+        with torch.random.fork_rng(cuda_devices(where)):
             for s in self.stages:
-                for _ in s.updates(model, s.make_optimizer(model), seed, examples[s.name]):
+                updates = s.updates(
+                    model, s.make_optimizer(model), seed, examples[s.name], 0, callback
+                )
+                for _ in updates:
                     pass
         return model.eval()
 
     def identity(self) -> dict[str, Any]:
-        """What the recipe is made of: initial weights, data, rates and settings of each stage."""
+        """What defines the recipe: initial weights, and data, rates and settings of each stage."""
         for stage in self.stages:
             stage.data.refresh()
             if not stage.data.steady:
                 raise ValueError(
                     f"{stage.data.name}[0] differs between two reads: the data is random "
-                    "(augmented?). Give it as it is, and augmentation as transform="
+                    "(augmented?). Give it without augmentation, and the augmentation as transform="
                 )
         model, precise = self.build(0), self.precise()
         return {
@@ -310,45 +287,47 @@ class Recipe:
         }
 
     def precise(self) -> Recipe:
-        """This recipe in float64, for comparisons; as it is where its code is of one precision."""
+        """This recipe in float64, for comparisons; unchanged if its code needs one precision."""
         if self._precise is None:
             self._precise = self
-            if sum(p.numel() for p in self.build(0).parameters()) <= WIDENED:
+            if sum(p.numel() for p in self.build(0).parameters()) <= MAX_FLOAT64_PARAMETERS:
                 wide = copy.copy(self)
                 wide.model, wide._precise = partial(_widened, self.model), wide
-                with suppress(Exception):  # such as of a float32 tensor that is made in forward
+                with suppress(Exception):  # for example a float32 tensor created in forward
                     for stage in self.stages:
                         wide.tried(stage.task, stage.data, "losses")
                     self._precise = wide
         return self._precise
 
     def tried(self, task: Task, data: Batches, what: str) -> list[str]:
-        """Losses or measurements of a few examples by the untrained model, rounded to what all
-        machines agree on: what the model's and the task's code does, whatever it is."""
+        """Losses or measurements of a few examples by the untrained model.
+
+        They fingerprint what the code of model and task does. Rounded, so that all machines agree.
+        """
         model, task = self.build(0), copy.copy(task)
         first, block = next(model.parameters()), np.arange(min(TRIED, len(data)))
         model.train(what == "losses")
-        with torch.no_grad(), torch.random.fork_rng(_cuda(first.device)):
+        with torch.no_grad(), torch.random.fork_rng(cuda_devices(first.device)):
             reseed(0, first.device)
             batch = place(data.take(block), first.device, first.dtype)
-            found = getattr(task, what)(task.outputs(model, batch), batch)
-        if what == "measurements" and found.shape != (len(block),):
+            values = getattr(task, what)(task.outputs(model, batch), batch)
+        if what == "measurements" and values.shape != (len(block),):
             raise ValueError(
-                f"{task!r} measures {tuple(found.shape)} for {len(block)} examples of "
-                f"{data.name}: measurements(outputs, batch) must give one number for each"
+                f"{task!r} returns measurements of shape {tuple(values.shape)} for {len(block)} "
+                f"examples of {data.name}: measurements(outputs, batch) must return one number each"
             )
         digits = {torch.float64: 6, torch.float32: 2}.get(first.dtype, 0)
-        return [f"{round(value, digits) + 0.0}" for value in found.double().flatten().tolist()]
+        return [f"{round(value, digits) + 0.0}" for value in values.double().flatten().tolist()]
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of `identity()`: of what the recipe does, never of a function's code."""
-        return sha256_of(json.dumps(self.identity(), sort_keys=True))
+        """SHA-256 of `identity()`: of what the recipe does, not of the code of a function."""
+        return fingerprint_of(self.identity())
 
-    def _checkpoints(
+    def checkpoint_plan(
         self, asked: int | Sequence[int] | Mapping[str, int]
     ) -> dict[str, int] | list[int]:
-        """How many checkpoints each stage keeps; or, given as such, their update counts."""
+        """The number of checkpoints of each stage; or the update counts, if given as such."""
         names = [s.name for s in self.stages]
         if isinstance(asked, Mapping):
             if set(asked) != set(names):
@@ -372,14 +351,9 @@ class Recipe:
         return f"Recipe({self.task!r}; {'; '.join(parts)})"
 
 
-def training_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
-    """Where to train: as asked, where the factory puts the model, or a GPU when there is one."""
-    if device is not None:
-        return torch.device(device)
-    own = next(model.parameters()).device
-    if own.type != "cpu" or not torch.cuda.is_available():
-        return own
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+def fingerprint_of(identity: Mapping[str, Any]) -> str:
+    """The fingerprint of a recipe with this identity."""
+    return sha256_of(json.dumps(identity, sort_keys=True))
 
 
 def _subset(subset: ArrayLike, count: int) -> Ints:
@@ -392,24 +366,14 @@ def _subset(subset: ArrayLike, count: int) -> Ints:
     if chosen.ndim != 1 or (chosen.size and not np.issubdtype(chosen.dtype, np.integer)):
         raise TypeError("subset must be training indices, or a mask over the training examples")
     if len(chosen) > count:
-        raise ValueError(f"subset has {len(chosen)} examples, but the data only {count}")
+        raise ValueError(f"subset has {len(chosen)} examples, but the data has only {count}")
     ordered = np.unique(chosen).astype(np.int64)
     if len(ordered) != len(chosen):
-        raise ValueError("subset names an example twice: each may be in it once")
+        raise ValueError("subset names an example twice: name each once")
     if len(ordered) and not (ordered[0] >= 0 and ordered[-1] < count):
         worst = int(ordered[-1] if ordered[-1] >= count else ordered[0])
         raise ValueError(f"subset names example {worst}, but the data has 0..{count - 1}")
     return ordered
-
-
-def _seed(seed: int) -> int:
-    if not 0 <= index(seed) < 2**63:
-        raise ValueError(f"seed={seed}: use a number from 0 to 2^63 - 1")
-    return index(seed)
-
-
-def _cuda(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
 
 
 def _widened(make: Callable[[], nn.Module]) -> nn.Module:
@@ -417,29 +381,14 @@ def _widened(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _shared(first: nn.Module, second: nn.Module) -> str | None:
-    """The name of a tensor that training changes and that two models have in common, or None."""
+    """The name of a tensor that training changes and that two models share, or None."""
 
     def changed(model: nn.Module) -> dict[int, str]:
-        found = {p.data_ptr(): name for name, p in model.named_parameters() if p.requires_grad}
+        names = {p.data_ptr(): name for name, p in model.named_parameters() if p.requires_grad}
         for path, module in model.named_modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
-                found |= {b.data_ptr(): f"{path}.{name}" for name, b in module.named_buffers()}
-        return found
+                names |= {b.data_ptr(): f"{path}.{name}" for name, b in module.named_buffers()}
+        return names
 
-    own = changed(second)
-    return next((name for place, name in changed(first).items() if place and place in own), None)
-
-
-def _finished(out: Path, origin: Mapping[str, Any]) -> Run | None:
-    """The run in a folder, if this very training made it and it is finished."""
-    if not (out / "run.json").exists():
-        return None
-    run = Run.open(out)
-    if run.origin != origin:
-        other = sorted(k for k in origin if run.origin.get(k) != origin[k])
-        what = ", ".join(other) if run.origin else "no recipe made it"
-        raise RunError(
-            f"{out} holds another training than the one asked for ({what}): give another folder "
-            "(if nothing was changed: is the data made at random? Seed it)"
-        )
-    return run if run.finished else None
+    addresses = changed(second)
+    return next((name for at, name in changed(first).items() if at and at in addresses), None)

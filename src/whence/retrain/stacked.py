@@ -1,10 +1,10 @@
-"""One module that is S models: layers whose parameters are stacks (S, ...).
+"""One module for S models: layers whose parameters are stacks (S, ...).
 
-Activations stay an ordinary batch, the rows of model 0 first, then those of model 1, and so on: all
-that acts example by example (activations, pooling, losses, the user's own forward) then needs no
-change, and only layers with parameters must know whose rows are whose. Batched products do them at
-the rate of plain ones; `torch.vmap`, which serves every other layer, costs more time around the
-products than in them when models are small.
+Activations stay an ordinary batch: first the rows of model 0, then those of model 1, and so on.
+Code that acts on each example (activations, pooling, losses, the user's forward) then needs no
+change; only layers with parameters must know which rows belong to which model. Their batched
+products are as fast as plain ones. `torch.vmap`, which handles every other layer, spends more time
+around the products than in them when models are small.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# From so much work for each model on, convolutions and batch norms take one model after another:
-# one fills the machine, and its rows are a batch already, in the user's own memory format. With
-# less they take all models in one call. Measured on a CPU; on a GPU, what its multiprocessors hold.
+# From this much work per model on, convolutions and batch norms process one model after another:
+# one model saturates the device, and its rows are already a batch in the user's memory format. With
+# less work they process all models in one call. Measured on a CPU; on a GPU, the capacity of its
+# multiprocessors.
 PRODUCTS_APART = {"cpu": 2**24, "cuda": 2**28}  # multiplications of a convolution
-NUMBERS_APART = {"cpu": 2**14, "cuda": 2**20}  # numbers to be normalised
+NUMBERS_APART = {"cpu": 2**14, "cuda": 2**20}  # numbers to normalise
 
 
 class _Product(torch.autograd.Function):
     """x Wᵀ + b for each model: x (S, rows, i), W (S, o, i), b (S, o) or None.
 
-    By hand, because autograd gives W a transposed gradient, which it then copies.
+    Written by hand, because autograd computes a transposed gradient of W, and then copies it.
     """
 
     @staticmethod
@@ -52,12 +53,12 @@ class _Product(torch.autograd.Function):
 def _by_model(x: Tensor, models: int) -> Tensor:
     """(S·n, ...) -> (S, n, ...)."""
     if len(x) % models:
-        raise ValueError(f"{len(x)} rows do not come from {models} models alike")
+        raise ValueError(f"{len(x)} rows cannot be divided among {models} models")
     return x.reshape(models, len(x) // models, *x.shape[1:])
 
 
 def _side_by_side(rows: Tensor) -> Tensor:
-    """(S, n, C, ...) -> (n, S·C, ...): the models' channels beside each other."""
+    """(S, n, C, ...) -> (n, S·C, ...): the channels of all models side by side."""
     return rows.transpose(0, 1).flatten(1, 2)
 
 
@@ -67,16 +68,16 @@ def _among_rows(y: Tensor, models: int) -> Tensor:
 
 
 def _apart(layer: Callable[..., Tensor], x: Tensor, models: int, *stacks: Tensor | None) -> Tensor:
-    """The layer of one model after another, with its own rows of x and of each stack."""
-    if models == 1:  # whose rows need not be copied into a batch
+    """Apply the layer to one model after another, with its rows of x and of each stack."""
+    if models == 1:  # avoids copying the rows
         return layer(x, *(None if s is None else s.squeeze(0) for s in stacks))
     each = [[None] * models if s is None else s.unbind() for s in stacks]
     rows = _by_model(x, models).unbind()
-    return torch.cat([layer(*own) for own in zip(rows, *each, strict=True)])
+    return torch.cat([layer(*arguments) for arguments in zip(rows, *each, strict=True)])
 
 
 def _autocast(x: Tensor | None) -> Tensor | None:
-    """As `torch.autocast` casts the inputs of a product, where it is on."""
+    """Cast as `torch.autocast` casts the inputs of a product, where it is enabled."""
     if x is None or x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
@@ -85,14 +86,14 @@ def _autocast(x: Tensor | None) -> Tensor | None:
 class StackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         rows = _by_model(x, len(self.weight)).reshape(len(self.weight), -1, x.shape[-1])
-        # here, because the backward pass of a function of one's own is outside of autocast
+        # here, because autocast does not reach the backward pass of a custom function
         factors = map(_autocast, (rows, self.weight, self.bias))
         product: Tensor = _Product.apply(*factors)  # type: ignore[no-untyped-call]
         return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
 class StackedConv1D(nn.Module):
-    """Hugging Face's: a Linear whose weight is stored (S, i, o)."""
+    """Hugging Face's Conv1D: a Linear whose weight is stored as (S, i, o)."""
 
     weight: Tensor
     bias: Tensor
@@ -104,7 +105,7 @@ class StackedConv1D(nn.Module):
 
 
 class StackedConv2d(nn.Conv2d):
-    """All models' convolutions as the groups of one, where they are small."""
+    """The convolutions of all models as the groups of one convolution, if they are small."""
 
     def forward(self, x: Tensor) -> Tensor:
         models = len(self.weight)
@@ -128,8 +129,10 @@ class StackedConv2d(nn.Conv2d):
 
 
 class _StackedBatchNorm(_BatchNorm):
-    """Statistics over each model's own rows. The running ones are stacks (S, C), and change in
-    place, as a CUDA graph must find them where they were."""
+    """Statistics over the rows of each model.
+
+    Running statistics are stacks (S, C), updated in place: a CUDA graph holds their addresses.
+    """
 
     models: int
 
@@ -144,17 +147,17 @@ class _StackedBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
         if self.momentum is not None:
             return self._normalise(x, mean, variance, self.momentum)
-        now = torch.zeros_like(mean), torch.zeros_like(variance)  # which become this batch's
-        y = self._normalise(x, *now, 1.0)
+        batch = torch.zeros_like(mean), torch.zeros_like(variance)  # filled by the next line
+        y = self._normalise(x, *batch, 1.0)
         share = self.num_batches_tracked.unsqueeze(1).to(mean).reciprocal()
-        mean.lerp_(now[0], share)
-        variance.lerp_(now[1], share)
+        mean.lerp_(batch[0], share)
+        variance.lerp_(batch[1], share)
         return y
 
     def _normalise(
         self, x: Tensor, mean: Tensor | None, variance: Tensor | None, momentum: float
     ) -> Tensor:
-        """`momentum` is the share of this batch in the running statistics."""
+        """`momentum` is the weight of this batch in the running statistics."""
         by_batch = self.training or mean is None
 
         def normalised(x: Tensor, *stacks: Tensor | None) -> Tensor:
@@ -186,7 +189,7 @@ class StackedGroupNorm(nn.GroupNorm):
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, axes: int) -> Tensor:
-    """Each model's own scale and shift (S, ...) of the last axes."""
+    """Scale and shift the last axes by the parameters (S, ...) of each model."""
     for parameter, into in ((weight, torch.mul), (bias, torch.add)):
         if parameter is not None:
             rows = _by_model(y, len(parameter))
@@ -201,18 +204,18 @@ class StackedEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         models, rows = self.weight.shape[:2]
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
-            raise ValueError("an Embedding with max_norm, scale_grad_by_freq or sparse gradients")
-        own = torch.arange(models, device=ids.device) * rows
-        shifted = _by_model(ids, models) + own.reshape(models, *[1] * ids.dim())
-        found = F.embedding(shifted.reshape(ids.shape), self.weight.flatten(0, 1))
-        return _padded(found, ids, self.padding_idx)
+            raise ValueError("an Embedding has max_norm, scale_grad_by_freq or sparse gradients")
+        first_rows = torch.arange(models, device=ids.device) * rows
+        shifted = _by_model(ids, models) + first_rows.reshape(models, *[1] * ids.dim())
+        embedded = F.embedding(shifted.reshape(ids.shape), self.weight.flatten(0, 1))
+        return _without_padding_gradient(embedded, ids, self.padding_idx)
 
 
 class VmappedEmbedding(nn.Embedding):
-    """One with padding, of which `torch.vmap` spares the first model's alone a gradient."""
+    """An Embedding with padding, whose gradient `torch.vmap` masks for the first model only."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = F.embedding(
+        embedded = F.embedding(
             ids,
             self.weight,
             None,
@@ -221,14 +224,14 @@ class VmappedEmbedding(nn.Embedding):
             self.scale_grad_by_freq,
             self.sparse,
         )
-        return _padded(found, ids, self.padding_idx)
+        return _without_padding_gradient(embedded, ids, self.padding_idx)
 
 
-def _padded(found: Tensor, ids: Tensor, padding: int | None) -> Tensor:
-    """Embeddings, of which the padding's has no gradient."""
+def _without_padding_gradient(embedded: Tensor, ids: Tensor, padding: int | None) -> Tensor:
+    """The embeddings, without a gradient for those of the padding."""
     if padding is None:
-        return found
-    return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
+        return embedded
+    return torch.where((ids == padding).unsqueeze(-1), embedded.detach(), embedded)
 
 
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
@@ -250,32 +253,32 @@ def _stacked_form(module: nn.Module) -> type[nn.Module] | None:
 
 
 def unstackable(model: nn.Module) -> str | None:
-    """The first layer that needs a stacked form, and has none; or None."""
+    """The first layer that needs a stacked form but has none; or None."""
     for name, module in model.named_modules():
-        own = next(module.parameters(recurse=False), None)
-        if (own is not None or isinstance(module, _BatchNorm)) and _stacked_form(module) is None:
+        learns = next(module.parameters(recurse=False), None) is not None
+        if (learns or isinstance(module, _BatchNorm)) and _stacked_form(module) is None:
             return f"{name or 'the model'} ({type(module).__name__})"
     return None
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Batch norm's buffers, which change while a model trains."""
-    found: dict[str, Tensor] = {}
+    """The buffers of batch norms, which change during training."""
+    buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm):
-            found |= module.named_buffers(path, recurse=False)
-    return found
+            buffers |= module.named_buffers(path, recurse=False)
+    return buffers
 
 
 def stack_parameters(
     template: nn.Module, states: Sequence[Mapping[str, Tensor]], device: torch.device
 ) -> dict[str, nn.Parameter]:
-    """{name: (S, ...)} of the template's parameters, tied ones once. A state may come twice."""
-    kept: dict[str, nn.Parameter] = {}
+    """{name: (S, ...)} of the template's parameters, tied ones once. States may repeat."""
+    stacks: dict[str, nn.Parameter] = {}
     for name, parameter in template.named_parameters():
         rows = [state[name].to(device) for state in states]
-        kept[name] = nn.Parameter(torch.stack(rows), requires_grad=parameter.requires_grad)
-    return kept
+        stacks[name] = nn.Parameter(torch.stack(rows), requires_grad=parameter.requires_grad)
+    return stacks
 
 
 def stack_modules(
@@ -295,13 +298,13 @@ def stack_modules(
         if isinstance(module, _StackedBatchNorm):
             module.models = models
     for name, stack in (places | dict(statistics)).items():
-        path, _, own = name.rpartition(".")
-        setattr(stacked.get_submodule(path), own, stack)
+        path, _, attribute = name.rpartition(".")
+        setattr(stacked.get_submodule(path), attribute, stack)
     return stacked
 
 
 def make_vmappable(template: nn.Module) -> None:
-    """Swap the layers that `torch.vmap` gets wrong."""
+    """Replace the layers that `torch.vmap` gets wrong."""
     for name, module in template.named_modules():
         if (
             isinstance(module, (nn.Embedding, nn.EmbeddingBag))

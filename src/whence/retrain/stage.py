@@ -1,4 +1,4 @@
-"""How one stage of a recipe is trained: an ordinary loop, and the draws that it is random by."""
+"""How one stage of a recipe is trained: an ordinary loop, and its random draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from whence.data import Batches, Collate, place
 from whence.draws import Uniform, keys
 from whence.persist.identity import digest, sha256_of
+from whence.retrain.callback import Callback, Update
 from whence.run import optimizers
 from whence.task import Task
 
@@ -26,7 +27,8 @@ Ints = NDArray[np.int64]
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer, int], Any]
 Transform = Callable[[Any, Uniform], Any]
-TRIED = 8  # examples by which a recipe's functions are known
+Order = TypeVar("Order", Ints, Tensor)
+TRIED = 8  # examples that a recipe's functions are fingerprinted on
 SETTINGS = (
     "task",
     "train",
@@ -41,7 +43,7 @@ SETTINGS = (
 
 
 class Rows(Protocol):
-    """A dataset that lies on a device, in the parameters' kind."""
+    """A dataset that is stored on a device, in the dtype of the parameters."""
 
     def rows(self, index: Tensor) -> Any:
         """A batch of these examples."""
@@ -49,7 +51,13 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class StageRecipe:
-    """How one stage is trained. `number` is its place among the stages."""
+    """How one stage is trained.
+
+    Attributes:
+        number: the index of the stage in the recipe.
+        on_device: a copy of `data` on the training device, to take batches from; None to take them
+            from `data`.
+    """
 
     name: str
     number: int
@@ -62,35 +70,63 @@ class StageRecipe:
     scheduler_every: str
     transform: Transform | None
     clip_norm: float | None
-    held: Rows | None = field(default=None, compare=False, repr=False)  # `data`, to take it from
+    on_device: Rows | None = field(default=None, compare=False, repr=False)
 
     def batches_per_epoch(self, examples: int) -> int:
         return -(-examples // self.batch_size)
 
     def total_steps(self, examples: int) -> int:
-        """How many updates the stage makes on so many examples."""
+        """The number of updates of the stage, given its number of examples."""
         return self.epochs * self.batches_per_epoch(examples)
 
     def order(self, seed: int | Tensor, epoch: int, examples: Tensor) -> Tensor:
-        """The examples in the order of an epoch: sorted by random keys of their own, so that two
-        subsets see those they share in the same order. Several at once: seeds (U, 1) -> (U, n)."""
+        """The examples in the order of an epoch. With seeds (U, 1): U orders, (U, n).
+
+        Examples are sorted by random keys that depend on seed, epoch and example only, so two
+        subsets see the examples they share in the same order.
+        """
         drawn = keys(seed, self.number, epoch, examples, device=examples.device)
         return examples[drawn.argsort(dim=-1, stable=True)]
 
+    def batches(
+        self, examples: int, order: Callable[[int], Order], start: int = 0
+    ) -> Iterator[tuple[int, Order]]:
+        """The batches of all updates from `start` on, as (step, batch) with steps from 0.
+
+        Args:
+            examples: n, the number of examples that the stage trains on.
+            order: the examples of an epoch in order, along the last axis: (n,) or (S, n).
+        """
+        per_epoch, size = self.batches_per_epoch(examples), self.batch_size
+        for epoch in range(start // per_epoch, self.epochs):
+            shuffled, first = order(epoch), epoch * per_epoch
+            for step in range(max(start, first), first + per_epoch):
+                at = (step - first) * size
+                yield step, shuffled[..., at : at + size]
+
+    def plain_batches(
+        self, seed: int, examples: Ints, start: int = 0
+    ) -> Iterator[tuple[int, Ints]]:
+        """`batches` of one model."""
+        everyone = torch.from_numpy(examples)
+        return self.batches(
+            len(examples), lambda epoch: self.order(seed, epoch, everyone).numpy(), start
+        )
+
     def draws(self, seed: int | Tensor, step: int, ids: Ints | Tensor, device: Any) -> Uniform:
-        """What `transform` may be random by at an update: the same for the same example."""
+        """The random numbers that `transform` may use: a function of seed, update and example."""
         return Uniform(seed, self.number * 2**32 + step, ids, device=device)
 
     def batch(self, block: Ints, like: Tensor) -> Any:
-        """These examples, where and of what kind the parameters are."""
-        if self.held is not None:
-            return self.held.rows(torch.from_numpy(block).to(like.device))
+        """These examples, on the device and in the dtype of the parameters."""
+        if self.on_device is not None:
+            return self.on_device.rows(torch.from_numpy(block).to(like.device))
         return place(self.data.take(block), like.device, like.dtype)
 
     def transformed(
         self, batch: Any, seed: int | Tensor, step: int, ids: Ints | Tensor, like: Tensor
     ) -> Any:
-        """The batch of an update after `transform`, where and of what kind the parameters are."""
+        """The batch after `transform`, on the device and in the dtype of the parameters."""
         if self.transform is None:
             return batch
         changed = self.transform(batch, self.draws(seed, step, ids, like.device))
@@ -105,14 +141,14 @@ class StageRecipe:
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                "LBFGS computes the loss several times in an update, which a recipe does once: use "
-                "another optimizer"
+                "LBFGS computes the loss several times per update, but a recipe computes it once: "
+                "use another optimizer"
             )
-        own = {id(p) for p in model.parameters()}
-        if not own.issuperset(id(p) for group in optimizer.param_groups for p in group["params"]):
+        known = {id(p) for p in model.parameters()}
+        if not known.issuperset(id(p) for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "optimizer(parameters) trains a tensor that is none of the model's parameters: a "
-                "second training would go on from the first. Make it a parameter of the model"
+                "second training would continue from the first. Make it a parameter of the model"
             )
         return optimizer
 
@@ -122,61 +158,76 @@ class StageRecipe:
         scheduler = self.scheduler(optimizer, self.total_steps(examples))
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError(
-                "ReduceLROnPlateau follows a validation loss, which a recipe has not: use a "
-                "scheduler that depends on the update count alone"
+                "ReduceLROnPlateau follows a validation loss, which a recipe does not have: use a "
+                "scheduler that depends on the update count only"
             )
-        # torch warns of a schedule ahead of its updates, which `updates` and `schedule` mean to be
+        # torch warns when a schedule runs ahead of the updates, which is intended here
         setattr(optimizer, "_opt_called", True)  # noqa: B010
         return scheduler
 
-    def updates(
-        self, model: nn.Module, optimizer: Optimizer, seed: int, examples: Ints, skip: int = 0
-    ) -> Iterator[Ints]:
-        """Train a model on the examples; an ordinary loop, that gives way before each update.
+    def scheduler_interval(self, examples: int) -> int:
+        """The number of updates between two steps of the scheduler."""
+        return 1 if self.scheduler_every == "update" else self.batches_per_epoch(examples)
 
-        Yields the indices of the batch whose gradient the parameters now hold. `skip` updates have
-        been made before: only the schedule follows them.
+    def updates(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        seed: int,
+        examples: Ints,
+        skip: int = 0,
+        callback: Callback | None = None,
+    ) -> Iterator[Ints]:
+        """Train a model on the examples in an ordinary loop. Yields before each update.
+
+        Yields the indices of the batch whose gradient the parameters now hold.
+
+        Args:
+            skip: updates made before. Only the schedule follows them.
+            callback: called after each update.
         """
         scheduler = self.make_scheduler(optimizer, len(examples))
-        first, task = next(model.parameters()), copy.copy(self.task)  # which may keep something
-        everyone, step = torch.from_numpy(examples), 0
-        for epoch in range(self.epochs):
-            order = self.order(seed, epoch, everyone).numpy()
-            for start in range(0, len(order), self.batch_size):
-                if step >= skip:
-                    block = order[start : start + self.batch_size]
-                    # what a model draws (dropout) then hangs on seed and update alone
-                    reseed(int(keys(seed, self.number, step)), first.device)
-                    batch = self.transformed(self.batch(block, first), seed, step, block, first)
-                    model.zero_grad(set_to_none=True)
-                    losses = task.losses(task.outputs(model, batch), batch)
-                    losses.mean().backward()  # type: ignore[no-untyped-call]
-                    if self.clip_norm is not None:
-                        nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
-                    yield block
-                    optimizer.step()
-                step += 1
-                if scheduler is not None and self.scheduler_every == "update":
-                    scheduler.step()
-            if scheduler is not None and self.scheduler_every == "epoch":
+        every = self.scheduler_interval(len(examples))
+        # a task may keep something between outputs and losses
+        first, task = next(model.parameters()), copy.copy(self.task)
+        if scheduler is not None:
+            for _ in range(skip // every):
                 scheduler.step()
+        for step, block in self.plain_batches(seed, examples, skip):
+            # so that the model's own draws (dropout) depend on seed and update only
+            reseed(int(keys(seed, self.number, step)), first.device)
+            batch = self.transformed(self.batch(block, first), seed, step, block, first)
+            model.zero_grad(set_to_none=True)
+            losses = task.losses(task.outputs(model, batch), batch)
+            losses.mean().backward()  # type: ignore[no-untyped-call]
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+            yield block
+            optimizer.step()
+            if scheduler is not None and (step + 1) % every == 0:
+                scheduler.step()
+            if callback is not None:
+                callback(Update(self, step + 1, block, model, optimizer))
         model.zero_grad(set_to_none=True)
 
     def schedule(self, model: nn.Module, examples: int) -> list[list[dict[str, Any]]]:
-        """The settings of each parameter group at each update, as the user's own scheduler makes
-        them: an optimizer that never sees a gradient is taken through the whole stage."""
+        """The settings of each parameter group at each update.
+
+        They come from the user's own scheduler: an optimizer that never sees a gradient is taken
+        through the whole stage.
+        """
         optimizer = self.make_optimizer(model)
         scheduler = self.make_scheduler(optimizer, examples)
+        every = self.scheduler_interval(examples)
         table = []
         for step in range(1, self.total_steps(examples) + 1):
             table.append([_settings(group) for group in optimizer.param_groups])
-            every = 1 if self.scheduler_every == "update" else self.batches_per_epoch(examples)
             if scheduler is not None and step % every == 0:
                 scheduler.step()
         return table
 
     def identity(self, model: nn.Module) -> dict[str, Any]:
-        """What this stage is, for the recipe's fingerprint."""
+        """The part of the recipe's identity that describes this stage."""
         optimizer, names = self.make_optimizer(model), optimizers.names_of(model)
         table = self.schedule(model, len(self.data))
         rates = [
@@ -202,21 +253,21 @@ class StageRecipe:
         }
 
     def _transforms(self, like: Tensor) -> str | None:
-        """What `transform` makes of the first examples."""
+        """The digest of the first examples after `transform`."""
         if self.transform is None:
             return None
         like, block = like.detach().cpu(), np.arange(min(TRIED, len(self.data)))
-        found = set()
+        digests = set()
         with torch.random.fork_rng([]):
             for _ in range(2):
                 batch = place(self.data.take(block), like.device, like.dtype)
-                found.add(digest(self.transformed(batch, 0, 0, block, like)))
-        if len(found) > 1:
+                digests.add(digest(self.transformed(batch, 0, 0, block, like)))
+        if len(digests) > 1:
             raise ValueError(
-                "transform makes other batches of the same examples: it draws numbers by itself. "
-                "Draw them by the uniform(k) that it is given"
+                "transform returns different batches for the same examples: it draws its own "
+                "random numbers. Draw them with the uniform(k) that it receives"
             )
-        return found.pop()
+        return digests.pop()
 
 
 def make_stages(
@@ -224,24 +275,25 @@ def make_stages(
     stages: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
     collate: Collate | None,
 ) -> tuple[StageRecipe, ...]:
-    own: dict[str, dict[str, Any]] = {}
+    """The stages of a recipe, from settings that may differ by stage."""
+    overrides: dict[str, dict[str, Any]] = {}
     if isinstance(stages, Mapping):
-        own = {name: dict(settings) for name, settings in stages.items()}
+        overrides = {name: dict(settings) for name, settings in stages.items()}
     elif isinstance(stages, str):
         raise TypeError(f"stages={stages!r}: give a list of names")
     elif stages is not None:
-        own = {str(name): {} for name in stages}
+        overrides = {str(name): {} for name in stages}
     elif isinstance(given["train"], Mapping):
-        own = {str(name): {} for name in given["train"]}
-    names = list(own) or ["train"]
-    for name, settings in own.items():
+        overrides = {str(name): {} for name in given["train"]}
+    names = list(overrides) or ["train"]
+    for name, settings in overrides.items():
         unknown = sorted(set(settings) - set(SETTINGS))
         if unknown:
             raise ValueError(f"stage {name!r} sets {unknown}: stages may set {sorted(SETTINGS)}")
 
     def setting(what: str, name: str) -> Any:
-        if what in own.get(name, {}):
-            return own[name][what]
+        if what in overrides.get(name, {}):
+            return overrides[name][what]
         value = given[what]
         if not isinstance(value, Mapping):
             return value
@@ -249,12 +301,12 @@ def make_stages(
             raise ValueError(f"{what} has the stages {sorted(value)}, but the recipe has {names}")
         return value[name]
 
-    found = []
+    recipes = []
     for number, name in enumerate(names):
         settings = {what: setting(what, name) for what in SETTINGS}
         data = Batches(f"{name} data" if len(names) > 1 else "train", settings["train"], collate)
-        found.append(_stage(name, number, data, settings))
-    return tuple(found)
+        recipes.append(_stage(name, number, data, settings))
+    return tuple(recipes)
 
 
 def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> StageRecipe:
@@ -299,18 +351,25 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
     )
 
 
+def checked_seed(seed: int) -> int:
+    """The seed as a plain integer."""
+    if not 0 <= index(seed) < 2**63:
+        raise ValueError(f"seed={seed}: use a number from 0 to 2^63 - 1")
+    return index(seed)
+
+
 def reseed(value: int, device: torch.device) -> None:
-    """Seed the generators that a model on this device may draw from."""
+    """Seed the generators that a model on this device draws from."""
     torch.default_generator.manual_seed(value % 2**63)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(value % 2**63)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings as they are now: a rate in a tensor is changed in place."""
+    """A copy of a group's settings, with numbers for tensors, which change in place."""
     return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def named(thing: object) -> str:
-    """The repr, without addresses."""
+    """The repr, without memory addresses."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))

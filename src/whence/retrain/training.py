@@ -1,4 +1,4 @@
-"""One training to make."""
+"""One training of a recipe."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Training:
     """A training of a recipe.
 
     Attributes:
-        seed: of initial weights and batch order.
-        subset: the training indices used, or a mask; None for all.
-        stage: the stage that the subset is of; None for the first.
+        seed: determines initial weights and batch order.
+        subset: the training indices to use, or a mask; None for all.
+        stage: the stage of the subset; None for the first.
     """
 
     seed: int
@@ -26,6 +26,6 @@ class Training:
 
     @property
     def key(self) -> str:
-        """Tells trainings of one recipe apart."""
+        """Identifies a training among those of one recipe."""
         chosen = None if self.subset is None else np.asarray(self.subset)
         return digest([int(self.seed), chosen, self.stage])

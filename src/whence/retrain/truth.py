@@ -1,4 +1,4 @@
-"""Truth: measurements of models that were really retrained on known subsets."""
+"""Truth: measurements of models that were retrained on known subsets."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Truth:
     """Measurements of models trained on M subsets with R seeds each.
 
     Attributes:
-        masks: (M, n) bool, which of the n training examples (of `stage`) each subset has.
+        masks: (M, n) bool, which of the n training examples (of `stage`) each subset contains.
         measurements: (M, R, q) float64; NaN where a training diverged.
-        alpha: the share of the examples that a subset has.
-        seeds: (R,), the same for every subset, so that what a seed does to all of them alike is no
-            difference between subsets.
+        alpha: the share of the examples in a subset.
+        seeds: (R,), the same for every subset, so that the effect of a seed on all subsets cancels
+            in differences between subsets.
         measurement, unit, higher_is_better: of the task.
-        stage: whose data was resampled; None for a recipe of one stage.
+        stage: the stage whose data was resampled; None for a recipe of one stage.
         recipe, query: fingerprints.
-        notes: how the models were trained: at once, or one at a time and why.
+        notes: how the models were trained: together, or one at a time and why.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Truth:
         repeats = self.measurements.shape[1]
         self.seeds = list(range(repeats)) if seeds is None else [index(s) for s in seeds]
         if len(self.seeds) != repeats:
-            raise ValueError(f"{len(self.seeds)} seeds for {repeats} repeats: give one for each")
+            raise ValueError(f"{len(self.seeds)} seeds for {repeats} repeats: give one per repeat")
         self.alpha = float(self.masks.mean()) if alpha is None else float(alpha)
         self.measurement, self.unit = measurement, unit
         self.higher_is_better, self.stage = bool(higher_is_better), stage
@@ -90,11 +90,11 @@ class Truth:
 
     @property
     def diverged(self) -> NDArray[np.bool_]:
-        """Which trainings did, (M, R)."""
+        """Which trainings diverged, (M, R)."""
         return np.asarray(np.isnan(self.measurements).any(2))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a folder: masks.npy, measurements.npy, and last truth.json."""
+        """Write a folder with masks.npy, measurements.npy and, last, truth.json."""
         folder = Path(path)
         make_folder(folder)
         save_array(folder / "masks.npy", self.masks)
@@ -119,12 +119,12 @@ class Truth:
         if not file.is_file():
             unfinished = (folder / "grid.json").is_file()
             raise FileNotFoundError(
-                f"the trainings in {folder} are not finished: make the same ground_truth(out=...) "
-                "call again, and it goes on where it stopped"
+                f"the trainings in {folder} are not finished: repeat ground_truth(out=...) to "
+                "resume"
                 if unfinished
                 else f"{folder} has no truth.json: give a folder that ground_truth wrote"
             )
-        remedy = "delete the folder, and make the truth again"
+        remedy = "delete the folder, and repeat the ground_truth call"
         content = read_json(file, schema=SCHEMA, remedy=remedy)
         try:
             shape = tuple(content["shape"])
@@ -139,12 +139,12 @@ class Truth:
 
     def __repr__(self) -> str:
         subsets, repeats, queries = self.measurements.shape
-        lost = int(self.diverged.sum())
+        diverged = int(self.diverged.sum())
         return (
             f"Truth({subsets} subsets of {self.alpha:.4g} of {self.masks.shape[1]:,} examples"
             + (f" of stage {self.stage!r}" if self.stage else "")
             + f" x {repeats} seeds, {queries} queries, {self.measurement}"
-            + (f"; {lost} trainings diverged" if lost else "")
+            + (f"; {diverged} trainings diverged" if diverged else "")
             + ")"
         )
 
@@ -165,17 +165,17 @@ def ground_truth(
     engine: str = "auto",
     progress: bool = True,
 ) -> Truth:
-    """Retrain on random subsets, and measure.
+    """Retrain on random subsets, and measure the queries.
 
     Args:
         recipe: how to train.
-        query: what is measured after each training.
-        alpha: the share of the training examples in a subset; ⌈alpha n⌉ of them.
-        subsets: M. Subset j is the same whatever M is: more can be added later in the same folder.
+        query: the queries to measure after each training.
+        alpha: the share of the training examples in a subset, which has ⌈alpha n⌉ of them.
+        subsets: M. Subset j does not depend on M, so you can add more later in the same folder.
         seeds: R, or the seeds themselves; every subset is trained with each.
-        stage: resample this stage's data only (default: the first stage's).
-        out: folder to keep trainings and truth in; the same call goes on where it stopped.
-        seed: of the subsets.
+        stage: the stage whose data is resampled (default: the first).
+        out: folder for trainings and truth. Repeat the same call to resume.
+        seed: determines the subsets.
         device, memory, executor, engine, progress: as in `whence.retrain.measure`.
     """
     chosen, data, alpha = recipe.stage(stage), Batches("query", query, recipe.collate), float(alpha)
@@ -184,15 +184,15 @@ def ground_truth(
     if not named:
         raise ValueError(f"seeds={seeds}: train each subset at least once")
     if len(set(named)) != len(named):
-        raise ValueError(f"seeds={named} name one twice")
+        raise ValueError(f"seeds={named} name one twice: use each once")
     if masks[0].sum() < chosen.batch_size:
         raise ValueError(
             f"alpha={alpha} of {len(chosen.data)} examples are {int(masks[0].sum())}, fewer than "
             f"batch_size={chosen.batch_size}: use a larger alpha"
         )
-    who = identity(recipe, data)
-    who |= {"alpha": alpha, "stage": chosen.name, "subsets": seed}  # one truth to a folder
-    grid = Grid(out, who, len(data))
+    about = identity(recipe, data)
+    about |= {"alpha": alpha, "stage": chosen.name, "subsets": seed}  # one truth per folder
+    grid = Grid(out, about, len(data))
     indices = [np.flatnonzero(mask) for mask in masks]
     trainings = [Training(s, examples, chosen.name) for s in named for examples in indices]
     rows = run_grid(
@@ -216,7 +216,7 @@ def ground_truth(
         higher_is_better=recipe.task.higher_is_better,
         stage=chosen.name if len(recipe.stages) > 1 else None,
         recipe=recipe.fingerprint,
-        query=who["query"],
+        query=about["query"],
         notes=grid.notes,
     )
     if out is not None:
@@ -226,7 +226,7 @@ def ground_truth(
 
 
 def draw_subsets(examples: int, alpha: float, count: int, seed: int = 0) -> NDArray[np.bool_]:
-    """`count` random subsets of ⌈alpha n⌉ examples, (M, n); each hangs on its own number alone."""
+    """`count` random subsets of ⌈alpha n⌉ examples, (M, n). Each depends on its index only."""
     if not 0 < alpha < 1:
         raise ValueError(f"alpha={alpha} must be above 0 and at most 1 - 1/n = {1 - 1 / examples}")
     if index(count) < 1:

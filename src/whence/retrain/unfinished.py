@@ -1,4 +1,4 @@
-"""Stacks of long trainings, kept on the way: the same trainings, or runs, go on from there."""
+"""Checkpoints of unfinished stacks, from which long trainings and runs resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from whence.persist.files import damaged, make_folder, read_json, write_json
 from whence.persist.snapshots import Throttle
 from whence.persist.tensors import load_tensors, save_tensors
+from whence.retrain.callback import Update
 from whence.retrain.grid import name_of
 from whence.retrain.stacked import running_statistics
 from whence.run import optimizers
@@ -23,21 +24,24 @@ from whence.run import optimizers
 if TYPE_CHECKING:
     from whence.retrain.stack import Stack
 
-LONG = 60.0  # seconds; longer trainings are kept on the way
-HIDDEN = ".unfinished-"  # folders begin so in which checkpoints wait for their runs
+LONG = 60.0  # seconds; longer trainings are checkpointed
+HIDDEN = ".unfinished-"  # prefix of the folders with the checkpoints of unfinished runs
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A stack after an update, on the CPU: {name: (S, ...)}."""
+class StackCheckpoint:
+    """Weights and optimizer state of a stack after an update, on the CPU: {name: (S, ...)}.
+
+    Values of the state that all models share (update counts) have no axis S.
+    """
 
     weights: dict[str, Tensor]
-    state: dict[str, Tensor]  # of the optimizer; what all models share (update counts) has no axis
+    state: dict[str, Tensor]
 
     @classmethod
-    def of(cls, stack: Stack, optimizer: Optimizer) -> Kept:
+    def of(cls, stack: Stack, optimizer: Optimizer) -> StackCheckpoint:
         state = optimizers.flat_state(optimizer, _names(stack.parameters))
-        assert state is not None  # of elementwise optimizers: tensors and numbers
+        assert state is not None  # elementwise optimizers have tensors and numbers only
         weights = {**stack.parameters, **stack.statistics}
         return cls(
             *({k: t.detach().to("cpu", copy=True) for k, t in d.items()} for d in (weights, state))
@@ -45,58 +49,58 @@ class Kept:
 
     @torch.no_grad()
     def restore(self, stack: Stack, optimizer: Optimizer) -> None:
-        """Put all models, and the optimizer's state, where they were."""
+        """Load all models and the optimizer's state."""
         for name, tensor in {**stack.parameters, **stack.statistics}.items():
             tensor.copy_(self.weights[name])
         optimizers.load_state(optimizer, _names(stack.parameters), self.state)
 
     @torch.no_grad()
-    def load(self, place: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Put one of the models, and its part of the optimizer's state, into plain ones."""
+    def load(self, position: int, model: nn.Module, optimizer: Optimizer) -> None:
+        """Load one model of the stack, and its part of the optimizer's state, into plain ones."""
         parameters = dict(model.named_parameters())
         for name, tensor in (parameters | running_statistics(model)).items():
-            tensor.copy_(self.weights[name][place])
-        own = {key: t[place] if t.dim() else t for key, t in self.state.items()}
-        optimizers.load_state(optimizer, _names(parameters), own)
+            tensor.copy_(self.weights[name][position])
+        state = {key: t[position] if t.dim() else t for key, t in self.state.items()}
+        optimizers.load_state(optimizer, _names(parameters), state)
 
-    def some(self, places: Sequence[int]) -> Kept:
-        """These of the models alone."""
-        return Kept(
+    def select(self, positions: Sequence[int]) -> StackCheckpoint:
+        """The checkpoint of these models only."""
+        return StackCheckpoint(
             *(
-                {name: t[list(places)] if t.dim() else t for name, t in part.items()}
+                {name: t[list(positions)] if t.dim() else t for name, t in part.items()}
                 for part in (self.weights, self.state)
             )
         )
 
     def save(self, file: Path, **about: int) -> None:
-        """Into a file, whole or not at all."""
+        """Write a file atomically, with this metadata."""
         parts = {"weights": self.weights, "state": self.state}
         tensors = {f"{w}/{n}": t for w, part in parts.items() for n, t in part.items()}
         make_folder(file.parent)
         save_tensors(file, tensors, about)
 
     @classmethod
-    def open(cls, file: Path) -> Begun:
-        """What was saved, with the stage and the step that were told."""
+    def open(cls, file: Path) -> ResumePoint:
+        """Read a file that was saved with its stage and step."""
         remedy = "delete it, and rerun to repeat its trainings"
         tensors, about = load_tensors(file, remedy=remedy, checksum_required=False)
         parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
         try:
             for name, tensor in tensors.items():
-                part, _, rest = name.partition("/")
-                parts[part][rest] = tensor
-            return Begun(int(about["stage"]), int(about["step"]), cls(**parts))
+                part, _, key = name.partition("/")
+                parts[part][key] = tensor
+            return ResumePoint(int(about["stage"]), int(about["step"]), cls(**parts))
         except (KeyError, ValueError) as error:
             raise damaged(file, error, remedy) from error
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A stack after so many updates of a stage, which is counted from 0."""
+class ResumePoint:
+    """Where a stack's training resumes: after `step` updates of a stage, numbered from 0."""
 
     stage: int
     step: int
-    kept: Kept
+    checkpoint: StackCheckpoint
 
 
 def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, list[str]]:
@@ -104,72 +108,73 @@ def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, list[str]]:
 
 
 class Unfinished:
-    """The file in which a stack is kept on the way.
+    """The file that an unfinished stack is checkpointed to.
 
     Args:
-        every: seconds between two times; more, if keeping it takes more than 3 % of them.
+        every: seconds between two checkpoints; more if writing one takes over 3 % of that time.
     """
 
     def __init__(self, file: Path, every: float) -> None:
         self.file, self._throttle = file, Throttle(every)
 
-    def offer(self, stage: int, step: int, stack: Stack, optimizer: Optimizer) -> None:
-        """Keep a stack after so many updates of a stage, if it is time to."""
+    def offer(self, update: Update) -> None:
+        """Write a checkpoint after this update, if the last one is old enough."""
         if self._throttle.due():
             with self._throttle.saving():
-                Kept.of(stack, optimizer).save(self.file, stage=stage, step=step)
+                checkpoint = StackCheckpoint.of(cast("Stack", update.model), update.optimizer)
+                checkpoint.save(self.file, stage=update.stage.number, step=update.step)
 
-    def find(self) -> Begun | None:
-        return Kept.open(self.file) if self.file.exists() else None
+    def find(self) -> ResumePoint | None:
+        return StackCheckpoint.open(self.file) if self.file.exists() else None
 
     def drop(self) -> None:
         self.file.unlink(missing_ok=True)
 
 
 class UnfinishedRuns:
-    """The checkpoints of a stack, in files beside its runs until they are written.
+    """The checkpoints of a stack, in files next to its runs until the runs are written.
 
     Args:
-        beside: the folder that the runs are in.
+        folder: the folder that holds the runs.
         trainings: the keys of the stack's trainings.
-        of: recipe and steps; files of others are not looked at.
+        identity: recipe and steps. Files of another identity are ignored.
     """
 
-    def __init__(self, beside: Path, trainings: Sequence[str], of: object) -> None:
-        self.beside, self.trainings = beside, list(trainings)
-        self.of = name_of([json.dumps(of, sort_keys=True)])
-        self.folder = beside / f"{HIDDEN}{name_of([self.of, *trainings])}"
+    def __init__(self, folder: Path, trainings: Sequence[str], identity: object) -> None:
+        self.runs, self.trainings = folder, list(trainings)
+        self.identity = name_of([json.dumps(identity, sort_keys=True)])
+        self.folder = folder / f"{HIDDEN}{name_of([self.identity, *trainings])}"
         self._saved: set[tuple[int, int]] = set()
 
-    def save(self, stage: int, kept: Mapping[int, Kept]) -> None:
-        """Those of a stage that are not there yet."""
-        about = {"of": self.of, "trainings": self.trainings}
-        for step, one in kept.items():
+    def save(self, stage: int, checkpoints: Mapping[int, StackCheckpoint]) -> None:
+        """Write those checkpoints of a stage that are not on disk yet."""
+        about = {"of": self.identity, "trainings": self.trainings}
+        for step, checkpoint in checkpoints.items():
             if (stage, step) not in self._saved:
                 file = self.folder / f"{stage:03}-{step:012}.safetensors"
-                one.save(file, stage=stage, step=step)
+                checkpoint.save(file, stage=stage, step=step)
                 write_json(self.folder / "stack.json", about)
                 self._saved.add((stage, step))
 
-    def found(self) -> Iterator[Begun]:
-        """What there is of these trainings, in order; it may be of a stack that has more."""
-        for folder, trainings in self._alike():
+    def resume_points(self) -> Iterator[ResumePoint]:
+        """The checkpoints of these trainings in order, possibly from a stack that has more."""
+        for folder, trainings in self._same_identity():
             if set(self.trainings) <= set(trainings):
-                places = [trainings.index(key) for key in self.trainings]
+                positions = [trainings.index(key) for key in self.trainings]
                 for file in sorted(folder.glob("*.safetensors")):
-                    begun = Kept.open(file)
+                    point = StackCheckpoint.open(file)
                     if folder == self.folder:
-                        self._saved.add((begun.stage, begun.step))
-                    yield replace(begun, kept=begun.kept.some(places))
+                        self._saved.add((point.stage, point.step))
+                    yield replace(point, checkpoint=point.checkpoint.select(positions))
                 return
 
     def drop(self) -> None:
-        """All that is left of such trainings."""
-        for folder, _ in self._alike():
+        """Remove all files of this identity."""
+        for folder, _ in self._same_identity():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _alike(self) -> Iterator[tuple[Path, list[str]]]:
-        for told in sorted(self.beside.glob(f"{HIDDEN}*/stack.json")):
-            about = read_json(told, remedy="delete its folder, and rerun to train again")
-            if about["of"] == self.of:
-                yield told.parent, about["trainings"]
+    def _same_identity(self) -> Iterator[tuple[Path, list[str]]]:
+        for file in sorted(self.runs.glob(f"{HIDDEN}*/stack.json")):
+            about = read_json(file, remedy="delete its folder, and rerun to train again")
+            if about["of"] == self.identity:
+                yield file.parent, about["trainings"]

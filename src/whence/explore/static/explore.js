@@ -1,7 +1,7 @@
-// The explorer: the report's views (views.js) on live data, and what if.
+// The explorer: the report's views (views.js) on live data, and what-if.
 //
-// Where one is stands in the address after "#", as page=...&row=...; what is ticked, in the session.
-// In this page a training example's "column" is its place among all examples of all scores.
+// The address after "#" holds the current view, as page=...&row=...; the session holds the ticks.
+// In this page a training example's "column" is its place among the examples of all scores.
 "use strict";
 
 (() => {
@@ -11,18 +11,18 @@
   const PAGE = 50;
   let overview = null;
 
-  // -- asking the server ---------------------------------------------------------------------
+  // -- requests ------------------------------------------------------------------------------
 
   const wait = (milliseconds) => new Promise((done) => { setTimeout(done, milliseconds); });
 
   async function ask(path, options = {}) {
     let answer;
     for (let tries = 0; !answer || (answer.status === 503 && tries < 200); tries += 1) {
-      if (answer) await wait(200); // it is being worked out
+      if (answer) await wait(200); // it is being computed
       try {
         answer = await fetch(path, { ...options, headers: { "x-whence-token": TOKEN, ...options.headers } });
       } catch {
-        throw new Error("The explorer does not answer: is whence explore still running?");
+        throw new Error("The explorer does not respond: is whence explore still running?");
       }
     }
     const json = (answer.headers.get("content-type") || "").startsWith("application/json");
@@ -39,7 +39,7 @@
     method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" },
   });
 
-  // -- where one is ------------------------------------------------------------------------------
+  // -- current view ------------------------------------------------------------------------------
 
   const here = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   const hash = (where) => `#${new URLSearchParams(Object.entries(where).filter(([, v]) => v !== null && v !== undefined && v !== ""))}`;
@@ -47,18 +47,18 @@
   const replace = (change) => history.replaceState(null, "", hash({ ...here(), ...change }));
   const scoresName = () => (overview.sets.includes(here().scores) ? here().scores : overview.sets[0]);
 
-  // -- what is ticked ----------------------------------------------------------------------------
+  // -- ticked examples ---------------------------------------------------------------------------
 
   const ticked = new Set();
-  const ticksKey = () => `whence-ticked ${overview.examples} ${[...overview.sets, ...overview.own].join(" ")}`;
+  const ticksKey = () => `whence-ticked ${overview.examples} ${[...overview.sets, ...overview.self_influence].join(" ")}`;
 
   function remember() {
-    try { for (const place of JSON.parse(sessionStorage.getItem(ticksKey())) || []) ticked.add(place); } catch { /* then nothing is ticked */ }
+    try { for (const place of JSON.parse(sessionStorage.getItem(ticksKey())) || []) ticked.add(place); } catch { /* nothing is ticked */ }
   }
 
   function tick(places, on) {
     for (const place of places) { if (on) ticked.add(place); else ticked.delete(place); }
-    try { sessionStorage.setItem(ticksKey(), JSON.stringify([...ticked])); } catch { /* then they last as long as the page */ }
+    try { sessionStorage.setItem(ticksKey(), JSON.stringify([...ticked])); } catch { /* ticks last as long as the page */ }
     for (const box of document.querySelectorAll("input[data-place]")) box.checked = ticked.has(Number(box.dataset.place));
     badge();
     if (here().page === "whatif") show();
@@ -69,9 +69,9 @@
     if (spot) { spot.textContent = ticked.size ? String(ticked.size) : ""; spot.hidden = !ticked.size; }
   }
 
-  function tickBox(shown, words = "leave out") {
-    const { place } = shown;
-    const box = el("input", { type: "checkbox", "data-place": place, "aria-label": `leave out training example ${naming(shown)}` });
+  function tickBox(example, words = "leave out") {
+    const { place } = example;
+    const box = el("input", { type: "checkbox", "data-place": place, "aria-label": `leave out training example ${naming(example)}` });
     box.checked = ticked.has(place);
     box.addEventListener("change", () => tick([place], box.checked));
     return el("label", { class: "tick small" }, box, words ? ` ${words}` : null);
@@ -80,7 +80,7 @@
   // -- small parts ---------------------------------------------------------------------------------
 
   const option = (value, text, chosen) => el("option", { value, selected: value === chosen }, text);
-  const naming = (shown) => `#${shown.id}${shown.stage ? ` of ${shown.stage}` : ""}`;
+  const naming = (example) => `#${example.id}${example.stage ? ` of ${example.stage}` : ""}`;
   const queries = (n) => `${count(n)} ${n === 1 ? "query" : "queries"}`;
   const examples = (n) => `${count(n)} training example${n === 1 ? "" : "s"}`;
   const notice = (text) => el("p", { class: "notice" }, text);
@@ -99,32 +99,32 @@
   }
 
   function choose(name, label, options, value, onchange) {
-    const made = el("select", { "aria-label": label, id: `filter-${name}` }, options.map(([v, text]) => option(v, text, value)));
-    made.addEventListener("change", () => onchange(made.value));
-    return made;
+    const select = el("select", { "aria-label": label, id: `filter-${name}` }, options.map(([v, text]) => option(v, text, value)));
+    select.addEventListener("change", () => onchange(select.value));
+    return select;
   }
 
   function field(label, input) { return el("label", { class: "field" }, el("span", { class: "small muted" }, label), input); }
 
   function searchBox(placeholder, value, oninput) {
-    const made = el("input", { type: "search", placeholder, "aria-label": placeholder, value, class: "search" });
+    const input = el("input", { type: "search", placeholder, "aria-label": placeholder, value, class: "search" });
     let timer = null;
-    made.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => oninput(made.value), 180); });
-    return made;
+    input.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => oninput(input.value), 180); });
+    return input;
   }
 
-  function pager(total, offset, shown, onmove) {
-    const last = offset + shown;
+  function pager(total, offset, length, onmove) {
+    const last = offset + length;
     return el("nav", { class: "pager", "aria-label": "pages of the list" },
-      button("← Before", () => onmove(Math.max(0, offset - PAGE)), { disabled: offset === 0 }),
-      el("span", { class: "muted", role: "status" }, total ? `${count(offset + 1)}–${count(last)} of ${count(total)}` : "nothing found"),
+      button("← Previous", () => onmove(Math.max(0, offset - PAGE)), { disabled: offset === 0 }),
+      el("span", { class: "muted", role: "status" }, total ? `${count(offset + 1)}–${count(last)} of ${count(total)}` : "no matches"),
       button("Next →", () => onmove(offset + PAGE), { disabled: last >= total }));
   }
 
-  function exampleCell(shown) {
+  function exampleCell(example) {
     return el("td", { class: "example-cell" }, el("button", {
-      type: "button", class: "example-button", onclick: () => openExample(shown.place), "aria-label": `training example ${naming(shown)}`,
-    }, shown.kind === "missing" && !shown.note ? null : V.example(shown), el("span", { class: "muted small" }, naming(shown))));
+      type: "button", class: "example-button", onclick: () => openExample(example.place), "aria-label": `training example ${naming(example)}`,
+    }, example.kind === "missing" && !example.note ? null : V.example(example), el("span", { class: "muted small" }, naming(example))));
   }
 
   function queryCell(item) {
@@ -144,8 +144,8 @@
     return el("span", { class: `value ${(higher ? value : -value) >= 0 ? "helpful" : "harmful"}` }, signed(value, digits));
   }
 
-  const ctxOf = (name, shown, more = {}) => ({
-    overview: overview.about[name], examples: shown, onExample: (column) => openExample(column),
+  const ctxOf = (name, byColumn, more = {}) => ({
+    overview: overview.about[name], examples: byColumn, onExample: (column) => openExample(column),
     onQuery: (row) => { dialog.close(); go({ page: "queries", row, scores: name }); }, ...more,
   });
 
@@ -162,19 +162,19 @@
   async function openExample(place) {
     const name = overview.sets.length ? scoresName() : "";
     try {
-      const found = await get("/api/example", { place, scores: name });
-      const shown = found.example;
+      const answer = await get("/api/example", { place, scores: name });
+      const example = answer.example;
       const related = (title, rows) => (rows && rows.length ? el("section", {}, el("h4", {}, title),
         el("ul", { class: "related" }, rows.map(([row, value]) => el("li", {},
           el("button", { type: "button", class: "link", onclick: () => { dialog.close(); go({ page: "queries", row, scores: name }); } }, `query ${row}`),
           " ", valueOf(value, overview.about[name].higher_is_better))))) : null);
       inDialog(el("div", { class: "detail" },
-        el("h2", {}, `Training example ${naming(shown)}`), V.example(shown, { large: true }),
-        el("dl", { class: "facts" }, shown.label === null ? null : fact("label", bdi(shown.label)),
-          shown.prediction ? fact("prediction", bdi(shown.prediction),
-            shown.comparable && shown.label !== null && shown.label !== shown.prediction ? el("span", { class: "wrong" }, "✗ differs") : null) : null),
-        tickBox(shown, "leave it out in What if"),
-        related(`▲ Queries it helped most, by ${name}`, found.helped), related("▼ Queries it harmed most", found.harmed)));
+        el("h2", {}, `Training example ${naming(example)}`), V.example(example, { large: true }),
+        el("dl", { class: "facts" }, example.label === null ? null : fact("label", bdi(example.label)),
+          example.prediction ? fact("prediction", bdi(example.prediction),
+            example.comparable && example.label !== null && example.label !== example.prediction ? el("span", { class: "wrong" }, "✗ differs") : null) : null),
+        tickBox(example, "leave it out in What if"),
+        related(`▲ Queries it helped most, by ${name}`, answer.helped), related("▼ Queries it harmed most", answer.harmed)));
     } catch (error) { inDialog(notice(error.message)); }
   }
 
@@ -206,11 +206,11 @@
     const mine = {};
     loading = mine;
     try {
-      const found = await get("/api/queries", { ...asked, offset: more ? listed.items.length : 0, limit: 100 });
+      const answer = await get("/api/queries", { ...asked, offset: more ? listed.items.length : 0, limit: 100 });
       if (loading !== mine) return;
-      listed = { ...found, items: more ? [...listed.items, ...found.items] : found.items };
+      listed = { ...answer, items: more ? [...listed.items, ...answer.items] : answer.items };
       if (!more) list.replaceChildren();
-      list.append(...found.items.map(queryButton));
+      list.append(...answer.items.map(queryButton));
       listStatus.textContent = listed.total === listed.of ? queries(listed.of) : `${count(listed.total)} of ${queries(listed.of)}`;
       mark();
     } catch (error) {
@@ -221,7 +221,7 @@
   }
 
   function queryButton(item) {
-    const said = item.prediction ? ` → ${item.prediction}` : "";
+    const prediction = item.prediction ? ` → ${item.prediction}` : "";
     return el("li", { "data-row": item.row }, el("button", {
       type: "button", class: "query-item", onclick: () => go({ ...here(), page: "queries", row: item.row }),
       "aria-label": `query ${item.id}${item.label === null ? "" : `, label ${item.label}`}${item.wrong ? ", wrong prediction" : ""}`,
@@ -230,7 +230,7 @@
       el("span", { class: "query-words" },
         el("span", { class: "query-name" }, `${item.id}`, item.wrong ? el("span", { class: "wrong" }, "✗") : null),
         item.query.kind === "text" ? bdi(item.query.text.slice(0, 90), { class: "clip small" }) : null,
-        item.label === null && !said ? null : bdi(`${item.label === null ? "" : item.label}${said}`, { class: "clip small muted" }))));
+        item.label === null && !prediction ? null : bdi(`${item.label === null ? "" : item.label}${prediction}`, { class: "clip small muted" }))));
   }
 
   list.addEventListener("scroll", () => {
@@ -254,7 +254,7 @@
   }
 
   async function queryPage(where) {
-    if (!overview.sets.length) return notice("These scores are self-influence: they have no queries. See the audit list.");
+    if (!overview.sets.length) return notice("These scores are self-influence and have no queries. See the Audit page.");
     const name = scoresName();
     if (!listed.of) await loadList();
     current = Number(where.row ?? (listed.items[0] ? listed.items[0].row : 0));
@@ -268,7 +268,7 @@
       el("div", { class: "row-of-actions" },
         field("show", choose("k", "how many examples at either end", [10, 25, 50, 100].map((n) => [String(n), `${n} each`]), String(k), (v) => go({ ...here(), k: v }))),
         button("Tick the helpful ones", () => tick(ends("helpful"), true)), button("Tick the harmful ones", () => tick(ends("harmful"), true)),
-        ticked.size ? button("What if they were not there? →", () => go({ page: "whatif", scores: name }), { class: "action primary" }) : null));
+        ticked.size ? button("What if they were missing? →", () => go({ page: "whatif", scores: name }), { class: "action primary" }) : null));
   }
 
   // -- training data -----------------------------------------------------------------------------
@@ -288,34 +288,34 @@
     return el("div", { class: "filters", role: "search" }, bar);
   }
 
-  const reading = () => (overview.reading ? notice(`Still reading the data (${count(overview.reading.done)} of ${count(overview.reading.of)}): a search finds only what was read.`) : null);
+  const reading = () => (overview.reading ? notice(`Still reading the data (${count(overview.reading.done)} of ${count(overview.reading.of)}). Search covers only what has been read.`) : null);
 
   async function examplesPage(where) {
     const name = scoresName();
-    if (!name) return notice("These scores are self-influence: see the audit list.");
+    if (!name) return notice("These scores are self-influence. See the Audit page.");
     const offset = Number(where.offset || 0);
-    const found = await get("/api/examples", {
+    const answer = await get("/api/examples", {
       scores: name, row: where.row, text: where.text, label: where.label, stage: where.stage, sign: where.sign, order: where.order, offset, limit: PAGE,
     });
     const { higher_is_better: higher } = overview.about[name];
-    const strongest = Math.max(...found.items.map((item) => Math.abs(item.value || 0))) || 1;
-    const rows = found.items.map(({ example: shown, value }) => {
+    const strongest = Math.max(...answer.items.map((item) => Math.abs(item.value || 0))) || 1;
+    const rows = answer.items.map(({ example, value }) => {
       const bar = el("span", { class: `bar ${(higher ? value : -value) >= 0 ? "helpful" : "harmful"}`, "aria-hidden": "true" });
       bar.style.setProperty("--length", `${((100 * Math.abs(value || 0)) / strongest).toFixed(1)}%`);
-      return el("tr", {}, el("td", {}, tickBox(shown, "")), exampleCell(shown), el("td", {}, shown.label === null ? "–" : bdi(shown.label)),
-        overview.stages.length > 1 ? el("td", {}, shown.stage || "") : null,
+      return el("tr", {}, el("td", {}, tickBox(example, "")), exampleCell(example), el("td", {}, example.label === null ? "–" : bdi(example.label)),
+        overview.stages.length > 1 ? el("td", {}, example.stage || "") : null,
         el("td", { class: "numeric" }, valueOf(value, higher)), el("td", { class: "wide-bar" }, el("span", { class: "track" }, bar)));
     });
     const what = where.row ? `score for query ${where.row}` : `mean score over ${queries(overview.queries)}`;
     return el("article", {},
       el("header", { class: "plain-head" }, el("h2", {}, "Training data"),
-        el("p", { class: "muted" }, `${examples(found.total)}${found.total === found.of ? "" : ` of ${count(found.of)}`}, with their ${what} by ${name}, in ${found.unit}.`)),
+        el("p", { class: "muted" }, `${examples(answer.total)}${answer.total === answer.of ? "" : ` of ${count(answer.of)}`}, with their ${what} by ${name}, in ${answer.unit}.`)),
       filters(where, { sign: true, query: true, order: [["helpful", "most helpful"], ["harmful", "most harmful"], ["strongest", "strongest"], ["number", "by number"]] }),
       reading(),
-      found.unknown ? notice(`${examples(found.unknown)} of these have no such score: it was not kept, or is not a number.`) : null,
-      el("div", { class: "row-of-actions" }, button("Tick this page", () => tick(found.items.map((item) => item.example.place), true))),
+      answer.unknown ? notice(`${examples(answer.unknown)} of these have no score: it was not kept, or is not a number.`) : null,
+      el("div", { class: "row-of-actions" }, button("Tick this page", () => tick(answer.items.map((item) => item.example.place), true))),
       table(["", "example", "label", ...(overview.stages.length > 1 ? ["stage"] : []), "score", ""], rows, "training examples"),
-      pager(found.total, found.offset, found.items.length, (to) => go({ ...here(), offset: to })));
+      pager(answer.total, answer.offset, answer.items.length, (to) => go({ ...here(), offset: to })));
   }
 
   // -- comparing -----------------------------------------------------------------------------------
@@ -324,7 +324,7 @@
     const pad = { left: 62, right: 12, top: 10, bottom: 40 };
     const known = dots.filter((dot) => dot.x !== null && dot.y !== null);
     const chart = svg("svg", { class: "scatter", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${y} by ${x}, ${known.length} points` });
-    if (!known.length) return el("p", { class: "muted" }, "There is nothing to draw.");
+    if (!known.length) return el("p", { class: "muted" }, "Nothing to plot.");
     const reach = (values) => {
       const low = Math.min(0, ...values), high = Math.max(0, ...values);
       const room = (high - low) * 0.06 || 1;
@@ -358,12 +358,12 @@
   function ticks([low, high]) {
     const raw = (high - low) / 6, power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= raw);
-    const found = [];
-    for (let v = Math.ceil(low / step) * step; v <= high; v += step) found.push(Math.abs(v) < step / 1e6 ? 0 : v);
-    return found;
+    const positions = [];
+    for (let v = Math.ceil(low / step) * step; v <= high; v += step) positions.push(Math.abs(v) < step / 1e6 ? 0 : v);
+    return positions;
   }
 
-  // How large a share of the first k two rankings have in common, by k.
+  // The share of the first k that two rankings have in common, by k.
   function curve(points) {
     const width = 560, height = 340, left = 48, right = 24, top = 12, bottom = 40;
     const most = Math.log(points[points.length - 1][0]) || 1;
@@ -378,7 +378,7 @@
     points.forEach(([k], at) => {
       if (at % 3 === 0 || at === points.length - 1) chart.append(svg("text", { x: px(k), y: height - bottom + 15, "text-anchor": "middle" }, count(k)));
     });
-    chart.append(svg("text", { class: "name", x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, "first k examples"));
+    chart.append(svg("text", { class: "name", x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, "top k examples"));
     [["helpful", 1], ["harmful", 2]].forEach(([kind, at]) => {
       const known = points.filter((point) => point[at] !== null);
       chart.append(svg("polyline", { class: `line ${kind}`, points: known.map((p) => `${px(p[0])},${py(p[at])}`).join(" ") }));
@@ -393,10 +393,10 @@
   }
 
   const percent = (share) => (share === null ? "–" : `${Math.round(100 * share)} %`);
-  const shown2 = (value) => (value === null ? "–" : value.toFixed(2).replace("-", "−"));
+  const decimals = (value) => (value === null ? "–" : value.toFixed(2).replace("-", "−"));
 
   async function comparePage(where) {
-    if (overview.sets.length < 2) return notice("There is one set of scores: start the explorer with two to compare them (whence explore A B).");
+    if (overview.sets.length < 2) return notice("There is only one set of scores. Start the explorer with two to compare them (whence explore A B).");
     const a = overview.sets.includes(where.a) ? where.a : overview.sets[0];
     const b = overview.sets.includes(where.b) ? where.b : overview.sets.find((name) => name !== a);
     const k = Number(where.k || 10), row = Number(where.row || 0);
@@ -407,7 +407,7 @@
     const rowInput = el("input", { type: "number", min: 0, max: overview.queries - 1, value: row, "aria-label": "query" });
     rowInput.addEventListener("change", () => pick("row")(rowInput.value));
     const step = (by) => pick("row")(Math.min(Math.max(row + by, 0), overview.queries - 1));
-    const overall = el("div", { class: "overall", "aria-live": "polite" }, el("p", { class: "muted" }, "Looking at all queries …"));
+    const overall = el("div", { class: "overall", "aria-live": "polite" }, el("p", { class: "muted" }, "Comparing all queries …"));
     followOverall(overall, a, b, k);
     const side = (name, other) => {
       const ctx = ctxOf(name, view.examples, { extra: (entry) => el("div", { class: "card-extra" },
@@ -416,7 +416,7 @@
     };
     const [left, right] = [side(a, b), side(b, a)];
     return el("article", { class: "compare" },
-      el("header", { class: "plain-head" }, el("h2", {}, "Compare"), el("p", { class: "muted" }, "Do two methods, or two runs, point to the same training examples? What helps is positive for both.")),
+      el("header", { class: "plain-head" }, el("h2", {}, "Compare"), el("p", { class: "muted" }, "Do two methods, or two runs, point to the same training examples? Positive means helpful in both.")),
       el("div", { class: "filters" }, field("first", choose("a", "first scores", sets, a, pick("a"))), field("second", choose("b", "second scores", sets, b, pick("b"))),
         field("query", rowInput), el("span", { class: "steps" }, button("←", () => step(-1), { "aria-label": "previous query" }), button("→", () => step(1), { "aria-label": "next query" })),
         field("top", choose("topk", "how many at the top", [5, 10, 25, 50].map((n) => [String(n), String(n)]), String(k), pick("k")))),
@@ -425,33 +425,33 @@
         el("div", { class: "query-about" }, el("h2", {}, `Query ${view.query.id}`), el("dl", { class: "facts" },
           view.query.label === null ? null : fact("label", bdi(view.query.label)),
           view.query.prediction ? fact("prediction", bdi(view.query.prediction), view.query.wrong ? el("span", { class: "wrong" }, "✗ wrong") : null) : null,
-          fact("rank correlation", shown2(view.spearman)), fact("correlation", shown2(view.pearson)),
-          fact(`same in top ${view.k}`, `${percent(view.overlap.helpful)} helpful, ${percent(view.overlap.harmful)} harmful`)),
+          fact("rank correlation", decimals(view.spearman)), fact("correlation", decimals(view.pearson)),
+          fact(`overlap of top ${view.k}`, `${percent(view.overlap.helpful)} helpful, ${percent(view.overlap.harmful)} harmful`)),
         view.why ? notice(`${view.why}.`) : null)),
       el("div", { class: "charts" },
-        panel("Score by score", `${examples(view.common)}; a dot is one of them`, scatter(view.dots.map(([place, x, y]) => ({ x, y, place, r: 2.5, title: `training example at place ${place}: ${signed(x)} by ${a}, ${signed(y)} by ${b}` })), { x: a, y: b, onpick: (dot) => openExample(dot.place) })),
-        panel("In common", "share of the first k that both have", curve(view.curve))),
+        panel("Scores", `${examples(view.common)}; each dot is one example`, scatter(view.dots.map(([place, x, y]) => ({ x, y, place, r: 2.5, title: `training example at place ${place}: ${signed(x)} by ${a}, ${signed(y)} by ${b}` })), { x: a, y: b, onpick: (dot) => openExample(dot.place) })),
+        panel("Overlap", "share of the top k that both have in common", curve(view.curve))),
       el("div", { class: "rankings" }, left("helpful"), right("helpful"), left("harmful"), right("harmful")));
   }
 
   async function followOverall(spot, a, b, k) {
     try {
       for (let first = true; first || spot.isConnected; first = false) {
-        const found = await get("/api/compare/overall", { a, b, k });
-        const strip = el("div", { class: "strip", role: "img", "aria-label": `${found.what} of ${found.done} queries` });
-        const wide = found.per_query.length > 400 ? Math.ceil(found.per_query.length / 400) : 1;
-        found.per_query.forEach((value, row) => {
+        const answer = await get("/api/compare/overall", { a, b, k });
+        const strip = el("div", { class: "strip", role: "img", "aria-label": `${answer.what} of ${answer.done} queries` });
+        const wide = answer.per_query.length > 400 ? Math.ceil(answer.per_query.length / 400) : 1;
+        answer.per_query.forEach((value, row) => {
           if (row % wide) return;
-          const bar = el("button", { type: "button", tabindex: "-1", class: value !== null && value < 0 ? "below" : "", title: `query ${row}: ${shown2(value)}`, onclick: () => go({ ...here(), row }) });
+          const bar = el("button", { type: "button", tabindex: "-1", class: value !== null && value < 0 ? "below" : "", title: `query ${row}: ${decimals(value)}`, onclick: () => go({ ...here(), row }) });
           bar.style.setProperty("--height", `${Math.max(2, 100 * Math.abs(value || 0))}%`);
           strip.append(bar);
         });
         spot.replaceChildren(el("dl", { class: "facts" },
-          found.spearman === null ? null : fact("mean rank correlation", shown2(found.spearman)),
-          fact(`same in top ${found.k}`, `${percent(found.overlap.helpful)} helpful, ${percent(found.overlap.harmful)} harmful`),
-          fact("agree least", found.least.slice(0, 4).map((row) => [el("button", { type: "button", class: "link", onclick: () => go({ ...here(), row }) }, `query ${row}`), " "]))),
-        strip, el("p", { class: "muted small" }, found.done < found.of ? `${found.what} by query; ${count(found.done)} of ${queries(found.of)} so far` : `${found.what} by query; choose one to see it`));
-        if (found.done >= found.of) return;
+          answer.spearman === null ? null : fact("mean rank correlation", decimals(answer.spearman)),
+          fact(`overlap of top ${answer.k}`, `${percent(answer.overlap.helpful)} helpful, ${percent(answer.overlap.harmful)} harmful`),
+          fact("least agreement", answer.least.slice(0, 4).map((row) => [el("button", { type: "button", class: "link", onclick: () => go({ ...here(), row }) }, `query ${row}`), " "]))),
+        strip, el("p", { class: "muted small" }, answer.done < answer.of ? `${answer.what} by query; ${count(answer.done)} of ${queries(answer.of)} so far` : `${answer.what} by query; click a bar to open the query`));
+        if (answer.done >= answer.of) return;
       }
     } catch (error) { spot.replaceChildren(notice(error.message)); }
   }
@@ -459,52 +459,52 @@
   // -- audit -----------------------------------------------------------------------------------------
 
   async function auditPage(where) {
-    const every = [...overview.own, ...overview.sets];
+    const every = [...overview.self_influence, ...overview.sets];
     const name = every.includes(where.audit) ? where.audit : every[0];
     const offset = Number(where.offset || 0);
     const given = { scores: name, text: where.text, label: where.label, stage: where.stage };
-    const kinds = every.map((one) => [one, `${one}: ${overview.own.includes(one) ? "self-influence" : "mean harm"}`]);
+    const kinds = every.map((one) => [one, `${one}: ${overview.self_influence.includes(one) ? "self-influence" : "mean harm"}`]);
     const pick = field("by", choose("audit", "scores to audit by", kinds, name, (v) => go({ ...here(), audit: v, offset: "" })));
-    let found;
-    try { found = await get("/api/audit", { ...given, offset, limit: PAGE }); } catch (error) {
+    let answer;
+    try { answer = await get("/api/audit", { ...given, offset, limit: PAGE }); } catch (error) {
       return el("article", {}, el("header", { class: "plain-head" }, el("h2", {}, "Audit")), el("div", { class: "filters" }, pick), notice(error.message));
     }
-    if (found.more) later(1000); // the model is asked what it makes of these
-    const harm = found.items.some((item) => item.worst !== undefined);
-    const told = found.items.some((item) => item.example.prediction);
-    const rows = found.items.map((item) => {
-      const shown = item.example, differs = shown.comparable && shown.label !== null && shown.prediction !== shown.label;
-      return el("tr", {}, el("td", {}, tickBox(shown, "")), el("td", { class: "rank" }, count(item.rank)), exampleCell(shown),
-        el("td", {}, shown.label === null ? "–" : bdi(shown.label)),
-        told ? el("td", {}, shown.prediction ? bdi(shown.prediction) : "–", differs ? el("span", { class: "wrong" }, "✗ differs") : null) : null,
+    if (answer.more) later(1000); // predictions are being computed
+    const harm = answer.items.some((item) => item.worst !== undefined);
+    const predicted = answer.items.some((item) => item.example.prediction);
+    const rows = answer.items.map((item) => {
+      const example = item.example, differs = example.comparable && example.label !== null && example.prediction !== example.label;
+      return el("tr", {}, el("td", {}, tickBox(example, "")), el("td", { class: "rank" }, count(item.rank)), exampleCell(example),
+        el("td", {}, example.label === null ? "–" : bdi(example.label)),
+        predicted ? el("td", {}, example.prediction ? bdi(example.prediction) : "–", differs ? el("span", { class: "wrong" }, "✗ differs") : null) : null,
         el("td", { class: "numeric" }, item.value === null ? el("span", { class: "muted" }, "not a number") : el("span", { class: "value" }, signed(item.value))),
         harm ? el("td", {}, item.worst === undefined ? "" : el("button", { type: "button", class: "link", onclick: () => go({ page: "queries", row: item.worst, scores: name }) }, `query ${item.worst}`),
           item.worst === undefined ? null : el("span", { class: "muted small" }, ` in the top 10 of ${queries(item.queries)}`)) : null);
     });
     const file = `/api/audit.csv?${new URLSearchParams(Object.entries(given).filter(([, v]) => v))}`;
     const ctx = { overview: { ...overview.about[name], higher_is_better: true } };
-    const self = overview.own.includes(name);
+    const self = overview.self_influence.includes(name);
     return el("article", {},
       el("header", { class: "plain-head" }, el("h2", {}, "Audit"), el("p", { class: "muted" },
-        self ? `Sorted by ${found.meaning}: at the top stand examples that the model could not have got from the others: rare, hard, or mislabelled ones.`
-          : `Sorted by ${found.meaning}: candidates for relabelling. Look at the label before the score.`)),
+        self ? `Sorted by ${answer.meaning}. Examples at the top could not be learned from the others: they are rare, hard, or mislabelled.`
+          : `Sorted by ${answer.meaning}: candidates for relabelling. Check the label before you trust the score.`)),
       el("div", { class: "with-chart" }, el("div", {}, filters(where, { first: pick }),
         el("div", { class: "row-of-actions" }, el("a", { class: "action", href: file, download: "" }, "⤓ Export as CSV"),
-          button("Tick this page", () => tick(found.items.map((item) => item.example.place), true)))),
-        found.histogram ? panel("Distribution", `of all ${count(found.of)}, logarithmic`, V.histogram(found.histogram, ctx)) : null),
+          button("Tick this page", () => tick(answer.items.map((item) => item.example.place), true)))),
+        answer.histogram ? panel("Distribution", `of all ${count(answer.of)} examples, logarithmic`, V.histogram(answer.histogram, ctx)) : null),
       reading(),
-      table(["", "", "example", "label", ...(told ? ["prediction"] : []), self ? "self-influence" : "mean harm", ...(harm ? ["harmed most"] : [])], rows, "audit list"),
-      pager(found.total, found.offset, found.items.length, (to) => go({ ...here(), offset: to })));
+      table(["", "", "example", "label", ...(predicted ? ["prediction"] : []), self ? "self-influence" : "mean harm", ...(harm ? ["harmed most"] : [])], rows, "audit list"),
+      pager(answer.total, answer.offset, answer.items.length, (to) => go({ ...here(), offset: to })));
   }
 
   // -- what if -----------------------------------------------------------------------------------------
 
   async function whatIfPage(where) {
-    if (!overview.sets.length) return notice("What if needs scores of queries: these are self-influence.");
+    if (!overview.sets.length) return notice("What if needs scores of queries, but these are self-influence.");
     const places = [...ticked].sort((x, y) => x - y);
     const jobsSpot = el("div", { class: "jobs" });
     const parts = [el("header", { class: "plain-head" }, el("h2", {}, "What if"),
-      el("p", { class: "muted" }, "What if some training examples had not been there? Scores predict how every query's measurement changes: minus the sum of their scores. Retraining without them says how it really does."))];
+      el("p", { class: "muted" }, "What if some training examples were missing? The scores predict how the measurement of every query changes: by minus the sum of their scores. Retraining without them shows the actual change."))];
     if (where.job) {
       parts.push(await jobResult(where.job));
     } else {
@@ -517,8 +517,8 @@
 
   // Training examples, small.
   async function chips(places, away = false) {
-    const shown = places.length ? await get("/api/chosen", { places: places.slice(0, 60).join(",") }) : [];
-    return el("ul", { class: "chips" }, shown.map((one) => el("li", { class: "chip" },
+    const items = places.length ? await get("/api/chosen", { places: places.slice(0, 60).join(",") }) : [];
+    return el("ul", { class: "chips" }, items.map((one) => el("li", { class: "chip" },
       el("button", { type: "button", class: "chip-face", onclick: () => openExample(one.place), "aria-label": `training example ${naming(one)}` },
         one.kind === "image" ? V.example(one) : el("span", { class: "clip small" }, bdi(one.text || (one.row || []).map((cell) => cell.join(" ")).join(", ") || `#${one.id}`)),
         el("span", { class: "small" }, one.label === null ? naming(one) : bdi(one.label))),
@@ -537,42 +537,42 @@
       } catch (error) { status.replaceChildren(notice(error.message)); start.disabled = false; }
     }, { class: "action primary" });
     const { refused } = overview.retrain;
-    return panel(places.length ? `${examples(places.length)} ticked` : "Nothing is ticked yet",
-      places.length ? null : "Tick “leave out” at examples in Queries, Training data, Compare or Audit, then come back.",
+    return panel(places.length ? `${examples(places.length)} ticked` : "No examples ticked",
+      places.length ? null : "Tick “leave out” next to examples in Queries, Training data, Compare or Audit, then come back.",
       places.length ? await chips(places, true) : null,
       places.length ? el("div", { class: "row-of-actions" }, button("Untick all", () => tick(places, false)),
         refused ? null : [field("seeds", seeds), start]) : null,
-      places.length && refused ? notice(`No retraining here: ${refused}.`) : null, status);
+      places.length && refused ? notice(`Retraining is not available: ${refused}.`) : null, status);
   }
 
-  // Queries by predicted (and real) change.
+  // Queries by predicted change.
   async function prediction(places) {
-    const found = await get("/api/whatif", { places: places.join(",") });
-    const name = scoresName(), own = found.sets[name];
+    const answer = await get("/api/whatif", { places: places.join(",") });
+    const name = scoresName(), selected = answer.sets[name];
     const others = overview.sets.filter((one) => one !== name);
-    const known = own.change.filter((x) => x !== null);
+    const known = selected.change.filter((x) => x !== null);
     const higher = overview.about[name].higher_is_better;
     const better = known.filter((x) => (higher ? x : -x) > 0).length, worse = known.filter((x) => (higher ? x : -x) < 0).length;
-    const margin = found.measurement === "margin" && found.measured;
-    const after = (row) => (found.measured && found.measured[row] !== null && own.change[row] !== null ? found.measured[row] + own.change[row] : null);
-    const flips = (row) => margin && after(row) !== null && (found.measured[row] > 0) !== (after(row) > 0);
-    const flipped = own.change.filter((_, row) => flips(row)).length;
-    const order = own.change.map((_, row) => row).sort((x, y) => Math.abs(own.change[y] || 0) - Math.abs(own.change[x] || 0));
-    const word = found.measurement.replaceAll("_", " ");
-    return panel("Predicted change", `of the ${word}, in ${own.unit}, by ${name}`,
+    const margin = answer.measurement === "margin" && answer.measured;
+    const after = (row) => (answer.measured && answer.measured[row] !== null && selected.change[row] !== null ? answer.measured[row] + selected.change[row] : null);
+    const flips = (row) => margin && after(row) !== null && (answer.measured[row] > 0) !== (after(row) > 0);
+    const flipped = selected.change.filter((_, row) => flips(row)).length;
+    const order = selected.change.map((_, row) => row).sort((x, y) => Math.abs(selected.change[y] || 0) - Math.abs(selected.change[x] || 0));
+    const word = answer.measurement.replaceAll("_", " ");
+    return panel("Predicted change", `of the ${word}, in ${selected.unit}, by ${name}`,
       el("dl", { class: "facts" }, fact("better", queries(better)), fact("worse", queries(worse)),
         margin ? fact("predicted to flip", queries(flipped)) : null,
         fact("mean change", known.length ? valueOf(known.reduce((s, x) => s + x, 0) / known.length, higher) : "–")),
-      own.note ? notice(`${own.note}.`) : null,
-      await queryTable(order, ["", ...(found.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(found.measured ? ["after"] : []), ...others.map((one) => (found.sets[one].unit === own.unit ? one : `${one} (${found.sets[one].unit})`))], (row) => [
-        found.measured ? el("td", { class: "numeric" }, number(found.measured[row])) : null,
-        el("td", { class: "numeric" }, own.change[row] === null ? unknown(own.unknown[row]) : valueOf(own.change[row], higher)),
-        !found.measured ? null : el("td", { class: "numeric" }, after(row) === null ? "–" : number(after(row)), flips(row) ? el("span", { class: "wrong" }, after(row) > 0 ? "✓ turns right" : "✗ flips") : null),
-        ...others.map((one) => el("td", { class: "numeric" }, found.sets[one].change[row] === null ? unknown(found.sets[one].unknown[row]) : valueOf(found.sets[one].change[row], higher))),
+      selected.note ? notice(`${selected.note}.`) : null,
+      await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].unit === selected.unit ? one : `${one} (${answer.sets[one].unit})`))], (row) => [
+        answer.measured ? el("td", { class: "numeric" }, number(answer.measured[row])) : null,
+        el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher)),
+        !answer.measured ? null : el("td", { class: "numeric" }, after(row) === null ? "–" : number(after(row)), flips(row) ? el("span", { class: "wrong" }, after(row) > 0 ? "✓ becomes right" : "✗ becomes wrong") : null),
+        ...others.map((one) => el("td", { class: "numeric" }, answer.sets[one].change[row] === null ? unknown(answer.sets[one].unknown[row]) : valueOf(answer.sets[one].change[row], higher))),
       ]));
   }
 
-  const unknown = (n) => el("span", { class: "muted small" }, `not known: ${n} of the scores ${n === 1 ? "is" : "are"} missing`);
+  const unknown = (n) => el("span", { class: "muted small" }, `unknown: ${n} ${n === 1 ? "score is" : "scores are"} missing`);
 
   // A table of queries in a given order, a page at a time.
   async function queryTable(order, heads, cells) {
@@ -590,41 +590,41 @@
   async function jobResult(id) {
     let job;
     try { job = await get(`/api/jobs/${encodeURIComponent(id)}`); } catch (error) { return notice(error.message); }
-    const back = el("p", {}, el("button", { type: "button", class: "link", onclick: () => go({ page: "whatif", scores: scoresName() }) }, "← what is ticked now"));
+    const back = el("p", {}, el("button", { type: "button", class: "link", onclick: () => go({ page: "whatif", scores: scoresName() }) }, "← ticked examples"));
     const title = `Without ${examples(job.removed)}`;
     const retick = button("Tick these examples", () => { tick([...ticked], false); tick(job.examples, true); go({ page: "whatif", scores: scoresName() }); });
     if (!job.judged) {
-      return el("div", { class: "result" }, back, panel(title, job.at_work ? "Predicted against real appears here when the retraining is done." : null,
+      return el("div", { class: "result" }, back, panel(title, job.at_work ? "Predicted vs. actual change appears here when the retraining is done." : null,
         job.error ? notice(`The retraining failed: ${job.error}`) : null, await chips(job.examples), el("div", { class: "row-of-actions" }, retick)));
     }
-    const name = scoresName(), { judged } = job, own = judged.sets[name];
+    const name = scoresName(), { judged } = job, selected = judged.sets[name];
     const { higher_is_better: higher, measurement, unit } = overview.about[name];
     const word = measurement.replaceAll("_", " ");
-    const dots = judged.real.map((real, row) => ({ x: own.change[row], y: real, e: judged.error[row], row, kind: (judged.flipped || []).includes(row) ? "harmful" : "helpful",
-      title: `query ${row}: predicted ${signed(own.change[row])}, real ${signed(real)}${judged.error[row] === null ? "" : ` ± ${number(judged.error[row], 2)}`}` }));
+    const dots = judged.real.map((real, row) => ({ x: selected.change[row], y: real, e: judged.error[row], row, kind: (judged.flipped || []).includes(row) ? "harmful" : "helpful",
+      title: `query ${row}: predicted ${signed(selected.change[row])}, actual ${signed(real)}${judged.error[row] === null ? "" : ` ± ${number(judged.error[row], 2)}`}` }));
     const order = judged.real.map((_, row) => row).sort((x, y) => Math.abs(judged.real[y] || 0) - Math.abs(judged.real[x] || 0));
     const rates = el("table", { class: "listing compact" }, el("thead", {}, el("tr", {}, ["scores", "rank correlation", "correlation", "slope"].map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, overview.sets.map((one) => el("tr", { class: one === name ? "chosen" : "" },
         el("td", {}, el("button", { type: "button", class: "link", onclick: () => go({ ...here(), scores: one }) }, one)),
-        el("td", { class: "numeric" }, shown2(judged.sets[one].spearman)), el("td", { class: "numeric" }, shown2(judged.sets[one].pearson)),
+        el("td", { class: "numeric" }, decimals(judged.sets[one].spearman)), el("td", { class: "numeric" }, decimals(judged.sets[one].pearson)),
         el("td", { class: "numeric" }, judged.sets[one].slope === null ? "–" : number(judged.sets[one].slope))))));
     const lost = judged.seeds - judged.sound;
     return el("div", { class: "result" }, back,
       el("div", { class: "result-head" }, el("h2", {}, title), el("p", { class: "muted" },
-        `Retrained with ${judged.seeds} seed${judged.seeds === 1 ? "" : "s"}, with all data and without; it took ${duration(job.seconds)}. Change of the ${word} in ${unit}.`)),
-      lost ? notice(`${lost} of ${judged.seeds} seeds diverged and ${lost === 1 ? "is" : "are"} left out.`) : null,
-      judged.seeds === 1 ? notice("With one seed there is no telling what is effect and what is chance: use three or more.") : null,
+        `Retrained with ${judged.seeds} seed${judged.seeds === 1 ? "" : "s"}, with and without the examples, in ${duration(job.seconds)}. Change of the ${word} in ${unit}.`)),
+      lost ? notice(`${lost} of ${judged.seeds} seeds diverged and ${lost === 1 ? "is" : "are"} excluded.`) : null,
+      judged.seeds === 1 ? notice("One seed cannot separate the effect from chance: use three or more.") : null,
       el("div", { class: "charts judged" },
-        panel("Predicted against real", `a dot is a query; on the dashed line, what was predicted is what happened${judged.sound > 1 ? "; lines are the standard error over seeds" : ""}${judged.flipped && judged.flipped.length ? "; queries that turned wrong are orange" : ""}`,
-          scatter(dots, { x: `predicted change by ${name}`, y: "real change", same: true, width: 640, height: 400, onpick: (dot) => go({ page: "queries", row: dot.row, scores: name }) })),
-        panel("How well was it told?", "over all queries; slope 1 is perfect, more means that scores understate", rates,
-          el("dl", { class: "facts" }, judged.flipped ? fact("turned wrong", queries(judged.flipped.length)) : null,
-            fact("mean real change", valueOf(mean(judged.real), higher))),
+        panel("Predicted vs. actual", `each dot is a query; on the dashed line, the prediction is exact${judged.sound > 1 ? "; bars are standard errors over seeds" : ""}${judged.flipped && judged.flipped.length ? "; queries that became wrong are orange" : ""}`,
+          scatter(dots, { x: `predicted change by ${name}`, y: "actual change", same: true, width: 640, height: 400, onpick: (dot) => go({ page: "queries", row: dot.row, scores: name }) })),
+        panel("Agreement", "over all queries; a slope of 1 is perfect, a larger one means that the scores understate", rates,
+          el("dl", { class: "facts" }, judged.flipped ? fact("became wrong", queries(judged.flipped.length)) : null,
+            fact("mean actual change", valueOf(mean(judged.real), higher))),
           el("h4", {}, "Left out"), await chips(job.examples), el("div", { class: "row-of-actions" }, retick))),
-      await queryTable(order, ["", `${word} with all data`, `predicted by ${name}`, "real", "± over seeds"], (row) => [
+      await queryTable(order, ["", `${word} with all data`, `predicted by ${name}`, "actual", "± over seeds"], (row) => [
         el("td", { class: "numeric" }, judged.baseline[row] === null ? "–" : number(judged.baseline[row])),
-        el("td", { class: "numeric" }, own.change[row] === null ? unknown(own.unknown[row]) : valueOf(own.change[row], higher)),
-        el("td", { class: "numeric" }, valueOf(judged.real[row], higher), (judged.flipped || []).includes(row) ? el("span", { class: "wrong" }, "✗ flipped") : null),
+        el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher)),
+        el("td", { class: "numeric" }, valueOf(judged.real[row], higher), (judged.flipped || []).includes(row) ? el("span", { class: "wrong" }, "✗ became wrong") : null),
         el("td", { class: "numeric muted" }, judged.error[row] === null ? "–" : number(judged.error[row], 2)),
       ]));
   }
@@ -635,7 +635,7 @@
 
   function jobRow(job, open) {
     const act = (what) => async () => { try { await post(`/api/jobs/${job.id}/${what}`); } catch (error) { inDialog(notice(error.message)); }
-      if (what === "forget" && job.id === open) go({ page: "whatif", scores: scoresName() }); else show({ keep: true });
+      if (what === "remove" && job.id === open) go({ page: "whatif", scores: scoresName() }); else show({ keep: true });
     };
     const { share, left, done, of } = job.progress;
     const bar = el("progress", { max: 1, value: job.state === "waiting" ? null : share, "aria-label": `${Math.round(100 * share)} % done` });
@@ -646,10 +646,10 @@
         el("span", { class: "muted small" }, `${job.seeds} seed${job.seeds === 1 ? "" : "s"} · ${new Date(job.created * 1000).toLocaleString()}`),
         el("span", { class: "state" }, STATES[job.state] || job.state),
         mine && job.at_work ? button("Cancel", act("cancel")) : null,
-        mine && ["failed", "cancelled"].includes(job.state) ? button("Go on", act("go-on")) : null,
-        mine && !job.at_work ? button("Remove", act("forget"), { "aria-label": "take this retraining off the list" }) : null),
+        mine && ["failed", "cancelled"].includes(job.state) ? button("Resume", act("resume")) : null,
+        mine && !job.at_work ? button("Remove", act("remove"), { "aria-label": "remove this retraining from the list" }) : null),
       job.at_work && mine ? el("div", { class: "job-progress" }, bar, el("span", { class: "small muted", role: "status" },
-        job.state === "waiting" ? "waits for its turn" : `${Math.round(100 * share)} % · ${done} of ${of} trainings${left === null ? "" : ` · about ${duration(left)} left`}`)) : null,
+        job.state === "waiting" ? "waiting for other jobs" : `${Math.round(100 * share)} % · ${done} of ${of} trainings${left === null ? "" : ` · about ${duration(left)} left`}`)) : null,
       job.error ? notice(job.error) : null);
   }
 
@@ -657,18 +657,18 @@
     let before = null;
     try {
       for (let first = true; first || spot.isConnected; first = false) {
-        const found = await get("/api/jobs");
-        const states = JSON.stringify(found.jobs.map((job) => [job.id, job.state]));
+        const answer = await get("/api/jobs");
+        const states = JSON.stringify(answer.jobs.map((job) => [job.id, job.state]));
         const turned = before !== null && before !== states;
         before = states;
-        const notes = overview.retrain.others ? el("p", { class: "muted small" }, `${overview.retrain.others} more in ${overview.retrain.folder} are of another recipe or of other queries.`) : "";
+        const notes = overview.retrain.others ? el("p", { class: "muted small" }, `${overview.retrain.others} more in ${overview.retrain.folder} belong to another recipe or other queries.`) : "";
         const focused = spot.contains(document.activeElement) ? document.activeElement.textContent : null;
-        spot.replaceChildren(found.jobs.length ? el("ul", {}, found.jobs.map((job) => jobRow(job, open)))
-          : el("p", { class: "muted" }, found.refused ? `No retraining here: ${found.refused}.` : "None yet: tick examples and retrain without them."), notes);
+        spot.replaceChildren(answer.jobs.length ? el("ul", {}, answer.jobs.map((job) => jobRow(job, open)))
+          : el("p", { class: "muted" }, answer.refused ? `Retraining is not available: ${answer.refused}.` : "None yet. Tick examples and retrain without them."), notes);
         const again = [...spot.querySelectorAll("button")].find((one) => one.textContent === focused);
         if (again) again.focus({ preventScroll: true });
         if (turned && open) { show({ keep: true }); return; }
-        if (!found.jobs.some((job) => job.at_work)) return;
+        if (!answer.jobs.some((job) => job.at_work)) return;
         await wait(500);
       }
     } catch (error) { spot.replaceChildren(notice(error.message)); }
@@ -677,7 +677,7 @@
   // -- about -------------------------------------------------------------------------------------------
 
   async function aboutPage(where) {
-    const every = [...overview.sets, ...overview.own];
+    const every = [...overview.sets, ...overview.self_influence];
     const name = every.includes(where.scores) ? where.scores : every[0];
     const { recipe, folder, refused } = overview.retrain;
     return el("div", { class: "about" },
@@ -685,8 +685,8 @@
       V.about(ctxOf(name, {})),
       overview.notes.length ? el("section", { class: "panel" }, el("h3", {}, "The data"),
         el("ul", { class: "notices" }, overview.notes.map((note) => el("li", { class: "notice" }, note)))) : null,
-      el("section", { class: "panel" }, el("h3", {}, "Retraining"), refused ? notice(`No retraining here: ${refused}.`) : null,
-        recipe ? el("dl", { class: "sheet" }, el("dt", {}, "recipe"), el("dd", {}, recipe), el("dt", {}, "kept in"), el("dd", {}, folder)) : null));
+      el("section", { class: "panel" }, el("h3", {}, "Retraining"), refused ? notice(`Retraining is not available: ${refused}.`) : null,
+        recipe ? el("dl", { class: "sheet" }, el("dt", {}, "recipe"), el("dd", {}, recipe), el("dt", {}, "stored in"), el("dd", {}, folder)) : null));
   }
 
   // -- frame -------------------------------------------------------------------------------------------
@@ -710,10 +710,10 @@
     if (tabs.scrollWidth > tabs.clientWidth) tabs.scrollLeft = open.offsetLeft - tabs.offsetLeft - 40;
     const pick = overview.sets.length > 1 && page !== "compare" && page !== "audit"
       ? choose("scores", "scores", overview.sets.map((name) => [name, name]), scoresName(), (v) => go({ ...here(), scores: v }))
-      : el("span", {}, page === "compare" || page === "audit" ? "" : [...overview.sets, ...overview.own][0]);
-    const shown = overview.about[overview.sets.length ? scoresName() : overview.own[0]];
-    const notes = overview.notes.length + shown.notes.length;
-    brand.replaceChildren(el("h1", {}, "whence", el("span", { class: "muted" }, " explore")), el("p", { class: "muted small" }, pick, ` ${shown.measurement.replaceAll("_", " ")} in ${shown.unit}`,
+      : el("span", {}, page === "compare" || page === "audit" ? "" : [...overview.sets, ...overview.self_influence][0]);
+    const about = overview.about[overview.sets.length ? scoresName() : overview.self_influence[0]];
+    const notes = overview.notes.length + about.notes.length;
+    brand.replaceChildren(el("h1", {}, "whence", el("span", { class: "muted" }, " explore")), el("p", { class: "muted small" }, pick, ` ${about.measurement.replaceAll("_", " ")} in ${about.unit}`,
       notes ? [" · ", el("a", { href: hash({ page: "about", scores: here().scores }), class: "notice-link" }, `⚠ ${notes} ${notes === 1 ? "note" : "notes"}`)] : null));
     return page;
   }
@@ -722,14 +722,14 @@
     const mine = ++turn;
     const page = frame();
     main.setAttribute("aria-busy", "true");
-    let made;
-    try { made = await PAGES.find(([name]) => name === page)[2](here()); } catch (error) { made = notice(error.message); }
+    let content;
+    try { content = await PAGES.find(([name]) => name === page)[2](here()); } catch (error) { content = notice(error.message); }
     if (mine !== turn) return;
-    // what had the focus has it again, and typing goes on
+    // restore the focus, so that typing continues
     const before = main.contains(document.activeElement) ? document.activeElement : null;
     const name = (one) => one.getAttribute("aria-label") || one.textContent;
     const caret = before && before.type === "search" ? before.selectionStart : null;
-    main.replaceChildren(made);
+    main.replaceChildren(content);
     main.removeAttribute("aria-busy");
     const again = before && [...main.querySelectorAll(before.tagName)].find((one) => name(one) === name(before));
     if (again) again.focus({ preventScroll: true });
@@ -738,14 +738,14 @@
     document.documentElement.dataset.ready = page;
   }
 
-  // Show the page again in a while, if it is still the one.
+  // Reload the page after a while, if it is still open.
   function later(milliseconds) {
     const then = location.hash;
     setTimeout(() => { if (location.hash === then && !dialog.open) show({ keep: true }); }, milliseconds);
   }
 
   function help() {
-    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 6", "pages"], ["x", "tick the example in focus (or, in a list, under the cursor)"], ["?", "this list"], ["Esc", "close"]];
+    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 6", "pages"], ["x", "tick the focused example, or the one under the cursor"], ["?", "this help"], ["Esc", "close"]];
     inDialog(el("h2", {}, "Keys"), el("dl", { class: "sheet" }, rows.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])));
   }
 
@@ -774,7 +774,7 @@
   });
 
   async function begin() {
-    // the token stays out of the history, and out of what one copies from the address bar
+    // keep the token out of the history and the address bar
     if (location.search) history.replaceState(null, "", location.pathname + location.hash);
     try { overview = await get("/api/overview"); } catch (error) { document.body.replaceChildren(notice(error.message)); return; }
     keys.append(el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous query · ", el("kbd", {}, "/"), " search · ", el("kbd", {}, "1"), "–", el("kbd", {}, "6"), " pages · ", el("kbd", {}, "x"), " tick · ", el("kbd", {}, "?"), " all keys");

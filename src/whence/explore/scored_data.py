@@ -1,8 +1,7 @@
-"""What is explored: scores by name, the data they are about, and lists of it.
+"""Scores by name, the data they are about, and lists of both.
 
-Every training example that some scores are about has one place, 0 .. N-1, ordered by stage and id;
-each scores' own columns are found from there. Axes: ``N`` places, ``n`` columns of one scores,
-``q`` queries.
+Every training example of any scores has one place, 0 .. N-1, ordered by stage and id. Places map to
+the columns of each scores. Axes: ``N`` places, ``n`` columns of one scores, ``q`` queries.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from whence.explore.reading import (
     Index,
     Ints,
     Mean,
+    PredictionWorker,
     SharedExamples,
-    Teller,
     words,
 )
 from whence.present.check import check_data
@@ -38,24 +37,24 @@ Sign = Literal["helpful", "harmful", ""]
 Given = Scores | Mapping[str, Scores] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 PAGE = 200  # entries in one answer, at most
-RENDERED = 4096  # examples whose pictures are kept
+RENDERED = 4096  # rendered examples in the cache
 
 
 class Refused(ValueError):
-    """What was asked for cannot be: its message says why."""
+    """A request that cannot be answered. The message says why."""
 
 
-class Explored:
+class ScoredData:
     """Scores by name and their data.
 
     Args:
         scores: of the same queries; and self-influence, which has none.
         train: the training data, or `{stage: dataset}`; None shows numbers only.
-        query: the queries; None likewise.
-        study: gives `train` and `collate`, and what the model predicts.
-        labels: of the training examples, or `{stage: labels}`, in place of those in the data.
+        query: the queries; None shows numbers only.
+        study: provides `train`, `collate`, and the model's predictions.
+        labels: of the training examples, or `{stage: labels}`, instead of those in the data.
         renderer, classes, columns, tokenizer: as in `whence.present.examples.Examples`.
-        check: False compares only the lengths of the data with the scores'.
+        check: False compares only the number of examples with the scores.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Explored:
         if not scores:
             raise ValueError("no scores: give at least one, such as {'SOURCE': scores}")
         self.sets = {name: s for name, s in scores.items() if not s.is_self_influence}
-        self.own = {name: s for name, s in scores.items() if s.is_self_influence}
+        self.self_influence = {name: s for name, s in scores.items() if s.is_self_influence}
         self.everything = dict(scores)
         check_same(self.sets)
         train = study.train if train is None and study is not None else train
@@ -84,10 +83,10 @@ class Explored:
         for name, one in scores.items():
             asked = None if one.is_self_influence else query
             try:
-                found = check_data(one, train, asked, collate=collate, contents=check)
+                notes = check_data(one, train, asked, collate=collate, contents=check)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            self.unchecked += [f"{name}: {line}" for line in found]
+            self.unchecked += [f"{name}: {line}" for line in notes]
         looks: dict[str, Any] = {
             "renderer": renderer,
             "classes": classes,
@@ -103,22 +102,22 @@ class Explored:
         self.query = SharedExamples(query, size=QUERY_SIZE, **looks)
         self.study = study
         self.renders_html = renderer is not None
-        self.answers: dict[int, dict[str, Any]] = {}  # by row, once they are read
+        self.query_predictions: dict[int, dict[str, Any]] = {}  # by row, once computed
         self.measured: Floats | None = None  # (q,)
         self.wrong: NDArray[np.bool_] | None = None  # (q,)
-        self._teller = Teller(self._say)
+        self._worker = PredictionWorker(self._predict)
         self._indices = {name: Index(examples) for name, examples in self.train.items()}
         self._query_index = Index(self.query)
-        self.stop = threading.Event()  # ends reading
+        self.stop = threading.Event()  # stops reading
         self.is_read = False
         self._means = {name: Mean(s) for name, s in self.sets.items() if s.top is None}
         self._render = lru_cache(RENDERED)(self._rendered)
 
     def read(self) -> None:
-        """Read every query and training example once, to search in; ask the model about queries."""
+        """Read each query and training example once, for searching, and predict the queries."""
         try:
             self._query_index.build(self.stop)
-            self._ask()
+            self._predict_queries()
             for index in self._indices.values():
                 index.build(self.stop)
         finally:
@@ -126,37 +125,36 @@ class Explored:
 
     def close(self) -> None:
         self.stop.set()
-        self._teller.close()
+        self._worker.close()
 
-    def _ask(self) -> None:
-        """What the model says of the queries."""
+    def _predict_queries(self) -> None:
         if self.study is None or self.query.dataset is None or not self.sets:
             return
         ids = next(iter(self.sets.values())).query_ids
         try:
-            found = predictions(self.study, self.query.dataset, ids.tolist())
-        except Exception as error:  # a user's model may raise anything; the scores are there still
-            self._untold("queries", error)
+            outputs = predictions(self.study, self.query.dataset, ids.tolist())
+        except Exception as error:  # a user's model may raise anything; scores need no model
+            self._note_prediction_failure("queries", error)
             return
-        told = [said(found[int(k)], self.query) for k in ids]
+        views = [said(outputs[int(k)], self.query) for k in ids]
         labels = [self.query.label(int(k)) for k in ids]
-        self.measured = np.array([found[int(k)]["measurement"] for k in ids])
-        if all(view["comparable"] for view in told):
+        self.measured = np.array([outputs[int(k)]["measurement"] for k in ids])
+        if all(view["comparable"] for view in views):
             self.wrong = np.array(
                 [
                     label is not None and label != view["prediction"]
-                    for label, view in zip(labels, told, strict=True)
+                    for label, view in zip(labels, views, strict=True)
                 ]
             )
-        self.answers = {row: found[int(k)] for row, k in enumerate(ids)}
+        self.query_predictions = {row: outputs[int(k)] for row, k in enumerate(ids)}
 
-    def _untold(self, what: str, error: Exception) -> None:
-        note = f"What the model predicts of {what} is not shown: {error!r}"
+    def _note_prediction_failure(self, what: str, error: Exception) -> None:
+        note = f"Predictions for {what} are not shown: {error!r}"
         if note not in self.unchecked:
             self.unchecked.append(note)
 
     def _lay_out(self) -> None:
-        """Give every training example its place."""
+        """Give each training example its place."""
         self.stages: list[str] = []  # "" where scores name none
         for scores in self.everything.values():
             for name in dict.fromkeys(scores.stage or [""]):
@@ -174,11 +172,11 @@ class Explored:
                 stage = np.array([codes[s] for s in scores.stage])
             keys[name] = (stage << 48) + scores.train_ids
             if scores.train_ids.min() < 0 or len(np.unique(keys[name])) < len(keys[name]):
-                raise ValueError(f"{name}: its train_ids are negative, or name an example twice")
+                raise ValueError(f"{name}: its train_ids are negative or not unique")
         every = np.unique(np.concatenate(list(keys.values())))
         self.ids: Ints = every & ((1 << 48) - 1)
         self.stage_of: Ints = every >> 48
-        self._places = {name: np.searchsorted(every, own) for name, own in keys.items()}
+        self._places = {name: np.searchsorted(every, columns) for name, columns in keys.items()}
         self._columns: dict[str, Ints] = {}
         for name, places in self._places.items():
             self._columns[name] = np.full(len(every), -1, np.int64)
@@ -188,7 +186,7 @@ class Explored:
 
     def scores(self, name: str) -> Scores:
         if name not in self.everything:
-            raise Refused(f"there are no scores {name!r}: there are {', '.join(self.everything)}")
+            raise Refused(f"there are no scores {name!r}: choose from {', '.join(self.everything)}")
         return self.everything[name]
 
     def of_queries(self, name: str) -> Scores:
@@ -200,68 +198,68 @@ class Explored:
     def row(self, name: str, row: int) -> int:
         count = self.of_queries(name).shape[0]
         if not 0 <= row < count:
-            raise Refused(f"query {row} is out of range: there are 0..{count - 1}")
+            raise Refused(f"query {row} is out of range: use 0..{count - 1}")
         return row
 
     def columns(self, name: str) -> Ints:
-        """(N,) the column of every place in these scores; -1 where they have none."""
+        """(N,) the column of each place in these scores; -1 where they have none."""
         self.scores(name)
         return self._columns[name]
 
     def places(self, name: str) -> Ints:
-        """(n,) the place of every column of these scores."""
+        """(n,) the place of each column of these scores."""
         self.scores(name)
         return self._places[name]
 
     def values(self, name: str, row: int) -> Floats:
-        """(N,) a query's scores by place; NaN where there are none, or they were not kept."""
+        """(N,) a query's scores by place; NaN where they are missing or were not kept."""
         scores, row = self.of_queries(name), self.row(name, row)
         if scores.top is None:
-            own = np.asarray(scores.values[row], np.float64)
+            values = np.asarray(scores.values[row], np.float64)
         else:
-            own = np.full(scores.shape[-1], np.nan)
+            values = np.full(scores.shape[-1], np.nan)
             top = scores.top
-            own[top.columns[:, row].ravel()] = top.values[:, row].ravel()
-        return self._placed(name, own)
+            values[top.columns[:, row].ravel()] = top.values[:, row].ravel()
+        return self._by_place(name, values)
 
     def help(self, name: str, row: int) -> Floats:
-        """``values``, with what is better for the query counted as positive."""
+        """``values``, signed so that positive is better for the query."""
         return direction(self.scores(name)) * self.values(name, row)
 
     def mean_help(self, name: str, seconds: float = WORK) -> Floats | None:
-        """(N,) mean help to the queries, of what is finite; None where only the top was kept.
+        """(N,) mean over the queries of their finite help; None where only the top was kept.
 
-        Raises Busy if it takes longer than so many seconds; asked again, it goes on.
+        Raises Busy if it takes longer than `seconds`. The next call continues.
         """
         scores = self.of_queries(name)
         if scores.top is not None:
             return None
-        return self._placed(name, direction(scores) * self._means[name].go_on(seconds))
+        return self._by_place(name, direction(scores) * self._means[name].advance(seconds))
 
     def suspicion(self, name: str) -> tuple[Floats, str]:
-        """(N,) how suspicious each training example is, and what that means (as
-        `whence.evaluate.mislabeled` has it)."""
+        """(N,) the suspicion of each training example as in `whence.evaluate.mislabeled`, and its
+        meaning."""
         scores = self.scores(name)
         if not scores.is_self_influence:
             harm = self.mean_help(name)
             if harm is None:
                 raise Refused(
-                    f"{name} keeps only each query's top: the mean harm of an example is not "
-                    "known. Attribute with query=None (self-influence), or without top="
+                    f"{name} keeps only each query's top: the mean harm of an example is unknown. "
+                    "Attribute with query=None (self-influence), or without top="
                 )
             return -harm, "mean harm to the queries"
         if scores.top is None:
-            own = np.asarray(scores.values, np.float64)
+            values = np.asarray(scores.values, np.float64)
         else:
-            own = np.full(scores.shape[0], np.nan)
-            own[scores.top.columns.ravel()] = scores.top.values.ravel()
-        meaning = f"what an example does for its own {scores.measurement}"
-        return self._placed(name, direction(scores) * own), meaning
+            values = np.full(scores.shape[0], np.nan)
+            values[scores.top.columns.ravel()] = scores.top.values.ravel()
+        meaning = f"the influence of an example on its own {scores.measurement}"
+        return self._by_place(name, direction(scores) * values), meaning
 
-    def _placed(self, name: str, own: Floats) -> Floats:
-        found = np.full(len(self.ids), np.nan)
-        found[self._places[name]] = own
-        return found
+    def _by_place(self, name: str, values: Floats) -> Floats:
+        placed = np.full(len(self.ids), np.nan)
+        placed[self._places[name]] = values
+        return placed
 
     # -- examples --------------------------------------------------------------------------------
 
@@ -276,81 +274,87 @@ class Explored:
         stage, number = self.stage_name(place), int(self.ids[place])
         return self.train[stage].render(number) | {"place": place, "stage": stage}
 
-    def told(self, places: Sequence[int]) -> tuple[dict[int, dict[str, Any]], bool]:
-        """What the model says of training examples: `prediction` and `comparable`, by place; and
-        whether more of it is to come. Only of a classification there is something to say."""
+    def predictions(self, places: Sequence[int]) -> tuple[dict[int, dict[str, Any]], bool]:
+        """The model's predictions for training examples, for classification only.
+
+        Returns:
+            `prediction` and `comparable` by place, and whether more are coming.
+        """
         if self.wrong is None:
             return {}, not self.is_read and self.study is not None
-        found = self._teller.told(places)
-        return found, self._teller.waiting(places)
+        known = self._worker.predictions(places)
+        return known, self._worker.waiting(places)
 
-    def _say(self, places: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _predict(self, places: Sequence[int]) -> dict[int, dict[str, Any]]:
         assert self.study is not None
-        found = {}
+        results = {}
         for stage in {self.stage_name(p) for p in places}:
-            examples, own = self.train[stage], [p for p in places if self.stage_name(p) == stage]
+            examples = self.train[stage]
+            of_stage = [p for p in places if self.stage_name(p) == stage]
             if examples.dataset is None:
                 continue
-            whose = stage if stage in self.study.stages else self.study.stages[-1]
-            ids = [int(self.ids[p]) for p in own]
+            model_stage = stage if stage in self.study.stages else self.study.stages[-1]
+            ids = [int(self.ids[p]) for p in of_stage]
             try:
-                says = predictions(self.study, examples.dataset, ids, stage=whose)
+                outputs = predictions(self.study, examples.dataset, ids, stage=model_stage)
             except Exception as error:  # a user's model may raise anything
-                self._untold("training examples", error)
+                self._note_prediction_failure("training examples", error)
                 continue
-            for place in own:
-                view = said(says[int(self.ids[place])], examples)
-                found[place] = {k: view[k] for k in ("prediction", "comparable")}
-        return found
+            for place in of_stage:
+                view = said(outputs[int(self.ids[place])], examples)
+                results[place] = {k: view[k] for k in ("prediction", "comparable")}
+        return results
 
     def label(self, place: int) -> str | None:
         return self.train[self.stage_name(place)].label(int(self.ids[place]))
 
     def in_words(self, place: int) -> tuple[str, str]:
-        """The label and the text of a training example; no picture is made for it."""
+        """The label and the text of a training example, without rendering an image."""
         index, number_ = self._indices[self.stage_name(place)], int(self.ids[place])
         if index.wordless:
             return index.examples.label(number_) or "", ""
-        shown = index.examples.render(number_)
-        return shown["label"] or "", words(shown)
+        rendered = index.examples.render(number_)
+        return rendered["label"] or "", words(rendered)
 
     def chosen(self, places: Sequence[int] | Ints) -> Ints:
-        """Places that were asked for, checked."""
-        found = np.unique(np.asarray(places, np.int64))
-        if len(found) and not (found[0] >= 0 and found[-1] < len(self.ids)):
-            wrong = int(found[-1] if found[-1] >= len(self.ids) else found[0])
-            raise Refused(f"place {wrong} is out of range: there are 0..{len(self.ids) - 1}")
-        return found
+        """The places of a request, checked."""
+        unique = np.unique(np.asarray(places, np.int64))
+        if len(unique) and not (unique[0] >= 0 and unique[-1] < len(self.ids)):
+            wrong = int(unique[-1] if unique[-1] >= len(self.ids) else unique[0])
+            raise Refused(f"place {wrong} is out of range: use 0..{len(self.ids) - 1}")
+        return unique
 
     def find(self, text: str = "", label: str = "", stage: str = "") -> NDArray[np.bool_]:
         """(N,) which training examples match."""
-        found = np.ones(len(self.ids), dtype=bool)
+        matching = np.ones(len(self.ids), dtype=bool)
         if stage:
             if stage not in self.stages:
-                raise Refused(f"there is no stage {stage!r}: there are {', '.join(self.stages)}")
-            found &= self.stage_of == self.stages.index(stage)
+                raise Refused(f"there is no stage {stage!r}: choose from {', '.join(self.stages)}")
+            matching &= self.stage_of == self.stages.index(stage)
         if text or label:
             for name, index in self._indices.items():
-                here = np.flatnonzero(found & (self.stage_of == self.stages.index(name or "")))
-                found[here] = index.matches(self.ids[here], text, label)
-        return found
+                at = np.flatnonzero(matching & (self.stage_of == self.stages.index(name or "")))
+                matching[at] = index.matches(self.ids[at], text, label)
+        return matching
 
     @property
     def reading(self) -> dict[str, int] | None:
-        """How far reading is; None when it is done."""
+        """The progress of reading; None when it is done."""
         every = [self._query_index, *self._indices.values()]
         done, total = sum(len(i.labels) for i in every), sum(len(i.examples) for i in every)
         return None if self.is_read else {"done": done, "of": total}
 
     def labels(self) -> list[str]:
-        """The labels of the training examples, the most frequent first (at most a hundred)."""
+        """The most frequent labels of the training examples, at most a hundred, in order."""
         counts: dict[str, int] = {}
         for index in self._indices.values():
             for label in index.labels:
                 counts[label] = counts.get(label, 0) + 1
         counts.pop("", None)
-        kept = sorted(counts, key=lambda name: (-counts[name], name))[:100]
-        return sorted(kept, key=lambda name: (len(name), name) if name.isdecimal() else (0, name))
+        frequent = sorted(counts, key=lambda name: (-counts[name], name))[:100]
+        return sorted(
+            frequent, key=lambda name: (len(name), name) if name.isdecimal() else (0, name)
+        )
 
     # -- lists -----------------------------------------------------------------------------------
 
@@ -367,23 +371,25 @@ class Explored:
         offset: int = 0,
         limit: int = 50,
     ) -> dict[str, Any]:
-        """Training examples that match, with their score for one query, or their mean over all."""
+        """Matching training examples, with their score for one query, or their mean over all."""
         scores = self.of_queries(name)
         if row is None:
             means = self.mean_help(name)
             help_ = np.full(len(self.ids), np.nan) if means is None else means
         else:
             help_ = self.help(name, row)
-        found = self.find(text, label, stage)
+        matching = self.find(text, label, stage)
         if sign:
             with np.errstate(invalid="ignore"):
-                found &= help_ > 0 if sign == "helpful" else help_ < 0
-        places = np.flatnonzero(found)
+                matching &= help_ > 0 if sign == "helpful" else help_ < 0
+        places = np.flatnonzero(matching)
         ranked = {"helpful": -help_, "harmful": help_, "strongest": -np.abs(help_)}.get(order)
         if ranked is None and order != "number":
             raise Refused(f"order={order!r}: use helpful, harmful, strongest or number")
         start, stop = page(offset, limit, len(places))
-        shown = places[start:stop] if ranked is None else first(ranked[places], start, stop, places)
+        listed = (
+            places[start:stop] if ranked is None else first(ranked[places], start, stop, places)
+        )
         return {
             "total": len(places),
             "offset": start,
@@ -395,7 +401,7 @@ class Explored:
                     "value": number(direction(scores) * help_[p]),
                     "helps": None if not np.isfinite(help_[p]) else bool(help_[p] > 0),
                 }
-                for p in shown
+                for p in listed
             ],
             "unknown": int(np.isnan(help_[places]).sum()),
         }
@@ -410,21 +416,21 @@ class Explored:
         offset: int = 0,
         limit: int = 50,
     ) -> dict[str, Any]:
-        """Queries that match, with what the model says to them."""
+        """Matching queries, with the model's predictions."""
         if not self.sets:
             return {"total": 0, "offset": 0, "of": 0, "items": []}
         scores = next(iter(self.sets.values()))
-        found = np.ones(scores.shape[0], dtype=bool)
+        matching = np.ones(scores.shape[0], dtype=bool)
         if text or label:
-            found &= self._query_index.matches(scores.query_ids, text, label)
+            matching &= self._query_index.matches(scores.query_ids, text, label)
         if wrong:
             if self.wrong is None:
                 raise Refused(
-                    "whether a prediction is wrong is not known (yet): it takes study= and query= "
-                    "of a classification"
+                    "whether a prediction is wrong is unknown (so far): this needs study= and "
+                    "query= of a classification"
                 )
-            found &= self.wrong
-        rows = np.flatnonzero(found)
+            matching &= self.wrong
+        rows = np.flatnonzero(matching)
         measured = self.measured
         if order == "worst" and measured is not None:
             rows = rows[np.argsort(direction(scores) * measured[rows], kind="stable")]
@@ -437,7 +443,7 @@ class Explored:
         }
 
     def strongest_for(self, name: str, place: int, count: int = 12) -> dict[str, list[Any]]:
-        """The queries that a training example helped and harmed most: [row, value] of each."""
+        """The queries that a training example helped and harmed most, as [row, value]."""
         scores, column = self.of_queries(name), int(self.columns(name)[place])
         if column < 0:
             return {"helped": [], "harmed": []}
@@ -445,24 +451,24 @@ class Explored:
             values = np.asarray(scores.values[:, column], np.float64)
         else:
             values, top = np.full(scores.shape[0], np.nan), scores.top
-            for own, columns in zip(top.values, top.columns, strict=True):
+            for end_values, columns in zip(top.values, top.columns, strict=True):
                 where, k = np.nonzero(columns == column)
-                values[where] = own[where, k]
+                values[where] = end_values[where, k]
         rows = np.flatnonzero(np.isfinite(values))
         help_ = direction(scores) * values[rows]
-        found = {}
+        queries = {}
         for end, sign in (("helped", 1.0), ("harmed", -1.0)):
             order = strongest(sign * help_, count)
             order = order[sign * help_[order] > 0]
-            found[end] = [[int(rows[k]), number(values[rows[k]])] for k in order]
-        return found
+            queries[end] = [[int(rows[k]), number(values[rows[k]])] for k in order]
+        return queries
 
     def query_item(self, row: int) -> dict[str, Any]:
-        """A query in few words."""
+        """A query in brief."""
         scores = next(iter(self.sets.values()))
         view = {"row": row, "id": int(scores.query_ids[row])}
         wrong = None if self.wrong is None else bool(self.wrong[row])
-        return described(view, self.query, self.answers.get(row)) | {"wrong": wrong}
+        return described(view, self.query, self.query_predictions.get(row)) | {"wrong": wrong}
 
     def audit(
         self,
@@ -478,8 +484,8 @@ class Explored:
         suspicion, meaning = self.suspicion(name)
         places = np.flatnonzero(self.find(text, label, stage))
         start, stop = page(offset, limit, len(places))
-        shown = first(-suspicion[places], start, stop, places)
-        told, more = self.told(shown.tolist())
+        listed = first(-suspicion[places], start, stop, places)
+        predicted, more = self.predictions(listed.tolist())
         finite = suspicion[np.isfinite(suspicion)]
         return {
             "total": len(places),
@@ -492,11 +498,11 @@ class Explored:
             "histogram": histogram(finite) if len(finite) else None,
             "items": [
                 {
-                    "example": self.example(p) | told.get(int(p), {}),
+                    "example": self.example(p) | predicted.get(int(p), {}),
                     "value": number(suspicion[p]),
                     "rank": start + k + 1,
                 }
-                for k, p in enumerate(shown)
+                for k, p in enumerate(listed)
             ],
         }
 
@@ -519,7 +525,7 @@ def first(keys: Floats, start: int, stop: int, places: Ints) -> Ints:
 
 
 def check_same(sets: Mapping[str, Scores]) -> None:
-    """Refuse scores of different queries: they cannot be laid side by side."""
+    """Raise for scores of different queries, which cannot be compared."""
     known = list(sets.items())
     for name, scores in known[1:]:
         before, reference = known[0]
@@ -540,7 +546,7 @@ def check_same(sets: Mapping[str, Scores]) -> None:
 
 
 def open_scores(given: Given) -> dict[str, Scores]:
-    """Scores by name; folders are opened and named by their last part."""
+    """Scores by name. Folders are opened, and named by the last part of their path."""
     if isinstance(given, Scores):
         return {given.method: given}
     if isinstance(given, str | os.PathLike):
@@ -550,16 +556,16 @@ def open_scores(given: Given) -> dict[str, Scores]:
         if wrong:
             raise TypeError(f"{wrong[0]} is a {type(given[wrong[0]]).__name__}: give Scores")
         return {str(name): scores for name, scores in given.items()}
-    found: dict[str, Scores] = {}
+    opened: dict[str, Scores] = {}
     for path in map(Path, given):
         parts = path.resolve().parts
-        # as many parts of the path as tell it apart
+        # as many parts of the path as needed to make it unique
         name = next(
-            (tried for k in range(1, len(parts)) if (tried := "/".join(parts[-k:])) not in found),
+            (tried for k in range(1, len(parts)) if (tried := "/".join(parts[-k:])) not in opened),
             str(path),
         )
-        found[name] = Scores.load(path)
-    return found
+        opened[name] = Scores.load(path)
+    return opened
 
 
 def _of_stage(given: Any, stage: str | None) -> Any:

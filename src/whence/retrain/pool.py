@@ -1,0 +1,278 @@
+"""Train models of a recipe, together or one at a time, and measure them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from whence.data import Batches, cut, place
+from whence.engine.options import free_and_total
+from whence.retrain.callback import Callback, Interrupted, Update
+from whence.retrain.capacity import models_at_once
+from whence.retrain.device import training_device
+from whence.retrain.engine_choice import choose_engine
+from whence.retrain.grid import name_of
+from whence.retrain.recipe import Recipe
+from whence.retrain.stack import Data, train_stack
+from whence.retrain.stage import StageRecipe
+from whence.retrain.training import Training
+from whence.retrain.unfinished import LONG, Unfinished
+
+ENGINES = ("auto", "products", "vmap", "single")
+DATA_MEMORY_SHARE = 0.25  # of free memory, for a dataset on the device of a single model
+QUERIES = "#query"  # the key of the queries among the stages' datasets
+
+# `Callback`, which also learns which trainings made the update.
+TrainingsCallback = Callable[[Sequence[Training], Update], None]
+
+
+@dataclass
+class TrainingPool:
+    """Everything that trainings of a recipe share: queries, device, engine and data.
+
+    Attributes:
+        engine: how models train together; None to train them one at a time.
+        why: why a better engine cannot train the recipe, or None.
+    """
+
+    recipe: Recipe
+    query: Batches
+    device: torch.device
+    engine: str | None
+    why: str | None
+    _longest: float = 0.0  # seconds of a training that was made by itself
+    _data: dict[str, Data] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        recipe: Recipe,
+        query: Batches,
+        device: torch.device | str | None,
+        engine: str = "auto",
+        known_engine: str | None = None,
+    ) -> TrainingPool:
+        """Choose the engine. `known_engine` was chosen for this recipe before."""
+        pool = cls(recipe, query, training_device(device, recipe.build(0)), None, None)
+        if engine == "single":
+            return pool
+        if known_engine is not None and engine in ("auto", known_engine):
+            pool.engine = known_engine
+            return pool
+        try:
+            pool.data()
+        except Exception as error:  # a collate may raise anything on all examples together
+            pool.why = str(error) or repr(error)
+        else:
+            engines = ("products", "vmap") if engine == "auto" else (engine,)
+            pool.engine, pool.why = choose_engine(recipe, query, pool.device, engines)
+        if pool.engine is None:
+            pool._data.clear()
+        if engine != "auto" and pool.engine is None:
+            raise ValueError(f"engine={engine!r} cannot train this recipe: {pool.why}")
+        return pool
+
+    def warn_if_sequential(self) -> None:
+        if self.engine is None and self.why is not None:
+            warnings.warn(f"models are trained one at a time: {self.why}", stacklevel=4)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return next(self.recipe.build(0).parameters()).dtype
+
+    @property
+    def query_block(self) -> int:
+        """The number of queries that a model measures at a time; a training batch fits as well."""
+        return self.recipe.stages[-1].batch_size
+
+    def data(self) -> dict[str, Data]:
+        """The datasets of all stages, and the queries, on the device."""
+        if not self._data:
+            for stage in self.recipe.stages:
+                self._data[stage.name] = Data(stage.data, self.device, self.dtype)
+            self._data[QUERIES] = Data(self.query, self.device, self.dtype)
+        return self._data
+
+    def at_once(self, example: Training, memory: int | str | None, most: int) -> int:
+        """The number of models to train together, at most `most`.
+
+        Args:
+            example: one of the trainings.
+            memory: as in `measure`.
+        """
+        if self.engine is None:
+            return 1
+        return models_at_once(
+            self.recipe,
+            self.device,
+            self.data(),
+            memory,
+            most,
+            partial(self._train_some, example),
+        )
+
+    def _train_some(self, example: Training, count: int) -> None:
+        """Train this many models for two updates and measure them, to probe memory."""
+        assert self.engine is not None
+        data = self.data()
+        some = [Training(k, example.subset, example.stage) for k in range(count)]
+        stack = train_stack(self.recipe, some, self.engine, self.device, data, updates=2)
+        stack.measurements(self.recipe.task, data[QUERIES], len(self.query), self.query_block)
+
+    def make(
+        self,
+        trainings: Sequence[Training],
+        stop: threading.Event | None = None,
+        scratch: Path | None = None,
+        callback: TrainingsCallback | None = None,
+    ) -> NDArray[np.float64]:
+        """Train these models and measure the queries, (k, q).
+
+        Args:
+            stop: once it is set, training raises Interrupted after the next update.
+            scratch: folder for the checkpoints of long trainings (default: no checkpoints).
+            callback: called after each update. An exception that it raises stops the training.
+        """
+        if self.engine is None:
+            return np.stack([self._make_one(t, stop, scratch, callback) for t in trainings])
+        data, unfinished = self.data(), None
+        if scratch is not None:
+            file = scratch / f"{name_of([t.key for t in trainings])}.safetensors"
+            unfinished = Unfinished(file, LONG)
+        try:
+            stack = train_stack(
+                self.recipe,
+                trainings,
+                self.engine,
+                self.device,
+                data,
+                callback=_after_update(trainings, unfinished, stop, callback),
+                start=None if unfinished is None else unfinished.find(),
+            )
+            task = copy.copy(self.recipe.task)  # one per thread
+            rows = stack.measurements(task, data[QUERIES], len(self.query), self.query_block)
+            if unfinished is not None:
+                unfinished.drop()
+            return rows
+        except torch.OutOfMemoryError:
+            if len(trainings) == 1:
+                raise
+        torch.cuda.empty_cache()
+        half = len(trainings) // 2
+        warnings.warn(
+            f"{len(trainings)} models together do not fit into memory: trying {half}",
+            stacklevel=2,
+        )
+        parts = (trainings[:half], trainings[half:])
+        return np.concatenate([self.make(part, stop, scratch, callback) for part in parts])
+
+    @cached_property
+    def recipe_on_device(self) -> Recipe:
+        """The recipe for training one model at a time: on a GPU with its data there, if it fits.
+        Its trainings are the same, bit by bit."""
+        if self.device.type == "cpu":
+            return self.recipe
+        recipe = copy.copy(self.recipe)
+        recipe.stages = tuple(self._stage_on_device(stage) for stage in recipe.stages)
+        return recipe
+
+    def _stage_on_device(self, stage: StageRecipe) -> StageRecipe:
+        example = tree_leaves(place(stage.data.take([0]), torch.device("cpu"), self.dtype))
+        size = len(stage.data) * sum(x.nbytes for x in example if isinstance(x, Tensor))
+        passes_through = (self.device, torch.device("cpu"))
+        if size > DATA_MEMORY_SHARE * min(free_and_total(d)[0] for d in passes_through):
+            return stage
+        try:
+            return replace(stage, on_device=Data(stage.data, self.device, self.dtype))
+        except Exception:  # the examples do not fit into one batch (texts): take them one by one
+            return stage
+
+    def _make_one(
+        self,
+        training: Training,
+        stop: threading.Event | None,
+        scratch: Path | None,
+        callback: TrainingsCallback | None,
+    ) -> NDArray[np.float64]:
+        """An ordinary training. A long one is checkpointed, and resumes from there."""
+        started = time.monotonic()
+        folder = None if scratch is None else scratch / training.key[:24]
+        after_update = _after_update([training], None, stop, callback)
+        if folder is not None and (self._longest > LONG or folder.exists()):
+            model = self._checkpointed(training, folder, after_update)
+        else:
+            model = self.recipe_on_device.train(
+                training.seed,
+                training.subset,
+                stage=training.stage,
+                device=self.device,
+                callback=after_update,
+            )
+        self._longest = max(self._longest, time.monotonic() - started)
+        measured = self._measurements(model)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return measured
+
+    def _checkpointed(
+        self, training: Training, folder: Path, callback: Callback | None
+    ) -> nn.Module:
+        examples = self.recipe.examples(training.subset, training.stage)
+        totals = [s.total_steps(len(examples[s.name])) for s in self.recipe.stages]
+        # the same update counts in every call that resumes it
+        ends = np.cumsum(totals)
+        steps = sorted({*np.linspace(0, ends[-1], 17, dtype=int).tolist(), *ends.tolist()} - {0})
+        run = self.recipe_on_device.run(
+            training.seed,
+            folder,
+            steps,
+            training.subset,
+            stage=training.stage,
+            device=self.device,
+            callback=callback,
+        )
+        model = self.recipe.build(training.seed)
+        model.load_state_dict(run.final.weights())
+        return model.to(self.device).eval()
+
+    @torch.no_grad()
+    def _measurements(self, model: nn.Module) -> NDArray[np.float64]:
+        task, blocks = copy.copy(self.recipe.task), []
+        for block in cut(len(self.query), self.query_block):
+            batch = place(self.query.take(block), self.device, self.dtype)
+            blocks.append(task.measurements(task.outputs(model, batch), batch).double().cpu())
+        return torch.cat(blocks).numpy()
+
+
+def _after_update(
+    trainings: Sequence[Training],
+    unfinished: Unfinished | None,
+    stop: threading.Event | None,
+    callback: TrainingsCallback | None,
+) -> Callback | None:
+    """One callback that checkpoints, reports, and stops the training when asked to."""
+    if unfinished is None and stop is None and callback is None:
+        return None
+
+    def after_update(update: Update) -> None:
+        if unfinished is not None:
+            unfinished.offer(update)
+        if callback is not None:
+            callback(trainings, update)
+        if stop is not None and stop.is_set():
+            raise Interrupted
+
+    return after_update

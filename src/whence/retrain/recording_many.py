@@ -1,0 +1,302 @@
+"""Recorded runs of several seeds, trained together.
+
+First the models are trained as one stack, whose weights and optimizer state are saved at the
+checkpoints. Then each run is recorded as `Recipe.run` records it, with updates that load the saved
+states instead of training.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import index
+from pathlib import Path
+from time import monotonic
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import nn
+from torch.optim import Optimizer
+from tqdm.auto import tqdm
+
+from whence.data import Batches
+from whence.engine.options import free_and_total
+from whence.retrain.callback import Callback, Update
+from whence.retrain.capacity import SHARE
+from whence.retrain.pool import ENGINES, TrainingPool
+from whence.retrain.recipe import Recipe, fingerprint_of
+from whence.retrain.recording import MakeUpdates, record_run
+from whence.retrain.stack import Stack, train_stack
+from whence.retrain.stage import Ints, StageRecipe
+from whence.retrain.training import Training
+from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, UnfinishedRuns
+from whence.retrain.work_queue import units
+from whence.run import Run
+from whence.run.plan import Plan
+
+Folder = str | os.PathLike[str]
+Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
+Write = Callable[[Recipe, Training, torch.device | str | None, MakeUpdates | None], Run]
+CheckpointFiles = Callable[[Sequence[Training]], UnfinishedRuns]
+TRIED = 4  # examples that an engine's measurements are checked on
+COPIES = 4  # of a model in a checkpoint, at most: its weights, and the moments of its optimizer
+
+
+def record(
+    recipe: Recipe,
+    seeds: Sequence[int],
+    out: Folder | Sequence[Folder],
+    checkpoints: int | Sequence[int] | Mapping[str, int] = 6,
+    subsets: Sequence[ArrayLike | None] | None = None,
+    *,
+    stage: str | None = None,
+    device: torch.device | str | None = None,
+    memory: int | str | None = None,
+    engine: str = "auto",
+    progress: bool = True,
+) -> list[Run]:
+    """Record the runs of several seeds, trained together where possible.
+
+    Each run is what `recipe.run(seed, ...)` records, up to rounding. Repeat the same call to
+    resume: finished runs are opened, the others are made.
+
+    Args:
+        recipe: how to train.
+        seeds: one per run.
+        out: a folder, in which the folder of each run is named by its seed; or one folder per run.
+        checkpoints: the number of checkpoints of each run over all stages, or per stage; or the
+            update counts to save at.
+        subsets: training indices, or a mask, for each run (None: all data).
+        stage: the stage of the subsets (default: the first).
+        device: where to train (default: a GPU if there is one).
+        memory: what models that train together may use, in bytes or like "8GB" (default: most of
+            what is free).
+        engine: "auto", or how models train together: "products" or "vmap"; "single" trains them one
+            by one.
+        progress: show a progress bar.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r}: choose one of {ENGINES}")
+    trainings = _trainings(seeds, subsets, stage)
+    folders = _folders(out, trainings)
+    due = {t: _checkpoint_steps(recipe, checkpoints, t) for t in trainings}
+    if not trainings:
+        return []
+    identity = recipe.identity()  # once for all runs: it takes a pass over the data
+    fingerprint = fingerprint_of(identity)
+
+    def write(
+        recipe: Recipe,
+        t: Training,
+        device: torch.device | str | None,
+        make_updates: MakeUpdates | None = None,
+    ) -> Run:
+        return record_run(
+            recipe,
+            t.seed,
+            folders[t],
+            checkpoints,
+            t.subset,
+            stage=t.stage,
+            device=device,
+            fingerprint=fingerprint,
+            make_updates=make_updates,
+        )
+
+    def files(unit: Sequence[Training]) -> UnfinishedRuns:
+        steps = {stage: sorted(numbers) for stage, numbers in due[unit[0]].items()}
+        return UnfinishedRuns(
+            folder=folders[unit[0]].parent,
+            trainings=[t.key for t in unit],
+            identity=[identity, steps],
+        )
+
+    # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
+    runs = {t: write(recipe, t, device) for t in trainings if (folders[t] / "run.json").exists()}
+    missing = [t for t in trainings if t not in runs]
+    bar = tqdm(
+        total=len(trainings), initial=len(runs), unit="run", disable=not progress, leave=False
+    )
+    with bar:
+        if missing:
+            for training, run in _record(
+                recipe, missing, due, write, files, device, memory, engine
+            ):
+                runs[training] = run
+                bar.update()
+            for training in missing:
+                files([training]).drop()
+    return [runs[t] for t in trainings]
+
+
+def _trainings(
+    seeds: Sequence[int], subsets: Sequence[ArrayLike | None] | None, stage: str | None
+) -> list[Training]:
+    if not np.ndim(seeds):
+        raise TypeError(f"seeds={seeds!r}: give one per run, such as range(10)")
+    chosen = [None] * len(seeds) if subsets is None else list(subsets)
+    if len(chosen) != len(seeds):
+        raise ValueError(
+            f"{len(chosen)} subsets for {len(seeds)} seeds: give one per run (None for all data)"
+        )
+    return [Training(index(s), subset, stage) for s, subset in zip(seeds, chosen, strict=True)]
+
+
+def _folders(out: Folder | Sequence[Folder], trainings: list[Training]) -> dict[Training, Path]:
+    if isinstance(out, (str, os.PathLike)):
+        folders = [Path(out) / str(t.seed) for t in trainings]
+    else:
+        folders = [Path(folder) for folder in out]
+    if len(folders) != len(trainings):
+        raise ValueError(
+            f"out has {len(folders)} folders for {len(trainings)} runs: give one per run"
+        )
+    twice = sorted({str(folder) for folder in folders if folders.count(folder) > 1})
+    if twice:
+        raise ValueError(
+            f"two runs would have the folder {twice[0]}: use each seed once, or give a folder per "
+            "run as out=[...]"
+        )
+    return dict(zip(trainings, folders, strict=True))
+
+
+def _checkpoint_steps(
+    recipe: Recipe, checkpoints: int | Sequence[int] | Mapping[str, int], training: Training
+) -> Steps:
+    """The updates after which `Recipe.run` saves a checkpoint: as planned, and at stage ends."""
+    plan, start, due = recipe.checkpoint_plan(checkpoints), 0, {}
+    examples = recipe.examples(training.subset, training.stage)
+    for stage in recipe.stages:
+        total = stage.total_steps(len(examples[stage.name]))
+        planned = Plan.of(plan if isinstance(plan, list) else plan[stage.name], total)
+        steps = {step - start for step in planned.starting(start).steps}
+        due[stage.name] = {step for step in steps if 0 < step < total} | {total}
+        start += total
+    return due
+
+
+def _record(
+    recipe: Recipe,
+    trainings: Sequence[Training],
+    due: Mapping[Training, Steps],
+    write: Write,
+    files: CheckpointFiles,
+    device: torch.device | str | None,
+    memory: int | str | None,
+    engine: str,
+) -> Iterator[tuple[Training, Run]]:
+    """Make the runs, and yield each once it is written."""
+    data = recipe.stages[-1].data
+    some = [data.dataset[k] for k in range(min(TRIED, len(data)))]
+    pool = TrainingPool.open(recipe, Batches(data.name, some, data.collate), device, engine)
+    pool.warn_if_sequential()
+    if pool.engine is None:
+        for training in trainings:
+            yield training, write(pool.recipe_on_device, training, pool.device, None)
+        return
+    most = max(1, min(len(trainings), _runs_in_memory(recipe, due)))
+    # one stack after another: on a CPU, all cores work on its products
+    at_once = pool.at_once(trainings[0], memory, most * torch.get_num_threads())
+    for unit in units(recipe, trainings, min(most, at_once)):
+        yield from _record_together(pool, unit, due[unit[0]], write, files)
+
+
+def _runs_in_memory(recipe: Recipe, due: Mapping[Training, Steps]) -> int:
+    """The number of runs whose checkpoints fit into the CPU's memory."""
+    size = sum(p.nbytes for p in recipe.build(0).parameters())
+    checkpoints = max(sum(map(len, steps.values())) for steps in due.values())
+    free, _ = free_and_total(torch.device("cpu"))
+    return int(SHARE["cpu"] * free) // (COPIES * checkpoints * size)
+
+
+def _record_together(
+    pool: TrainingPool,
+    trainings: Sequence[Training],
+    due: Steps,
+    write: Write,
+    files: CheckpointFiles,
+) -> Iterator[tuple[Training, Run]]:
+    """Train all models together, then write their runs.
+
+    Until then the checkpoints of a long training are kept in files, and it resumes from the last.
+    """
+    assert pool.engine is not None
+    on_disk, names = files(trainings), [stage.name for stage in pool.recipe.stages]
+    checkpoints: dict[str, dict[int, StackCheckpoint]] = {name: {} for name in names}
+    start: ResumePoint | None = None
+    for start in on_disk.resume_points():
+        checkpoints[names[start.stage]][start.step] = start.checkpoint
+    started = monotonic()
+
+    def save(update: Update) -> None:
+        if update.step in due[update.stage.name]:
+            checkpoint = StackCheckpoint.of(cast(Stack, update.model), update.optimizer)
+            checkpoints[update.stage.name][update.step] = checkpoint
+            if monotonic() - started >= LONG:
+                for number, name in enumerate(names):
+                    on_disk.save(number, checkpoints[name])
+
+    try:
+        train_stack(
+            pool.recipe,
+            trainings,
+            pool.engine,
+            pool.device,
+            pool.data(),
+            callback=save,
+            start=start,
+        )
+    except torch.OutOfMemoryError:
+        if len(trainings) == 1:
+            raise
+    else:
+        for position, training in enumerate(trainings):
+            played = partial(_play_updates, checkpoints, position)
+            yield training, write(pool.recipe, training, torch.device("cpu"), played)
+        return
+    torch.cuda.empty_cache()
+    half = len(trainings) // 2
+    warnings.warn(
+        f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2
+    )
+    for part in (trainings[:half], trainings[half:]):
+        yield from _record_together(pool, part, due, write, files)
+
+
+def _play_updates(
+    checkpoints: Mapping[str, Mapping[int, StackCheckpoint]],
+    position: int,
+    stage: StageRecipe,
+    model: nn.Module,
+    optimizer: Optimizer,
+    seed: int,
+    examples: Ints,
+    skip: int,
+    callback: Callback | None,
+) -> Iterator[Ints]:
+    """`StageRecipe.updates` of a model that was trained before, at this position of a stack.
+
+    Batches and settings are those of the training. The weights are right at the checkpoints only.
+    """
+    assert not skip and callback is None  # played into folders without a run, by `write` only
+    upcoming = 0
+
+    def load(*_: object) -> None:
+        if upcoming in checkpoints[stage.name]:
+            checkpoints[stage.name][upcoming].load(position, model, optimizer)
+
+    # The parameters have no gradients, so step() changes nothing itself. The hook runs after the
+    # recorder's, which sees the weights before the update, and before the recorder records it.
+    hook = optimizer.register_step_pre_hook(load)
+    schedule = stage.schedule(model, len(examples))
+    for step, block in stage.plain_batches(seed, examples):
+        for group, settings in zip(optimizer.param_groups, schedule[step], strict=True):
+            group.update(settings)
+        upcoming = step + 1
+        yield block
+        optimizer.step()
+    hook.remove()
