@@ -163,7 +163,7 @@ def test_saved_and_opened_it_is_the_same_run(tmp_path: Path) -> None:
     np.testing.assert_array_equal(saved.subset, run.subset)
     assert [b.tolist() for b in saved.batches or []] == [[0, 1], [2], [], [3, 4, 5]]
     assert saved.save(tmp_path / "again").fingerprint == run.fingerprint
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="already holds a run"):
         run.save(tmp_path / "saved")
 
 

@@ -77,7 +77,7 @@ def record_run(
             optimizer, size = s.make_optimizer(model), len(examples[s.name])
             stage_plan = plan if isinstance(plan, list) else plan[s.name]
             if recorder is None:
-                recorder = Recorder(
+                recorder = Recorder._of_recipe(
                     out,
                     model,
                     optimizer,

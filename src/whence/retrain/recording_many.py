@@ -36,7 +36,7 @@ from whence.retrain.training import Training
 from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, UnfinishedRuns
 from whence.retrain.work_queue import units
 from whence.run import Run
-from whence.run.plan import Plan
+from whence.run.schedule import CheckpointSchedule
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
@@ -172,8 +172,9 @@ def _checkpoint_steps(
     examples = recipe.examples(training.subset, training.stage)
     for stage in recipe.stages:
         total = stage.total_steps(len(examples[stage.name]))
-        planned = Plan.of(plan if isinstance(plan, list) else plan[stage.name], total)
-        steps = {step - start for step in planned.starting(start).steps}
+        counts = plan if isinstance(plan, list) else plan[stage.name]
+        planned = CheckpointSchedule.of(counts, total)
+        steps = {step - start for step in planned.starting_at(start).steps}
         due[stage.name] = {step for step in steps if 0 < step < total} | {total}
         start += total
     return due

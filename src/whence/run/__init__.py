@@ -1,4 +1,4 @@
-"""What a training produced, and how it is recorded."""
+"""Runs: recording a training, and reading what it recorded."""
 
 from whence.run.averaged import Averaged
 from whence.run.checkpoint import Checkpoint, RunError, plain_names

@@ -1,4 +1,4 @@
-"""The mean of several checkpoints, as one."""
+"""The mean of several checkpoints, usable as one checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from whence.run.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Averaged:
-    """Checkpoints whose floating tensors are averaged, batch norm's running statistics too.
+    """Checkpoints whose floating-point tensors are averaged, including batch norm's statistics.
 
-    What cannot be averaged (counters and other integers) is the last checkpoint's. The statistics
-    are means of statistics, not those of the mean network; they are close where the checkpoints
-    are, which is what averaging supposes.
+    Integers, such as counters, are those of the last checkpoint. The batch norm statistics are the
+    mean of the checkpoints' statistics, not the statistics of the mean network. The two are close
+    if the checkpoints are close, which averaging assumes anyway.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -43,18 +43,18 @@ class Averaged:
             last = checkpoint.weights()
             first = last if first is None else first
             names = first.keys() | last.keys()
-            other = sorted(name for name in names if _shape(first, name) != _shape(last, name))
-            if other:
+            different = sorted(n for n in names if _shape(first, n) != _shape(last, n))
+            if different:
                 steps = f"{self.checkpoints[0].step} and {checkpoint.step}"
                 raise ValueError(
-                    f"the checkpoints at steps {steps} are of another architecture than each other "
-                    f"({', '.join(other[:3])}): they cannot be averaged"
+                    f"the checkpoints at steps {steps} have different architectures "
+                    f"({', '.join(different[:3])}): they cannot be averaged"
                 )
             for name, value in last.items():
                 if value.is_floating_point():
                     share = value.double() / len(self.checkpoints)
                     totals[name] = totals[name] + share if name in totals else share
-        return last | totals  # in float64: the model's own precision is kept when they are loaded
+        return last | totals  # in float64: loading them casts to the model's precision
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:

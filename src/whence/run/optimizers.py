@@ -1,4 +1,4 @@
-"""What a run needs to know of a torch optimizer."""
+"""What a run needs to know about a torch optimizer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ NUMBER = "#"
 
 
 def unwrap(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside accelerate's or Lightning's: the one whose step really updates."""
+    """The torch optimizer inside accelerate's or Lightning's wrapper: the one that updates."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrap(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def kind(optimizer: Optimizer) -> str:
-    """ "sgd", "adam", "adamw", "rmsprop", or the class name of one that is not known here."""
+    """ "sgd", "adam", "adamw", "rmsprop", or the class name of any other optimizer."""
     if type(optimizer) is Adam and optimizer.defaults.get("decoupled_weight_decay"):
         return "adamw"
     return NAMES.get(type(optimizer), type(optimizer).__name__)
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """{id of a parameter: its plain names}, more than one where it is tied."""
+    """{id of a parameter: its plain names}. A tied parameter has more than one."""
     named = list(model.named_parameters(remove_duplicate=False))
     plain = plain_names(name for name, _ in named)
     names: dict[int, list[str]] = {}
@@ -40,13 +40,13 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
 
 
 def rate(group: Mapping[str, Any]) -> tuple[float, float]:
-    """A parameter group's learning rate and momentum (β₁ for Adam and its kin)."""
+    """A parameter group's learning rate and momentum (β₁ for Adam-type optimizers)."""
     betas = group.get("betas") or (0.0,)
     return float(group.get("lr") or 0.0), float(group.get("momentum", betas[0]) or 0.0)
 
 
 def hyperparameters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings but the learning rate, as plain JSON values."""
+    """A parameter group's settings except the learning rate, as plain JSON values."""
     settings = {}
     for key in optimizer.defaults:
         value = group.get(key)
@@ -60,16 +60,16 @@ def hyperparameters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str,
 
 
 def skipped(optimizer: Optimizer) -> bool:
-    """Whether a step that was called changed nothing: fused optimizers are called by an AMP scaler
-    even when a gradient overflowed, and leave the weights alone themselves."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found.item())
+    """Whether a step left the weights unchanged: an AMP scaler calls a fused optimizer even when a
+    gradient overflowed, and the optimizer then skips the update itself."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
 
 
 def second_moments(
     optimizer: Optimizer, names: Mapping[int, list[str]]
 ) -> dict[str, Tensor] | None:
-    """{parameter: v̂}: Adam's bias-corrected, AMSGrad's maximum corrected, RMSprop's as it is."""
+    """{parameter: v̂}: bias-corrected for Adam and AMSGrad (its maximum), plain for RMSprop."""
     if kind(optimizer) not in ("adam", "adamw", "rmsprop"):
         return None
     moments = {}
@@ -86,7 +86,7 @@ def second_moments(
 
 
 def flat_state(optimizer: Optimizer, names: Mapping[int, list[str]]) -> dict[str, Tensor] | None:
-    """{"parameter/key": tensor}, or None when the state holds what is neither tensor nor number."""
+    """{"parameter/key": tensor}, or None if the state holds anything but tensors and numbers."""
     flat: dict[str, Tensor] = {}
     for name, parameter, _ in _named(optimizer, names):
         for key, value in (optimizer.state.get(parameter) or {}).items():
@@ -100,28 +100,30 @@ def flat_state(optimizer: Optimizer, names: Mapping[int, list[str]]) -> dict[str
     return flat
 
 
-def fits(optimizer: Optimizer, names: Mapping[int, list[str]], flat: Mapping[str, Tensor]) -> bool:
-    """Whether a flat state may be this optimizer's: it trains all the parameters named there."""
-    own = {name for name, _, _ in _named(optimizer, names)}
-    return own >= {key.rsplit("/", 1)[0] for key in flat}
+def has_parameters_of(
+    optimizer: Optimizer, names: Mapping[int, list[str]], flat: Mapping[str, Tensor]
+) -> bool:
+    """Whether the optimizer trains all parameters that a flat state names."""
+    trained = {name for name, _, _ in _named(optimizer, names)}
+    return trained >= {key.rsplit("/", 1)[0] for key in flat}
 
 
 def load_state(
     optimizer: Optimizer, names: Mapping[int, list[str]], flat: Mapping[str, Tensor]
 ) -> None:
-    """Put a flat state back. Rates and other settings of the groups stay as they are."""
+    """Load a flat state. Learning rates and other settings of the groups do not change."""
     states: dict[str, dict[str, Any]] = {}
     for key, tensor in flat.items():
-        name, what = key.rsplit("/", 1)
-        number = what.endswith(NUMBER)
-        states.setdefault(name, {})[what.removesuffix(NUMBER)] = (
-            tensor.item() if number else tensor.clone()
+        name, entry = key.rsplit("/", 1)
+        is_number = entry.endswith(NUMBER)
+        states.setdefault(name, {})[entry.removesuffix(NUMBER)] = (
+            tensor.item() if is_number else tensor.clone()
         )
     packed = optimizer.state_dict()["param_groups"]
     numbered = {
         id(p): number
-        for group, own in zip(optimizer.param_groups, packed, strict=True)
-        for p, number in zip(group["params"], own["params"], strict=True)
+        for group, packed_group in zip(optimizer.param_groups, packed, strict=True)
+        for p, number in zip(group["params"], packed_group["params"], strict=True)
     }
     state = {
         numbered[id(parameter)]: states[name]

@@ -6,10 +6,11 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -20,24 +21,150 @@ from torch.utils.hooks import RemovableHandle
 
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256
-from whence.run.plan import Due, Plan
-from whence.run.record import Record
-from whence.run.recording import Recording
-from whence.run.resume import Restored, continued
+from whence.run.format import RunData
+from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
+from whence.run.schedule import CheckpointSchedule, DueCheckpoints
+from whence.run.writer import RunWriter
+
+# --- states -------------------------------------------------------------------------------------
+#
+#     Fresh ──with──▶ Attached ──first update──▶ Recording ──end of the with──▶ Finished
+#
+# restore() keeps Fresh and Attached, and makes a Finished recorder Fresh. An Attached recorder
+# becomes Finished when the `with` ends before an update. A Finished one may enter another `with`.
+# On ranks other than 0 the `with` is Observing: nothing is written.
+
+
+@dataclass
+class Fresh:
+    """Outside a `with`. `restored` is the checkpoint that restore() has loaded."""
+
+    when: ClassVar[str] = "before the recorder's `with`"
+    restored: RestoredCheckpoint | None = None
+
+
+@dataclass
+class Observing:
+    """Inside the `with`, in a process that does not write the run."""
+
+    when: ClassVar[str] = "inside the recorder's `with`"
+    restored: RestoredCheckpoint | None = None
+
+
+@dataclass(frozen=True)
+class DeclaredStage:
+    """The stage that the next update belongs to. That update opens it if the run does not have it,
+    and only then does its schedule apply."""
+
+    name: str
+    size: int | None
+    schedule: CheckpointSchedule | None
+
+
+@dataclass(kw_only=True)
+class Writing:
+    """Inside the `with`, in the process that writes: what Attached and Recording share."""
+
+    writer: RunWriter
+    stage: DeclaredStage
+    due: DueCheckpoints = field(default_factory=DueCheckpoints)
+    batch: NDArray[np.int64] | None = None  # the examples of the next update
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def declare(self, stage: DeclaredStage, optimizer: Optimizer) -> None:
+        """Set the stage of the next update. A resumed loop may name stages that are over, on its
+        way to the one where it stopped."""
+        recorded = [s.name for s in self.writer.data.stages]
+        schedule, size = stage.schedule or self.stage.schedule, stage.size
+        if stage.name in recorded:
+            resumed = self.writer.resume_stage(stage.name, size, optimizer)
+            self.follow(schedule, resumed.start)
+            schedule = None
+        elif size is None and not recorded:
+            size = self.stage.size
+        self.stage = DeclaredStage(stage.name, size, schedule)
+
+    def follow(self, schedule: CheckpointSchedule | None, start: int) -> None:
+        """Schedule the checkpoints of a stage that starts after `start` updates."""
+        if schedule is not None:
+            self.due = schedule.starting_at(start)
+
+    def remove_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+@dataclass(kw_only=True)
+class Attached(Writing):
+    """Before the first update. The folder has been read and nothing written, so restore() may
+    still choose another checkpoint."""
+
+    when: ClassVar[str] = "inside the recorder's `with`"
+    restored: RestoredCheckpoint | None
+    weights_at_attach: str | None  # SHA-256 of the parameters, if the folder holds a run
+
+
+@dataclass(kw_only=True)
+class Recording(Writing):
+    """From the first update on."""
+
+    when: ClassVar[str] = "after the first update"
+
+    def declare(self, stage: DeclaredStage, optimizer: Optimizer) -> None:
+        if stage.name in [s.name for s in self.writer.data.stages[:-1]]:
+            raise RunError(f"stage {stage.name!r} is over: choose another name")
+        super().declare(stage, optimizer)
+
+    def follow(self, schedule: CheckpointSchedule | None, start: int) -> None:
+        if schedule is not None and self.writer.updates:
+            self.due.warn_if_missed(self.writer.updates)
+        super().follow(schedule, start)
+
+    def update(
+        self, optimizer: Optimizer, names: Mapping[int, list[str]], every_step: bool
+    ) -> None:
+        """Record an update that the optimizer has just made."""
+        writer, stages = self.writer, self.writer.data.stages
+        if not stages or stages[-1].name != self.stage.name:
+            writer.open_stage(self.stage.name, self.stage.size, optimizer)
+            self.follow(self.stage.schedule, writer.updates)
+            self.stage = replace(self.stage, schedule=None)
+        writer.update(optimizer, names, self.batch)
+        self.batch = None
+        if writer.updates in self.due.steps:
+            writer.save_checkpoint(optimizer, names)
+        elif every_step:
+            writer.save_weights()
+
+
+@dataclass
+class Finished:
+    """After the `with`."""
+
+    when: ClassVar[str] = "after the recorder's `with`"
+
+
+State = Fresh | Observing | Attached | Recording | Finished
+#: the states in which a call is legal, and what to do instead in the others
+LEGAL: dict[str, tuple[tuple[type[State], ...], str]] = {
+    "with recorder": ((Fresh, Finished), "use a Recorder of its own for each training"),
+    "recorder.stage(...)": ((Observing, Attached, Recording), "call it inside"),
+    "recorder.restore()": ((Fresh, Observing, Attached, Finished), "call it before the first one"),
+}
 
 
 class Recorder:
-    """Records a training into a folder. The loop inside the `with` stays as it is:
+    """Records a training into a folder. The loop inside the `with` does not change:
 
         with whence.Recorder("runs/mnist", model, optimizer, checkpoints=6, total_steps=600):
             train(model, optimizer, loader)
 
-    Updates are counted by the optimizer's own hook, so that gradient accumulation, schedulers and
-    updates skipped by an AMP scaler need nothing. The weights before the first update and the final
-    model are always kept. In distributed training (replicated models) rank 0 writes.
+    The recorder counts updates with the optimizer's hooks, so gradient accumulation, schedulers and
+    updates skipped by an AMP scaler need no extra code. It always saves the weights before the
+    first update and the final model. In distributed training (replicated models) rank 0 writes.
 
-    A training that was interrupted is recorded anew when the same program is run again. To go on
-    from its last checkpoint instead, with the same bits as if nothing had happened:
+    If you rerun an interrupted program, it records the training from the start. To resume from the
+    last checkpoint instead, with bit-identical results:
 
         recorder = whence.Recorder("runs/mnist", model, optimizer, checkpoints=6, total_steps=600)
         start = recorder.restore()           # 0 when there is nothing yet
@@ -47,27 +174,27 @@ class Recorder:
                     update(model, optimizer, batch)
                 scheduler.step()
 
-    The same lines after the end of a run, with another `stage`, add a stage to it.
+    The same lines with another `stage`, after the end of a run, add a stage to it.
 
     Args:
         path: the run's folder.
-        model: what is trained; names lose `module.` (DDP) and `_orig_mod.` (torch.compile).
-        optimizer: what trains it. Parameters it has not, or that need no gradient, are frozen.
-        checkpoints: how many, evenly spaced over `total_steps`; or the update counts themselves,
-            counted from the start of the run.
+        model: the model that is trained. Prefixes of parameter names that DDP (`module.`) and
+            torch.compile (`_orig_mod.`) add are removed.
+        optimizer: the optimizer that trains it. Parameters that it does not have, or that do not
+            require a gradient, are frozen.
+        checkpoints: the number of checkpoints, evenly spaced over `total_steps`; or their update
+            counts from the start of the run.
         total_steps: number of updates planned, counted from the start of `stage`.
         stage: name of the (first) stage.
         size: number of training examples of that stage.
-        every_step: keep the weights after every update too: T + 1 copies of the model on disk, 4
+        every_step: also save the weights after every update: T + 1 copies of the model on disk, 4
             bytes × parameters × (T + 1) in float32. (Hydra and Unrolled need only `step(indices)`:
             they replay the updates.)
-        subset: the training indices used, when not all.
-        subset_stage: the stage whose examples they are (default: the first).
-        origin: what makes this run, as plain JSON values; what another made is not gone
-            on with.
-        overwrite: start anew, whatever the folder holds.
-        resumable: keep the optimizer's state for `restore` (for Adam, twice the weights' size).
-        notes: what SOURCE does not model and a reader should know of:
+        subset: the indices of the training examples used, if not all.
+        overwrite: start over, even if the folder holds a run.
+        resumable: save the optimizer's state for `restore` (for Adam, twice the size of the
+            weights).
+        notes: aspects of the training that SOURCE does not model and a reader should know:
             {"clip_norm": 1.0, "ema": 0.999}.
     """
 
@@ -83,48 +210,51 @@ class Recorder:
         size: int | None = None,
         every_step: bool = False,
         subset: ArrayLike | None = None,
-        subset_stage: str | None = None,
-        origin: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         resumable: bool = True,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.model, self.optimizer = Path(path), model, optimizers.unwrap(optimizer)
-        self._checkpoints = checkpoints
-        self._first = (stage, _size(size), Plan.of(checkpoints, total_steps))
-        self._every_step, self._overwrite, self._resumable = every_step, overwrite, resumable
-        self._subset = np.asarray(subset, np.int64).reshape(-1) if subset is not None else None
-        self._subset_stage = subset_stage
-        self._origin: dict[str, Any] = json.loads(json.dumps(dict(origin or {})))
-        self._notes: dict[str, Any] = json.loads(json.dumps(dict(notes or {})))
-        self._name_parameters()
-        self._recording: Recording | None = None
-        self._restored: Restored | None = None  # until the next update
-        self._begun = False  # whether this `with` has seen an update
-        self._stood: str | None = None  # the parameters, where a run goes on
-        self._batch: NDArray[np.int64] | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._schedule = CheckpointSchedule.of(checkpoints, total_steps)
+        self._first_stage = DeclaredStage(stage, _checked_size(size), self._schedule)
+        self._every_step, self._overwrite = every_step, overwrite
+        self._provenance = Provenance(
+            subset=np.asarray(subset, np.int64).reshape(-1) if subset is not None else None,
+            notes=_as_json(notes or {}),
+            resumable=resumable,
+        )
+        self._parameter_names = self._name_parameters()
+        self._state: State = Fresh()
+
+    @classmethod
+    def _of_recipe(
+        cls, *arguments: Any, origin: Mapping[str, Any], subset_stage: str | None, **options: Any
+    ) -> Self:
+        """A recorder of a recipe's run.
+
+        Args:
+            arguments, options: of the Recorder.
+            origin: what identifies the recipe, as plain JSON values. Only a run of the same origin
+                is resumed.
+            subset_stage: the stage that `subset` refers to (default: the first).
+        """
+        recorder = cls(*arguments, **options)
+        recorder._provenance = replace(
+            recorder._provenance, origin=_as_json(origin), subset_stage=subset_stage
+        )
+        return recorder
 
     @property
     def updates(self) -> int:
-        """How many updates the run has; 0 outside the `with`."""
-        return self._recording.updates if self._recording else 0
-
-    @property
-    def _silent(self) -> bool:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return distributed and torch.distributed.get_rank() != 0
+        """The number of updates recorded in the run; 0 outside the `with`."""
+        return self._state.writer.updates if isinstance(self._state, Writing) else 0
 
     def __enter__(self) -> Self:
-        if not self._silent:
-            if self._notes:
-                told = ", ".join(f"{key}={value!r}" for key, value in self._notes.items())
-                warnings.warn(
-                    f"kept with the run, but not modelled by SOURCE: {told}", stacklevel=2
-                )
-            self._begun = False
-            self._attach()
-            self._hook()
+        self._check_legal("with recorder")
+        if self._provenance.notes and writes_run():
+            notes = ", ".join(f"{key}={value!r}" for key, value in self._provenance.notes.items())
+            warnings.warn(f"kept with the run, but not modelled by SOURCE: {notes}", stacklevel=2)
+        self._attach(self._state.restored if isinstance(self._state, Fresh) else None)
         return self
 
     def __exit__(
@@ -133,28 +263,28 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._recording is None:
+        state = self._finish()
+        if not isinstance(state, Writing):
             return
-        recording, self._recording = self._recording, None
-        self._unhook()
+        writer = state.writer
         if kind is not None:
-            if self._begun:
+            if isinstance(state, Recording):
                 try:
-                    recording.write()
+                    writer.write()
                 except Exception as failure:  # the error that ended training matters more
                     warnings.warn(f"could not write {self.path}: {failure}", stacklevel=2)
             return
-        if not recording.updates:
+        if not writer.updates:
             warnings.warn("no update was made: nothing was recorded", stacklevel=2)
             return
-        if not self._begun:
-            if Record.read(self.path).finished:
+        if isinstance(state, Attached):
+            if RunData.read(self.path).finished:
                 return
-            recording.begin(self._first[0])
-        recording.keep(self.optimizer, self._names)
-        self._due.check(recording.updates)
-        recording.record.finished = True
-        recording.write()
+            writer.begin(self._first_stage.name)
+        writer.save_checkpoint(self.optimizer, self._parameter_names)
+        state.due.warn_if_missed(writer.updates)
+        writer.data.finished = True
+        writer.write()
 
     def stage(
         self,
@@ -165,204 +295,208 @@ class Recorder:
         checkpoints: int | Sequence[int] | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
-        """Open a stage; before the first update, name the first one.
+        """Open a stage. Before the first update, name the first stage.
 
         Args:
-            name: the new stage. The one before it ends here, with a checkpoint: call this before
-                changing the model.
+            name: the new stage. The previous stage ends here, with a checkpoint: call this before
+                you change the model.
             size: number of its training examples.
-            total_steps, checkpoints: its own checkpoints, as for the Recorder, `total_steps` being
-                counted from here. By default the recorder's plan goes on.
-            optimizer: the one that steps from now on, when it is another.
+            total_steps, checkpoints: the schedule of its checkpoints, as for the Recorder.
+                `total_steps` counts from here. By default the recorder's schedule continues.
+            optimizer: the optimizer of this stage, if it is another one.
         """
-        plan = None
+        schedule = None
         if checkpoints is not None or total_steps is not None:
-            chosen = checkpoints if checkpoints is not None else self._checkpoints
-            plan = Plan.of(chosen, total_steps)
-        if self._recording is None and not self._silent:
-            raise RunError(f"stage({name!r}) was called outside the recorder's `with`")
-        if self._recording and self._begun:
-            self._recording.keep(self.optimizer, self._names)
+            chosen = checkpoints if checkpoints is not None else self._schedule.checkpoints
+            schedule = CheckpointSchedule.of(chosen, total_steps)
+        self._check_legal("recorder.stage(...)")
+        state = self._state
+        if isinstance(state, Recording):
+            state.writer.save_checkpoint(self.optimizer, self._parameter_names)
         if optimizer is not None:
             self.optimizer = optimizers.unwrap(optimizer)
-        self._name_parameters()
-        if self._recording:
-            self._unhook()
-            self._hook()
-            self._declare(self._recording, name, _size(size), plan)
-        if optimizer is not None and self._restored and self._restored.stage == name:
-            self._restored.load(self.optimizer, self._names)
+        self._parameter_names = self._name_parameters()
+        if isinstance(state, Writing):
+            state.remove_hooks()
+            state.hooks = self._register_hooks()
+            state.declare(DeclaredStage(name, _checked_size(size), schedule), self.optimizer)
+        restored = state.restored if isinstance(state, (Attached, Observing)) else None
+        if optimizer is not None and restored and restored.stage == name:
+            restored.load_optimizer(self.optimizer, self._parameter_names)
 
     def step(self, indices: ArrayLike) -> None:
-        """Note the training examples of the coming update. Call it before every optimizer.step();
-        with gradient accumulation once, with all of them."""
-        if self._recording:
-            if self._recording.record.batches is None and self.updates:
+        """Note the training examples of the next update. Call it before every optimizer.step();
+        with gradient accumulation call it once, with the examples of all batches."""
+        if isinstance(self._state, Writing):
+            if self._state.writer.data.batches is None and self.updates:
                 raise RunError(
-                    f"recorder.step(indices) came only after update {self.updates}: call it before "
-                    "every optimizer.step(), from the first one on"
+                    f"recorder.step(indices) was first called after update {self.updates}: call it "
+                    "before every optimizer.step(), starting with the first"
                 )
-            self._batch = np.asarray(indices, np.int64).reshape(-1).copy()
+            self._state.batch = np.asarray(indices, np.int64).reshape(-1).copy()
 
     def mark(self) -> None:
-        """Say that this very moment is about to be kept elsewhere, by a trainer that saves its own
-        checkpoints: a training that goes on from there, with those weights, is then recorded on."""
-        if self._recording and self._begun and self.updates:
-            self._recording.mark()
+        """Announce that a trainer is about to save its own checkpoint. If training resumes from
+        that checkpoint, the run resumes there too."""
+        if isinstance(self._state, Recording) and self.updates:
+            self._state.writer.mark()
 
     def restore(self) -> int:
-        """Load the last checkpoint into model and optimizer, and return its step: 0 where there is
-        none, or with `overwrite=True`. Call it before the `with`, or first thing inside.
+        """Load the last checkpoint into model and optimizer, and return its step. Returns 0 if
+        there is none, or with `overwrite=True`. Call it before the `with`, or first thing inside.
 
-        Learning rates, schedulers and random generators are the loop's own: let the scheduler make
-        its steps up to there, as in the example above (torch, which does not know of the earlier
-        updates, may warn about their order), and draw the same batches.
+        Learning rates, schedulers and random generators are up to the loop: step the scheduler up
+        to there, as in the example above, and draw the same batches. (torch may warn about the
+        order of the scheduler's steps, because it does not see the earlier updates.)
         """
-        if self._begun and self._recording:
-            raise RunError("restore() was called after an update: call it before the training loop")
+        self._check_legal("recorder.restore()")
         if self._overwrite:
             return 0
-        restored = Restored.into(self.model, self.path)
+        restored = RestoredCheckpoint.load_into(self.model, self.path)
         if restored is None:
             return 0
         if not restored.resumable:
             warnings.warn(
-                f"{self.path} does not keep the optimizer's state: it starts afresh", stacklevel=2
+                f"{self.path} does not hold the optimizer's state: the optimizer starts from "
+                "scratch",
+                stacklevel=2,
             )
-        restored.load(self.optimizer, self._names)
-        self._restored = restored
-        if self._recording:
-            self._attach()
+        restored.load_optimizer(self.optimizer, self._parameter_names)
+        self._hold(restored)
         return restored.step
 
-    def _attach(self) -> None:
-        """Find out where the model stands in what the folder holds. Nothing is written before the
-        first update, so that until then restore() is free to choose otherwise."""
-        record = None
-        if not self._overwrite and (self.path / "run.json").exists():
-            record = continued(self.path, self.model)
-            self._stood = parameters_sha256(self.model)
-        if record is None:
-            record = Record(
-                subset=self._subset,
-                subset_stage=self._subset_stage,
-                origin=self._origin,
-                notes=self._notes,
-                resumable=self._resumable,
-            )
-        elif record.origin != self._origin:
-            raise RunError(
-                f"{self.path} was recorded by {record.origin or 'something else'}, not by "
-                f"{self._origin or 'this'}: record elsewhere, or pass overwrite=True"
-            )
-        elif self._subset is not None and not np.array_equal(record.subset, self._subset):  # type: ignore[arg-type]
-            raise RunError(f"{self.path} was recorded with another subset of the training data")
-        record.notes |= self._notes
-        record.resumable &= self._resumable
-        self._recording = Recording(self.path, self.model, record)
-        self._batch = None
-        self._due = Due()
-        self._size: int | None = None
-        self._plan: Plan | None = None  # of a stage that is declared and not yet opened
-        self._declare(self._recording, *self._first)
+    # --- transitions: the only methods that change the state ------------------------------------
 
-    def _declare(
-        self, recording: Recording, name: str, size: int | None, plan: Plan | None
-    ) -> None:
-        """Say what stage the next update belongs to. A new one is opened by that update, so that a
-        program run again may name the stages it passes on its way to where it stopped."""
-        stages = [s.name for s in recording.record.stages]
-        if name in stages[:-1] and self._begun:
-            raise RunError(f"stage {name!r} is over: choose another name")
-        plan = plan or self._plan
-        if name in stages:
-            self._follow(plan, recording.resume_stage(name, size, self.optimizer).start)
-            plan = None
-        elif size is None and not stages:
-            size = self._size
-        self._named, self._size, self._plan = name, size, plan
+    def _hold(self, restored: RestoredCheckpoint) -> None:
+        """Keep a restored checkpoint for the first update."""
+        if isinstance(self._state, (Attached, Observing)):
+            self._attach(restored)
+        else:
+            self._state = Fresh(restored)
 
-    def _follow(self, plan: Plan | None, start: int) -> None:
-        if plan is not None:
-            if self._begun and self.updates:
-                self._due.check(self.updates)
-            self._due = plan.starting(start)
+    def _attach(self, restored: RestoredCheckpoint | None) -> None:
+        """Enter the `with`, or attach again after restore(): find the model's weights in the run
+        that the folder holds."""
+        if not writes_run():
+            self._state = Observing(restored)
+            return
+        earlier, weights_at_attach = None, None
+        if self._may_resume:
+            earlier = resumed_run(self.path, self.model)
+            weights_at_attach = parameters_sha256(self.model)
+        provenance = self._provenance
+        data = provenance.resume(earlier) if earlier is not None else provenance.start()
+        attached = Attached(
+            writer=RunWriter(self.path, self.model, data),
+            stage=self._first_stage,
+            restored=restored,
+            weights_at_attach=weights_at_attach,
+        )
+        attached.declare(self._first_stage, self.optimizer)
+        if isinstance(self._state, Attached):
+            self._state.remove_hooks()
+        attached.hooks = self._register_hooks()
+        self._state = attached
 
-    def _hook(self) -> None:
-        self._hooks = [
+    def _start_recording(self, attached: Attached) -> None:
+        """Write the start of the run, before its first update."""
+        attached.writer.begin(attached.stage.name)
+        self._state = Recording(
+            writer=attached.writer,
+            stage=attached.stage,
+            due=attached.due,
+            batch=attached.batch,
+            hooks=attached.hooks,
+        )
+
+    def _finish(self) -> State:
+        """Leave the `with`, and return the state in which it ended."""
+        ended, self._state = self._state, Finished()
+        if isinstance(ended, Writing):
+            ended.remove_hooks()
+        return ended
+
+    def _check_legal(self, call: str) -> None:
+        states, advice = LEGAL[call]
+        if not isinstance(self._state, states):
+            raise RunError(f"{call} was called {self._state.when}: {advice}")
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def _register_hooks(self) -> list[RemovableHandle]:
+        return [
             self.optimizer.register_step_pre_hook(self._before_update),
             self.optimizer.register_step_post_hook(self._after_update),
         ]
 
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     def _before_update(self, *_: Any) -> None:
-        recording = self._recording
-        if recording is None or self._begun:
-            return
-        passed = [s.name for s in recording.record.stages[:-1]]
-        if self._named in passed:
-            raise RunError(
-                f"the run is past stage {self._named!r}: it goes on in "
-                f"{recording.record.stages[-1].name!r}, which recorder.stage(...) must name"
-            )
-        # the first forward pass may have changed buffers (batch normalisation), but no parameter
-        if (
-            not self._overwrite
-            and (self.path / "run.json").exists()
-            and parameters_sha256(self.model) != self._stood
-        ):
-            found = continued(self.path, self.model)
-            if (found.steps if found else 0) != recording.updates:
-                raise RunError(
-                    "the model's weights were changed inside the `with`, to others of the run in "
-                    f"{self.path}: load them before the `with`, or call recorder.restore()"
-                )
-        restored = self._restored
-        if restored and not restored.taken and restored.stage == self._named:
-            warnings.warn(
-                f"the optimizer is not the {restored.kind} that was recorded in stage "
-                f"{self._named!r}: it starts afresh",
-                stacklevel=2,
-            )
-        recording.begin(self._named)
-        self._begun, self._restored = True, None
+        if isinstance(self._state, Attached):
+            self._check_first_update(self._state)
+            self._start_recording(self._state)
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        recording = self._recording
-        if recording is None or optimizers.skipped(optimizer):
-            return
-        stages = recording.record.stages
-        if not stages or stages[-1].name != self._named:
-            recording.open_stage(self._named, self._size, optimizer)
-            self._follow(self._plan, recording.updates)
-            self._plan = None
-        recording.update(optimizer, self._names, self._batch)
-        self._batch = None
-        if recording.updates in self._due.steps:
-            recording.keep(optimizer, self._names)
-        elif self._every_step:
-            recording.keep_weights()
+        if isinstance(self._state, Recording) and not optimizers.skipped(optimizer):
+            self._state.update(optimizer, self._parameter_names, self._every_step)
 
-    def _name_parameters(self) -> None:
-        self._names = optimizers.names_of(self.model)
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        strangers = sum(id(p) not in self._names for p in held)
-        if strangers == len(held):
-            raise ValueError(
-                "the optimizer trains no parameter of the model: pass the model it was made for"
+    def _check_first_update(self, state: Attached) -> None:
+        stages, name = [s.name for s in state.writer.data.stages], state.stage.name
+        if name in stages[:-1]:
+            raise RunError(
+                f"the run is past stage {name!r} and resumes in {stages[-1]!r}: call "
+                f"recorder.stage({stages[-1]!r}) before the next update"
             )
-        if strangers:
+        # Compare parameters only: the first forward pass may change buffers (batch normalisation).
+        if self._may_resume and parameters_sha256(self.model) != state.weights_at_attach:
+            earlier = resumed_run(self.path, self.model)
+            if (earlier.steps if earlier else 0) != state.writer.updates:
+                raise RunError(
+                    "the model's weights were changed inside the `with`, to those of another "
+                    f"update of the run in {self.path}: load them before the `with`, or call "
+                    "recorder.restore()"
+                )
+        restored = state.restored
+        if restored and not restored.optimizer_loaded and restored.stage == name:
             warnings.warn(
-                f"{strangers} of the optimizer's {len(held)} parameters are not the model's, and "
-                "are not recorded",
+                f"the optimizer is not the {restored.optimizer_kind} that was recorded in stage "
+                f"{name!r}: it starts from scratch",
+                stacklevel=2,
+            )
+
+    @property
+    def _may_resume(self) -> bool:
+        return not self._overwrite and (self.path / "run.json").exists()
+
+    def _name_parameters(self) -> dict[int, list[str]]:
+        """{id of a parameter: its names in the model}."""
+        names = optimizers.names_of(self.model)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        unknown = sum(id(p) not in names for p in parameters)
+        if unknown == len(parameters):
+            raise ValueError(
+                "the optimizer trains no parameter of the model: pass the model whose parameters "
+                "it was given"
+            )
+        if unknown:
+            warnings.warn(
+                f"{unknown} of the optimizer's {len(parameters)} parameters do not belong to the "
+                "model and are not recorded",
                 stacklevel=3,
             )
+        return names
 
 
-def _size(size: int | None) -> int | None:
+def writes_run() -> bool:
+    """Whether this process writes runs: in distributed training only rank 0 does."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0
+
+
+def _checked_size(size: int | None) -> int | None:
     if size is not None and index(size) < 1:
-        raise ValueError(f"size={size}: a stage trains on at least one example")
+        raise ValueError(f"size={size}: a stage needs at least one example")
     return index(size) if size is not None else None
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    return plain

@@ -1,4 +1,4 @@
-"""Run: what one training produced."""
+"""Run: the checkpoints, learning rates and stages of one training."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
-from whence.run.record import Record, write_checkpoint
-from whence.run.segments import Segment, Stage, deal, effective_rates
+from whence.run.format import RunData, write_checkpoint
+from whence.run.segments import Segment, Stage, assign_checkpoints, effective_rates
 
 Weights = Mapping[str, Tensor] | str | os.PathLike[str]
 
 
-class Run(Record):
+class Run(RunData):
     """Checkpoints, per-update rates, second moments and stages of one training.
 
-    Recorded by a `Recorder` and opened with `Run.open(path)`, or made of checkpoints that somebody
-    already has with `Run.from_checkpoints(...)`. Its attributes are those of `Record`.
+    A `Recorder` records a run and `Run.open(path)` opens it. `Run.from_checkpoints(...)` builds a
+    run from checkpoints that you already have. The attributes are those of `RunData`.
     """
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open a recorded run. Checkpoints are verified when their weights are asked for."""
+        """Open a recorded run. Checkpoints are verified when their weights are loaded."""
         return cls.read(Path(path))
 
     @classmethod
@@ -54,24 +54,25 @@ class Run(Record):
         subset: ArrayLike | None = None,
         groups: Sequence[Sequence[str]] | None = None,
     ) -> Self:
-        """A run of checkpoints that exist already.
+        """Build a run from existing checkpoints.
 
         Args:
-            checkpoints: state dicts, or paths of them (.safetensors, or what `torch.save` wrote),
-                in order; the last is the final model. One at step 0 is taken as `initial`.
-            steps: the update count at each.
+            checkpoints: state dicts, or paths to them (.safetensors, or files written by
+                `torch.save`), in order. The last is the final model. One at step 0 becomes
+                `initial`.
+            steps: the update count at each checkpoint.
             learning_rates: one float; or one per update (T,); or per update and group (T, G).
-            optimizer: "sgd", "adam", "adamw", "rmsprop", or another's name.
+            optimizer: "sgd", "adam", "adamw", "rmsprop", or the name of another one.
             momentum: like `learning_rates`.
-            dampening, weight_decay, epsilon: of the optimizer.
+            dampening, weight_decay, epsilon: settings of the optimizer.
             second_moments: per checkpoint {parameter: v̂}, already bias-corrected.
             batches: the example indices of every update.
-            stages: {name: its last update}, in order; each ends at a checkpoint. Default: one,
-                "train".
+            stages: {name: its last update}, in order. Each ends at a checkpoint. Default: one
+                stage, "train".
             sizes: {stage: number of examples}.
             initial: the weights before the first update.
-            subset: the training indices used, when not all.
-            groups: the parameter names of each group. Default: one group of everything.
+            subset: the training indices used, if not all.
+            groups: the parameter names of each group. Default: one group with all parameters.
         """
         counts, files = _steps(steps, checkpoints), [TensorFile.adopt(c) for c in checkpoints]
         moments = list(second_moments) if second_moments is not None else [None] * len(files)
@@ -81,7 +82,9 @@ class Run(Record):
         if counts[0] == 0:
             first, files, counts, moments = first or files[0], files[1:], counts[1:], moments[1:]
             if not counts:
-                raise ValueError("the only checkpoint is at step 0: no update has a result")
+                raise ValueError(
+                    "the only checkpoint is at step 0: give at least one checkpoint after an update"
+                )
         total = counts[-1]
         rates = _per_update("learning_rates", learning_rates, total, groups)
         betas = np.broadcast_to(_per_update("momentum", momentum, total, groups), rates.shape)
@@ -124,43 +127,43 @@ class Run(Record):
         size: int | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A run of the `checkpoint-*` folders a `transformers.Trainer` has left: what they tell,
-        and what not, `whence.integrations.huggingface.from_huggingface` says."""
+        """Build a run from the `checkpoint-*` folders of a `transformers.Trainer`. See
+        `whence.integrations.huggingface.from_huggingface` for what these folders contain."""
         from whence.integrations.huggingface import from_huggingface
 
         return cls(**vars(from_huggingface(output_dir, model, stage=stage, size=size, notes=notes)))
 
     def save(self, path: str | os.PathLike[str]) -> Self:
-        """Write the run into a new folder, and return the run that lies there."""
+        """Write the run to a new folder and return the run stored there."""
         folder = Path(path)
         if (folder / "run.json").exists():
-            raise RunError(f"{folder} holds a run already: save to another folder, or remove it")
+            raise RunError(f"{folder} already holds a run: save to another folder, or delete it")
 
-        def copied(c: Checkpoint) -> Checkpoint:
+        def written(c: Checkpoint) -> Checkpoint:
             weights = untie(c.weights())
-            parts = [file.load() if file is not None else None for file in (c.moments, c.state)]
-            return write_checkpoint(folder, c.step, c.stage, *weights, *parts)
+            optional = [file.load() if file is not None else None for file in (c.moments, c.state)]
+            return write_checkpoint(folder, c.step, c.stage, *weights, *optional)
 
-        self._with(copied).write(folder)
+        self._map_checkpoints(written).write(folder)
         return self.open(folder)
 
     def in_memory(self) -> Self:
-        """The same run with all its tensors in memory: its folder may go."""
+        """The same run with all its tensors in memory, so that its folder may be deleted."""
 
         def read(file: TensorFile | None) -> TensorFile | None:
             if file is None or file.memory is not None:
                 return file
             return replace(file, path=None, memory=file.load())
 
-        def copied(c: Checkpoint) -> Checkpoint:
+        def loaded(c: Checkpoint) -> Checkpoint:
             files = read(c.files)
             assert files is not None
             return replace(c, files=files, moments=read(c.moments), state=read(c.state))
 
-        return replace(self._with(copied), path=None)
+        return replace(self._map_checkpoints(loaded), path=None)
 
-    def _with(self, change: Callable[[Checkpoint], Checkpoint]) -> Self:
-        """The same run with every checkpoint changed."""
+    def _map_checkpoints(self, change: Callable[[Checkpoint], Checkpoint]) -> Self:
+        """The same run with `change` applied to every checkpoint."""
         return replace(
             self,
             checkpoints=[change(c) for c in self.checkpoints],
@@ -170,27 +173,27 @@ class Run(Record):
 
     @property
     def final(self) -> Checkpoint:
-        """The last checkpoint: the final model, when the run is finished."""
+        """The last checkpoint: the final model of a finished run."""
         if not self.checkpoints:
-            raise RunError(f"{self!r} has no checkpoint: let it train up to its first one")
+            raise RunError(f"{self!r} has no checkpoint: train at least up to the first one")
         return self.checkpoints[-1]
 
     @property
     def optimizer(self) -> str:
-        """The optimizer of the last stage; `optimizers` has that of every stage."""
+        """The optimizer of the last stage. `optimizers` has the optimizer of every stage."""
         return self.optimizers[self.stages[-1].name] if self.stages else ""
 
     @property
     def trajectory(self) -> list[Checkpoint]:
         """The weights before the first and after every update (T + 1); [] if any is missing."""
-        held = {c.step: c for c in [*self.between, *self.checkpoints]}
-        if self.initial is None or any(step not in held for step in range(1, self.steps + 1)):
+        by_step = {c.step: c for c in [*self.between, *self.checkpoints]}
+        if self.initial is None or any(step not in by_step for step in range(1, self.steps + 1)):
             return []
-        return [self.initial, *(held[step] for step in range(1, self.steps + 1))]
+        return [self.initial, *(by_step[step] for step in range(1, self.steps + 1))]
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that scores can depend on: weights, moments, rates, groups, stages."""
+        """SHA-256 of everything scores depend on: weights, moments, rates, groups, stages."""
         checkpoints = [
             (c.step, c.stage, c.sha256, c.moments.sha256 if c.moments else None)
             for c in self.checkpoints
@@ -203,10 +206,11 @@ class Run(Record):
         return sha256_of(text, *(part for a in arrays for part in (repr(a.shape), a)))
 
     def rate_at(self, checkpoint: Checkpoint, parameter: str) -> float:
-        """The learning rate of the last update before a checkpoint; 0 for a frozen parameter."""
+        """The learning rate of the update that led to a checkpoint; 0 for a frozen parameter."""
         if not 0 < checkpoint.step <= self.steps:
             raise ValueError(
-                f"no update of this run led to step {checkpoint.step}: it has 1 … {self.steps}"
+                f"no update of this run led to step {checkpoint.step}: its updates are "
+                f"1 … {self.steps}"
             )
         row = self.learning_rates[checkpoint.step - 1]
         return float(sum(row[g] for g, names in enumerate(self.groups) if parameter in names))
@@ -220,7 +224,7 @@ class Run(Record):
         }
 
     def peak_rate(self, parameter: str) -> float:
-        """The highest learning rate a parameter ever had; 0 when it was frozen throughout."""
+        """The highest learning rate of a parameter; 0 if it was always frozen."""
         columns = [g for g, names in enumerate(self.groups) if parameter in names]
         return float(self.learning_rates[:, columns].max(initial=0.0))
 
@@ -228,14 +232,15 @@ class Run(Record):
         """Cut the run into segments.
 
         Args:
-            spec: how many; or the update counts at which they end; or "stages". See `deal` for how
-                a number is shared among stages: a segment never crosses a stage boundary.
+            spec: the number of segments; or the update counts at which they end; or "stages". A
+                segment never crosses a stage boundary. `assign_checkpoints` says how a number of
+                segments is divided among stages.
 
-        A segment ends at the step of its last checkpoint and starts where the one before it ended.
+        A segment ends at the step of its last checkpoint and starts where the previous one ended.
         """
-        found: list[Segment] = []
-        for stage, held in deal(self.checkpoints, self.stages, spec):
-            start, end = found[-1].end if found else 0, held[-1].step
+        segments: list[Segment] = []
+        for stage, checkpoints in assign_checkpoints(self.checkpoints, self.stages, spec):
+            start, end = segments[-1].end if segments else 0, checkpoints[-1].step
             rates = effective_rates(
                 self.optimizers[stage.name],
                 self.learning_rates[start:end],
@@ -248,15 +253,15 @@ class Run(Record):
                 for g in self.columns[stage.name]
                 for name in self.groups[g]
             }
-            found.append(Segment(start, end, stage, held, rates, decays))
-        return found
+            segments.append(Segment(start, end, stage, checkpoints, rates, decays))
+        return segments
 
     def __repr__(self) -> str:
         place = str(self.path) if self.path else "in memory"
         stages = ", ".join(s.name + (f" (n={s.size})" if s.size else "") for s in self.stages)
-        held = [c.step for c in self.checkpoints]
+        steps = [c.step for c in self.checkpoints]
         return (
-            f"Run({place}: {self.steps} updates, checkpoints at {held}, "
+            f"Run({place}: {self.steps} updates, checkpoints at {steps}, "
             f"{self.optimizer or 'no optimizer'}, {stages or 'no stage'}"
             f"{'' if self.finished else ', unfinished'})"
         )
@@ -276,7 +281,7 @@ def _steps(steps: Sequence[int], checkpoints: Sequence[Weights]) -> list[int]:
 def _per_update(
     name: str, value: ArrayLike, total: int, groups: Sequence[Sequence[str]] | None
 ) -> NDArray[np.float64]:
-    """(T, G); G is 1 where the value has no axis for groups and none are named."""
+    """(T, G). G is 1 if the value has no axis for groups and `groups` is not given."""
     array = np.asarray(value, np.float64)
     if array.ndim > 2 or (array.ndim and len(array) != total):
         raise ValueError(
@@ -284,7 +289,7 @@ def _per_update(
             f"give one number, ({total},) or ({total}, groups)"
         )
     if not np.isfinite(array).all() or (array < 0).any():
-        raise ValueError(f"{name} must be finite and not negative")
+        raise ValueError(f"{name} must be finite and nonnegative")
     if array.ndim == 2 and array.shape[1] != (len(groups) if groups is not None else 1):
         raise ValueError(
             f"{name} has {array.shape[1]} groups: name the parameters of each in "
@@ -304,9 +309,9 @@ def _groups(
     named = [name for group in groups for name in group]
     unknown = sorted(set(named) - set(weights))
     if unknown:
-        raise ValueError(f"groups name {unknown}, which the first checkpoint does not have")
+        raise ValueError(f"groups name {unknown}, but the first checkpoint has no such parameter")
     if len(set(named)) != len(named):
-        raise ValueError("groups name a parameter twice: each belongs to one group")
+        raise ValueError("groups name a parameter twice: put each in one group")
     return [list(group) for group in groups]
 
 
@@ -317,15 +322,15 @@ def _stages(
     sizes = {name: int(size) for name, size in (sizes or {}).items()}
     if set(sizes) - set(ends):
         raise ValueError(
-            f"sizes of {sorted(set(sizes) - set(ends))}, but the stages are {list(ends)}"
+            f"sizes name {sorted(set(sizes) - set(ends))}, but the stages are {list(ends)}"
         )
     starts = [0, *ends.values()][:-1]
     if any(e <= s for s, e in zip(starts, ends.values(), strict=True)):
-        raise ValueError(f"stages={ends} must be in order, each with its last update")
+        raise ValueError(f"stages={ends}: give them in order, each with its last update")
     if list(ends.values())[-1] != counts[-1] or set(ends.values()) - set(counts):
         raise ValueError(
             f"stages={ends}: each must end at a checkpoint, the last at the last one; "
-            f"they are at {counts}"
+            f"the checkpoints are at {counts}"
         )
     return [
         Stage(name, start, end, sizes.get(name))

@@ -1,4 +1,4 @@
-"""Where in a training checkpoints are due."""
+"""When a training writes its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A number of checkpoints, evenly spaced over `total_steps`, or their update counts."""
+class CheckpointSchedule:
+    """A number of checkpoints evenly spaced over `total_steps`, or their update counts."""
 
     checkpoints: int | tuple[int, ...]
     total_steps: int | None
 
     @classmethod
-    def of(cls, checkpoints: int | Sequence[int], total_steps: int | None) -> Plan:
+    def of(cls, checkpoints: int | Sequence[int], total_steps: int | None) -> CheckpointSchedule:
         if total_steps is not None and index(total_steps) < 1:
-            raise ValueError(f"total_steps={total_steps}: training makes at least one update")
+            raise ValueError(f"total_steps={total_steps}: use at least one update")
         if np.ndim(checkpoints):
             steps = tuple(index(step) for step in np.asarray(checkpoints))
             if not steps or steps[0] < 1 or list(steps) != sorted(set(steps)):
@@ -28,11 +28,12 @@ class Plan:
             return cls(steps, total_steps)
         count = index(checkpoints)  # type: ignore[arg-type]
         if count < 1:
-            raise ValueError(f"checkpoints={count}: keep at least 1")
+            raise ValueError(f"checkpoints={count}: use at least 1")
         if total_steps is None:
             raise ValueError(
-                f"checkpoints={count} are spaced over the training, whose length is unknown: pass "
-                "total_steps=len(loader) * epochs, or the update counts as checkpoints=[...]"
+                f"checkpoints={count} cannot be spaced evenly, because the number of updates is "
+                "unknown: pass total_steps=len(loader) * epochs, or give the update counts as "
+                "checkpoints=[...]"
             )
         if count > total_steps:
             raise ValueError(
@@ -41,30 +42,31 @@ class Plan:
             )
         return cls(count, total_steps)
 
-    def starting(self, start: int) -> Due:
-        """The plan for a stage that starts after `start` updates."""
+    def starting_at(self, start: int) -> DueCheckpoints:
+        """The checkpoints of a stage that starts after `start` updates."""
         end = start + self.total_steps if self.total_steps is not None else None
         if isinstance(self.checkpoints, tuple):
-            return Due(frozenset(self.checkpoints), end)
+            return DueCheckpoints(frozenset(self.checkpoints), end)
         assert self.total_steps is not None
         count, total = self.checkpoints, self.total_steps
-        return Due(frozenset(start + round(total * (c + 1) / count) for c in range(count)), end)
+        steps = frozenset(start + round(total * (c + 1) / count) for c in range(count))
+        return DueCheckpoints(steps, end)
 
 
 @dataclass(frozen=True)
-class Due:
-    """Update counts, from the start of the run, of checkpoints to come and of the planned end."""
+class DueCheckpoints:
+    """Update counts of the scheduled checkpoints and of the planned end, over the whole run."""
 
     steps: frozenset[int] = frozenset()
     end: int | None = None
 
-    def check(self, updates: int) -> None:
-        """Warn when training ended elsewhere than planned."""
+    def warn_if_missed(self, updates: int) -> None:
+        """Warn when training ended at another update than planned."""
         missed = sorted(step for step in self.steps if step > updates)
         if self.end not in (None, updates):
             warnings.warn(
-                f"training was planned to reach update {self.end} (total_steps) and reached "
-                f"{updates}: the checkpoints are not spread as they were meant to be",
+                f"training was planned to reach update {self.end} (total_steps), but reached "
+                f"{updates}: the checkpoints are not spaced as planned",
                 stacklevel=3,
             )
         elif missed:

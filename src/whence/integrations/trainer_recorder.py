@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whence.run.checkpoint import RunError, weights_sha256
-from whence.run.record import Record
+from whence.run.format import RunData
 from whence.run.recorder import Recorder
-from whence.run.resume import continued
+from whence.run.resume import resumed_run
 
 OPTIONS = set(inspect.signature(Recorder).parameters) - {
     "path",
@@ -113,7 +113,7 @@ class TrainerRecorder:
             return wanted
         if done:  # overwrite=True is for a training that starts, and not for its resumption
             return wanted and not self._knows(model)
-        record = Record.read(self.path)
+        record = RunData.read(self.path)
         stage = self.options.get("stage", "train")
         if record.finished and not wanted and any(s.name == stage for s in record.stages):
             raise RunError(
@@ -128,7 +128,7 @@ class TrainerRecorder:
 
     def _knows(self, model: nn.Module) -> bool:
         try:
-            return continued(self.path, model) is not None
+            return resumed_run(self.path, model) is not None
         except RunError:
             return False
 

@@ -1,4 +1,4 @@
-"""The folder of a run: run.json, the rates, the checkpoints. `run.json` is always written last."""
+"""The file format of a run: run.json, learning rates, checkpoints. `run.json` is written last."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
 from whence.run.segments import Stage
 
 SCHEMA = 1
-OURS = re.compile(r"step-\d{8,}(\.moments|\.optimizer)?\.safetensors(\.tmp)?")
+CHECKPOINT_FILE = re.compile(r"step-\d{8,}(\.moments|\.optimizer)?\.safetensors(\.tmp)?")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Record:
-    """What a training left behind; T updates, G parameter groups.
+class RunData:
+    """The contents of a run, with T updates and G parameter groups.
 
     Attributes:
         checkpoints: in order; `initial`, the weights before the first update, is not among them.
-        learning_rates: (T, G) float64, what was applied; 0 where a group was not stepping.
+        learning_rates: (T, G) float64, as applied; 0 where the group made no step.
         momentums: (T, G) float64, SGD's momentum or Adam's β₁.
-        groups: the parameter names of each group. A parameter is in several when the optimizer, or
-            what it trains, changed on the way; only one of them steps at a time.
-        hyperparameters: of each group, as torch calls them (`dampening`, `eps`, `weight_decay`, …).
+        groups: the parameter names of each group. A parameter is in several groups if the
+            optimizer, or the set of parameters it trains, changed during training. Only one of
+            these groups steps at a time.
+        hyperparameters: of each group, under torch's names (`dampening`, `eps`, `weight_decay`, …).
         stages: in order.
         optimizers: {stage: "sgd", "adam", "adamw", "rmsprop" or a class name}.
         columns: {stage: the groups of its optimizer}.
-        between: weights after the other updates, when every one was kept.
-        marks: {step: SHA-256 of the weights} of moments from which the training may go on, with
-            weights that somebody else keeps.
+        between: weights after the updates that have no checkpoint, with `every_step=True`.
+        marks: {step: SHA-256 of the weights} at which a trainer saved its own checkpoint. Training
+            may resume from there.
         batches: example indices of every update, or None.
         subset: training indices used, or None for all.
-        subset_stage: the stage they are indices of (default: the first); others used all.
-        origin: what made the run, such as a recipe's fingerprint and seed.
-        notes: what was declared about the training and is not modelled.
-        resumable: whether the optimizer's state is kept.
+        subset_stage: the stage that `subset` refers to (default: the first). The other stages
+            used all their examples.
+        origin: what produced the run, such as a recipe's fingerprint and seed.
+        notes: aspects of the training that SOURCE does not model, as declared by the user.
+        resumable: whether the optimizer's state is stored.
         finished: whether training ran to its end.
         path: the folder, or None for a run in memory.
     """
@@ -81,7 +83,7 @@ class Record:
         return len(self.learning_rates)
 
     def until(self, step: int) -> Self:
-        """The same record as it stood after `step` updates."""
+        """The same run truncated after `step` updates."""
         stages = [replace(s, end=min(s.end, step)) for s in self.stages if s.start < step]
         columns = {s.name: self.columns[s.name] for s in stages}
         groups = 1 + max((c for cs in columns.values() for c in cs), default=-1)
@@ -102,7 +104,7 @@ class Record:
         )
 
     def write(self, folder: Path) -> None:
-        """Write everything but the tensors, which `write_checkpoint` has written before."""
+        """Write everything except the tensors, which `write_checkpoint` writes first."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {"learning_rates": self.learning_rates, "momentums": self.momentums}
         if self.batches is not None:
@@ -145,7 +147,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read and check a folder; the tensors themselves are read and checked when asked for."""
+        """Read and check a folder. Tensors are read and verified later, when they are used."""
         if not folder.is_dir():
             raise RunError(f"there is no run at {folder}: no such folder")
         try:
@@ -165,17 +167,17 @@ class Record:
         stages, subset = content["stages"], content["subset"]
 
         def array(name: str, *shape: int) -> NDArray[Any]:
-            # A process killed between the arrays and run.json leaves arrays that are ahead of it.
-            read = _load(folder / f"{name}.npy")
-            ahead = read.ndim == len(shape) and all(
-                r >= s for r, s in zip(read.shape, shape, strict=True)
+            # A process killed after writing the arrays and before run.json leaves longer arrays.
+            stored = _load(folder / f"{name}.npy")
+            longer = stored.ndim == len(shape) and all(
+                r >= s for r, s in zip(stored.shape, shape, strict=True)
             )
-            if read.shape != shape and (finished or not ahead):
+            if stored.shape != shape and (finished or not longer):
                 raise RunError(
-                    f"{folder / name}.npy has shape {read.shape}, run.json says {shape}: "
+                    f"{folder / name}.npy has shape {stored.shape}, but run.json says {shape}: "
                     "restore it from a copy, or record the run again"
                 )
-            return read[tuple(slice(s) for s in shape)]
+            return stored[tuple(slice(s) for s in shape)]
 
         batches = None
         if content["batches"]:
@@ -204,9 +206,9 @@ class Record:
             path=folder,
         )
 
-    def sweep(self, folder: Path) -> None:
-        """Delete checkpoint files that the record no longer mentions, and half-written ones."""
-        known = {
+    def delete_unused(self, folder: Path) -> None:
+        """Delete checkpoint files that the run does not list, and partly written ones."""
+        listed = {
             file.path.name
             for c in [*self.checkpoints, *self.between, *filter(None, [self.initial])]
             for file in (c.files, c.moments, c.state)
@@ -215,7 +217,7 @@ class Record:
         for place in (folder, folder / "checkpoints"):
             remove_abandoned(place)
         for file in (folder / "checkpoints").iterdir():
-            if OURS.fullmatch(file.name) and file.name not in known:
+            if CHECKPOINT_FILE.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
 
 
@@ -228,18 +230,18 @@ def write_checkpoint(
     moments: Mapping[str, Tensor] | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
-    """Write step-00000188.safetensors and, beside it, .moments.safetensors and .optimizer.…"""
+    """Write step-00000188.safetensors, .moments.safetensors and .optimizer.safetensors."""
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    place = folder / "checkpoints" / f"step-{step:08d}"
+    stem = folder / "checkpoints" / f"step-{step:08d}"
 
     def write(suffix: str, tensors: Mapping[str, Tensor] | None) -> TensorFile | None:
-        path = place.with_name(place.name + suffix)
+        path = stem.with_name(stem.name + suffix)
         return TensorFile.write(path, tensors) if tensors is not None else None
 
     return Checkpoint(
         step,
         stage,
-        TensorFile.write(place.with_name(f"{place.name}.safetensors"), weights, aliases),
+        TensorFile.write(stem.with_name(f"{stem.name}.safetensors"), weights, aliases),
         write(".moments.safetensors", moments),
         write(".optimizer.safetensors", state),
     )
@@ -262,13 +264,13 @@ def _file(file: TensorFile) -> dict[str, str]:
 
 
 def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
-    def file(held: Mapping[str, Any], aliases: Mapping[str, str]) -> TensorFile:
-        # Only ever a name inside the folder, whatever run.json says.
-        return TensorFile(held["sha256"], folder / "checkpoints" / Path(held["file"]).name, aliases)
+    def file(item: Mapping[str, Any], aliases: Mapping[str, str]) -> TensorFile:
+        # Take the file's name only: run.json must not lead to a file outside the folder.
+        return TensorFile(item["sha256"], folder / "checkpoints" / Path(item["file"]).name, aliases)
 
-    files = file(entry, entry.get("aliases", {}))
-    beside = [file(entry[name], {}) if name in entry else None for name in ("moments", "state")]
-    return Checkpoint(entry["step"], entry["stage"], files, *beside)
+    weights = file(entry, entry.get("aliases", {}))
+    moments, state = (file(entry[k], {}) if k in entry else None for k in ("moments", "state"))
+    return Checkpoint(entry["step"], entry["stage"], weights, moments, state)
 
 
 def _load(path: Path) -> NDArray[Any]:
