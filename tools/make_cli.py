@@ -14,7 +14,7 @@ import typer
 
 from whence.cli import settings
 from whence.cli.app import build
-from whence.cli.huggingface import KEYS
+from whence.integrations.study_yaml import KEYS
 
 PAGE = Path(__file__).parents[1] / "docs/cli.md"
 INTRO = """# The command line

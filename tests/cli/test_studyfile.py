@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 import whence
 from whence.cli import main
-from whence.cli.huggingface import KEYS, padded
 from whence.cli.studyfile import StudyFileError, load_study
+from whence.integrations.study_yaml import KEYS, padded
 
 GOOD = """
 import torch
@@ -310,7 +310,7 @@ def test_a_prompt_has_no_loss(left: Path, here: Path) -> None:
             ("causal-lm", "vision"),
             r"task 'vision' is not one of causal-lm, sequence-classification",
         ),
-        (("LEFT/lm", "nowhere"), r"output_dir nowhere does not exist: give a folder, as seen from"),
+        (("LEFT/lm", "nowhere"), r"output_dir nowhere does not exist: give a folder, relative to"),
         (("LEFT/lm", "LEFT/tokenizer"), "has no checkpoint-\\* folders"),
         (("tokenizer: LEFT/tokenizer\n", ""), "no tokenizer in .*name its folder as tokenizer:"),
         (("LEFT/train.txt", "nowhere.txt"), "train nowhere.txt does not exist"),
@@ -327,13 +327,13 @@ def test_a_prompt_has_no_loss(left: Path, here: Path) -> None:
             "layers must be text or a list, not 3: patterns of",
         ),
         (("LEFT/train.txt", "[a, b]"), r"train must be text, not \['a', 'b'\]: the training"),
-        (("causal-lm", "causal-lm\nmax_length: 0"), "max_length 0 keeps nothing of an example"),
-        (("causal-lm", "causal-lm\ncolumns: {text: [a]}"), "columns must be such as"),
-        (("causal-lm", "causal-lm\nclasses: [a]"), "causal-lm has no classes: leave them out"),
+        (("causal-lm", "causal-lm\nmax_length: 0"), "max_length 0 leaves no tokens"),
+        (("causal-lm", "causal-lm\ncolumns: {text: [a]}"), "columns must map to names"),
+        (("causal-lm", "causal-lm\nclasses: [a]"), "causal-lm has no classes: remove them"),
         (("LEFT/train.txt", "latin.txt"), "latin.txt is not encoded in UTF-8"),
-        (("LEFT/train.txt", "number.jsonl"), "line 1: column 'text' holds 5, which is no text"),
+        (("LEFT/train.txt", "number.jsonl"), "line 1: column 'text' holds 5, which is not text"),
         (("causal-lm", "causal-lm\nmeasurement: margin"), "measurement='margin'"),
-        (("output_dir", "- output_dir"), "is no YAML|is no list"),
+        (("output_dir", "- output_dir"), "is not valid YAML|is not a mapping"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -356,6 +356,6 @@ def test_a_yaml_that_is_wrong(
 
 
 def test_every_key_of_a_yaml_is_used() -> None:
-    source = Path(import_module("whence.cli.huggingface").__file__ or "").read_text()
-    after = source.split("\ndef from_yaml", 1)[1]
+    source = Path(import_module("whence.integrations.study_yaml").__file__ or "").read_text()
+    after = source.split("\ndef read_study_yaml", 1)[1]
     assert all(f'"{key}"' in after for key in KEYS)

@@ -273,7 +273,7 @@ def test_frozen_parameters(hf: ModuleType, tmp_path: Path) -> None:
     assert again.groups == run.groups
     assert not any("embeddings" in name for group in run.groups for name in group)
     assert same(again.final.weights(), model.state_dict())
-    with pytest.raises(RunError, match="Freeze what was frozen in training"):
+    with pytest.raises(RunError, match="Freeze the parameters that were frozen in training"):
         Run.from_huggingface(tmp_path / "out", bert())
 
 
@@ -552,7 +552,7 @@ def test_groups_with_rates_of_their_own(left: Trained, folder: Path) -> None:
     run = Run.from_huggingface(folder, gpt2())
     np.testing.assert_allclose(run.learning_rates, np.array(left.rates) * [1, 3])
     faster(folder / "checkpoint-9/optimizer.pt", lr=2.0)
-    with pytest.raises(RunError, match=r"checkpoint-9.*do not move together"):
+    with pytest.raises(RunError, match=r"learning rates change in .*checkpoint-9"):
         Run.from_huggingface(folder, gpt2())
 
 
@@ -591,7 +591,7 @@ def test_weights_in_other_files(left: Trained, folder: Path, tmp_path: Path) -> 
 def test_weights_the_model_has_not(left: Trained, folder: Path) -> None:
     file = folder / "checkpoint-3/model.safetensors"
     save_file(load_file(file) | {"transformer.h.0.attn.masked_bias": torch.zeros(())}, file)
-    with pytest.warns(UserWarning, match=r"checkpoint-3.*masked_bias.*left out"):
+    with pytest.warns(UserWarning, match=r"checkpoint-3.*masked_bias.*ignored"):
         run = Run.from_huggingface(folder, gpt2())
     assert same(run.checkpoints[0].weights(), Run.open(left.path).checkpoints[0].weights())
 
@@ -612,17 +612,27 @@ def test_named_groups_and_amsgrad(hf: ModuleType, tmp_path: Path) -> None:
     assert again.hyperparameters == run.hyperparameters
 
 
+def test_moments_of_centered_rmsprop(hf: ModuleType, tmp_path: Path) -> None:
+    model = bert()
+    training = trainer(model, tmp_path / "out", recorder(tmp_path / "run"), save_steps=5)
+    training.optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True)
+    training.train()
+    run, again = Run.open(tmp_path / "run"), Run.from_huggingface(tmp_path / "out", bert())
+    assert again.optimizer == run.optimizer == "rmsprop"
+    assert same(again.final.second_moments(), run.final.second_moments())
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: shutil.rmtree(f), "is no folder"),
+        (lambda f: shutil.rmtree(f), "is not a folder"),
         (lambda f: [shutil.rmtree(c) for c in f.glob("checkpoint-*")], "no checkpoint-* folders"),
         (lambda f: (f / "checkpoint-6/model.safetensors").unlink(), "checkpoint-6 has no weights"),
         (
             lambda f: (f / "checkpoint-6/model.safetensors").rename(
                 f / "checkpoint-6/adapter_model.safetensors"
             ),
-            "an adapter alone",
+            "it holds only an adapter",
         ),
         (
             lambda f: (f / "checkpoint-6/model.safetensors").write_bytes(b"weights"),
@@ -637,14 +647,17 @@ def test_named_groups_and_amsgrad(hf: ModuleType, tmp_path: Path) -> None:
             "checkpoint-15/trainer_state.json is damaged",
         ),
         (lambda f: relog(f, lambda log: [{"step": 1, "learning_rate": "much"}]), "log_history"),
-        (lambda f: relog(f, lambda log: [{"step": 1, "learning_rate": -1.0}]), "no rate"),
+        (
+            lambda f: relog(f, lambda log: [{"step": 1, "learning_rate": -1.0}]),
+            "negative or infinite learning rate",
+        ),
         (
             lambda f: (f / "checkpoint-9/optimizer.pt").write_bytes(b"PK"),
             "checkpoint-9/optimizer.pt cannot be read",
         ),
         (
             lambda f: torch.save({"state": {}}, f / "checkpoint-9/optimizer.pt"),
-            "checkpoint-9/optimizer.pt holds no optimizer's state_dict",
+            "checkpoint-9/optimizer.pt does not hold the state_dict() of an optimizer",
         ),
     ],
 )
@@ -655,7 +668,7 @@ def test_damaged_folders(folder: Path, damage: Callable[[Path], Any], message: s
 
 
 def test_a_checkpoint_given_in_place_of_the_folder(folder: Path) -> None:
-    with pytest.raises(RunError, match="give the folder above it"):
+    with pytest.raises(RunError, match="give its parent folder"):
         Run.from_huggingface(folder / "checkpoint-3", gpt2())
 
 
@@ -680,7 +693,7 @@ def test_without_optimizers(left: Trained, folder: Path) -> None:
     assert [bool(c.moments) for c in run.checkpoints] == [True, False, True, True, True]
     for file in folder.glob("*/optimizer.pt"):
         file.unlink()
-    with pytest.warns(UserWarning, match=r"SOURCE needs.*taken to be AdamW"):
+    with pytest.warns(UserWarning, match=r"SOURCE needs.*Assuming AdamW"):
         run = Run.from_huggingface(folder, gpt2())
     assert run.optimizer == "adamw" and run.final.second_moments() is None
     np.testing.assert_array_equal(run.learning_rates[:, 0], np.array(left.rates)[:, 0])
@@ -701,7 +714,7 @@ def test_an_optimizer_nobody_knows(folder: Path) -> None:
         for group in saved["param_groups"]:
             group["momentum_decay"] = 0.004
         torch.save(saved, path)
-    with pytest.warns(UserWarning, match=r"no optimizer known here.*'momentum_decay'"):
+    with pytest.warns(UserWarning, match=r"unknown optimizer.*'momentum_decay'"):
         run = Run.from_huggingface(folder, gpt2())
     assert run.optimizer == "unknown" and run.final.second_moments() is None
 
@@ -898,7 +911,7 @@ def test_lightning_resumed_goes_on_to_the_same_bits(
 def test_what_lightning_cannot_record(pl: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 2 optimizers"):
         fit(pl, module(pl, manual=True, two=True), tmp_path, lightning(tmp_path / "run"))
-    with pytest.raises(ValueError, match="module='net' is no part of Module: it has model"):
+    with pytest.raises(ValueError, match="module='net' is not in Module, which has model"):
         fit(pl, module(pl), tmp_path, lightning(tmp_path / "run", module="net"))
     with pytest.raises(ValueError, match="pass total_steps="):
         fit(pl, module(pl), tmp_path, lightning(tmp_path / "run"), max_epochs=-1)

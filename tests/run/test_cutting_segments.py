@@ -111,7 +111,10 @@ def test_mean_rates_times_lengths_add_up(rates: list[float], count: int) -> None
         (True, "use a number"),
         (1.5, "use a number"),
         ("auto", "use a number"),
-        ([5, 40], r"segments end at \[5\], where the run has no checkpoint: it has them at \[10, 20, 40\]"),
+        (
+            [5, 40],
+            r"segments end at \[5\], where the run has no checkpoint: .* at \[10, 20, 40\]",
+        ),
         ([10, 20], "must end with the run, at 40"),
         ([10, 40], "crosses the end of stage 'pre' at 20"),
         ([20, 20, 40], "must increase"),

@@ -533,8 +533,55 @@ def test_a_stage_added_to_a_finished_run(tmp_path: Path) -> None:
 
 def test_a_stage_needs_the_recorder_to_be_running(tmp_path: Path) -> None:
     model = mlp()
-    with pytest.raises(RunError, match="stage.* was called before the recorder's `with`"):
+    with pytest.raises(RunError, match=r"stage\(.* was called before the recorder's `with`"):
         Recorder(tmp_path, model, sgd(model), total_steps=T).stage("fine")
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+def test_calls_in_the_wrong_state_are_refused(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    recorder = Recorder(tmp_path / "run", model, optimizer, checkpoints=2, total_steps=T)
+    with recorder:
+        with pytest.raises(RunError, match="was called inside the recorder's `with`"), recorder:
+            pass
+        train(model, optimizer, end=6)
+        with pytest.raises(RunError, match=r"restore\(\) was called after the first update"):
+            recorder.restore()
+        with pytest.raises(RunError, match="with recorder was called after the first"), recorder:
+            pass
+        train(model, optimizer, start=6)
+    assert recorder.updates == 0
+    with pytest.raises(RunError, match=r"stage\(.* was called after the recorder's `with`"):
+        recorder.stage("fine")
+    run = Run.open(tmp_path / "run")
+    assert run.finished and run.steps == T
+    assert not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_recorder_may_be_entered_again(tmp_path: Path) -> None:
+    """After its end it appends to the run; after restore() it resumes from the last checkpoint."""
+    model = mlp()
+    optimizer = sgd(model)
+    recorder = Recorder(tmp_path / "run", model, optimizer, checkpoints=[3, 6, 9, T])
+    with pytest.warns(UserWarning, match=r"no checkpoints at \[9, 12\]"), recorder:
+        train(model, optimizer, end=6)
+    with pytest.raises(KeyboardInterrupt), recorder:
+        train(model, optimizer, start=6, end=10)
+        raise KeyboardInterrupt
+    assert recorder.restore() == 9
+    with recorder:
+        train(model, optimizer, start=9)
+    plain(tmp_path / "whole")
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_only_a_recipe_sets_the_origin(tmp_path: Path) -> None:
+    model = mlp()
+    with pytest.raises(TypeError, match="origin"):
+        Recorder(tmp_path, model, sgd(model), total_steps=T, origin={})  # type: ignore[call-arg]
 
 
 # --- batches and every step ---------------------------------------------------------------------

@@ -117,9 +117,7 @@ def load_study(path: str | Path) -> StudyFile:
     if not path.exists():
         raise StudyFileError(f"{path} does not exist: give a study file, such as study.py")
     if path.suffix in (".yaml", ".yml"):
-        from whence.cli.huggingface import from_yaml
-
-        return from_yaml(path)
+        return _from_yaml(path)
     if path.suffix != ".py":
         raise StudyFileError(f"{path} is neither a .py nor a .yaml file: give a study file")
     names = vars(_imported(path))
@@ -131,6 +129,33 @@ def load_study(path: str | Path) -> StudyFile:
         *_looks(path, names),
         dict(names),
     )
+
+
+def _from_yaml(path: Path) -> StudyFile:
+    from whence.integrations.study_yaml import StudyYamlError, read_study_yaml
+    from whence.study import Study
+
+    try:
+        parts = read_study_yaml(path)
+    except StudyYamlError as error:
+        raise StudyFileError(str(error)) from error
+    study = Study(
+        parts.model,
+        parts.task,
+        parts.train,
+        parts.run,
+        collate=parts.collate,
+        cache=parts.cache,
+        layers=parts.layers,
+    )
+
+    def queries(file: Path) -> Any:
+        try:
+            return parts.read_queries(file)
+        except StudyYamlError as error:
+            raise StudyFileError(str(error)) from error
+
+    return StudyFile(path, study, parts.query, shown=parts.display, queries=queries)
 
 
 def _imported(path: Path) -> ModuleType:

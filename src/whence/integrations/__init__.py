@@ -1,1 +1,1 @@
-"""Hugging Face and Lightning: recording their trainers, reading the folders they leave."""
+"""Hugging Face and Lightning: record their trainers, and read the folders they write."""

@@ -9,48 +9,48 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from whence.integrations.callback import TrainerRecorder, dataset_size
+from whence.integrations.trainer_recorder import TrainerRecorder, dataset_size
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # the same library under two names
 
 
-def _callback() -> Any:
-    """A Callback for the Trainers of the packages that are in use; of one, before any is."""
-    used = [name for name in PACKAGES if name in sys.modules]
-    found = []
-    for name in used or PACKAGES:
+def _callback_class() -> Any:
+    """A Callback for the packages that are already imported, or else for the first installed."""
+    imported = [name for name in PACKAGES if name in sys.modules]
+    bases = []
+    for name in imported or PACKAGES:
         try:
-            found.append(import_module(name).Callback)
+            bases.append(import_module(name).Callback)
         except ImportError:
             continue
-        if not used:
+        if not imported:
             break
-    if not found:
+    if not bases:
         raise ImportError("whence.integrations.lightning needs Lightning: pip install lightning")
-    return type("Callback", tuple(found), {})
+    return type("Callback", tuple(bases), {})
 
 
-_Callback: Any = _callback()
+_Callback: Any = _callback_class()
 
 
 class RecorderCallback(_Callback):  # type: ignore[misc]
-    """Records what a Lightning Trainer does, of `lightning.pytorch` or `pytorch_lightning`:
+    """Records a training by a Trainer of `lightning.pytorch` or `pytorch_lightning`:
 
         trainer = Trainer(..., callbacks=[RecorderCallback("runs/mnist", module="model")])
         trainer.fit(module, loader)
 
-    `trainer.fit(..., ckpt_path=...)` goes on with the run. Automatic and manual optimization, with
-    one optimizer. Gradient clipping and weight averaging by the Trainer is noted with the run.
+    `trainer.fit(..., ckpt_path=...)` resumes the run. Automatic and manual optimization work, with
+    one optimizer. Gradient clipping and weight averaging by the Trainer are stored as notes.
 
     Args:
         path: the run's folder.
-        checkpoints: how many, evenly spaced; or their update counts. They are the run's own, and
-            have nothing to do with those that Lightning saves.
-        module: the part of the LightningModule whose run it is: `module="model"` for
+        checkpoints: the number of checkpoints, evenly spaced; or their update counts. These are
+            the run's checkpoints, independent of those that Lightning saves.
+        module: the part of the LightningModule to record: `module="model"` for
             `Study(lightning_module.model, ...)`. Default: all of it.
         options: the Recorder's, such as stage, subset, every_step, overwrite, notes. The number of
-            updates and of training examples is the Trainer's; a loop that steps more than once a
-            batch, or has no known length, needs total_steps.
+            updates and of training examples comes from the Trainer. A loop that makes more than
+            one update per batch, or has no known length, needs total_steps.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
         except AttributeError as error:
             parts = ", ".join(name for name, _ in pl_module.named_children())
             raise ValueError(
-                f"module={self._module!r} is no part of {type(pl_module).__name__}: it has {parts}"
+                f"module={self._module!r} is not in {type(pl_module).__name__}, which has {parts}"
             ) from error
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers: a run is "
-                "that of one; record it by a whence.Recorder in the module"
+                f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, but a run "
+                "records one: use a whence.Recorder inside the module"
             )
         planned = trainer.estimated_stepping_batches
         notes: dict[str, Any] = {}
@@ -104,5 +104,5 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
 
 
 def _averages(callback: Any) -> bool:
-    """StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging and what derives from them."""
+    """StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging and their subclasses."""
     return any("WeightAveraging" in kind.__name__ for kind in type(callback).__mro__)

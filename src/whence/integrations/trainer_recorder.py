@@ -1,4 +1,4 @@
-"""A Recorder for trainers, whose callbacks hear of a beginning and an end and know no `with`."""
+"""A Recorder for trainer callbacks, which have a beginning and an end instead of a `with`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from whence.run.checkpoint import RunError, weights_sha256
 from whence.run.format import RunData
-from whence.run.recorder import Recorder
+from whence.run.recorder import Recorder, writes_run
 from whence.run.resume import resumed_run
 
 OPTIONS = set(inspect.signature(Recorder).parameters) - {
@@ -26,12 +26,12 @@ OPTIONS = set(inspect.signature(Recorder).parameters) - {
 
 
 class TrainerRecorder:
-    """What the callbacks of all trainers have in common.
+    """What the callbacks of all trainers share.
 
     Args:
         path: the run's folder.
         checkpoints: as for the Recorder.
-        options: of the Recorder; they go before what the trainer says.
+        options: of the Recorder. They take precedence over the trainer's values.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class TrainerRecorder:
         unknown = sorted(set(options) - OPTIONS)
         if unknown:
             raise TypeError(
-                f"RecorderCallback got {', '.join(unknown)}: its options are the Recorder's, "
-                f"{', '.join(sorted(OPTIONS))}"
+                f"RecorderCallback got {', '.join(unknown)}: its options are those of the "
+                f"Recorder: {', '.join(sorted(OPTIONS))}"
             )
         self.path, self.checkpoints, self.options = Path(path), checkpoints, dict(options)
         self._recorder: Recorder | None = None
@@ -60,29 +60,29 @@ class TrainerRecorder:
         notes: Mapping[str, Any],
         retried: bool = False,
     ) -> None:
-        """Start recording, or go on.
+        """Start or resume recording.
 
         Args:
-            model, optimizer: as they are now, restored when the trainer resumes.
-            total_steps: planned updates of this training, those before a resumption included.
-            done: how many of them are before this moment.
+            model, optimizer: already restored if the trainer resumes.
+            total_steps: planned updates of this training, including those before it was resumed.
+            done: the number of updates already made.
             size: number of training examples.
             notes: what the trainer does and SOURCE does not model.
-            retried: whether the trainer starts over by itself, from where its failed attempt left
-                the weights.
+            retried: whether the trainer restarts by itself, with the weights that its failed
+                attempt left.
         """
         failed, self._recorder = self._recorder, None
-        if failed is not None:  # an error ended that training, and the trainer tells nobody of it
+        if failed is not None:  # an error ended that training without a call of the callback
             failed.__exit__(RuntimeError, None, None)
         _refuse_shards(model)
         options: dict[str, Any] = {"total_steps": total_steps, "size": size, **self.options}
         options["notes"] = dict(notes) | dict(self.options.get("notes") or {})
-        options["overwrite"] = self._anew(model, done) or (retried and failed is not None)
+        options["overwrite"] = self._overwrites(model, done) or (retried and failed is not None)
         recorder = Recorder(self.path, model, optimizer, checkpoints=self.checkpoints, **options)
         recorder.__enter__()
         self._recorder = recorder
         total_steps = options["total_steps"]
-        if done and not recorder.updates and not recorder._silent:
+        if done and not recorder.updates and writes_run():
             warnings.warn(
                 f"the first {done} updates of this training were not recorded in {self.path}: the "
                 "run starts after them",
@@ -96,37 +96,37 @@ class TrainerRecorder:
                 )
 
     def mark(self) -> None:
-        """The trainer is about to save a checkpoint of its own, from which it may resume."""
+        """Announce that the trainer is about to save its own checkpoint, and may resume from it."""
         if self._recorder is not None:
             self._recorder.mark()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Finish the run; with an error, leave it as unfinished."""
+        """Finish the run. After an error, leave it unfinished."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.__exit__(type(error) if error is not None else None, error, None)
 
-    def _anew(self, model: nn.Module, done: int) -> bool:
-        """Whether to replace what the folder holds."""
-        wanted = bool(self.options.get("overwrite"))
+    def _overwrites(self, model: nn.Module, done: int) -> bool:
+        """Whether to replace the contents of the folder."""
+        requested = bool(self.options.get("overwrite"))
         if not (self.path / "run.json").exists():
-            return wanted
-        if done:  # overwrite=True is for a training that starts, and not for its resumption
-            return wanted and not self._knows(model)
-        record = RunData.read(self.path)
+            return requested
+        if done:  # overwrite=True applies to a training that starts, not to one that resumes
+            return requested and not self._can_resume(model)
+        earlier = RunData.read(self.path)
         stage = self.options.get("stage", "train")
-        if record.finished and not wanted and any(s.name == stage for s in record.stages):
+        if earlier.finished and not requested and any(s.name == stage for s in earlier.stages):
             raise RunError(
-                f"{self.path} holds a finished run of {record.steps} updates: record elsewhere, "
-                "pass overwrite=True to replace it, or give this training a stage= of its own to "
-                "add it to the run's end"
+                f"{self.path} holds a finished run of {earlier.steps} updates: record to another "
+                "folder, pass overwrite=True to replace it, or append this training to the run by "
+                "giving it another stage="
             )
-        # A warm-up starts with a rate of 0: the weights after the first update are the initial
-        # ones, and only the trainer knows that it stands before it.
-        start = record.initial.sha256 if record.initial and not record.finished else None
-        return wanted or start == weights_sha256(model)
+        # A warm-up starts with rate 0, so the weights after the first update equal the initial
+        # ones. Only the trainer knows that it has not made that update.
+        start = earlier.initial.sha256 if earlier.initial and not earlier.finished else None
+        return requested or start == weights_sha256(model)
 
-    def _knows(self, model: nn.Module) -> bool:
+    def _can_resume(self, model: nn.Module) -> bool:
         try:
             return resumed_run(self.path, model) is not None
         except RunError:
@@ -134,7 +134,7 @@ class TrainerRecorder:
 
 
 def dataset_size(loader: Any) -> int | None:
-    """The number of examples behind a data loader; None where that is unknown."""
+    """The number of examples of a data loader; None if that is unknown."""
     try:
         return len(loader.dataset) or None
     except (AttributeError, TypeError, NotImplementedError):
@@ -146,7 +146,7 @@ def _refuse_shards(model: nn.Module) -> None:
         sharded = type(parameter).__name__ == "DTensor" or hasattr(parameter, "ds_id")
         if sharded or "_fsdp_wrapped_module" in name or "_flat_param" in name:
             raise ValueError(
-                f"{name} is sharded over processes (FSDP, ZeRO-3 or tensor parallelism), and a run "
-                "keeps whole weights: train with DDP, or gather checkpoints and use "
+                f"{name} is sharded over processes (FSDP, ZeRO-3 or tensor parallelism), but a run "
+                "needs whole weights: train with DDP, or gather checkpoints and use "
                 "Run.from_checkpoints"
             )

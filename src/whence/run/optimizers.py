@@ -74,15 +74,23 @@ def second_moments(
         return None
     moments = {}
     for name, parameter, group in _named(optimizer, names):
-        state = optimizer.state.get(parameter) or {}
-        if "square_avg" in state:
-            moments[name] = state["square_avg"].detach()
-            if "grad_avg" in state:  # centered: torch divides by the root of the variance
-                moments[name] = moments[name] - state["grad_avg"].detach().square()
-        elif "exp_avg_sq" in state:
-            second = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
-            moments[name] = second / (1 - float(group["betas"][1]) ** float(state["step"]))
+        moment = second_moment(optimizer.state.get(parameter) or {}, group)
+        if moment is not None:
+            moments[name] = moment
     return moments or None
+
+
+def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
+    """v̂ of one parameter, from its state and the settings of its group."""
+    if "square_avg" in state:
+        moment: Tensor = state["square_avg"].detach()
+        if "grad_avg" in state:  # centered: torch divides by the root of the variance
+            moment = moment - state["grad_avg"].detach().square()
+        return moment
+    if "exp_avg_sq" in state:
+        moment = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
+        return moment / (1 - float(group["betas"][1]) ** float(state["step"]))
+    return None
 
 
 def flat_state(optimizer: Optimizer, names: Mapping[int, list[str]]) -> dict[str, Tensor] | None:

@@ -19,7 +19,7 @@ from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names,
 from whence.run.format import RunData, write_checkpoint
 from whence.run.segments import Segment, Stage, assign_checkpoints, effective_rates
 
-Weights = Mapping[str, Tensor] | str | os.PathLike[str]
+StateDictOrPath = Mapping[str, Tensor] | str | os.PathLike[str]
 
 
 class Run(RunData):
@@ -37,7 +37,7 @@ class Run(RunData):
     @classmethod
     def from_checkpoints(
         cls,
-        checkpoints: Sequence[Weights],
+        checkpoints: Sequence[StateDictOrPath],
         steps: Sequence[int],
         learning_rates: ArrayLike,
         *,
@@ -45,12 +45,12 @@ class Run(RunData):
         momentum: ArrayLike = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
-        second_moments: Sequence[Weights | None] | None = None,
+        second_moments: Sequence[StateDictOrPath | None] | None = None,
         epsilon: float = 1e-8,
         batches: Sequence[ArrayLike] | None = None,
         stages: Mapping[str, int] | None = None,
         sizes: Mapping[str, int] | None = None,
-        initial: Weights | None = None,
+        initial: StateDictOrPath | None = None,
         subset: ArrayLike | None = None,
         groups: Sequence[Sequence[str]] | None = None,
     ) -> Self:
@@ -267,7 +267,7 @@ class Run(RunData):
         )
 
 
-def _steps(steps: Sequence[int], checkpoints: Sequence[Weights]) -> list[int]:
+def _steps(steps: Sequence[int], checkpoints: Sequence[StateDictOrPath]) -> list[int]:
     counts = [int(step) for step in steps]
     if not counts or len(counts) != len(checkpoints):
         raise ValueError(

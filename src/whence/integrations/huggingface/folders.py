@@ -1,4 +1,4 @@
-"""Hugging Face: a callback that records a Trainer, and runs made of the folders one has left."""
+"""Runs built from the `checkpoint-*` folders of a `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,109 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from whence.integrations.callback import TrainerRecorder, dataset_size
-from whence.integrations.trainer_files import (
-    Moments,
+from whence.integrations.huggingface.trainer_files import (
+    PretrainedWeights,
     SavedOptimizer,
-    Weights,
-    factors,
+    SecondMoments,
     read_json,
-    trained,
+    relative_rates,
+    trainable_parameters,
 )
 from whence.run import optimizers
 from whence.run.checkpoint import Checkpoint, RunError
 from whence.run.run import Run
 from whence.run.segments import Stage
 
-# Before, the Trainer logged the rate of the next update (huggingface/transformers, pull 36973).
-LOGS_THIS_UPDATE = (4, 51)
-
-
-def _callback() -> Any:
-    try:
-        return import_module("transformers").TrainerCallback
-    except ImportError:  # from_huggingface only reads files
-        return object
-
-
-_TrainerCallback: Any = _callback()
-
-
-class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
-    """Records what a `transformers.Trainer` does:
-
-        trainer = Trainer(model, args, ..., callbacks=[RecorderCallback("runs/bert")])
-        trainer.train()
-
-    `trainer.train(resume_from_checkpoint=...)` goes on with the run. Gradient clipping, and what
-    else the arguments ask for and SOURCE does not model, is noted with it.
-
-    Args:
-        path: the run's folder.
-        checkpoints: how many, evenly spaced; or their update counts. They are the run's own, and
-            have nothing to do with those that the Trainer saves.
-        options: the Recorder's, such as stage, subset, every_step, overwrite, notes. The number of
-            updates and of training examples is the Trainer's.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        checkpoints: int | Sequence[int] = 6,
-        **options: Any,
-    ) -> None:
-        if _TrainerCallback is object:
-            raise ImportError("RecorderCallback needs transformers: pip install transformers")
-        self._run = TrainerRecorder(path, checkpoints, options)
-
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        *,
-        model: Any = None,
-        optimizer: Any = None,
-        train_dataloader: Any = None,
-        **others: Any,
-    ) -> None:
-        asked = {
-            "clip_norm": args.max_grad_norm,
-            "label_smoothing": args.label_smoothing_factor,
-            "neftune_noise_alpha": args.neftune_noise_alpha,
-            "load_best_model_at_end": args.load_best_model_at_end,
-        }
-        self._run.begin(
-            model,
-            optimizer,
-            total_steps=state.max_steps if state.max_steps > 0 else None,
-            done=state.global_step,
-            size=dataset_size(train_dataloader),
-            notes={what: value for what, value in asked.items() if value},
-            retried=args.auto_find_batch_size and not state.global_step,
-        )
-
-    # Marked before the Trainer saves, so that a process killed in between can still go on.
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if control.should_save:
-            self._run.mark()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if control.should_save:
-            self._run.mark()
-
-    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._run.mark()  # where the save was decided later than that, by an evaluation
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        # The Trainer's last words come after the last update, and before load_best_model_at_end
-        # puts other weights in the place of the final ones.
-        if logs and "train_runtime" in logs:
-            self._run.end()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._run.end()
+# Earlier versions of the Trainer logged the rate of the next update (huggingface/transformers,
+# pull 36973).
+FIRST_VERSION_LOGGING_OWN_RATE = (4, 51)
 
 
 def from_huggingface(
@@ -127,24 +39,25 @@ def from_huggingface(
     size: int | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Run:
-    """A run made of the `checkpoint-*` folders that a `transformers.Trainer` has left.
+    """Build a run from the `checkpoint-*` folders of a `transformers.Trainer`.
 
-    They tell the weights, the optimizer's settings and second moments, and the learning rates that
-    were logged; where not every update was (`logging_steps=1`), those in between are interpolated,
-    and a warning says how many. They tell neither the initial weights nor, unless
-    `training_args.bin` were unpickled, whether gradients were clipped: `RecorderCallback` does.
+    They hold the weights, the optimizer's settings and second moments, and the learning rates that
+    were logged. Unless every update was logged (`logging_steps=1`), the rates in between are
+    interpolated, and a warning gives their number. The folders do not hold the initial weights, nor
+    say (without unpickling `training_args.bin`) whether gradients were clipped. `RecorderCallback`
+    records both.
 
     Args:
-        output_dir: the Trainer's. Nothing in it is unpickled.
-        model: the one that was trained: its names and shapes, and which of its parameters are
-            frozen. Its weights do not matter.
+        output_dir: the Trainer's output_dir. Nothing in it is unpickled.
+        model: the model that was trained, with the same parameters frozen. Its weights do not
+            matter.
         stage: the name of the run's only stage.
         size: number of training examples.
-        notes: what is known of the training and SOURCE does not model: {"clip_norm": 1.0}.
+        notes: aspects of the training that SOURCE does not model: {"clip_norm": 1.0}.
     """
     folder = Path(output_dir)
     folders = _folders(folder)
-    weights = {step: Weights.find(place, model) for step, place in folders.items()}
+    weights = {step: PretrainedWeights.find(place, model) for step, place in folders.items()}
     state_path = _trainer_state(folder, folders)
     state = read_json(state_path)
     saved = _optimizers(folders, model)
@@ -154,28 +67,31 @@ def from_huggingface(
     if saved:
         last = list(saved.values())[-1]
         kind, groups, settings = last.kind(), last.flat_names, last.hyperparameters()
-        scale = factors(list(saved.values()))
+        scale = relative_rates(list(saved.values()))
         momentums = [optimizers.rate(group)[1] for group in last.groups]
     else:
-        kind, groups, settings = "adamw", [[n for _, ns in trained(model) for n in ns]], [{}]
+        trained = [name for _, names in trainable_parameters(model) for name in names]
+        kind, groups, settings = "adamw", [trained], [{}]
         scale, momentums = [1.0], [0.0]
-    shifted = _version(folders[total]) < LOGS_THIS_UPDATE
-    # A checkpoint is saved when the scheduler has set the rate of the next update.
-    known = {step + 1: one.rates("lr")[0] for step, one in saved.items()}
-    highest = max((one.rates("initial_lr")[0] for one in saved.values()), default=0.0)
+    shifted = _version(folders[total]) < FIRST_VERSION_LOGGING_OWN_RATE
+    # A checkpoint is saved after the scheduler has set the rate of the next update.
+    known = {step + 1: optimizer.rates("lr")[0] for step, optimizer in saved.items()}
+    highest = max((optimizer.rates("initial_lr")[0] for optimizer in saved.values()), default=0.0)
     rates = _rates(known | _logged(state, state_path, shifted), highest, total, state_path)
     planned = state.get("max_steps") or total
     _check_spacing(steps, int(state.get("save_steps") or 0))
     if planned > total:
         warnings.warn(
-            f"training was planned to reach update {planned} (max_steps), and the last checkpoint "
+            f"training was planned to reach update {planned} (max_steps), but the last checkpoint "
             f"in {folder} is after {total}: the run ends there",
             stacklevel=2,
         )
     moments = saved if kind in ("adam", "adamw", "rmsprop") else {}
     return Run(
         checkpoints=[
-            Checkpoint(step, stage, file, Moments.of(moments[step]) if step in moments else None)
+            Checkpoint(
+                step, stage, file, SecondMoments.of(moments[step]) if step in moments else None
+            )
             for step, file in weights.items()
         ],
         learning_rates=rates[:, None] * np.array(scale),
@@ -194,17 +110,17 @@ def from_huggingface(
 def _folders(folder: Path) -> dict[int, Path]:
     """{step: checkpoint folder}, in order."""
     if not folder.is_dir():
-        raise RunError(f"{folder} is no folder: give the output_dir of a Trainer")
-    places = ((re.fullmatch(r"checkpoint-(\d+)", f.name), f) for f in folder.iterdir())
-    found = {int(match[1]): f for match, f in places if match and f.is_dir()}
-    if not any(found):
-        inside = (folder / "trainer_state.json").exists()
+        raise RunError(f"{folder} is not a folder: give the output_dir of a Trainer")
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", f.name), f) for f in folder.iterdir())
+    folders = {int(match[1]): f for match, f in matches if match and f.is_dir()}
+    if not any(folders):
+        is_checkpoint = (folder / "trainer_state.json").exists()
         raise RunError(
             f"{folder} has no checkpoint-* folders: give "
-            f"{'the folder above it' if inside else 'the output_dir of a Trainer'}, or make a run "
-            "of weights that lie elsewhere with Run.from_checkpoints"
+            f"{'its parent folder' if is_checkpoint else 'the output_dir of a Trainer'}, or build "
+            "a run from other files with Run.from_checkpoints"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(folders.items()))
 
 
 def _trainer_state(folder: Path, folders: Mapping[int, Path]) -> Path:
@@ -214,7 +130,7 @@ def _trainer_state(folder: Path, folders: Mapping[int, Path]) -> Path:
             return place / "trainer_state.json"
     raise RunError(
         f"{last} has no trainer_state.json, so the learning rates are unknown: restore it from a "
-        "copy, or give them to Run.from_checkpoints"
+        "copy, or pass the learning rates to Run.from_checkpoints"
     )
 
 
@@ -224,8 +140,8 @@ def _optimizers(folders: Mapping[int, Path], model: nn.Module) -> dict[int, Save
     if missing:
         every = len(missing) == len(paths)
         warnings.warn(
-            f"no optimizer.pt at {missing}: no second moments there, which SOURCE needs for Adam "
-            "and its kin" + every * ". The optimizer is taken to be AdamW, the Trainer's default",
+            f"no optimizer.pt at {missing}: no second moments there, which SOURCE needs for "
+            "Adam-type optimizers" + every * ". Assuming AdamW, the Trainer's default",
             stacklevel=3,
         )
     saved = {
@@ -233,25 +149,28 @@ def _optimizers(folders: Mapping[int, Path], model: nn.Module) -> dict[int, Save
         for step, path in paths.items()
         if step not in missing
     }
-    for step, one in saved.items():
-        if one.names != saved[max(saved)].names:
-            raise RunError(f"{one.path} trains other parameters than {saved[max(saved)].path}")
-        if one.updates not in (None, step):
+    for step, optimizer in saved.items():
+        if optimizer.names != saved[max(saved)].names:
+            raise RunError(
+                f"{optimizer.path} trains other parameters than {saved[max(saved)].path}: use "
+                "RecorderCallback, or Run.from_checkpoints"
+            )
+        if optimizer.updates not in (None, step):
             warnings.warn(
-                f"{one.path} has counted {one.updates} updates, not {step}: some were skipped (as "
-                "fp16 does when gradients overflow), or the optimizer was started afresh. All are "
-                "taken to have been made",
+                f"{optimizer.path} has counted {optimizer.updates} updates, not {step}: some were "
+                "skipped (as fp16 does when gradients overflow), or the optimizer was restarted. "
+                f"The run counts all {step}",
                 stacklevel=3,
             )
     return saved
 
 
 def _version(folder: Path) -> tuple[int, ...]:
-    """The version of transformers that saved a checkpoint; where nothing tells, a recent one."""
+    """The version of transformers that saved a checkpoint; a recent one if that is unknown."""
     if not (folder / "config.json").exists():
-        return LOGS_THIS_UPDATE
-    told = str(read_json(folder / "config.json").get("transformers_version"))
-    return tuple(map(int, re.findall(r"\d+", told)[:2])) or LOGS_THIS_UPDATE
+        return FIRST_VERSION_LOGGING_OWN_RATE
+    version = str(read_json(folder / "config.json").get("transformers_version"))
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) or FIRST_VERSION_LOGGING_OWN_RATE
 
 
 def _logged(state: Mapping[str, Any], path: Path, shifted: bool) -> dict[int, float]:
@@ -265,31 +184,31 @@ def _logged(state: Mapping[str, Any], path: Path, shifted: bool) -> dict[int, fl
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} is damaged: {error!r} in its log_history") from error
     if not all(np.isfinite(rate) and rate >= 0 for rate in rates.values()):
-        raise RunError(f"{path} is damaged: it logs a learning rate that is no rate")
+        raise RunError(f"{path} is damaged: it logs a negative or infinite learning rate")
     return rates
 
 
 def _rates(
     known: Mapping[int, float], highest: float, total: int, path: Path
 ) -> NDArray[np.float64]:
-    """The rate of every update (T,), interpolated where it is not known. `highest` is the one that
-    the scheduler varies."""
+    """The rate of every update (T,), interpolated where it is not known. `highest` is the rate
+    that the scheduler scales."""
     updates = np.arange(1, total + 1)
     missing = total - sum(step in known for step in updates.tolist())
     if missing == total:
         raise RunError(
-            f"{path} has no learning rate of updates 1 … {total}: give them to Run.from_checkpoints"
+            f"{path} has no learning rate of updates 1 … {total}: pass them to Run.from_checkpoints"
         )
     if missing:
         warnings.warn(
             f"the learning rates of {missing} of {total} updates were not logged in {path} and are "
-            "interpolated. With logging_steps=1 all are logged; RecorderCallback records them",
+            "interpolated. Train with logging_steps=1 to log all, or use RecorderCallback",
             stacklevel=3,
         )
     steps = np.array(sorted(known))
     values = np.array([known[step] for step in steps.tolist()])
     rates = np.interp(updates, steps, values)
-    if len(steps) > 1:  # before the first one known: on the line through the first two
+    if len(steps) > 1:  # before the first known rate: on the line through the first two
         slope = (values[1] - values[0]) / (steps[1] - steps[0])
         line = np.clip(values[0] + slope * (updates - steps[0]), 0, max(highest, *values))
         rates = np.where(updates < steps[0], line, rates)
@@ -297,7 +216,7 @@ def _rates(
 
 
 def _check_spacing(steps: Sequence[int], save_steps: int) -> None:
-    """Warn where checkpoints are missing among others, as save_total_limit leaves it."""
+    """Warn if some checkpoints are missing, as with save_total_limit."""
     gaps = np.diff([0, *steps]).tolist()
     regular = save_steps > 0 and all(step % save_steps == 0 for step in steps[:-1])
     interval = save_steps if regular else min(gaps)
@@ -306,7 +225,7 @@ def _check_spacing(steps: Sequence[int], save_steps: int) -> None:
         warnings.warn(
             "no checkpoint between updates "
             + ", ".join(f"{start} and {end}" for start, end in wide[:3])
-            + f", though there is one every {interval} elsewhere: were some deleted, or "
-            "save_total_limit set? Segments are made of those that are left",
+            + f", though there is one every {interval} elsewhere: some were deleted, perhaps by "
+            "save_total_limit. Segments use the remaining ones",
             stacklevel=3,
         )
