@@ -533,7 +533,7 @@ def test_a_stage_added_to_a_finished_run(tmp_path: Path) -> None:
 
 def test_a_stage_needs_the_recorder_to_be_running(tmp_path: Path) -> None:
     model = mlp()
-    with pytest.raises(RunError, match=r"stage\(.* was called before the recorder's `with`"):
+    with pytest.raises(RunError, match=r"stage\(.* is not possible before the recorder's `with`"):
         Recorder(tmp_path, model, sgd(model), total_steps=T).stage("fine")
 
 
@@ -545,16 +545,19 @@ def test_calls_in_the_wrong_state_are_refused(tmp_path: Path) -> None:
     optimizer = sgd(model)
     recorder = Recorder(tmp_path / "run", model, optimizer, checkpoints=2, total_steps=T)
     with recorder:
-        with pytest.raises(RunError, match="was called inside the recorder's `with`"), recorder:
+        with (
+            pytest.raises(RunError, match="is not possible inside the recorder's `with`"),
+            recorder,
+        ):
             pass
         train(model, optimizer, end=6)
-        with pytest.raises(RunError, match=r"restore\(\) was called after the first update"):
+        with pytest.raises(RunError, match=r"restore\(\) is not possible after the first update"):
             recorder.restore()
-        with pytest.raises(RunError, match="with recorder was called after the first"), recorder:
+        with pytest.raises(RunError, match="`with recorder` is not possible after"), recorder:
             pass
         train(model, optimizer, start=6)
     assert recorder.updates == 0
-    with pytest.raises(RunError, match=r"stage\(.* was called after the recorder's `with`"):
+    with pytest.raises(RunError, match=r"stage\(.* is not possible after the recorder's `with`"):
         recorder.stage("fine")
     run = Run.open(tmp_path / "run")
     assert run.finished and run.steps == T

@@ -82,8 +82,9 @@ def second_moments(
 
 def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
     """v̂ of one parameter, from its state and the settings of its group."""
+    moment: Tensor
     if "square_avg" in state:
-        moment: Tensor = state["square_avg"].detach()
+        moment = state["square_avg"].detach()
         if "grad_avg" in state:  # centered: torch divides by the root of the variance
             moment = moment - state["grad_avg"].detach().square()
         return moment

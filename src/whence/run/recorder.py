@@ -147,9 +147,9 @@ class Finished:
 State = Fresh | Observing | Attached | Recording | Finished
 #: the states in which a call is legal, and what to do instead in the others
 LEGAL: dict[str, tuple[tuple[type[State], ...], str]] = {
-    "with recorder": ((Fresh, Finished), "use a Recorder of its own for each training"),
+    "`with recorder`": ((Fresh, Finished), "use another Recorder"),
     "recorder.stage(...)": ((Observing, Attached, Recording), "call it inside"),
-    "recorder.restore()": ((Fresh, Observing, Attached, Finished), "call it before the first one"),
+    "recorder.restore()": ((Fresh, Observing, Attached, Finished), "call it before"),
 }
 
 
@@ -250,7 +250,7 @@ class Recorder:
         return self._state.writer.updates if isinstance(self._state, Writing) else 0
 
     def __enter__(self) -> Self:
-        self._check_legal("with recorder")
+        self._check_legal("`with recorder`")
         if self._provenance.notes and writes_run():
             notes = ", ".join(f"{key}={value!r}" for key, value in self._provenance.notes.items())
             warnings.warn(f"kept with the run, but not modelled by SOURCE: {notes}", stacklevel=2)
@@ -419,7 +419,7 @@ class Recorder:
     def _check_legal(self, call: str) -> None:
         states, advice = LEGAL[call]
         if not isinstance(self._state, states):
-            raise RunError(f"{call} was called {self._state.when}: {advice}")
+            raise RunError(f"{call} is not possible {self._state.when}: {advice}")
 
     # --- hooks ----------------------------------------------------------------------------------
 
