@@ -1,4 +1,4 @@
-"""Recording real trainers, Hugging Face's and Lightning's, and reading the folders they leave."""
+"""Recording real trainers, Hugging Face's and Lightning's, and reading the folders they write."""
 
 from __future__ import annotations
 
@@ -120,13 +120,15 @@ def trainer(model: Any, out: Path, *callbacks: Any, **arguments: Any) -> Any:
     }
     args = hf.TrainingArguments(str(out), **(settings | arguments))
     data = examples(model)
-    made = hf.Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
-    made.remove_callback(hf.PrinterCallback)
-    return made
+    training = hf.Trainer(
+        model, args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks)
+    )
+    training.remove_callback(hf.PrinterCallback)
+    return training
 
 
 def spy(**events: Callable[..., None]) -> Any:
-    """A callback that does this and that."""
+    """A callback that calls the given functions."""
     base = import_module("transformers").TrainerCallback
 
     def method(event: Callable[..., None]) -> Callable[..., None]:
@@ -202,7 +204,7 @@ def test_the_trainer_is_recorded(trained: Trained, tmp_path: Path) -> None:
     assert same(alone.state_dict(), model.state_dict())
 
 
-def test_the_folder_it_left_tells_the_same(trained: Trained, tmp_path: Path) -> None:
+def test_the_folder_gives_the_same_run(trained: Trained, tmp_path: Path) -> None:
     recorded = Run.open(trained.path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -218,7 +220,7 @@ def test_the_folder_it_left_tells_the_same(trained: Trained, tmp_path: Path) -> 
         assert same(ours.weights(), theirs.weights())
         assert same(ours.second_moments(), theirs.second_moments())
     assert [s.rates for s in run.segments(3)] == [s.rates for s in recorded.segments(3)]
-    # Kept as a run of its own it is the same again.
+    # Saved to a folder, it is the same run.
     saved = run.save(tmp_path / "saved")
     assert same(saved.final.weights(), run.final.weights())
     assert same(saved.final.second_moments(), run.final.second_moments())
@@ -227,12 +229,12 @@ def test_the_folder_it_left_tells_the_same(trained: Trained, tmp_path: Path) -> 
 
 def test_a_study_takes_either(left: Trained) -> None:
     data = [{"input_ids": e["input_ids"], "labels": e["labels"]} for e in examples(left.model)]
-    found = []
+    values = []
     for run in (Run.open(left.path), Run.from_huggingface(left.out, gpt2(), size=SIZE)):
         study = whence.Study(gpt2(), whence.LanguageModeling(), train=data, runs=run)
-        found.append(whence.TracIn().attribute(study, data[:2], progress=False).values)
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
-    assert np.abs(found[0]).max() > 0
+        values.append(whence.TracIn().attribute(study, data[:2], progress=False).values)
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
+    assert np.abs(values[0]).max() > 0
 
 
 def test_other_optimizers_and_schedules(hf: ModuleType, tmp_path: Path) -> None:
@@ -300,10 +302,10 @@ def test_the_best_model_is_not_the_final_one(hf: ModuleType, tmp_path: Path) -> 
         greater_is_better=False,
     )
     training.compute_metrics = lambda _: {"worse": next(metrics)}
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         training.train()
-    assert any("load_best_model_at_end=True" in str(w.message) for w in told)
-    assert any("reached 6" in str(w.message) for w in told)
+    assert any("load_best_model_at_end=True" in str(w.message) for w in caught)
+    assert any("reached 6" in str(w.message) for w in caught)
     run = Run.open(tmp_path / "run")
     assert run.finished and [c.step for c in run.checkpoints] == [5, 6]
     assert same(run.final.weights(), seen[6]) and same(model.state_dict(), seen[2])
@@ -320,7 +322,7 @@ def stop_at(step: int) -> Any:
     return spy(on_step_begin=stop)
 
 
-def test_resumed_it_goes_on_to_the_same_bits(hf: ModuleType, tmp_path: Path) -> None:
+def test_a_resumed_training_ends_with_the_same_bits(hf: ModuleType, tmp_path: Path) -> None:
     """The Trainer saves at 4, 8, 12; the run at 5, 10, 15."""
 
     def resumed(folder: Path, *callbacks: Any, **arguments: Any) -> Any:
@@ -421,7 +423,7 @@ KILLED = """
 """
 
 
-def test_killed_while_saving_it_goes_on(hf: ModuleType, tmp_path: Path) -> None:
+def test_killed_while_saving_it_resumes(hf: ModuleType, tmp_path: Path) -> None:
     source = Path(whence.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(Path(__file__).parent), tmp_path],
@@ -457,7 +459,7 @@ def test_a_finished_run_is_kept(hf: ModuleType, left: Trained, tmp_path: Path) -
     with pytest.raises(RunError, match=r"finished run of 15 updates.*overwrite=True.*stage="):
         trainer(model, tmp_path / "out", recorder(tmp_path / "run")).train()
     assert content(tmp_path / "run") == before
-    # A stage of its own goes to its end, and overwrite=True replaces it all.
+    # Another stage is appended to it, and overwrite=True replaces the run.
     model.load_state_dict(left.model.state_dict())
     callback = recorder(tmp_path / "run", 2, stage="fine")
     trainer(model, tmp_path / "out", callback, num_train_epochs=1).train()
@@ -467,7 +469,7 @@ def test_a_finished_run_is_kept(hf: ModuleType, left: Trained, tmp_path: Path) -
     callback = recorder(tmp_path / "run", overwrite=True)
     trainer(gpt2(), tmp_path / "again", callback).train()
     assert Run.open(tmp_path / "run").fingerprint == Run.open(left.path).fingerprint
-    # overwrite=True is not meant for a training that goes on.
+    # overwrite=True does not apply to a training that resumes.
     training = trainer(gpt2(), tmp_path / "again", callback, num_train_epochs=4)
     training.train(resume_from_checkpoint=True)
     assert Run.open(tmp_path / "run").steps == 20
@@ -523,11 +525,11 @@ def test_rates_of_a_warm_up_interpolated(left: Trained, folder: Path) -> None:
     with pytest.warns(UserWarning, match="of 9 of 15 updates"):  # checkpoints tell 4, 7, 10, 13
         run = Run.from_huggingface(folder, gpt2())
     exact = np.array(left.rates)[:, 0]
-    found = run.learning_rates[:, 0]
+    rates = run.learning_rates[:, 0]
     known = [4, 5, 7, 10, 13, 15]
-    np.testing.assert_array_equal(found[np.array(known) - 1], exact[np.array(known) - 1])
-    np.testing.assert_allclose(found[3:], exact[3:], rtol=1e-12)
-    assert (found >= 0).all() and (found <= exact.max()).all()
+    np.testing.assert_array_equal(rates[np.array(known) - 1], exact[np.array(known) - 1])
+    np.testing.assert_allclose(rates[3:], exact[3:], rtol=1e-12)
+    assert (rates >= 0).all() and (rates <= exact.max()).all()
 
 
 def test_rates_logged_by_an_older_version(left: Trained, folder: Path) -> None:
@@ -588,7 +590,7 @@ def test_weights_in_other_files(left: Trained, folder: Path, tmp_path: Path) -> 
         Run.from_huggingface(folder, gpt2())
 
 
-def test_weights_the_model_has_not(left: Trained, folder: Path) -> None:
+def test_weights_that_the_model_does_not_have(left: Trained, folder: Path) -> None:
     file = folder / "checkpoint-3/model.safetensors"
     save_file(load_file(file) | {"transformer.h.0.attn.masked_bias": torch.zeros(())}, file)
     with pytest.warns(UserWarning, match=r"checkpoint-3.*masked_bias.*ignored"):
@@ -597,7 +599,7 @@ def test_weights_the_model_has_not(left: Trained, folder: Path) -> None:
 
 
 def test_named_groups_and_amsgrad(hf: ModuleType, tmp_path: Path) -> None:
-    """An optimizer of one's own, whose groups are named and are not the Trainer's."""
+    """A custom optimizer, whose groups are named and differ from the Trainer's."""
     model = bert()
     named = list(model.named_parameters())
     parts = [{"params": named[::2]}, {"params": named[1::4], "lr": 1e-4}, {"params": named[3::4]}]
@@ -708,7 +710,7 @@ def test_without_optimizers(left: Trained, folder: Path) -> None:
         Run.from_huggingface(folder, gpt2())
 
 
-def test_an_optimizer_nobody_knows(folder: Path) -> None:
+def test_an_unknown_optimizer(folder: Path) -> None:
     for path in folder.glob("*/optimizer.pt"):
         saved = torch.load(path, weights_only=True)
         for group in saved["param_groups"]:
@@ -736,7 +738,7 @@ def test_missing_checkpoints(folder: Path) -> None:
     assert not run.finished and run.steps == 12
 
 
-def test_updates_that_were_skipped_are_told(folder: Path) -> None:
+def test_skipped_updates_warn(folder: Path) -> None:
     path = folder / "checkpoint-9/optimizer.pt"
     saved = torch.load(path, weights_only=True)
     for state in saved["state"].values():
@@ -834,9 +836,9 @@ def fit(pl: ModuleType, lit: Any, folder: Path, *callbacks: Any, **options: Any)
         "default_root_dir": str(folder),
     }
     resume = options.pop("ckpt_path", None)
-    made = pl.Trainer(callbacks=list(callbacks), **(settings | options))
-    made.fit(lit, loader(), ckpt_path=resume)
-    return made
+    training = pl.Trainer(callbacks=list(callbacks), **(settings | options))
+    training.fit(lit, loader(), ckpt_path=resume)
+    return training
 
 
 def lightning(path: Path, checkpoints: Any = 5, **options: Any) -> Any:
@@ -849,7 +851,7 @@ def test_lightning_is_recorded(pl: ModuleType, tmp_path: Path) -> None:
     lit = module(pl)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     with pytest.warns(UserWarning, match=r"clip_norm=0\.5"):
-        made = fit(pl, lit, tmp_path, lightning(tmp_path / "run"), **options)
+        training = fit(pl, lit, tmp_path, lightning(tmp_path / "run"), **options)
     run = Run.open(tmp_path / "run")
     assert run.finished and run.steps == T and run.optimizer == "adamw"
     assert [c.step for c in run.checkpoints] == [3, 6, 9, 12, 15]
@@ -860,7 +862,7 @@ def test_lightning_is_recorded(pl: ModuleType, tmp_path: Path) -> None:
     assert same(run.final.weights(), lit.state_dict())
     moments = run.final.second_moments()
     assert moments is not None
-    for name, v in by_hand(lit, made.optimizers[0]).items():
+    for name, v in by_hand(lit, training.optimizers[0]).items():
         torch.testing.assert_close(moments[name], v, rtol=1e-5, atol=0)
     alone = module(pl)
     fit(pl, alone, tmp_path, **options)
@@ -884,10 +886,8 @@ def test_the_model_inside_a_lightning_module(pl: ModuleType, tmp_path: Path, man
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_lightning_resumed_goes_on_to_the_same_bits(
-    pl: ModuleType, tmp_path: Path, manual: bool
-) -> None:
-    """Lightning saves after 9, 18 and 27 updates: only between epochs does it go on exactly."""
+def test_lightning_resumes_to_the_same_bits(pl: ModuleType, tmp_path: Path, manual: bool) -> None:
+    """Lightning saves after 9, 18 and 27 updates: it resumes exactly only between epochs."""
     saves = import_module(f"{pl.__name__}.callbacks").ModelCheckpoint
 
     def run(folder: Path, stop: int | None = None, resume: Path | None = None) -> Any:

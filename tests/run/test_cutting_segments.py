@@ -1,4 +1,4 @@
-"""How a run is cut into segments, and the effective rate of each."""
+"""How a run is divided into segments, and the effective rate of each."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def run(steps: list[int], rates: object = 0.1, **options: object) -> Run:
     return Run.from_checkpoints(states, steps, rates, **options)  # type: ignore[arg-type]
 
 
-def staged(held: list[int]) -> Run:
-    """A run with so many checkpoints per stage, ten updates apart."""
-    ends = np.cumsum(held) * 10
+def staged(counts: list[int]) -> Run:
+    """A run with a number of checkpoints per stage, ten updates apart."""
+    ends = np.cumsum(counts) * 10
     stages = {f"stage {i}": int(end) for i, end in enumerate(ends)}
-    return run([10 * (i + 1) for i in range(sum(held))], stages=stages)
+    return run([10 * (i + 1) for i in range(sum(counts))], stages=stages)
 
 
 def ends(segments: list) -> list[int]:
     return [s.end for s in segments]
 
 
-def test_equal_segments_deal_the_checkpoints_in_order() -> None:
+def test_equal_segments_take_the_checkpoints_in_order() -> None:
     segments = run([5, 10, 15, 20, 25, 30]).segments(3)
     assert [(s.start, s.end, s.steps) for s in segments] == [
         (0, 10, 10),
@@ -56,7 +56,7 @@ def test_given_ends_and_stages() -> None:
 
 
 def test_segments_are_shared_among_stages() -> None:
-    # An equal deal where it happens to respect the boundary; shares where it does not.
+    # Equal parts if these respect the boundary; shares if they do not.
     assert ends(staged([2, 4]).segments(3)) == [20, 40, 60]
     assert ends(staged([1, 5]).segments(2)) == [10, 60]
     assert ends(staged([1, 5]).segments(4)) == [10, 30, 50, 60]
@@ -65,9 +65,9 @@ def test_segments_are_shared_among_stages() -> None:
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 28))
 @settings(max_examples=150, deadline=None)
-def test_any_deal(held: list[int], count: int) -> None:
-    whole = staged(held)
-    if not len(held) <= count <= sum(held):
+def test_any_division(counts: list[int], count: int) -> None:
+    whole = staged(counts)
+    if not len(counts) <= count <= sum(counts):
         with pytest.raises(ValueError, match=f"segments={count}"):
             whole.segments(count)
         return
@@ -80,18 +80,18 @@ def test_any_deal(held: list[int], count: int) -> None:
         assert segment.end == segment.checkpoints[-1].step
         assert {c.stage for c in segment.checkpoints} == {segment.stage.name}
         assert segment.stage.start <= segment.start < segment.end <= segment.stage.end
-    # The ends of any deal are a deal of their own.
+    # The ends of these segments give the same segments.
     assert whole.segments(ends(segments)) == segments
-    even = [len(part) for part in np.array_split(np.arange(sum(held)), count)]
-    if set(np.cumsum(held)) <= set(np.cumsum(even)):
+    even = [len(part) for part in np.array_split(np.arange(sum(counts)), count)]
+    if set(np.cumsum(counts)) <= set(np.cumsum(even)):
         assert [len(s.checkpoints) for s in segments] == even
         return
     # Within a stage as equal as can be; no stage has more than its share, rounded up, but for the
     # one segment that each is sure of.
-    for stage, n in zip(whole.stages, held, strict=True):
+    for stage, n in zip(whole.stages, counts, strict=True):
         lengths = [len(s.checkpoints) for s in segments if s.stage == stage]
         assert max(lengths) - min(lengths) <= 1
-        assert len(lengths) == 1 or len(lengths) <= np.ceil(count * n / sum(held))
+        assert len(lengths) == 1 or len(lengths) <= np.ceil(count * n / sum(counts))
 
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12), st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""Recording real training loops, and going on after they were interrupted."""
+"""Recording real training loops, and resuming them after an interruption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loud() -> Iterator[None]:
     """A warning nobody expects is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        # said where the scheduler goes first, or makes steps whose updates were made before
+        # torch warns if the scheduler steps first, or repeats steps of updates made earlier
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         yield
 
@@ -112,7 +112,7 @@ def test_chosen_checkpoints_and_the_final_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [T - 2, T + 2])
-def test_a_training_of_another_length_is_told(tmp_path: Path, end: int) -> None:
+def test_a_training_of_another_length_warns(tmp_path: Path, end: int) -> None:
     model = mlp()
     optimizer = sgd(model)
     with (
@@ -125,7 +125,7 @@ def test_a_training_of_another_length_is_told(tmp_path: Path, end: int) -> None:
     assert same(run.final.weights(), model.state_dict())
 
 
-def test_missed_checkpoints_are_told(tmp_path: Path) -> None:
+def test_missed_checkpoints_warn(tmp_path: Path) -> None:
     model = mlp()
     optimizer = sgd(model)
     with (
@@ -286,7 +286,7 @@ def test_parameters_unfrozen_on_the_way(tmp_path: Path) -> None:
     assert run.rate_at(run.final, "0.weight") == 0.1
 
 
-def test_an_optimizer_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_optimizer(tmp_path: Path) -> None:
     model = mlp()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     with Recorder(tmp_path / "run", model, optimizer, checkpoints=2, total_steps=T):
@@ -324,7 +324,7 @@ def test_optimizers_wrapped_by_a_trainer(tmp_path: Path) -> None:
     assert Run.open(tmp_path / "run").optimizer == "sgd"
 
 
-def test_notes_are_kept_and_told(tmp_path: Path) -> None:
+def test_notes_are_stored_and_warned_about(tmp_path: Path) -> None:
     model = mlp()
     optimizer = sgd(model)
     notes = {"clip_norm": 1.0, "ema": 0.999}
@@ -396,16 +396,16 @@ def test_adam_moments_by_hand(tmp_path: Path, kind: type[Adam], amsgrad: bool) -
                 moment[name] = 0.9 * moment[name] + 0.1 * p.grad**2
                 largest[name] = torch.maximum(largest[name], moment[name])
             optimizer.step()
-            kept = largest if amsgrad else moment
-            expected[step] = {name: v / (1 - 0.9**step) for name, v in kept.items()}
+            uncorrected = largest if amsgrad else moment
+            expected[step] = {name: v / (1 - 0.9**step) for name, v in uncorrected.items()}
     run = Run.open(tmp_path / "run")
     assert run.optimizer == kind.__name__.lower()
     assert run.momentums[0, 0] == 0.8 and run.hyperparameters[0]["betas"] == [0.8, 0.9]
     for checkpoint in run.checkpoints:
-        found = checkpoint.second_moments()
-        assert found is not None and found.keys() == expected[checkpoint.step].keys()
+        moments = checkpoint.second_moments()
+        assert moments is not None and moments.keys() == expected[checkpoint.step].keys()
         for name, v in expected[checkpoint.step].items():
-            torch.testing.assert_close(found[name], v, rtol=1e-12, atol=0)
+            torch.testing.assert_close(moments[name], v, rtol=1e-12, atol=0)
 
 
 def test_moments_of_rmsprop_and_sgd(tmp_path: Path) -> None:
@@ -413,8 +413,8 @@ def test_moments_of_rmsprop_and_sgd(tmp_path: Path) -> None:
     optimizer = RMSprop(model.parameters(), lr=0.01)
     with Recorder(tmp_path / "a", model, optimizer, checkpoints=1, total_steps=T):
         train(model, optimizer)
-    found = Run.open(tmp_path / "a").final.second_moments()
-    assert found and torch.equal(found["0.bias"], optimizer.state[model[0].bias]["square_avg"])
+    moments = Run.open(tmp_path / "a").final.second_moments()
+    assert moments and torch.equal(moments["0.bias"], optimizer.state[model[0].bias]["square_avg"])
     model = mlp()
     with Recorder(tmp_path / "b", model, momentum := sgd(model), checkpoints=1, total_steps=T):
         train(model, momentum)
@@ -499,7 +499,7 @@ def test_a_stage_with_its_own_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 5, 6, 8, 10])
-def test_stages_with_their_own_optimizers_go_on_exactly(tmp_path: Path, stop: int) -> None:
+def test_stages_with_their_own_optimizers_resume_exactly(tmp_path: Path, stop: int) -> None:
     two_optimizers(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         two_optimizers(tmp_path / "run", stop)
@@ -645,7 +645,7 @@ def interrupted(
     error: type[BaseException] = KeyboardInterrupt,
     **options: Any,
 ) -> nn.Module:
-    """A loop that knows how to go on, with a scheduler and batches."""
+    """A loop that can resume, with a scheduler and batches."""
     model = mlp()
     optimizer = KINDS[kind](model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -666,7 +666,9 @@ def interrupted(
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_restored_it_goes_on_to_the_same_bits(tmp_path: Path, kind: str, inside: bool) -> None:
+def test_a_restored_training_ends_with_the_same_bits(
+    tmp_path: Path, kind: str, inside: bool
+) -> None:
     whole = interrupted(tmp_path / "whole", kind, every_step=True)
     with pytest.raises(KeyboardInterrupt):
         interrupted(tmp_path / "run", kind, stop=2, every_step=True)
@@ -730,7 +732,7 @@ def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run/checkpoints").glob("*"))) == 3  # nothing stale is left
 
 
-def test_going_on_from_an_earlier_checkpoint(tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         plain(tmp_path / "run", end=7)
     model = mlp()
@@ -760,7 +762,7 @@ def test_weights_loaded_inside_the_with_do_not_wipe_a_run(tmp_path: Path) -> Non
     assert content(tmp_path / "run") == before
 
 
-def test_what_cannot_go_on_is_told(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         plain(tmp_path / "run", end=7, size=60, subset=[1, 2])
     recorder = Recorder(tmp_path / "run", wide := nn.Linear(9, 9), sgd(wide), total_steps=T)
@@ -911,7 +913,7 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert same(model.state_dict(), plain(tmp_path / "other").state_dict())
 
 
-def test_batch_norm_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_batch_norm_resumes_with_the_same_bits(tmp_path: Path) -> None:
     """Its statistics change in the forward pass before the first update that is seen."""
     torch.manual_seed(0)
     x, y = torch.randn(12, 20, 4), torch.randn(12, 20, 1)

@@ -1,4 +1,4 @@
-"""Runs on disk and in memory, and what happens to damaged ones."""
+"""Runs on disk and in memory, and damaged runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
 def test_from_state_dicts() -> None:
     given = states([2, 4])
     run = Run.from_checkpoints(given, [2, 4], 0.5, momentum=0.9, sizes={"train": 10})
-    given[0]["weight"].zero_()  # training goes on: the run has its own copy
+    given[0]["weight"].zero_()  # as further training would: the run has a copy
     assert same(run.checkpoints[0].weights(), states([2, 4])[0])
     assert run.final is run.checkpoints[1] and run.final.path is None
     assert run.steps == 4 and run.learning_rates.shape == run.momentums.shape == (4, 1)

@@ -90,7 +90,8 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor 
         return moment
     if "exp_avg_sq" in state:
         moment = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
-        return moment / (1 - float(group["betas"][1]) ** float(state["step"]))
+        moment = moment / (1 - float(group["betas"][1]) ** float(state["step"]))
+        return moment
     return None
 
 
