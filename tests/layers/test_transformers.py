@@ -1066,7 +1066,7 @@ def test_a_vocabulary_resized_between_checkpoints_is_refused(method: str) -> Non
     states = [small.state_dict(), large.state_dict()]
     run = whence.Run.from_checkpoints(states, [1, 2], 0.1)
     study = whence.Study(large, whence.LanguageModeling(), TRAIN, run, collate=padded())
-    with pytest.raises(ValueError, match=r"steps? 1.*another architecture.*wte\.weight"):
+    with pytest.raises(ValueError, match=r"steps? 1.*(another|different) architecture.*wte\.weight"):
         quiet(EVERY_METHOD[method], study, QUERY)
     study = whence.Study(small, whence.LanguageModeling(), TRAIN, run, collate=padded())
     with pytest.raises(ValueError, match=r"step 2.*wte\.weight is \(16, 8\).*\(13, 8\)"):
@@ -1226,5 +1226,5 @@ def test_adapters_trained_by_the_trainer(peft: Any, tmp_path: Path) -> None:
         assert np.isfinite(found[0]).all() and abs(found[0]).max() > 0
         close(found[0], found[1], 1e-6)
     # The Trainer itself saves adapters alone.
-    with pytest.raises(RunError, match=r"adapter alone is no checkpoint.*RecorderCallback"):
+    with pytest.raises(RunError, match=r"holds only an adapter.*RecorderCallback"):
         whence.Run.from_huggingface(tmp_path / "out", adapted(peft))

@@ -311,5 +311,5 @@ def test_weights_of_another_architecture_cannot_be_averaged() -> None:
     strange = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().state_dict()
     run = whence.Run.from_checkpoints([strange, it.leg.checkpoints[-1]], [9, 18], 0.1)
     study = whence.Study(it.model, it.task, train=it.train, runs=run)
-    with pytest.raises(ValueError, match=r"step 9|another architecture"):
+    with pytest.raises(ValueError, match=r"different architectures"):
         whence.FastSource.published(1).attribute(study, it.query, **EXACT)
