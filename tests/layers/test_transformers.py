@@ -1066,7 +1066,7 @@ def test_a_vocabulary_resized_between_checkpoints_is_refused(method: str) -> Non
     states = [small.state_dict(), large.state_dict()]
     run = whence.Run.from_checkpoints(states, [1, 2], 0.1)
     study = whence.Study(large, whence.LanguageModeling(), TRAIN, run, collate=padded())
-    with pytest.raises(ValueError, match=r"steps? 1.*(another|different) architecture.*wte\.weight"):
+    with pytest.raises(ValueError, match=r"steps? 1.* architecture.*wte\.weight"):
         quiet(EVERY_METHOD[method], study, QUERY)
     study = whence.Study(small, whence.LanguageModeling(), TRAIN, run, collate=padded())
     with pytest.raises(ValueError, match=r"step 2.*wte\.weight is \(16, 8\).*\(13, 8\)"):
