@@ -295,7 +295,7 @@ except SystemExit as end:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 1 and "pip install 'whence[cli]'" in done.stderr
+    assert done.stderr.count("\n") == 1 and "pip install 'whence-tda[cli]'" in done.stderr
     assert "usage: whence demo" in done.stdout
 
 

@@ -250,7 +250,7 @@ def _needed(module: str, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise StudyFileError(
-            f"a YAML study needs {module}: pip install 'whence[{extra}]'"
+            f"a YAML study needs {module}: pip install 'whence-tda[{extra}]'"
         ) from error
 
 
