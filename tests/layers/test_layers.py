@@ -63,7 +63,7 @@ def rows(
         batch = dense.batch_of([dataset[k]])
         (number,) = value(task.outputs(model, batch), batch)
         parts = torch.autograd.grad(number, wanted, allow_unused=True, materialize_grads=True)
-        found.append(torch.cat([part.flatten() for part in parts]))
+        found.append(torch.cat([part.detach().flatten() for part in parts]))
     return torch.stack(found)
 
 
