@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.browsing import CHROMIUM
+from support.speed import fix_speed
 
 # Tiny matrices are fastest on one thread, and two test machines agree to the last bit on it.
 torch.set_num_threads(1)
@@ -24,3 +25,8 @@ def browser() -> Iterator[Any]:
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+@pytest.fixture(autouse=True)
+def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_speed(monkeypatch.setattr)

@@ -45,7 +45,7 @@ def digits(seed: int) -> Digits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the demo needs scikit-learn: pip install 'whence[demo]'") from error
+        raise ImportError("the demo needs scikit-learn: pip install 'whence-tda[demo]'") from error
     images, labels = load_digits(return_X_y=True)
     random = np.random.default_rng(seed)
     order = random.permutation(len(labels))
@@ -186,7 +186,7 @@ def _draw(scores: whence.Scores, data: Digits, queries: list[int], path: Path) -
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("the figure needs matplotlib: pip install 'whence[demo]'") from error
+        raise ImportError("the figure needs matplotlib: pip install 'whence-tda[demo]'") from error
     kept = 5
     figure, axes = plt.subplots(
         len(queries),

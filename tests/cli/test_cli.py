@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,7 @@ except SystemExit as end:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 1 and "pip install 'whence[cli]'" in done.stderr
+    assert done.stderr.count("\n") == 1 and "pip install 'whence-tda[cli]'" in done.stderr
     assert "usage: whence demo" in done.stdout
 
 
@@ -406,7 +407,7 @@ def test_progress_tells_the_time_left_and_leaves_stdout_alone(
 
 def test_the_doctor(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = answered("doctor", capsys)
-    assert machine["versions"]["torch"] == torch.__version__
+    assert machine["versions"]["torch"] == metadata.version("torch")
     assert machine["devices"][0]["device"] == "cpu" and machine["devices"][0]["total"] > 0
     sound = answered("doctor study.py", capsys)["study"]
     verdicts = {check["check"]: check["verdict"] for check in sound["checks"]}

@@ -24,12 +24,6 @@ EXACT = {"dtype": torch.float64, "progress": False}
 TRAIN, QUERY = models.vectors(), models.vectors(3, seed=1)
 
 
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
-
-
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return models.mlp().double()

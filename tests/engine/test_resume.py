@@ -32,12 +32,6 @@ TRAIN, QUERY = models.vectors(11), models.vectors(5, seed=1)
 STEPS = [3, 6, 9]
 
 
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
-
-
 def net(sizes: tuple[int, ...] = (4, 5, 4, 3)) -> nn.Module:
     torch.manual_seed(0)
     return models.mlp(sizes)
@@ -97,7 +91,7 @@ KILLED = """
     sys.path[:0] = [sys.argv[1], sys.argv[1] + "/engine"]
     torch.set_num_threads(1)
     import test_resume as t
-    from whence.operators import cost
+    from support.speed import fix_speed
     from whence.layers.passes import Passes
 
     def put(target, name, value=None):
@@ -108,7 +102,7 @@ KILLED = """
         setattr(target, name, value)
 
     t.often(put)
-    cost.rate = lambda *_: 1e10
+    fix_speed()
     t.whence.engine.scoring.Scoring._at_once = lambda self: 2
 
     def forked(do):

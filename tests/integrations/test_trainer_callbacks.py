@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.transformers_models import bert, gpt2, llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,44 +57,6 @@ def by_hand(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def hf() -> ModuleType:
     return pytest.importorskip("transformers")
-
-
-def bert() -> Any:
-    hf = import_module("transformers")
-    torch.manual_seed(0)
-    config = hf.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=12,
-        max_position_embeddings=8,
-    )
-    return hf.BertForSequenceClassification(config)
-
-
-def gpt2() -> Any:
-    hf = import_module("transformers")
-    torch.manual_seed(0)
-    config = hf.GPT2Config(
-        vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    return hf.GPT2LMHeadModel(config)
-
-
-def llama() -> Any:
-    hf = import_module("transformers")
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=20,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8,
-    )
-    return hf.LlamaForCausalLM(config)
 
 
 def examples(model: Any) -> list[dict[str, Any]]:

@@ -33,12 +33,6 @@ from whence.layers.conv2d import Conv2d
 EXACT = {"dtype": torch.float64, "progress": False}
 
 
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
-
-
 class Waves(whence.Task):
     """Something smooth of outputs of any shape; batches are (x,)."""
 
@@ -69,7 +63,7 @@ def rows(
         batch = dense.batch_of([dataset[k]])
         (number,) = value(task.outputs(model, batch), batch)
         parts = torch.autograd.grad(number, wanted, allow_unused=True, materialize_grads=True)
-        found.append(torch.cat([part.flatten() for part in parts]))
+        found.append(torch.cat([part.detach().flatten() for part in parts]))
     return torch.stack(found)
 
 

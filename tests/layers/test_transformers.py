@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
-from support import dense, models
+from support import dense, models, transformers_models
+from support.comparing import close
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset, default_collate
 
@@ -32,63 +33,32 @@ VOCABULARY = 13
 Make = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
-
-
 # --- models ---------------------------------------------------------------------------------------
 
 
+SETTINGS = {"vocab_size": VOCABULARY, "initializer_range": 0.3}
+
+
 def bert(attention: str = "sdpa") -> Any:
-    torch.manual_seed(0)
-    config = hf.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=12,
-        max_position_embeddings=16,
-        num_labels=3,
-        initializer_range=0.3,
-        attn_implementation=attention,
-    )
-    return hf.BertForSequenceClassification(config)
+    more = {"num_hidden_layers": 2, "num_labels": 3, "attn_implementation": attention}
+    return transformers_models.bert(**SETTINGS, **more)
 
 
 def gpt2(attention: str = "sdpa", depth: int = 2) -> Any:
-    torch.manual_seed(0)
-    config = hf.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=8,
-        n_layer=depth,
-        n_head=2,
-        n_positions=32,
-        n_inner=12,
-        bos_token_id=0,
-        eos_token_id=0,
-        initializer_range=0.3,
-        attn_implementation=attention,
-    )
-    return hf.GPT2LMHeadModel(config)
+    more = {"n_layer": depth, "n_positions": 32, "n_inner": 12, "attn_implementation": attention}
+    return transformers_models.gpt2(**SETTINGS, **more)
 
 
 def llama(attention: str = "sdpa", **settings: Any) -> Any:
     """Four heads on two of keys and values, and a head of its own."""
-    torch.manual_seed(0)
     plain = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 8,
-        "intermediate_size": 12,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
-        "initializer_range": 0.3,
         "attn_implementation": attention,
     }
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**(plain | settings)))
+    return transformers_models.llama(**(SETTINGS | plain | settings))
 
 
 def vit(attention: str = "sdpa") -> Any:
@@ -241,13 +211,6 @@ def of_module(name: str) -> str:
 
 def kept(model: nn.Module, left_out: Sequence[str]) -> list[str]:
     return [name for name, _ in model.named_parameters() if of_module(name) not in left_out]
-
-
-def close(values: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    values, expected = np.asarray(values), np.asarray(expected)
-    assert values.shape == expected.shape
-    error = abs(values - expected).max() / abs(expected).max()
-    assert error <= tolerance, f"relative error {error:.2e}"
 
 
 def quiet(method: Any, study: whence.Study, query: Any = None, **options: Any) -> whence.Scores:
@@ -468,7 +431,7 @@ def test_draws_do_not_depend_on_padding_on_the_left() -> None:
         for size in (8, 2, 1)
     ]
     for other in found[1:]:
-        close(other, found[0])
+        close(other, found[0], 1e-9)
 
 
 @pytest.mark.parametrize("method", ["TracIn", "Influence", "Source"])
@@ -511,10 +474,10 @@ def test_tokens_of_a_layer_used_again_and_again() -> None:
     left_out = [part["name"] for part in scores.excluded]
     assert not any("attention.query" in name or "ffn" in name for name in left_out)
     expected = products(model, kept(model, left_out), train, query, task, collate)
-    close(scores.values, expected)
+    close(scores.values, expected, 1e-9)
     for tokens in whence.TracIn().tokens(study, query, [4, 1], **EXACT):
         assert tokens.values.shape == (3, len(train[tokens.example]["input_ids"]))
-        close(tokens.values.sum(1) + tokens.rest, scores.values[:, tokens.example])
+        close(tokens.values.sum(1) + tokens.rest, scores.values[:, tokens.example], 1e-9)
 
 
 def tokenizer() -> Any:
@@ -548,7 +511,7 @@ def test_hugging_faces_own_tokenizer_and_collators(make: Make) -> None:
         )
         for size in (6, 2)
     ]
-    close(found[1], found[0])
+    close(found[1], found[0], 1e-9)
 
 
 @pytest.mark.parametrize("length", [None, 2], ids=["ragged", "of one length"])
@@ -562,7 +525,7 @@ def test_lists_of_token_ids_without_a_collate(length: int | None) -> None:
     except (TypeError, ValueError, RuntimeError) as error:
         assert "collate=" in str(error)
     else:
-        close(found, attributed(gpt2(), whence.TracIn(), data, data[:2], padded()))
+        close(found, attributed(gpt2(), whence.TracIn(), data, data[:2], padded()), 1e-9)
 
 
 # --- choosing layers ------------------------------------------------------------------------------
@@ -641,7 +604,7 @@ def test_parts_add_up() -> None:
         ).values
         for layers in ("*.mlp.*", ["*attn*"], None)
     ]
-    close(parts[0] + parts[1], parts[2])
+    close(parts[0] + parts[1], parts[2], 1e-9)
 
 
 def test_mlps_of_an_encoder_and_decoder() -> None:
@@ -763,7 +726,7 @@ def test_gradient_checkpointing(make: Make, reentrant: bool) -> None:
     left_out, exact = LEFT_OUT[make], exactness(make)
     found = check(model, train, query, left_out, task, collate, tolerance=exact).values
     study = whence.Study(plain, task, train, once(plain), collate=collate)
-    close(found, quiet(whence.TracIn(), study, query, batch_size=3).values)
+    close(found, quiet(whence.TracIn(), study, query, batch_size=3).values, 1e-9)
     assert model.training and model.is_gradient_checkpointing
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -845,8 +808,8 @@ def test_checkpoints_in_another_precision_than_the_model() -> None:
             quiet(method, whence.Study(model, task, train, run, collate=collate), query).values
             for model, run in ((gpt2(), plain), (gpt2(), mixed), (low, mixed))
         ]
-        close(found[1], found[0])
-        close(found[2], found[0])
+        close(found[1], found[0], 1e-9)
+        close(found[2], found[0], 1e-9)
 
 
 class Watched(whence.LanguageModeling):
@@ -946,13 +909,13 @@ def test_wrapped_models(name: str, expected: np.ndarray) -> None:
     wrapped = WRAPPERS[name](gpt2())
     for model, state in ((wrapped, wrapped), (gpt2(), wrapped), (wrapped, gpt2())):
         study = whence.Study(model, whence.LanguageModeling(), TRAIN, once(state), collate=padded())
-        close(quiet(whence.TracIn(), study, QUERY).values, expected)
+        close(quiet(whence.TracIn(), study, QUERY).values, expected, 1e-9)
 
 
 def test_distributed_models(process_group: None, expected: np.ndarray) -> None:
     wrapped = nn.parallel.DistributedDataParallel(gpt2())
     assert all(name.startswith("module.") for name in wrapped.state_dict())
-    close(attributed(wrapped, whence.TracIn(), TRAIN, QUERY, padded()), expected)
+    close(attributed(wrapped, whence.TracIn(), TRAIN, QUERY, padded()), expected, 1e-9)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
@@ -964,7 +927,7 @@ def test_prefixes_in_files(prefix: str, expected: np.ndarray, tmp_path: Path) ->
     for name in ("model.pt", "model.safetensors"):
         run = whence.Run.from_checkpoints([tmp_path / name], [1], 1.0)
         study = whence.Study(gpt2(), whence.LanguageModeling(), TRAIN, run, collate=padded())
-        close(quiet(whence.TracIn(), study, QUERY).values, expected)
+        close(quiet(whence.TracIn(), study, QUERY).values, expected, 1e-9)
 
 
 def test_prefixes_in_second_moments_and_groups(expected: np.ndarray) -> None:
@@ -986,7 +949,7 @@ def test_prefixes_in_second_moments_and_groups(expected: np.ndarray) -> None:
         )
         study = whence.Study(model, task, TRAIN, run, collate=padded())
         found.append(quiet(whence.Source.published(1, damping=1e-3), study, QUERY).values)
-    close(found[0], found[1])
+    close(found[0], found[1], 1e-9)
     assert abs(found[0]).max() > 0
 
 
@@ -1007,7 +970,7 @@ def test_saved_by_hugging_face(make: Make, tmp_path: Path) -> None:
         nn.init.zeros_(parameter)
     study = whence.Study(fresh, task, train, run, collate=collate)
     found = quiet(whence.TracIn(), study, query).values
-    close(found, attributed(model, whence.TracIn(), train, query, collate, task))
+    close(found, attributed(model, whence.TracIn(), train, query, collate, task), 1e-9)
 
 
 def test_saved_by_hugging_face_under_other_names(tmp_path: Path) -> None:
@@ -1044,10 +1007,10 @@ def test_saved_by_hugging_face_under_other_names(tmp_path: Path) -> None:
     states = [model.state_dict() for model in loaded]
     run = whence.Run.from_checkpoints(states, [2, 4], rates)
     found = quiet(whence.TracIn(), whence.Study(vit(), task, data, run), data[:2])
-    close(found.values, recorded.values)
+    close(found.values, recorded.values, 1e-9)
     run = whence.Run.from_huggingface(tmp_path / "out", vit(), size=8)
     found = quiet(whence.TracIn(), whence.Study(vit(), task, data, run), data[:2])
-    close(found.values, recorded.values)
+    close(found.values, recorded.values, 1e-9)
 
 
 EVERY_METHOD: dict[str, Any] = {
@@ -1185,7 +1148,7 @@ def test_averaging_one_checkpoint_changes_nothing(folder: Path) -> None:
         quiet(kind.published(4), study, QUERY_MARKED).values
         for kind in (whence.Source, whence.FastSource)
     ]
-    close(found[1], found[0])
+    close(found[1], found[0], 1e-9)
 
 
 def test_called_where_autocast_is_on(expected: np.ndarray) -> None:
@@ -1205,8 +1168,8 @@ def test_a_model_that_the_trainer_ran_in_mixed_precision(tmp_path: Path) -> None
             quiet(whence.TracIn(), study_of(m, tmp_path / "run"), QUERY_MARKED, dtype=dtype).values
             for m in (gpt2(), model, trainer.model)
         ]
-        close(found[1], found[0])
-        close(found[2], found[0])
+        close(found[1], found[0], 1e-9)
+        close(found[2], found[0], 1e-9)
 
 
 def test_adapters_trained_by_the_trainer(peft: Any, tmp_path: Path) -> None:

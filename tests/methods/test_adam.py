@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import dense, forms, models
 from support import dense_stages as ds
-from support.dense_stages import close
+from support.comparing import close
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -25,12 +25,6 @@ STEPS = [2, 5, 9, 12, 16, 18]
 SEED = 3
 EXACT = {"dtype": torch.float64, "progress": False}
 EPSILON = 1e-3  # large enough for a wrong place of ε to show
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
 
 
 # --- cases ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import dense_stages as ds
 from support import models
-from support.dense_stages import close
+from support.comparing import close
 from torch import Tensor, nn
 
 import whence
@@ -20,12 +20,6 @@ import whence
 STEPS = [2, 5, 9, 12, 16, 18]
 EPSILON = 1e-3
 EXACT = {"dtype": torch.float64, "progress": False}
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
 
 
 def mlp() -> Any:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 from support import dense, models
+from support.comparing import close
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
@@ -28,13 +29,6 @@ METHODS: dict[str, Callable[[], Any]] = {
     "tracin": whence.TracIn,
 }
 each_method = pytest.mark.parametrize("method", METHODS)
-
-
-def close(values: Any, expected: Any, tolerance: float) -> None:
-    values, expected = np.asarray(values), np.asarray(expected)
-    assert values.shape == expected.shape
-    error = abs(values - expected).max() / abs(expected).max()
-    assert error <= tolerance, f"relative error {error:.2e}"
 
 
 def trained(model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, models.History]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support import dense, models
+from support.comparing import close
 from torch import nn
 
 import whence
@@ -20,13 +20,6 @@ import whence.task
 STEPS = [2, 5, 9, 12, 16, 18]
 SEED = 3
 EXACT = {"dtype": torch.float64, "progress": False}
-
-
-def close(values: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    values, expected = np.asarray(values), np.asarray(expected)
-    assert values.shape == expected.shape
-    error = abs(values - expected).max() / abs(expected).max()
-    assert error <= tolerance, f"relative error {error:.2e}"
 
 
 def rate(step: int) -> float:

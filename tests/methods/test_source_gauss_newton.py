@@ -13,7 +13,7 @@ import test_stages
 import torch
 from support import dense, forms
 from support import dense_stages as ds
-from support.dense_stages import close
+from support.comparing import close
 from test_influence_solvers import flat, gauss_newton
 from torch import Tensor
 
@@ -22,11 +22,6 @@ from whence.operators.gauss_newton import GaussNewton
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False}
 WHOLE = "gauss-newton"
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
 
 
 # --- brute force ----------------------------------------------------------------------------------

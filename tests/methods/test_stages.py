@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import dense, models
 from support import dense_stages as ds
-from support.dense_stages import close
+from support.comparing import close
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -24,12 +24,6 @@ import whence.run
 
 EXACT = {"dtype": torch.float64, "progress": False}
 EPSILON = 1e-3
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
 
 
 # --- a body with two heads ------------------------------------------------------------------------

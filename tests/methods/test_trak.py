@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import dense, judged, models
+from support.comparing import close
 from support.flat import Flat
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -31,19 +32,6 @@ from whence.projections.random import shares
 
 EXACT: Any = {"dtype": torch.float64, "progress": False}
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
-
-
-def close(values: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    values, expected = np.asarray(values), np.asarray(expected)
-    assert values.shape == expected.shape
-    error = abs(values - expected).max() / abs(expected).max()
-    assert error <= tolerance, f"relative error {error:.2e}"
 
 
 # --- the projection -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import dense_unrolled as dense
 from support import models
+from support.comparing import close
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
@@ -77,10 +78,6 @@ def studied(
     tasks = {name: stage["task"] for name, stage in by_name.items()}
     data = {name: stage["data"] for name, stage in by_name.items()}
     return whence.Study(trained, tasks, train=data, runs=run)
-
-
-def close(found: Any, expected: Any, rtol: float = 1e-9) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * np.abs(expected).max())
 
 
 # --- updates ------------------------------------------------------------------------------------
@@ -196,7 +193,7 @@ def test_autograd_through_the_whole_training(name: str, curvature: str, tmp_path
     model = model.double()
     study = studied(tmp_path, model, [stage])
     found = Unrolled(curvature).attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, curvature)[0])
+    close(found, dense.effects(model, [stage], query, curvature)[0], 1e-9)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "centered"])
@@ -204,7 +201,7 @@ def test_gauss_newton_by_optimizer(name: str, tmp_path: Path) -> None:
     model, stage, query = smooth(), one_stage(name), models.vectors(3, seed=4)
     study = studied(tmp_path, model, [stage])
     found = Unrolled("gauss-newton").attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, "gauss-newton")[0])
+    close(found, dense.effects(model, [stage], query, "gauss-newton")[0], 1e-9)
 
 
 def test_gauss_newton_is_the_hessian_of_a_linear_model(tmp_path: Path) -> None:
@@ -226,7 +223,7 @@ def test_clipped_gradients(name: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="clip_norm"):
         study = studied(tmp_path, model, [stage], clip_norm=0.5)
     scores = Unrolled().attribute(study, query, **DOUBLE)
-    close(scores.values, dense.effects(model, [stage], query, clip_norm=0.5)[0])
+    close(scores.values, dense.effects(model, [stage], query, clip_norm=0.5)[0], 1e-9)
     assert scores.diagnostics["replay"]["deviation"] < 1e-12
     free = dense.effects(model, [stage], query)[0]
     assert np.abs(scores.values - free).max() > 1e-3 * np.abs(free).max()  # it did clip
@@ -237,7 +234,7 @@ def test_batches_drawn_with_replacement(tmp_path: Path) -> None:
     stage["batches"] = [g.integers(0, 10, size) for size in (4, 3, 5, 4, 6, 2, 4)]
     study = studied(tmp_path, smooth(), [stage])
     found = Unrolled().attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(smooth(), [stage], query)[0])
+    close(found, dense.effects(smooth(), [stage], query)[0], 1e-9)
 
 
 # --- stages, subsets, frozen parameters ---------------------------------------------------------
@@ -262,10 +259,10 @@ def test_two_stages_with_their_own_optimizers(tmp_path: Path) -> None:
     study = studied(tmp_path, model, stages)
     expected = dense.effects(model, stages, query)
     scores = Unrolled().attribute(study, query, **DOUBLE)
-    close(scores.values, np.concatenate(expected, 1))
+    close(scores.values, np.concatenate(expected, 1), 1e-9)
     assert list(scores.stage) == ["pretrain"] * 10 + ["finetune"] * 7
     for name, own in zip(("pretrain", "finetune"), expected, strict=True):
-        close(Unrolled(stage=name).attribute(study, query, **DOUBLE).values, own)
+        close(Unrolled(stage=name).attribute(study, query, **DOUBLE).values, own, 1e-9)
     parts = Unrolled().attribute(study, query, by_segment=True, **DOUBLE).by_segment
     assert (parts[:3, :, 10:] == 0).all() and (parts[3:, :, :10] == 0).all()
 
@@ -289,7 +286,7 @@ def test_an_optimizer_that_goes_on_keeps_its_state(tmp_path: Path) -> None:
     study = whence.Study(model, TASK, train=train, runs=tmp_path)
     found = Unrolled().attribute(study, query, **DOUBLE)
     expected = dense.effects(smooth(), [one_stage() | {"batches": blocks}], query)[0]
-    close(found.values, expected)
+    close(found.values, expected, 1e-9)
     assert found.diagnostics["replay"]["deviation"] < 1e-12
 
 
@@ -340,7 +337,7 @@ def test_frozen_thawed_and_unused_parameters(tmp_path: Path) -> None:
     batch = dense.batch_of(query, range(3))
     f = TASK.measurements(torch.func.functional_call(first, θ, (batch[0],)), batch)
     expected = torch.stack([torch.autograd.grad(x, w, retain_graph=True)[0] for x in f])
-    close(scores.values, expected.numpy())
+    close(scores.values, expected.numpy(), 1e-9)
 
 
 def test_a_subset_and_a_recipe(tmp_path: Path) -> None:
@@ -354,7 +351,7 @@ def test_a_subset_and_a_recipe(tmp_path: Path) -> None:
     study = whence.Study(smooth(), TASK, train=data, runs=run)
     scores = Unrolled().attribute(study, query, **DOUBLE)
     stage = one_stage() | {"data": data, "batches": run.batches}
-    close(scores.values, dense.effects(recipe.build(1), [stage], query, clip_norm=5.0)[0])
+    close(scores.values, dense.effects(recipe.build(1), [stage], query, clip_norm=5.0)[0], 1e-9)
     left_out = np.setdiff1d(np.arange(16), subset)
     assert (scores.values[:, left_out] == 0).all() and scores.values[:, subset].any()
 
@@ -375,7 +372,7 @@ def test_a_run_made_of_checkpoints(tmp_path: Path) -> None:
     )
     again = whence.Study(smooth(), TASK, train=stage["data"], runs=made)
     exact = Unrolled().attribute(study, query, **DOUBLE).values
-    close(Unrolled().attribute(again, query, **DOUBLE).values, exact)
+    close(Unrolled().attribute(again, query, **DOUBLE).values, exact, 1e-9)
 
 
 # --- expected -----------------------------------------------------------------------------------
@@ -392,7 +389,7 @@ def test_expected_against_a_dense_recursion(every: int, curvature: str, tmp_path
         stage["expected"] = list(pairwise(ends))
     method = Unrolled(curvature, expected=True, curvature_batch=100, credit_every=every)
     found = method.attribute(study, query, **DOUBLE).values
-    close(found, np.concatenate(dense.effects(model, stages, query, curvature), 1))
+    close(found, np.concatenate(dense.effects(model, stages, query, curvature), 1), 1e-9)
 
 
 def test_expected_draws(tmp_path: Path) -> None:
@@ -607,7 +604,7 @@ def test_a_model_that_works_on_its_input(curvature: str, tmp_path: Path) -> None
     model, stage, query = WorksInPlace().double(), one_stage(), models.vectors(3, seed=4)
     study = studied(tmp_path, model, [stage])
     found = Unrolled(curvature).attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, curvature)[0])
+    close(found, dense.effects(model, [stage], query, curvature)[0], 1e-9)
 
 
 # --- what is said -------------------------------------------------------------------------------

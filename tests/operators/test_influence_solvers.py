@@ -15,7 +15,7 @@ import test_stages
 import torch
 from support import dense, judged, models
 from support import dense_stages as ds
-from support.dense_stages import close
+from support.comparing import close
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -32,12 +32,6 @@ TIGHT: Any = {"tolerance": 1e-11, "iterations": 500}
 FULL: Any = {"rank": 60, "iterations": 100}
 NAMES = ["mlp", "mlp-no-bias", "conv", "gpt-tied", "gpt-sum", "binary", "mse-3", "twice", "tied"]
 λ = 1e-3
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's speed takes longer than any of these attributions."""
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
 
 
 # --- brute force ----------------------------------------------------------------------------------

@@ -42,11 +42,6 @@ ADAM = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
-
-
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for no more than one layer at a time."""

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from support import dense, models
+from support.comparing import close
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -67,13 +68,6 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
             A = A[order][:, order]
         found[site.name] = (A, S, fitted[site.name].eigenvalues)
     return found
-
-
-def close(values: Any, expected: Any, tolerance: float) -> None:
-    values, expected = np.asarray(values), np.asarray(expected)
-    assert values.shape == expected.shape
-    error = abs(values - expected).max() / abs(expected).max()
-    assert error <= tolerance, f"relative error {error:.2e}"
 
 
 # --- cases --------------------------------------------------------------------------------------

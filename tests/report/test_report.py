@@ -33,11 +33,6 @@ from whence.scores import Top
 QUIET: dict[str, Any] = {"dtype": torch.float64, "progress": False}
 
 
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whence.operators.cost.rate", lambda *_: 1e10)
-
-
 @pytest.fixture(scope="module")
 def study() -> whence.Study:
     torch.manual_seed(0)

@@ -139,7 +139,7 @@ def test_to_pandas_without_pandas_says_how_to_get_it(monkeypatch):
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without_pandas)
-    with pytest.raises(ImportError, match=r"pip install 'whence\[pandas\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'whence-tda\[pandas\]'"):
         make([[1]]).to_pandas()
 
 

@@ -473,10 +473,3 @@ def extrapolated(truth: Callable[[int], list[Tensor]]) -> list[Tensor]:
     """
     once, twice, more = (truth(f) for f in (1, 2, 4))
     return [(a - 6 * b + 8 * c) / 3 for a, b, c in zip(once, twice, more, strict=True)]
-
-
-def close(values: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    values, expected = np.asarray(values), np.asarray(expected)
-    assert values.shape == expected.shape
-    error = abs(values - expected).max() / abs(expected).max()
-    assert error <= tolerance, f"relative error {error:.2e}"

@@ -37,7 +37,7 @@ def _run(given: list[str]) -> int:
             raise
         print(
             f"whence: {error.name} is missing, which all commands but `whence demo` need: "
-            "pip install 'whence[cli]'",
+            "pip install 'whence-tda[cli]'",
             file=sys.stderr,
         )
         return 2

@@ -252,12 +252,12 @@ def _extras() -> dict[str, dict[str, str | None]]:
     """{extra: {package: its version, None if missing}}, as whence's own metadata has it."""
     found: dict[str, dict[str, str | None]] = {}
     try:
-        required = metadata.requires("whence") or []
+        required = metadata.requires("whence-tda") or []
     except metadata.PackageNotFoundError:  # run from a folder of sources
         return {}
     for line in required:
         match = re.match(r"([\w.-]+)(?:\[[^\]]*\])?.*;.*extra == ['\"]([\w-]+)['\"]", line)
-        if match and match[2] not in FOR_DEVELOPERS and match[1] != "whence":
+        if match and match[2] not in FOR_DEVELOPERS and match[1] != "whence-tda":
             found.setdefault(match[2], {})[match[1]] = _version(match[1])
     return found
 
@@ -293,7 +293,7 @@ def _machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
     for extra, packages in machine["extras"].items():
         missing = [name for name, version in packages.items() if version is None]
         if missing:
-            how = f"pip install 'whence[{extra}]'"
+            how = f"pip install 'whence-tda[{extra}]'"
             lines.append((NOTE, f"{extra}: {', '.join(missing)} missing: {how}"))
         else:
             have = ", ".join(f"{name} {version}" for name, version in packages.items())

@@ -379,7 +379,7 @@ def noise_ceiling(
     try:
         from scipy.stats import rankdata
     except ImportError as error:
-        raise ImportError("lds needs SciPy: pip install 'whence[eval]'") from error
+        raise ImportError("lds needs SciPy: pip install 'whence-tda[eval]'") from error
     found = []
     for halves in split(truth, kept, random):
         u, v = (rankdata(half, axis=0) - (len(half) + 1) / 2 for half in halves)

@@ -209,7 +209,7 @@ def _figure(size: tuple[float, float], path: StrPath | None) -> Iterator[tuple[F
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'whence[plots]'") from error
+        raise ImportError("plots need matplotlib: pip install 'whence-tda[plots]'") from error
     suffix = "" if path is None else Path(path).suffix.lower()
     if path is not None and suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"path={os.fspath(path)!r} must end in .png, .pdf or .svg")

@@ -211,7 +211,7 @@ def prepare(
         import uvicorn
     except ImportError as error:
         raise ImportError(
-            "the explorer needs FastAPI and uvicorn: pip install 'whence[explore]'"
+            "the explorer needs FastAPI and uvicorn: pip install 'whence-tda[explore]'"
         ) from error
     del fastapi, uvicorn
     if host not in LOCAL:

@@ -18,7 +18,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("executor='ray' needs Ray: pip install 'whence[ray]'") from error
+        raise ImportError("executor='ray' needs Ray: pip install 'whence-tda[ray]'") from error
     if not ray.is_initialized():
         # a cluster on this machine, whose workers import from the same paths
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

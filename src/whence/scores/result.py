@@ -218,7 +218,7 @@ class Scores(Tabled):
         try:
             import pandas as pd
         except ImportError as error:
-            raise ImportError("to_pandas needs pandas: pip install 'whence[pandas]'") from error
+            raise ImportError("to_pandas needs pandas: pip install 'whence-tda[pandas]'") from error
         examples: Any = pd.Index(self.train_ids, name="example")
         if self.stage is not None:
             examples = pd.MultiIndex.from_arrays(
