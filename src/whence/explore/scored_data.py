@@ -27,9 +27,9 @@ from whence.explore.reading import (
     words,
 )
 from whence.present.check import check_data
+from whence.present.examples import QUERY_SIZE
 from whence.present.predict import predictions
-from whence.present.views import described, histogram, number, said, strongest
-from whence.report.page import QUERY_SIZE
+from whence.present.views import describe_query, histogram, number, prediction_view, strongest
 from whence.scores import Scores
 from whence.study import Study
 
@@ -136,7 +136,7 @@ class ScoredData:
         except Exception as error:  # a user's model may raise anything; scores need no model
             self._note_prediction_failure("queries", error)
             return
-        views = [said(outputs[int(k)], self.query) for k in ids]
+        views = [prediction_view(outputs[int(k)], self.query) for k in ids]
         labels = [self.query.label(int(k)) for k in ids]
         self.measured = np.array([outputs[int(k)]["measurement"] for k in ids])
         if all(view["comparable"] for view in views):
@@ -301,7 +301,7 @@ class ScoredData:
                 self._note_prediction_failure("training examples", error)
                 continue
             for place in of_stage:
-                view = said(outputs[int(self.ids[place])], examples)
+                view = prediction_view(outputs[int(self.ids[place])], examples)
                 results[place] = {k: view[k] for k in ("prediction", "comparable")}
         return results
 
@@ -468,7 +468,7 @@ class ScoredData:
         scores = next(iter(self.sets.values()))
         view = {"row": row, "id": int(scores.query_ids[row])}
         wrong = None if self.wrong is None else bool(self.wrong[row])
-        return described(view, self.query, self.query_predictions.get(row)) | {"wrong": wrong}
+        return describe_query(view, self.query, self.query_predictions.get(row)) | {"wrong": wrong}
 
     def audit(
         self,

@@ -33,8 +33,8 @@ from whence.explore.reading import Busy
 TOKEN = "x-whence-token"  # the header
 BODY = 2**20  # bytes of a request
 STATIC = {
-    "views.js": ("whence.report", "text/javascript"),
-    "whence.css": ("whence.report", "text/css"),
+    "views.js": ("whence.present", "text/javascript"),
+    "whence.css": ("whence.present", "text/css"),
     "explore.js": ("whence.explore", "text/javascript"),
     "explore.css": ("whence.explore", "text/css"),
 }

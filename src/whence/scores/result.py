@@ -178,13 +178,39 @@ class Scores(Tabled):
         """The ``k`` training examples that did most against the measurement of ``query``."""
         return self._ranking(query, k, highest=not self.higher_is_better)
 
+    def row_index(self, query: int | None = None) -> int:
+        """The row of ``query``, checked; 0 for self-influence, which has no queries."""
+        if self.is_self_influence:
+            if query is not None:
+                raise ValueError(
+                    f"query={query!r}, but self-influence has no queries: leave it out"
+                )
+            return 0
+        last = self.shape[0] - 1
+        if query is None:
+            raise ValueError(f"say which query: query=0..{last}")
+        row = operator.index(query)
+        if not 0 <= row <= last:
+            raise IndexError(f"query={row} is out of range: these scores have queries 0..{last}")
+        return row
+
+    def row_scores(self, query: int | None = None) -> tuple[Floats, Ints]:
+        """The scores of ``query`` and their columns (positions in ``train_ids``): all of them, or
+        those that were kept if only the top was."""
+        row = self.row_index(query)
+        if self.top is None:
+            return np.atleast_2d(self.values)[row], np.arange(self.shape[-1])
+        ends = [self._top_row(row, end) for end in (0, 1)]
+        columns, first = np.unique(np.concatenate([c for _, c in ends]), return_index=True)
+        return np.concatenate([v for v, _ in ends])[first], columns
+
     def removal_effect(
         self, query: int | None, examples: int | Iterable[int], *, stage: str | None = None
     ) -> float:
         """Predicted change of the measurement of ``query`` had ``examples`` (training ids) not been
         trained on: minus the sum of their scores. ``stage`` tells apart ids that occur in several.
         """
-        row = self._row(query)
+        row = self.row_index(query)
         columns = self._columns(examples, stage)
         if self.is_self_influence and len(columns) > 1:
             raise ValueError(
@@ -230,71 +256,12 @@ class Scores(Tabled):
             self.to_numpy(), index=pd.Index(self.query_ids, name="query"), columns=examples
         )
 
-    def report(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        train: Any = None,
-        query: Any = None,
-        study: Any = None,
-        queries: Sequence[int] | None = None,
-        k: int = 10,
-        labels: Any = None,
-        classes: Sequence[str] | Mapping[int, str] | None = None,
-        columns: Sequence[str] | None = None,
-        tokenizer: Any = None,
-        renderer: Any = None,
-        tokens: Any = None,
-        title: str | None = None,
-        collate: Any = None,
-        check: bool = True,
-    ) -> Path:
-        """Write one HTML file to look at: every query with who helped and who harmed it.
+    def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write one HTML file that shows who helped and who harmed each query. The options are
+        those of `whence.report.write`."""
+        from whence import report
 
-        It opens from disk and needs no network. Images, texts and rows of tables are recognised;
-        anything else needs a ``renderer``.
-
-        Args:
-            path: the file.
-            train: the training data, or ``{stage: dataset}`` (default: the study's). Without it
-                examples are shown by their numbers.
-            query: the queries.
-            study: predicts and measures the queries with its final checkpoint.
-            queries: rows to show (default: the first 1,000).
-            k: examples at either end.
-            labels: of the training examples, in place of those in ``train``; or ``{stage: ...}``.
-            classes: names of the classes, by number.
-            columns: names of the features of tabular data.
-            tokenizer: makes text of token ids.
-            renderer: makes of an example what is to be shown: text, an array, a mapping, or
-                ``whence.report.HTML``.
-            tokens: what ``method.tokens(study, query, examples)`` returned: colours the tokens of
-                these examples.
-            title: of the page.
-            collate: the study's, where ``study`` is not given: the data is checked as batches.
-            check: whether ``train`` and ``query`` are compared with what the scores were made
-                with, content and order. False compares only lengths, and the page says so.
-        """
-        from whence.report.page import write_report
-
-        return write_report(
-            self,
-            path,
-            train=train,
-            query=query,
-            study=study,
-            queries=queries,
-            k=k,
-            labels=labels,
-            classes=classes,
-            columns=columns,
-            tokenizer=tokenizer,
-            renderer=renderer,
-            tokens=tokens,
-            title=title,
-            collate=collate,
-            check=check,
-        )
+        return report.write(self, path, **options)
 
     def table(self) -> Table:
         """What the scores are, as a sheet of facts."""
@@ -402,23 +369,8 @@ class Scores(Tabled):
     def _kept(self) -> int:
         return self.shape[-1] if self.top is None else self.top.kept
 
-    def _row(self, query: int | None) -> int:
-        if self.is_self_influence:
-            if query is not None:
-                raise ValueError(
-                    f"query={query!r}, but self-influence has no queries: leave it out"
-                )
-            return 0
-        last = self.shape[0] - 1
-        if query is None:
-            raise ValueError(f"say which query: query=0..{last}")
-        row = operator.index(query)
-        if not 0 <= row <= last:
-            raise IndexError(f"query={row} is out of range: these scores have queries 0..{last}")
-        return row
-
     def _ranking(self, query: int | None, k: int, *, highest: bool) -> Ranking:
-        row, k = self._row(query), operator.index(k)
+        row, k = self.row_index(query), operator.index(k)
         if k < 1:
             raise ValueError(f"k={k}: ask for at least one example")
         k = min(k, self.shape[-1])
