@@ -122,7 +122,7 @@ def page() -> str:
     for name, command in program.commands.items():
         if name not in ("demo", "reproduce"):
             parts.append(_command(name, command))
-    parts += ["### Settings of the methods", *(_method(name) for name in settings.methods())]
+    parts += ["### Settings of the methods", *(_method(name) for name in settings.OPTIONS)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -159,11 +159,11 @@ def _default(parameter: Any) -> str:
 
 
 def _method(name: str) -> str:
-    rows = [
-        f"| `{s.option}`{'' if s.flag else f' {s.metavar}'} | {_cell(s.help)} |"
-        for s in settings.methods()[name].values()
-        if s.name not in settings.FROM_STUDY
-    ]
+    rows = []
+    for setting, option in settings.typed(name).items():
+        value = "" if settings.is_switch(option) else f" {settings.metavar(option)}"
+        flag = settings.flag(setting, option)
+        rows.append(f"| `{flag}`{value} | {_cell(settings.help_text(option))} |")
     return "\n".join([f"`--method {name}`:", "", "| setting | |", "|---|---|", *rows])
 
 
