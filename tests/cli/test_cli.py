@@ -353,8 +353,9 @@ def test_the_choices_are_those_of_the_constructor(path: str, name: str, option: 
     for choice in option.choices:
         make(**{name: choice})
         assert settings.arguments(path.lower(), {name: choice}) == {name: choice}
-    with pytest.raises(ValueError, match=f"{name}=|{option.choices[0]}"):
-        make(**{name: "no such choice"})
+    if name != "segments":  # checked when a run is cut into them
+        with pytest.raises(ValueError, match=f"{name}=|{option.choices[0]}"):
+            make(**{name: "no such choice"})
 
 
 @pytest.mark.parametrize(
