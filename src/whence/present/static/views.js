@@ -289,7 +289,7 @@ Whence.views = (() => {
   function charts(view, ctx) {
     const panels = [];
     if (view.histogram) {
-      panels.push(panel("Distribution of scores", "number of training examples by score (log scale)", histogram(view.histogram, ctx)));
+      panels.push(panel("Distribution of scores", "training examples by score (log scale)", histogram(view.histogram, ctx)));
     }
     if (view.segments) {
       panels.push(panel("When it mattered", "sum over all training examples, per segment", when(view.segments, ctx)));
