@@ -339,6 +339,16 @@ def test_the_table_has_the_constructors_arguments(path: str) -> None:
     assert all(option.help.endswith(".") for option in METHODS[path].values())
 
 
+def test_an_alternative_constructor_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = classmethod(lambda cls, stage=None: (cls, stage))
+    monkeypatch.setattr(whence.TracIn, "published", make, raising=False)
+    monkeypatch.setitem(METHODS, "TracIn.published", METHODS["TracIn"])
+    monkeypatch.setitem(settings.OPTIONS, "tracin.published", METHODS["TracIn"])
+    method = settings.find("TracIn.published")
+    given = settings.arguments(method, {"stage": "first"})
+    assert settings.constructor(method)(**given) == (whence.TracIn, "first")
+
+
 CHOICES = [
     pytest.param(path, name, option, id=f"{path}-{name}")
     for path, options in METHODS.items()

@@ -130,9 +130,7 @@ def test_queries_and_recipes_that_are_missing(here: Path) -> None:
         file.query_data(None)
     with pytest.raises(StudyFileError, match=r"defines no 'x' for --query: it has data"):
         file.query_data("x")
-    with pytest.raises(
-        StudyFileError, match="defines no `recipe`, but this command needs"
-    ):
+    with pytest.raises(StudyFileError, match="defines no `recipe`, but this command needs"):
         file.needs_recipe()
 
 
