@@ -330,23 +330,15 @@ def test_every_method_and_alternative_constructor_is_in_the_table() -> None:
 @pytest.mark.parametrize("path", METHODS)
 def test_the_table_has_the_constructors_arguments(path: str) -> None:
     """Names in order, types and defaults; change src/whence/cli/methods.py where it differs."""
-    parameters = inspect.signature(settings.constructor(path.lower())).parameters.values()
+    make = settings.constructor(path.lower())
+    kind = type(make()) if "." in path else make  # an alternative may only pass its arguments on
+    parameters = inspect.signature(kind).parameters.values()
     real = {
         p.name: (p.annotation, REQUIRED if p.default is p.empty else p.default) for p in parameters
     }
     table = {name: (option.type, option.default) for name, option in METHODS[path].items()}
     assert list(table.items()) == list(real.items())
     assert all(option.help.endswith(".") for option in METHODS[path].values())
-
-
-def test_an_alternative_constructor_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = classmethod(lambda cls, stage=None: (cls, stage))
-    monkeypatch.setattr(whence.TracIn, "published", make, raising=False)
-    monkeypatch.setitem(METHODS, "TracIn.published", METHODS["TracIn"])
-    monkeypatch.setitem(settings.OPTIONS, "tracin.published", METHODS["TracIn"])
-    method = settings.find("TracIn.published")
-    given = settings.arguments(method, {"stage": "first"})
-    assert settings.constructor(method)(**given) == (whence.TracIn, "first")
 
 
 CHOICES = [
@@ -375,7 +367,8 @@ def test_the_choices_are_those_of_the_constructor(path: str, name: str, option: 
         ("source", {"segments": "auto"}, {"segments": "auto"}),
         ("source", {"segments": "30,60"}, {"segments": [30, 60]}),
         ("source", {"damping": "1e-3"}, {"damping": 1e-3}),
-        ("source", {"damping": "none"}, {"damping": None}),
+        ("source.published", {"damping": "none"}, {"damping": None}),
+        ("influence", {"coupling": True}, {"coupling": False}),  # --no-coupling
         ("influence", {"damping": "source"}, {"damping": "source"}),
         ("trak", {"joint": True}, {"joint": False}),  # --no-joint
         ("unrolled", {"expected": True}, {"expected": True}),
@@ -385,6 +378,7 @@ def test_the_choices_are_those_of_the_constructor(path: str, name: str, option: 
 def test_texts_become_values(method: str, text: dict[str, Any], value: dict[str, Any]) -> None:
     assert settings.arguments(method, text) == value
     assert settings.find("Leave-One-Out") == "leaveoneout"
+    assert settings.find("Source.published") == "source.published"
 
 
 # -- the whole way ---------------------------------------------------------------------------------
@@ -405,6 +399,8 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     assert answered("attribute study.py --method tracin --query others -o scores/t", capsys)[
         "shape"
     ] == [3, 60]
+    paper = answered("attribute study.py --method source.published -o scores/paper", capsys)
+    assert paper["method"] == "Source.published" and "floor" not in paper["settings"]
     alone = answered("attribute study.py --query self --top 5 --out scores/self", capsys)
     assert alone["self_influence"] and whence.Scores.load("scores/self").top is not None
     left = "attribute study.py --method leaveoneout --examples 3,5 --engine single -o scores/loo"

@@ -36,11 +36,12 @@ STAGE = Option("str | None", None, "Attribute to the examples of this stage. Def
 SEED = Option("int", 0, "Seed of the pseudo-targets.")
 CURVATURE = Option(
     "str",
-    "ekfac",
-    "Curvature approximation: ekfac, kfac, diagonal or identity, layer by layer; or gauss-newton, "
-    "the full matrix over all layers, at the price of dozens of passes over the data per "
-    "checkpoint.",
-    ("ekfac", "kfac", "diagonal", "identity", "gauss-newton"),
+    "auto",
+    "Curvature approximation, layer by layer: auto (EK-FAC, with bases of whole gradients in "
+    "layers that share weights over positions), ekfac, shampoo, kfac, diagonal or identity; or "
+    "gauss-newton, the full matrix over all layers, at the price of dozens of passes over the data "
+    "per checkpoint.",
+    ("auto", "ekfac", "shampoo", "kfac", "diagonal", "identity", "gauss-newton"),
 )
 FISHER = Option(
     "str",
@@ -52,99 +53,127 @@ FISHER = Option(
 EXCLUDE_DIVERGED = Option(
     "bool", False, "Leave out trainings that diverged, instead of stopping with an error."
 )
+SEGMENTS = Option(
+    "int | str | Sequence[int]",
+    3,
+    "Number of segments; or the updates at which they end, such as 30,60; or stages; or auto (a "
+    "new segment where the curvature changes).",
+    ("stages", "auto"),
+)
+WEIGHT_DECAY = Option(
+    "str",
+    "ignore",
+    "ignore weight decay, as the paper does, or count it as curvature.",
+    ("ignore", "curvature"),
+)
+COUPLING = Option(
+    "bool", True, "Do not take into account that all layers correct the same error together."
+)
 SOURCE = {
-    "segments": Option(
-        "int | str | Sequence[int]",
-        3,
-        "Number of segments; or the updates at which they end, such as 30,60; or stages; or auto "
-        "(a new segment where the curvature changes).",
-        ("stages", "auto"),
-    ),
+    "segments": SEGMENTS,
     "curvature": CURVATURE,
     "fisher": FISHER,
     "stage": STAGE,
-    "damping": Option(
-        "float | str | None",
-        None,
-        "Added to the eigenvalues. Default: none for SGD, 1e-8 in the inverse of the "
-        "preconditioned form. preconditioner: (H̄ + P̄⁻¹/(η̄K))⁻¹ instead of the exponential and "
-        "the inverse.",
-        ("preconditioner",),
-    ),
-    "weight_decay": Option(
+    "damping": Option("float", 0.0, "Added to the eigenvalues of the curvature."),
+    "weight_decay": WEIGHT_DECAY,
+    "coupling": COUPLING,
+    "query_at": Option(
         "str",
-        "ignore",
-        "ignore weight decay, as the paper does, or count it as curvature.",
-        ("ignore", "curvature"),
-    ),
-    "seed": SEED,
-    "exact": Option(
-        "bool",
-        False,
-        "For Adam-type optimizers: use the whole curvature in the exponential as well, by Lanczos "
-        "iterations. SGD's form is always exact.",
+        "run",
+        "Take the query gradient along the run (the mean over the checkpoints of the last stage), "
+        "or at the final model.",
+        ("run", "final"),
     ),
     "floor": Option(
         "float",
-        0.0,
+        0.1,
         "For Adam-type optimizers: lower bound of √v̂, as a fraction of the root mean v̂ of its "
         "parameter.",
+    ),
+    "seed": SEED,
+}
+PUBLISHED_SOURCE = {
+    "segments": SEGMENTS,
+    "curvature": replace(CURVATURE, default="ekfac"),
+    "fisher": FISHER,
+    "damping": Option(
+        "float | None",
+        None,
+        "Added to the eigenvalues. Default: none for SGD, 1e-8 in the inverse for Adam.",
+    ),
+    "weight_decay": WEIGHT_DECAY,
+    "stage": STAGE,
+    "seed": SEED,
+}
+INFLUENCE = {
+    "damping": Option(
+        "float | str | None",
+        None,
+        "λ added to the curvature; or source, for λ = 1/(η̄K). Default: source; 1e-8 for arnoldi; "
+        "for datainf 0.1 × the mean squared entry of a layer's gradients.",
+        ("source",),
+    ),
+    "curvature": replace(
+        CURVATURE,
+        type="str | None",
+        default=None,
+        help="Curvature approximation of ekfac, and of the preconditioner of cg: auto, ekfac, "
+        "shampoo, kfac, diagonal or identity.",
+        choices=CURVATURE.choices[:-1],
+    ),
+    "fisher": replace(FISHER, type="str | None", default=None),
+    "stage": STAGE,
+    "seed": Option(
+        "int | None",
+        None,
+        "Seed of the pseudo-targets, of Arnoldi's start vector, and of the choice of examples.",
+    ),
+    "solver": Option(
+        "str",
+        "ekfac",
+        "ekfac: layer by layer, in closed form. cg: the Gauss-Newton matrix of all layers, by "
+        "conjugate gradients. arnoldi: the same matrix on its leading eigenvectors. datainf: a "
+        "mean of closed-form inverses over the examples.",
+        ("ekfac", "cg", "arnoldi", "datainf"),
+    ),
+    "coupling": replace(
+        COUPLING,
+        type="bool | None",
+        default=None,
+        help="With ekfac: do not take into account that all layers correct the same error "
+        "together.",
+    ),
+    "rank": Option("int | None", None, "Number of eigenvectors of arnoldi. Default: 100."),
+    "iterations": Option(
+        "int | None",
+        None,
+        "Iterations of arnoldi (default 200); at most this many per query for cg (default 100).",
+    ),
+    "tolerance": Option(
+        "float | None", None, "Relative residual at which cg accepts a solution. Default: 0.01."
+    ),
+    "examples": Option(
+        "int | None",
+        None,
+        "Number of examples that cg and arnoldi use for the curvature, chosen by the seed. "
+        "Default: all that the run trained on.",
+    ),
+}
+PUBLISHED_INFLUENCE = INFLUENCE | {
+    "damping": replace(
+        INFLUENCE["damping"],
+        help="λ added to the curvature; or source, for λ = 1/(η̄K). Default: 1e-8; other solvers "
+        "than ekfac: as for influence.",
     ),
 }
 
 METHODS: dict[str, dict[str, Option]] = {
     "Source": SOURCE,
+    "Source.published": PUBLISHED_SOURCE,
     "FastSource": SOURCE,
-    "Influence": {
-        "damping": Option(
-            "float | str | None",
-            None,
-            "λ added to the curvature; or source, for λ = 1/(η̄K). Default: 1e-8; source for cg; "
-            "for datainf 0.1 × the mean squared entry of a layer's gradients.",
-            ("source",),
-        ),
-        "curvature": replace(
-            CURVATURE,
-            type="str | None",
-            default=None,
-            help="Curvature approximation of ekfac, and of the preconditioner of cg: ekfac, kfac, "
-            "diagonal or identity.",
-            choices=CURVATURE.choices[:-1],
-        ),
-        "fisher": replace(FISHER, type="str | None", default=None),
-        "stage": STAGE,
-        "seed": Option(
-            "int | None",
-            None,
-            "Seed of the pseudo-targets, of Arnoldi's start vector, and of the choice of examples.",
-        ),
-        "solver": Option(
-            "str",
-            "ekfac",
-            "ekfac: layer by layer, in closed form. cg: the Gauss-Newton matrix of all layers, by "
-            "conjugate gradients. arnoldi: the same matrix on its leading eigenvectors. datainf: "
-            "a mean of closed-form inverses over the examples.",
-            ("ekfac", "cg", "arnoldi", "datainf"),
-        ),
-        "rank": Option("int | None", None, "Number of eigenvectors of arnoldi. Default: 100."),
-        "iterations": Option(
-            "int | None",
-            None,
-            "Iterations of arnoldi (default 200); at most this many per query for cg (default "
-            "100).",
-        ),
-        "tolerance": Option(
-            "float | None",
-            None,
-            "Relative residual at which cg accepts a solution. Default: 0.01.",
-        ),
-        "examples": Option(
-            "int | None",
-            None,
-            "Number of examples that cg and arnoldi use for the curvature, chosen by the seed. "
-            "Default: all that the run trained on.",
-        ),
-    },
+    "FastSource.published": PUBLISHED_SOURCE,
+    "Influence": INFLUENCE,
+    "Influence.published": PUBLISHED_INFLUENCE,
     "Downsampling": {
         "truth": Option(
             "Truth | str | os.PathLike[str]",

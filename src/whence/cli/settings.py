@@ -74,12 +74,13 @@ def every_option() -> dict[str, Option]:
 
 def flag(name: str, option: Option) -> str:
     """How a setting is typed: `--fisher`; a switch is named by what it changes: `--no-joint`."""
-    return ("--no-" if option.default is True else "--") + name.replace("_", "-")
+    turns_off = is_switch(option) and option.default is not False
+    return ("--no-" if turns_off else "--") + name.replace("_", "-")
 
 
 def is_switch(option: Option) -> bool:
     """Whether a setting is on or off, and takes no value."""
-    return option.type == "bool"
+    return "bool" in _kinds(option)
 
 
 def metavar(option: Option) -> str:
@@ -101,7 +102,7 @@ def help_text(option: Option) -> str:
 def value(name: str, option: Option, text: str | bool) -> Any:
     """The value that a text on the command line stands for."""
     if isinstance(text, bool):
-        return not option.default
+        return option.default is False
     kinds = _kinds(option)
     if "None" in kinds and text.lower() == "none":
         return None
