@@ -217,7 +217,7 @@ def test_help_and_typos(capsys: pytest.CaptureFixture[str]) -> None:
             "attribute study.py --method random --batch-size 3",
             "--batch-size does not apply to random",
         ),
-        ("attribute study.py --curvature x", "--curvature x: use ekfac, kfac"),
+        ("attribute study.py --curvature x", "--curvature x: use auto, ekfac"),
         ("attribute study.py --query nobody", "defines no 'nobody' for --query"),
         ("attribute study.py --segments 70", "70"),
         ("attribute nowhere.py", "nowhere.py does not exist"),

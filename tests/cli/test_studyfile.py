@@ -266,7 +266,7 @@ def test_a_language_model_is_attributed(left: Path, here: Path) -> None:
 
     run = whence.Run.from_huggingface(left / "lm", model, size=8)
     study = whence.Study(model, whence.LanguageModeling(), data, run, collate=collate)
-    expected = whence.Source.published(segments=2).attribute(study, data, progress=False)
+    expected = whence.Source(segments=2).attribute(study, data, progress=False)
     np.testing.assert_allclose(
         whence.Scores.load("scores").values, expected.values, rtol=1e-4, atol=1e-6
     )

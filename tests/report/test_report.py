@@ -111,7 +111,10 @@ def test_what_the_report_holds(study: whence.Study, scores: whence.Scores, tmp_p
     )
     payload, shown = read(path)
     assert payload["title"] == "<T>" and "<title>&lt;T&gt;</title>" in path.read_text()
-    assert payload["overview"]["method"] == "Source" and payload["overview"]["unit"] == "logits"
+    assert (
+        payload["overview"]["method"] == "Source.published"
+        and payload["overview"]["unit"] == "logits"
+    )
     assert payload["overview"]["notes"] == []
     used = {e["column"] for v in payload["queries"] for e in v["helpful"] + v["harmful"]}
     used |= {e["column"] for e in payload["harmful"]["entries"]}
@@ -430,8 +433,10 @@ def test_lone_surrogates_are_replaced_wherever_they_are(tmp_path: Path) -> None:
 
 def test_results_are_tables_in_a_notebook(study: whence.Study, scores: whence.Scores) -> None:
     shown = scores._repr_html_()
-    assert "<table>" in shown and "Scores by Source(" in shown and "5 queries x 20" in shown
-    assert repr(scores).startswith("Scores by Source(segments=3")
+    assert (
+        "<table>" in shown and "Scores by Source.published(" in shown and "5 queries x 20" in shown
+    )
+    assert repr(scores).startswith("Scores by Source.published(segments=3")
     assert "higher is better" in repr(scores)
     assert "<b>" not in made([[1.0]], unit="<b>")._repr_html_()
     assert "<table>" in scores.helpful(0, 2)._repr_html_()
