@@ -188,7 +188,10 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
     if not hasattr(settings.method_class(method), "estimate"):
         return NOTE, f"{method} has no estimate"
     checkpoints = min(len(run.checkpoints) for run in study.runs)
-    arguments = {"segments": min(3, checkpoints)} if "segments" in settings.OPTIONS[method] else {}
+    segments = settings.OPTIONS[method].get("segments")
+    arguments = {}
+    if segments is not None and isinstance(segments.default, int):  # not more than checkpoints
+        arguments["segments"] = min(segments.default, checkpoints)
     chosen = settings.constructor(method)(**arguments)
     estimate = chosen.estimate(study, file.query, device=device)
     seconds = len(study.runs) * estimate["seconds"]

@@ -56,8 +56,8 @@ EXCLUDE_DIVERGED = Option(
 SEGMENTS = Option(
     "int | str | Sequence[int]",
     3,
-    "Number of segments; or the updates at which they end, such as 30,60; or stages; or auto (a "
-    "new segment where the curvature changes).",
+    "Number of segments; or the updates at which they end, such as 30,60; or stages (one segment "
+    "per stage); or auto (a new segment where the curvature changes).",
     ("stages", "auto"),
 )
 WEIGHT_DECAY = Option(
@@ -70,7 +70,7 @@ COUPLING = Option(
     "bool", True, "Do not take into account that all layers correct the same error together."
 )
 SOURCE = {
-    "segments": SEGMENTS,
+    "segments": replace(SEGMENTS, default="stages"),
     "curvature": CURVATURE,
     "fisher": FISHER,
     "stage": STAGE,
