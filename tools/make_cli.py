@@ -20,8 +20,8 @@ PAGE = Path(__file__).parents[1] / "docs/cli.md"
 INTRO = """# The command line
 
 ```console
-$ pip install 'whence[cli]'
-$ whence demo                                # a minute's tour, which needs 'whence[demo]'
+$ pip install 'whence-tda[cli]'
+$ whence demo                                # a minute's tour, which needs 'whence-tda[demo]'
 ```
 
 All other commands take a **study file**: one Python file that describes what was trained.
@@ -84,7 +84,7 @@ trust.
 
 ### A YAML for Hugging Face folders
 
-For the output folder of a `transformers.Trainer` you need no Python file. Extras: `whence[cli,huggingface]`.
+For the output folder of a `transformers.Trainer` you need no Python file. Extras: `whence-tda[cli,huggingface]`.
 
 ```yaml
 # study.yaml
@@ -122,7 +122,7 @@ def page() -> str:
     for name, command in program.commands.items():
         if name not in ("demo", "reproduce"):
             parts.append(_command(name, command))
-    parts += ["### Settings of the methods", *(_method(name) for name in settings.methods())]
+    parts += ["### Settings of the methods", *(_method(name) for name in settings.OPTIONS)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -159,11 +159,11 @@ def _default(parameter: Any) -> str:
 
 
 def _method(name: str) -> str:
-    rows = [
-        f"| `{s.option}`{'' if s.flag else f' {s.metavar}'} | {_cell(s.help)} |"
-        for s in settings.methods()[name].values()
-        if s.name not in settings.FROM_STUDY
-    ]
+    rows = []
+    for setting, option in settings.typed(name).items():
+        value = "" if settings.is_switch(option) else f" {settings.metavar(option)}"
+        flag = settings.flag(setting, option)
+        rows.append(f"| `{flag}`{value} | {_cell(settings.help_text(option))} |")
     return "\n".join([f"`--method {name}`:", "", "| setting | |", "|---|---|", *rows])
 
 

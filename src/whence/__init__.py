@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from whence import evaluate, layers, report, retrain
+    from whence import errors, evaluate, layers, report, retrain
+    from whence.errors import WhenceError
     from whence.methods import (
         Downsampling,
         FastSource,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
 _HOMES = {
+    "whence.errors": ("WhenceError",),
     "whence.methods": (
         "Downsampling",
         "FastSource",
@@ -74,6 +76,8 @@ __all__ = [
     "TracIn",
     "Trak",
     "Unrolled",
+    "WhenceError",
+    "errors",
     "evaluate",
     "layers",
     "report",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from whence.errors import InvalidInput, InvalidType
 from whence.persist.identity import digest, sha256_of
 
 Collate = Callable[[list[Any]], Any]
@@ -29,12 +30,12 @@ class Batches:
     def __init__(self, name: str, dataset: Any, collate: Collate | None = None) -> None:
         listed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not listed or isinstance(dataset, IterableDataset):
-            raise TypeError(
+            raise InvalidType(
                 f"{name} is a {type(dataset).__name__}: it must be a map-style dataset, "
                 "with len(dataset) and dataset[index] (a TensorDataset, a list of examples, ...)"
             )
         if len(dataset) == 0:
-            raise ValueError(f"{name} is empty: it must hold at least one example")
+            raise InvalidInput(f"{name} is empty: it must hold at least one example")
         self.name, self.dataset, self.collate = name, dataset, collate
         self._fingerprint: str | None = None
 
@@ -56,7 +57,7 @@ class Batches:
         fields = rows[0].items() if isinstance(rows[0], Mapping) else ()
         lists = [name for name, value in fields if isinstance(value, list)]
         if lists:
-            raise TypeError(
+            raise InvalidType(
                 f"{self.name} examples hold lists ({', '.join(lists)}), of which torch makes no "
                 "batch: give Study(collate=...), such as transformers.default_data_collator or, "
                 "with padding, transformers.DataCollatorWithPadding(tokenizer)"

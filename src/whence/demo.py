@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 import whence
+from whence.errors import MissingDependency
 
 FLIPPED = 0.1
 TRAIN, EPOCHS, BATCH = 1500, 20, 64
@@ -45,7 +46,9 @@ def digits(seed: int) -> Digits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the demo needs scikit-learn: pip install 'whence-tda[demo]'") from error
+        raise MissingDependency(
+            "the demo needs scikit-learn: pip install 'whence-tda[demo]'"
+        ) from error
     images, labels = load_digits(return_X_y=True)
     random = np.random.default_rng(seed)
     order = random.permutation(len(labels))
@@ -186,7 +189,9 @@ def _draw(scores: whence.Scores, data: Digits, queries: list[int], path: Path) -
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("the figure needs matplotlib: pip install 'whence-tda[demo]'") from error
+        raise MissingDependency(
+            "the figure needs matplotlib: pip install 'whence-tda[demo]'"
+        ) from error
     kept = 5
     figure, axes = plt.subplots(
         len(queries),

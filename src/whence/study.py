@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
+from whence.errors import InvalidInput, InvalidType
 from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
@@ -61,7 +62,7 @@ class Study:
         listed: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
         self.runs = [run if isinstance(run, Run) else Run.open(run) for run in listed]
         if not self.runs:
-            raise ValueError("runs is empty: give at least one Run")
+            raise InvalidInput("runs is empty: give at least one Run")
         self.collate = collate
         if layers is None or callable(layers):
             self.layers = layers
@@ -87,11 +88,11 @@ class Study:
         """One thing for all stages, or a mapping that has one for each."""
         mapped = isinstance(given, Mapping)
         if mapped and set(given) != set(self.stages):
-            raise ValueError(
+            raise InvalidInput(
                 f"{what} has the stages {sorted(given)}, but the run has {self.stages}"
             )
         if what == "train" and not mapped and len(self.stages) > 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"the run has the stages {self.stages}: "
                 f"give train={{{self.stages[0]!r}: dataset, ...}}"
             )
@@ -102,18 +103,18 @@ class Study:
                 name = {"task": "whence.Task (such as Classification())"}.get(
                     what, "torch.nn.Module"
                 )
-                raise TypeError(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
+                raise InvalidType(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
         return found
 
     def _check(self, run: Run) -> None:
         names = [stage.name for stage in run.stages]
         if names != self.stages:
-            raise ValueError(f"runs differ in their stages: {self.stages} and {names}")
+            raise InvalidInput(f"runs differ in their stages: {self.stages} and {names}")
         for stage in run.stages:
             count = len(self.data[stage.name])
             subset = run.subset if stage.name == (run.subset_stage or names[0]) else None
             if subset is not None and len(subset) and int(np.max(subset)) >= count:
-                raise ValueError(
+                raise InvalidInput(
                     f"the run used example {int(np.max(subset))}, but the data has {count}: "
                     "give the whole dataset the run's subset was taken from"
                 )
@@ -121,7 +122,7 @@ class Study:
                 count,
                 len(self.used(run, stage.name)),
             ):
-                raise ValueError(
+                raise InvalidInput(
                     f"the run's stage {stage.name!r} was trained on {stage.size} examples, but its "
                     f"dataset has {count}: are the datasets of two stages swapped?"
                 )
@@ -207,7 +208,7 @@ class Study:
         data = Batches("query", query, self.collate)
         own, theirs = structure(data.take([0])), structure(self.data[self.stages[-1]].take([0]))
         if own != theirs:
-            raise ValueError(
+            raise InvalidInput(
                 f"query batches are built like {own}, training batches like {theirs}: "
                 "both must have the same fields in the same order"
             )

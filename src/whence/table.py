@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from whence.errors import InvalidInput, InvalidType
+
 
 class Table:
     """Rows of cells. Text to the left in the first columns, numbers to the right in the others.
@@ -33,7 +35,7 @@ class Table:
         columns = 2 if self.heads is None else len(self.heads)
         for row in self.rows:
             if len(row) != columns:
-                raise ValueError(f"a row has {len(row)} cells, but the table {columns} columns")
+                raise InvalidInput(f"a row has {len(row)} cells, but the table {columns} columns")
 
     def __str__(self) -> str:
         lines = self.rows if self.heads is None else [self.heads, *self.rows]
@@ -85,13 +87,20 @@ class Tabled:
 
     def table(self) -> Table:
         """What the result says, as a table."""
-        raise TypeError(f"{type(self).__name__} must define table()")
+        raise InvalidType(f"{type(self).__name__} must define table()")
 
     def __repr__(self) -> str:
         return str(self.table())
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def first_few(items: Iterable[object], count: int = 5) -> str:
+    """'3, 14, 15 and 2 more'"""
+    names = [str(item) for item in items]
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 def estimate(value: float, interval: Sequence[float], digits: int = 3) -> str:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
+from whence.errors import InvalidInput, InvalidType, MissingKey
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100  # label of positions without a loss, as in torch.nn.functional.cross_entropy
@@ -72,7 +73,7 @@ class Task:
             result = model(batch)
         result = getattr(result, "logits", result)
         if not isinstance(result, Tensor):
-            raise TypeError(
+            raise InvalidType(
                 f"the model returned {type(result).__name__}, not a tensor: "
                 "override outputs(model, batch) in your Task to pick the tensor"
             )
@@ -83,25 +84,25 @@ class Task:
         if isinstance(batch, Mapping):
             found = [k for k in LABEL_KEYS if k in batch]
             if not found:
-                raise KeyError(
+                raise MissingKey(
                     f"no labels in the batch (it has {sorted(batch)}): name them one of "
                     f"{LABEL_KEYS}, or override targets(batch) in your Task"
                 )
             return torch.as_tensor(batch[found[0]])
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
             return torch.as_tensor(batch[-1])
-        raise TypeError(
+        raise InvalidType(
             f"cannot find labels in a batch of type {type(batch).__name__}: use (inputs, labels) "
             "tuples or mappings, or override targets(batch) in your Task"
         )
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         """Each example's training loss, (n,). Training minimised their mean."""
-        raise TypeError(f"{type(self).__name__} must define losses(outputs, batch)")
+        raise InvalidType(f"{type(self).__name__} must define losses(outputs, batch)")
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         """Each example's measurement, (n,)."""
-        raise TypeError(f"{type(self).__name__} must define measurements(outputs, batch)")
+        raise InvalidType(f"{type(self).__name__} must define measurements(outputs, batch)")
 
     def mask(self, batch: Any) -> Tensor | None:
         """Positions that exist, (n, t); None when all do. Default: the batch's `attention_mask`."""
@@ -135,7 +136,7 @@ class Task:
         point = outputs.detach().requires_grad_()
         count = point[0].numel()
         if count > EXACT_LIMIT:
-            raise ValueError(
+            raise InvalidInput(
                 f"the Hessian of the loss in {count} outputs per example is too large to form: "
                 "use fisher='sampled' or 'empirical' (with a custom Task, define pseudo_losses)"
             )
@@ -184,7 +185,7 @@ class Classification(Task):
         """Outputs as (n, c); a single logit z is binary, with the logits (0, z)."""
         outputs = outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs
         if outputs.dim() != 2:
-            raise ValueError(
+            raise InvalidInput(
                 f"Classification needs outputs of shape (n, classes), got {tuple(outputs.shape)}: "
                 "override outputs(model, batch), or use LanguageModeling for one label per position"
             )
@@ -237,7 +238,7 @@ class Regression(Task):
         """f - y, (n, outputs)."""
         targets = self.targets(batch)
         if targets.numel() != outputs.numel():
-            raise ValueError(
+            raise InvalidInput(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
                 f"{tuple(outputs.shape)}: override targets(batch) or outputs(model, batch)"
             )
@@ -330,7 +331,7 @@ class LanguageModeling(Task):
 
 def _one_of(name: str, value: str, options: tuple[str, ...]) -> str:
     if value not in options:
-        raise ValueError(
+        raise InvalidInput(
             f"{name}={value!r} is not known: use one of {', '.join(map(repr, options))}"
         )
     return value

@@ -53,8 +53,8 @@ def test_a_good_one(here: Path) -> None:
     )
     file = load_study("study.py")
     assert isinstance(file.study, whence.Study) and isinstance(file.train, TensorDataset)
-    assert file.query is file.train is file.asked("data") is file.asked(None)
-    assert file.asked("self") is None and file.shown == {"classes": ["a", "b", "c"]}
+    assert file.query is file.train is file.query_data("data") is file.query_data(None)
+    assert file.query_data("self") is None and file.shown == {"classes": ["a", "b", "c"]}
     assert file.recipe is None and file.names["WEIGHT"] == 3
 
 
@@ -71,12 +71,12 @@ def test_a_name_that_is_taken(here: Path) -> None:
         ("def f():\n    {}['a']\n\nf()\n", r"^study.py, line 2: KeyError: 'a'$"),
         ("x = = 1\n", r"study.py, line 1: SyntaxError: invalid syntax"),
         ("x = 1\n", r"^study.py defines no `study`: it needs a line study = whence.Study\("),
-        (GOOD.replace("study =", "mine ="), r"defines no `study` \(call 'mine' so\)"),
+        (GOOD.replace("study =", "mine ="), r"defines no `study` \(rename 'mine'\)"),
         ("study = 3\n", r"^`study` in study.py is a int, not a whence.Study$"),
         (GOOD + "recipe = 3\n", r"^`recipe` in study.py is a int, not a whence.Recipe$"),
         ("import sys\nsys.exit(3)\n", r"line 2 ends the program \(exit code 3\): put .*__main__"),
         ("x = 1\0\n", r"^study.py: (SyntaxError|ValueError): .*null bytes"),
-        ("from .data import x\n", r"relative import.* what lies beside it is imported by name\)$"),
+        ("from .data import x\n", r"relative import.* import its neighbours by name\)$"),
         ("raise BaseException\n", r"^study.py, line 1: BaseException$"),
         ("import nothing_there\n", r"line 1: ModuleNotFoundError: No module named 'nothing_there'"),
         (
@@ -98,8 +98,8 @@ def test_names_that_are_used_for_something_else(here: Path) -> None:
     )
     file = load_study("study.py")
     assert file.shown == {} and list(file.other) == ["classes", "columns", "renderer", "tokenizer"]
-    why = "study.py: columns is a int: it must be a list of names to show examples by; it is not "
-    assert file.other["columns"] == why + "used"
+    why = "study.py: columns is a int: it must be a list of names to show examples; it is ignored"
+    assert file.other["columns"] == why
 
 
 def test_what_raises_beside_it_is_named(here: Path) -> None:
@@ -119,7 +119,7 @@ def test_paths_that_are_wrong(here: Path) -> None:
         ("nowhere.py", "nowhere.py does not exist: give a study file"),
         ("sub", r"sub is a folder: give a study file, such as study.py \(in it: study.py\)"),
         ("notes.txt", "neither a .py nor a .yaml"),
-        ("sub/study.py", f"paths in the file are seen from where the command is run, {here}"),
+        ("sub/study.py", f"paths in the file are relative to the current folder, {here}"),
     ):
         with pytest.raises(StudyFileError, match=message):
             load_study(path)
@@ -128,11 +128,11 @@ def test_paths_that_are_wrong(here: Path) -> None:
 def test_queries_and_recipes_that_are_missing(here: Path) -> None:
     (here / "study.py").write_text(GOOD)
     file = load_study("study.py")
-    with pytest.raises(StudyFileError, match=r"gives no `query`: .* or use --query self"):
-        file.asked(None)
+    with pytest.raises(StudyFileError, match=r"defines no `query`: .* or use --query self"):
+        file.query_data(None)
     with pytest.raises(StudyFileError, match=r"defines no 'x' for --query: it has data"):
-        file.asked("x")
-    with pytest.raises(StudyFileError, match="defines no `recipe`, and this needs to train"):
+        file.query_data("x")
+    with pytest.raises(StudyFileError, match="defines no `recipe`, but this command needs"):
         file.needs_recipe()
 
 
@@ -252,7 +252,7 @@ def test_a_language_model_is_attributed(left: Path, here: Path) -> None:
 
     run = whence.Run.from_huggingface(left / "lm", model, size=8)
     study = whence.Study(model, whence.LanguageModeling(), data, run, collate=collate)
-    expected = whence.Source.published(segments=2).attribute(study, data, progress=False)
+    expected = whence.Source(segments=2).attribute(study, data, progress=False)
     np.testing.assert_allclose(
         whence.Scores.load("scores").values, expected.values, rtol=1e-4, atol=1e-6
     )
@@ -269,7 +269,7 @@ def test_a_classifier(left: Path, here: Path) -> None:
     assert file.study.tasks["train"].measurement == "loss"
     batch = file.study.data["train"].take([0, 3])
     assert batch["input_ids"].shape == (2, 5) and batch["attention_mask"][0].sum() == 2
-    queries = file.asked(str(left / "train.csv"))
+    queries = file.query_data(str(left / "train.csv"))
     scores = whence.TracIn().attribute(file.study, queries, progress=False)
     assert scores.shape == (8, 8)
 

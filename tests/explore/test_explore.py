@@ -345,7 +345,7 @@ def test_data_of_another_length_or_order_is_refused() -> None:
     with pytest.raises(ValueError, match="a: the training data has 40 examples, but the scores"):
         ScoredData(scores, train=recipes.dataset(40), query=QUERY)
     turned = torch.utils.data.TensorDataset(*(t.flip(0) for t in TRAIN.tensors))
-    with pytest.raises(ValueError, match=r"a: .*contents differ, or their order"):
+    with pytest.raises(ValueError, match=r"a: .*content or order differs"):
         ScoredData(scores, train=turned, query=QUERY)
     with pytest.raises(ValueError, match="the query data has 4 examples"):
         ScoredData(scores, train=TRAIN, query=recipes.dataset(4, 7))

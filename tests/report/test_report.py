@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import json
 import re
 import subprocess
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from support import models
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import whence
 from whence.engine.scoring import Tokens
-from whence.present.examples import CHARACTERS, png
 from whence.present.predict import predictions
-from whence.present.views import harmful_overall, histogram, overview, query_view, row_of, strongest
-from whence.report import HTML, Examples, check_data, page
+from whence.present.views import harmful_overall, overview, query_view
+from whence.report import HTML, check_data, page
 from whence.scores import Top
 
 QUIET: dict[str, Any] = {"dtype": torch.float64, "progress": False}
@@ -65,32 +61,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return found["whence-scores"], found["whence-examples"]
 
 
-def pixels(shown: dict[str, Any]) -> np.ndarray:
-    """A rendered image as another library reads it."""
-    data = base64.b64decode(shown["image"].removeprefix("data:image/png;base64,"))
-    return np.asarray(Image.open(io.BytesIO(data)))
-
-
 # -- views: against plain sorting and counting -----------------------------------------------------
-
-
-@pytest.mark.parametrize("higher", [True, False])
-def test_a_query_is_ranked_like_the_scores_do(higher: bool) -> None:
-    values = np.random.default_rng(0).standard_normal((3, 40)).round(1)  # with ties
-    scores = made(values, higher)
-    view = query_view(scores, 1, 6)
-    for end, ranking in (("helpful", scores.helpful(1, 6)), ("harmful", scores.harmful(1, 6))):
-        assert [e["column"] for e in view[end]] == ranking.examples
-        assert [e["value"] for e in view[end]] == pytest.approx([e.value for e in ranking])
-    sign = 1 if higher else -1
-    assert view["helped"] == pytest.approx(values[1][sign * values[1] > 0].sum())
-    assert view["harmed"] == pytest.approx(values[1][sign * values[1] < 0].sum())
-
-
-def test_only_what_helped_is_called_helpful() -> None:
-    view = query_view(made([[3.0, 0.0, 1.0]]), 0, 5)
-    assert [e["column"] for e in view["helpful"]] == [0, 2]
-    assert view["harmful"] == []
 
 
 def test_segments_of_entries_and_of_queries(scores: whence.Scores) -> None:
@@ -109,70 +80,6 @@ def test_segments_of_entries_and_of_queries(scores: whence.Scores) -> None:
     ]
 
 
-@pytest.mark.parametrize("values", [[0.3, -2.0, 5.0, 5.0], [1.0, 2.0], [-1.0], [0.0, 0.0]])
-def test_no_bin_has_two_signs(values: list[float]) -> None:
-    found = histogram(np.array(values))
-    edges = found["low"] + found["width"] * np.arange(len(found["counts"]) + 1)
-    assert sum(found["counts"]) == len(values)
-    assert np.abs(edges).min() < 1e-9 * found["width"] + 1e-12  # zero is an edge
-    for value in values:  # every value is in a bin that is counted
-        at = min(int(np.floor((value - found["low"]) / found["width"] + 1e-9)), len(edges) - 2)
-        assert found["counts"][at] > 0
-
-
-def test_strongest_is_a_stable_sort() -> None:
-    random = np.random.default_rng(1)
-    for _ in range(50):
-        values = random.integers(0, 6, 30).astype(float)
-        k = int(random.integers(1, 40))
-        assert strongest(values, k).tolist() == np.argsort(-values, kind="stable")[:k].tolist()
-
-
-def test_the_class_mix_counts_the_shown() -> None:
-    labels = [str(c) for c in np.random.default_rng(0).integers(0, 3, 40)]
-    view = query_view(
-        made(np.random.default_rng(1).standard_normal((1, 40))), 0, 8, labels.__getitem__
-    )
-    for end in ("helpful", "harmful"):
-        expected = Counter(labels[entry["column"]] for entry in view[end])
-        assert dict(view["classes"][end]) == expected
-    nothing = query_view(made([[1.0, -1.0]]), 0, 2, lambda column: None)
-    assert nothing["classes"] is None  # no labels: no mix
-
-
-@pytest.mark.parametrize("higher", [True, False])
-def test_the_most_harmful_over_all_queries(higher: bool) -> None:
-    values = np.random.default_rng(3).standard_normal((6, 30))
-    values[2, 4] = np.nan
-    scores = made(values, higher)
-    sign = 1 if higher else -1
-    mean = sign * np.nanmean(values, 0)
-    view = harmful_overall(scores, 5, near=3)
-    assert [e["column"] for e in view["entries"]] == np.argsort(mean)[:5].tolist()
-    filled = np.where(np.isnan(values), np.inf, sign * values)
-    near = np.argsort(filled, 1)[:, :3]
-    for entry in view["entries"]:
-        column = entry["column"]
-        assert entry["value"] == pytest.approx(np.nanmean(values[:, column]), rel=1e-4)
-        assert entry["queries"] == int((near == column).any(1).sum())
-        assert entry["worst"] == int(np.argmin(filled[:, column]))
-
-
-def test_numbers_that_are_none_are_counted_and_said() -> None:
-    values = np.array([[1.0, np.nan, -1.0, np.inf], [0.5, -np.inf, 2.0, -2.0]])
-    scores = made(values, spread=np.full((2, 4), np.inf))
-    view = query_view(scores, 0, 5)
-    assert view["not_numbers"] == 2
-    assert [e["column"] for e in view["helpful"]] == [0]
-    assert view["helpful"][0]["spread"] is None
-    assert sum(view["histogram"]["counts"]) == 2
-    assert any("3 scores are not finite" in note for note in overview(scores)["notes"])
-    json.dumps([view, overview(scores), harmful_overall(scores)], allow_nan=False)
-    hopeless = made(np.full((1, 3), np.nan))
-    view = query_view(hopeless, 0)
-    assert view["helpful"] == view["harmful"] == [] and view["histogram"] is None
-
-
 def test_scores_of_which_only_the_top_was_kept(study: whence.Study, tmp_path: Path) -> None:
     whole = whence.TracIn().attribute(study, QUERY, **QUIET)
     top = whence.TracIn().attribute(study, QUERY, top=4, **QUIET)
@@ -181,13 +88,13 @@ def test_scores_of_which_only_the_top_was_kept(study: whence.Study, tmp_path: Pa
         for end in ("helpful", "harmful"):
             assert ours[end] == theirs[end][: len(ours[end])]
         assert ours["histogram"] is None and ours["helped"] is None
-    values, columns = row_of(top, 0)
+    values, columns = top.row_scores(0)
     assert values == pytest.approx(whole.values[0][columns])
     # everything kept twice (at both ends) is counted once
     few = whence.TracIn().attribute(study, QUERY, top=20, **QUIET)
     assert harmful_overall(few, 5)["entries"] == harmful_overall(whole, 5)["entries"]
     path = top.report(tmp_path / "top.html", study=study, query=QUERY, k=9)
-    assert any("Only each query's top 4" in n for n in read(path)[0]["overview"]["notes"])
+    assert any("Only the top 4 at each end" in n for n in read(path)[0]["overview"]["notes"])
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -199,7 +106,10 @@ def test_what_the_report_holds(study: whence.Study, scores: whence.Scores, tmp_p
     )
     payload, shown = read(path)
     assert payload["title"] == "<T>" and "<title>&lt;T&gt;</title>" in path.read_text()
-    assert payload["overview"]["method"] == "Source" and payload["overview"]["unit"] == "logits"
+    assert (
+        payload["overview"]["method"] == "Source.published"
+        and payload["overview"]["unit"] == "logits"
+    )
     assert payload["overview"]["notes"] == []
     used = {e["column"] for v in payload["queries"] for e in v["helpful"] + v["harmful"]}
     used |= {e["column"] for e in payload["harmful"]["entries"]}
@@ -236,7 +146,7 @@ def test_a_study_of_other_runs_is_refused(
     run = whence.Run.from_checkpoints([other.state_dict()], [3], 0.1)
     train = study.train["train"]
     wrong = whence.Study(other, whence.Classification(), train=train, runs=run)
-    with pytest.raises(ValueError, match="the study has other runs than the one the scores"):
+    with pytest.raises(ValueError, match="the study does not have the run that the scores"):
         scores.report(tmp_path / "r.html", study=wrong, query=QUERY)
     with pytest.raises(ValueError, match="query batches are built like"):
         scores.report(tmp_path / "r.html", study=study, query=list(range(5)), check=False)
@@ -303,7 +213,7 @@ def test_stages_are_told_apart(tmp_path: Path) -> None:
         ("new a", "fine", 0, "f0"),
         ("new b", "fine", 1, "f1"),
     ]
-    with pytest.raises(ValueError, match=r"train has the stages \['pre'\], but the scores"):
+    with pytest.raises(ValueError, match=r"train has the stages \['pre'\], but the scores have"):
         scores.report(tmp_path / "r.html", train={"pre": data["pre"]})
     with pytest.raises(ValueError, match=r"give train=\{'pre': dataset"):
         scores.report(tmp_path / "r.html", train=data["pre"])
@@ -348,7 +258,7 @@ def test_many_examples_are_cut_by_rank(tmp_path: Path, monkeypatch: pytest.Monke
     scores = made(values, train_ids=np.arange(300), stage=["all"] * 300)
     payload, shown = read(scores.report(tmp_path / "r.html", train={"all": train}))
     notes = payload["overview"]["notes"]
-    assert any("shown only by their numbers" in note for note in notes)
+    assert any("shown only by their index" in note for note in notes)
     assert any("The first 3 of 4 queries are shown" in note for note in notes)
     assert len(payload["queries"]) == 3
     worst = [str(e["column"]) for e in payload["harmful"]["entries"]]
@@ -390,13 +300,16 @@ def test_data_of_another_length_or_order_is_refused(
     for wrong, message in (
         (
             Subset(train, range(19)),
-            "the training data has 19 examples, but the scores are about 20",
+            "the training data has 19 examples, but the scores are of 20",
         ),
         (
             models.vectors(21),
-            "has 21 examples, but the scores are about 20 examples: give the data",
+            "has 21 examples, but the scores are of 20 examples: give the data",
         ),
-        (swapped, "the training data is not what the scores were made with: its contents differ"),
+        (
+            swapped,
+            "the training data is not what the scores were computed from: its content or order",
+        ),
         ([], "train.* is empty|the training data is empty"),
         (Endless(), "must be a map-style dataset"),
     ):
@@ -404,14 +317,16 @@ def test_data_of_another_length_or_order_is_refused(
             scores.report(tmp_path / "r.html", train=wrong, query=QUERY)
     with pytest.raises(ValueError, match="the query data has 4 examples"):
         scores.report(tmp_path / "r.html", query=Subset(QUERY, range(4)))
-    with pytest.raises(ValueError, match="the query data is not what the scores were made with"):
+    with pytest.raises(
+        ValueError, match="the query data is not what the scores were computed from"
+    ):
         scores.report(tmp_path / "r.html", query=Subset(QUERY, [1, 0, 2, 3, 4]))
     assert not (tmp_path / "r.html").exists()
     # the same content in another dataset is the same data
     assert check_data(scores, TensorDataset(*train.tensors), QUERY) == []
     path = scores.report(tmp_path / "r.html", train=swapped, query=QUERY, check=False)
     notes = read(path)[0]["overview"]["notes"]
-    assert any("training data were not checked, as asked" in note for note in notes)
+    assert any("training data were not checked (check=False)" in note for note in notes)
 
 
 def test_random_data_is_named_as_such(scores: whence.Scores) -> None:
@@ -443,13 +358,13 @@ def test_every_method_keeps_fingerprints(study: whence.Study, tmp_path: Path) ->
         scores.save(tmp_path / "saved")
         scores = whence.Scores.load(tmp_path / "saved")
         assert check_data(scores, train, QUERY) == [], scores.method
-        with pytest.raises(ValueError, match="is not what the scores were made with"):
+        with pytest.raises(ValueError, match="is not what the scores were computed from"):
             check_data(scores, swapped, QUERY)
 
 
 def test_what_could_not_be_checked_is_said(study: whence.Study) -> None:
     (unknown,) = check_data(made([[1.0, 2.0]]), ["a", "b"])
-    assert "the scores carry no fingerprint" in unknown
+    assert "the scores have no fingerprint" in unknown
     collated = whence.Study(
         study.model,
         whence.Classification(),
@@ -459,14 +374,14 @@ def test_what_could_not_be_checked_is_said(study: whence.Study) -> None:
     )
     scores = whence.Random(0).attribute(collated, QUERY)
     said = check_data(scores, collated.train["train"], QUERY)
-    assert len(said) == 2 and "collate function must be the same (none was given" in said[0]
+    assert len(said) == 2 and "collate function must be the study's (none was given" in said[0]
     assert check_data(scores, collated.train["train"], QUERY, collate=collated.collate) == []
 
 
 def test_paths_and_queries_that_are_wrong(scores: whence.Scores, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"cannot be written: .*nowhere is no folder"):
+    with pytest.raises(FileNotFoundError, match=r"cannot be written: no folder .*nowhere"):
         scores.report(tmp_path / "nowhere" / "r.html")
-    with pytest.raises(FileNotFoundError, match="is a folder: give the name of a file"):
+    with pytest.raises(FileNotFoundError, match="is a folder: give a file in a folder that exists"):
         scores.report(tmp_path)
     with pytest.raises(IndexError, match=r"query=7 is out of range: .* queries 0\.\.4"):
         scores.report(tmp_path / "r.html", queries=[0, 7])
@@ -476,128 +391,7 @@ def test_paths_and_queries_that_are_wrong(scores: whence.Scores, tmp_path: Path)
     assert [view["row"] for view in payload["queries"]] == [4, 2]
 
 
-# -- how examples look -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (28, 28, 1), (5, 3, 3), (1, 9, 3)])
-def test_pngs_are_pngs(shape: tuple[int, int, int]) -> None:
-    random = np.random.default_rng(0)
-    for image in (random.integers(0, 256, shape), np.indices(shape).sum(0)):
-        found = np.asarray(Image.open(io.BytesIO(png(image.astype(np.uint8)))))
-        assert (found.reshape(shape) == image).all()
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("array", "expected"),
-    [
-        (torch.tensor([[0.0, 0.5], [1.0, 0.25]]), [[0, 128], [255, 64]]),
-        (torch.tensor([[-1.0, 0.0], [1.0, 3.0]]), [[0, 64], [128, 255]]),
-        (np.array([[0, 65535], [32768, 0]], np.uint16), [[0, 255], [128, 0]]),
-        (np.array([[0, 200]], np.uint8), [[0, 200]]),
-        (np.array([[True, False]]), [[255, 0]]),
-        (np.array([[NAN, INF, 1.0, 0.0]]), [[128, 128, 255, 0]]),
-        (np.array([[NAN]]), [[128]]),
-        (np.array([[7e300]]), [[128]]),
-        (np.array([[-1.7e308, 1.7e308]]), [[0, 255]]),
-        (np.array([[[0.0]], [[1.0]]]), [[128]]),  # two channels: their mean
-        (torch.zeros(1, 1), [[0]]),
-        (torch.tensor([[[0.0]], [[1.0]], [[0.0]], [[0.3]]]), [[[0, 255, 0]]]),  # four: first three
-        (np.zeros((6, 5, 3), np.uint8), np.zeros((6, 5, 3))),  # channels last
-        (Image.new("RGB", (2, 1), (1, 2, 3)), [[[1, 2, 3], [1, 2, 3]]]),
-        (torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16), [[0, 255]]),
-    ],
-    ids=lambda given: type(given).__name__,  # a repr would hold an address
-)
-def test_images_of_any_range_and_shape(array: Any, expected: Any) -> None:
-    shown = Examples([(array, 1)]).render(0)
-    assert shown["kind"] == "image"
-    assert np.abs(pixels(shown).astype(int) - np.asarray(expected)).max() <= 1
-
-
-def test_large_and_flat_images() -> None:
-    assert pixels(Examples([torch.rand(5000, 3)]).render(0)).shape == (64, 1)
-    picture = np.zeros((200, 100, 3), np.uint8)
-    picture[:100] = 255
-    small = pixels(Examples([picture]).render(0))
-    assert small.shape == (64, 32, 3) and (small[:30] == 255).all() and (small[34:] == 0).all()
-    digit = torch.rand(64)
-    found = pixels(Examples([(digit, 3)]).render(0))
-    assert np.abs(found - (digit.view(8, 8) * 255).numpy()).max() <= 1
-    assert Examples([(digit, 3)], columns=[f"c{k}" for k in range(64)]).render(0)["kind"] == "row"
-    assert Examples([torch.rand(2, 3, 4, 5)]).render(0)["row"] == [
-        ["array", "float32 of shape 2 × 3 × 4 × 5"]
-    ]
-    assert Examples([torch.rand(0, 3)]).render(0)["kind"] == "row"
-
-
-def test_texts_rows_and_labels() -> None:
-    class Words:
-        def decode(self, ids: list[int]) -> str:
-            return " ".join(f"w{i}" for i in ids)
-
-    def shown(example: Any, **options: Any) -> dict[str, Any]:
-        return Examples([example], **options).render(0)
-
-    assert shown("hello")["text"] == "hello"
-    assert shown(("hello", 1), classes=["no", "yes"])["label"] == "yes"
-    assert shown(("hello", 7), classes=["no", "yes"])["label"] == "7"
-    assert shown(("hello", 1), classes={1: "one"})["label"] == "one"
-    assert shown(("a", torch.tensor(0.12345678)))["label"] == "0.1235"
-    for empty in (None, "", torch.zeros(0), [], torch.zeros(3)):
-        assert shown(("a", empty))["label"] is None
-    assert shown({"text": "t", "id": 3, "label": 2})["text"] == "t"
-    assert shown({"text": "t", "id": 3, "label": 2})["label"] == "2"
-    assert shown({"age": 31, "job": "cook"})["row"] == [["age", "31"], ["job", "cook"]]
-    ids = {"input_ids": [4, 2, 9], "attention_mask": [1, 1, 0], "labels": [4, 2, -100]}
-    assert shown(ids, tokenizer=Words())["text"] == "w4 w2"
-    assert shown(ids)["text"] == "4 2" and shown(ids)["label"] is None
-    assert shown((torch.tensor([3, 1]),), tokenizer=Words())["text"] == "w3 w1"
-    row = shown((torch.tensor([0.5, 2.0]), 1), columns=["x", "y"])
-    assert row["row"] == [["x", "0.5"], ["y", "2"]]
-    assert shown(torch.zeros(2), columns=["x"])["note"] == "columns has 1 names for 2 values"
-    assert len(shown(torch.zeros(100))["row"]) == 60
-    assert shown(torch.zeros(100))["more"] == "40 more values"
-    assert shown(object())["kind"] == "text"
-    million = shown("y" * 1_000_000)
-    assert len(million["text"]) == CHARACTERS + 1 and million["more"] == "998,000 more characters"
-    assert shown("lone \ud800 surrogate")["text"].encode()
-    with pytest.raises(ValueError, match="labels has 1 entries, but the dataset 2"):
-        Examples(["a", "b"], labels=["x"])
-    assert shown(("a", 1), classes=np.array(["no", "yes"]))["label"] == "yes"
-    flat = shown(torch.zeros(64), columns=["x"])  # these columns are of something else
-    assert flat["kind"] == "image" and flat["note"] == "columns has 1 names for 64 values"
-    for options, message in [
-        ({"tokenizer": 3}, "tokenizer is a int: it must have decode"),
-        ({"classes": "abc"}, "classes is a str: it must be a list of names"),
-        ({"classes": {"cat": 0}}, r"classes maps from .* give {number: name}"),
-        ({"classes": torch.arange(3)}, "classes is a Tensor: it must be a list"),
-        ({"columns": 3}, "columns is a int: it must be a list of names"),
-        ({"columns": {"a", "b"}}, "columns is a set: it must be a list of names"),
-        ({"renderer": "svg"}, "renderer is a str: it must be a function"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            Examples(["a"], **options)
-
-
-def test_a_renderer_may_give_anything() -> None:
-    def shown(renderer: Any) -> dict[str, Any]:
-        return Examples([(torch.zeros(3), 1)], renderer=renderer).render(0)
-
-    assert shown(lambda e: HTML("<b>x</b>")) | {} == {
-        "id": 0,
-        "kind": "custom",
-        "html": "<b>x</b>",
-        "label": "1",
-    }
-    assert shown(lambda e: "<b>x</b>")["kind"] == "text"  # not marked: text
-    assert shown(lambda e: np.zeros((4, 4)))["kind"] == "image"
-    assert shown(lambda e: {"label id": int(e[1])})["row"] == [["label id", "1"]]
-    with pytest.warns(UserWarning, match=r"example 0 is not shown: rendering it failed: KeyError"):
-        failed = shown(lambda e: {}["no"])
-    assert failed["kind"] == "missing" and "KeyError" in failed["note"]
+# -- strange texts ---------------------------------------------------------------------------------
 
 
 EVIL = "</script><script>alert(1)</script><!-- <b>&amp; \u202e \u2028 ]]>"
@@ -634,8 +428,10 @@ def test_lone_surrogates_are_replaced_wherever_they_are(tmp_path: Path) -> None:
 
 def test_results_are_tables_in_a_notebook(study: whence.Study, scores: whence.Scores) -> None:
     shown = scores._repr_html_()
-    assert "<table>" in shown and "Scores by Source(" in shown and "5 queries x 20" in shown
-    assert repr(scores).startswith("Scores by Source(segments=3")
+    assert (
+        "<table>" in shown and "Scores by Source.published(" in shown and "5 queries x 20" in shown
+    )
+    assert repr(scores).startswith("Scores by Source.published(segments=3")
     assert "higher is better" in repr(scores)
     assert "<b>" not in made([[1.0]], unit="<b>")._repr_html_()
     assert "<table>" in scores.helpful(0, 2)._repr_html_()

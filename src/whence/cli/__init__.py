@@ -1,10 +1,10 @@
-"""The command line: a thin shell over the same functions.
+"""The command line: a thin shell over the functions of the library.
 
     whence demo
     whence attribute study.py --method source --segments 3 --out scores/source
     whence top scores/source --query 3
 
-Nothing here imports torch before a command has understood its arguments.
+No command imports torch before its arguments are checked.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ EXTRA = ("typer", "rich")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the `whence` command. Returns its exit code: 0 fine, 1 failed, 2 bad input,
-    130 interrupted."""
+    """Entry point of the `whence` command.
+
+    Returns:
+        The exit code: 0 success, 1 failure, 2 bad input, 130 interrupted.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(given)
-    except KeyboardInterrupt:  # before a command was at work: nothing to go on with
+    except KeyboardInterrupt:  # before a command started: there is nothing to resume
         return 130
 
 
 def _run(given: list[str]) -> int:
-    if given[:1] == ["demo"]:  # works from a plain install
+    if given[:1] == ["demo"]:  # works without the extra
         from whence.demo import main as demo
 
         return demo(given[1:])
@@ -36,7 +39,7 @@ def _run(given: list[str]) -> int:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
         print(
-            f"whence: {error.name} is missing, which all commands but `whence demo` need: "
+            f"whence: {error.name} is missing; all commands except `whence demo` need it: "
             "pip install 'whence-tda[cli]'",
             file=sys.stderr,
         )

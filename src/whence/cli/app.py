@@ -14,16 +14,20 @@ from typer.exceptions import TyperException
 from whence.cli import attributing, doctor, judging, looking, settings
 from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, say
 
-OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def build(given: Sequence[str] = ()) -> typer.Typer:
-    """All commands. What their help shows, and whether that of `reproduce` is imported, hangs on
-    the arguments that are given."""
+    """All commands.
+
+    Args:
+        given: the arguments, which decide whose settings help shows and whether `reproduce` is
+            imported.
+    """
     app = typer.Typer(
         name="whence",
         help="Where in its training data does a model's behaviour come from?",
-        epilog="Start with `whence demo`, or with a study file: `whence doctor study.py`.",
+        epilog="Start with `whence demo`, or check a study file: `whence doctor study.py`.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="markdown",
@@ -31,9 +35,9 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_version)
-    app.command("demo", context_settings=OTHERS, rich_help_panel="Start here")(_demo)
+    app.command("demo", context_settings=PASS_THROUGH, rich_help_panel="Start here")(_demo)
     app.command("doctor", rich_help_panel="Start here")(doctor.doctor)
-    layers, fit, attribute, top = attributing.commands(_shown(given))
+    layers, fit, attribute, top = attributing.commands(_requested_method(given))
     panels = {
         "Attribute": [layers, fit, attribute],
         "Look": [top, looking.report, looking.explore],
@@ -42,13 +46,13 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
     for panel, functions in panels.items():
         for function in functions:
             app.command(function.__name__, rich_help_panel=panel)(function)
-    last = _reproduce_or_why() if list(given[:1]) == ["reproduce"] else _reproduce
-    app.command("reproduce", rich_help_panel="Judge")(last)
+    reproduce = _load_reproduce() if list(given[:1]) == ["reproduce"] else _reproduce
+    app.command("reproduce", rich_help_panel="Judge")(reproduce)
     return app
 
 
 def run(given: Sequence[str]) -> int:
-    """The exit code of `whence` with these arguments."""
+    """Run `whence` with these arguments, and return the exit code."""
     program = typer.main.get_command(build(given))
     try:
         code = program.main(args=list(given), prog_name="whence", standalone_mode=False)
@@ -64,8 +68,8 @@ def run(given: Sequence[str]) -> int:
     return code if isinstance(code, int) else FINE
 
 
-def _shown(given: Sequence[str]) -> str:
-    """The method that is asked for, as far as it can be told before the options are read."""
+def _requested_method(given: Sequence[str]) -> str:
+    """The method after --method, before the options are parsed: help shows its settings."""
     for before, word in pairwise(["", *given]):
         name = word.removeprefix("--method=") if before != "--method" else word
         if name != word or before == "--method":
@@ -77,7 +81,7 @@ def _shown(given: Sequence[str]) -> str:
 def _version(
     version: Annotated[
         bool | None,
-        typer.Option("--version", is_eager=True, help="Say the version.", show_default=False),
+        typer.Option("--version", is_eager=True, help="Print the version.", show_default=False),
     ] = None,
 ) -> None:
     if version:
@@ -88,27 +92,28 @@ def _version(
 
 
 def _demo(context: typer.Context) -> int:
-    """A minute's tour on digits: train, attribute, find flipped labels."""
+    """Take a one-minute tour on digits: train, attribute, find flipped labels."""
     from whence.demo import main
 
     return main(context.args)
 
 
 def _reproduce() -> None:
-    """Run the paper's experiments again, and compare."""
+    """Rerun the paper's experiments and compare."""
 
 
-def _reproduce_or_why() -> Any:
+def _load_reproduce() -> Any:
+    """The command `reproduce`, or one that explains why it cannot be imported."""
     try:
         return import_module("whence.cli.reproduce").reproduce
     except ImportError as error:
         message = (
-            f"whence: `reproduce` cannot be loaded ({error}): it needs the repository's folder"
+            f"whence: cannot load `reproduce` ({error}): run it in a checkout of the repository"
         )
 
-        def tell() -> int:
+        def refuse() -> int:
             say(message)
             return BAD_INPUT
 
-        tell.__doc__ = _reproduce.__doc__
-        return tell
+        refuse.__doc__ = _reproduce.__doc__
+        return refuse

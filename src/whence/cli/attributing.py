@@ -31,90 +31,91 @@ from whence.cli.options import (
     progress_wanted,
 )
 from whence.cli.screen import Answer, CommandError, command, say
+from whence.errors import FolderConflict
 
 if TYPE_CHECKING:
     from whence.cli.studyfile import StudyFile
     from whence.scores import Scores
 
-OWN = "Settings of the method"
 TASKS = {
     "classification": "Classification",
     "regression": "Regression",
     "language": "LanguageModeling",
 }
-SHOWN = 60  # characters of an example
+WIDTH = 60  # characters of an example in a table
 
 Method = Annotated[
     str,
-    typer.Option(metavar="METHOD", help=f"One of {', '.join(settings.methods())}."),
+    typer.Option(metavar="METHOD", help=f"One of {', '.join(settings.OPTIONS)}."),
 ]
 
 
 def commands(shown: str) -> list[Callable[..., int]]:
-    """The commands, with the settings of one method in their help."""
-    made = [command(resumes=True)(with_settings(function, shown)) for function in (fit, attribute)]
-    return [layers, *made, top]
+    """The commands; help shows the settings of the method `shown`."""
+    configurable = [command(resumes=True)(with_settings(f, shown)) for f in (fit, attribute)]
+    return [layers, *configurable, top]
 
 
 def with_settings(function: Callable[..., Answer], shown: str) -> Callable[..., Answer]:
-    """Give a command the settings of all methods as options; those that are given arrive as
-    `given`. Help shows those of one method."""
-    own = settings.methods()[shown]
+    """Add the settings of all methods to a command as options; help shows those of one method.
+
+    The function receives the options that were used, {name: text}, as `given`.
+    """
+    displayed = settings.typed(shown)
     extra = []
-    everything = settings.options()
-    for name in sorted(everything, key=lambda name: list(own).index(name) if name in own else 99):
-        setting = own.get(name, everything[name])
-        option = typer.Option(
-            setting.option,
-            help=setting.help,
-            metavar=None if setting.flag else setting.metavar,
+    for name, option in (displayed | settings.every_option() | displayed).items():
+        switch = settings.is_switch(option)
+        declared = typer.Option(
+            settings.flag(name, option),
+            help=settings.help_text(option),
+            metavar=None if switch else settings.metavar(option),
             rich_help_panel=f"Settings of {shown} (for another method: --method NAME --help)",
             show_default=False,
-            hidden=name not in own,
+            hidden=name not in displayed,
         )
         extra.append(
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[bool | None if setting.flag else str | None, option],
+                annotation=Annotated[bool | None if switch else str | None, declared],
             )
         )
 
     def run(**arguments: Any) -> Answer:
-        given = {p.name: arguments.pop(p.name) for p in extra}
-        asked = {name: value for name, value in given.items() if value is not None}
-        return function(given=asked, **arguments)
+        values = {p.name: arguments.pop(p.name) for p in extra}
+        given = {name: text for name, text in values.items() if text is not None}
+        return function(given=given, **arguments)
 
     signature = inspect.signature(function, eval_str=True)
-    plain = [
+    parameters = [
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for p in signature.parameters.values()
         if p.name != "given"
     ]
     run.__doc__, run.__name__ = function.__doc__, function.__name__
-    run.__signature__ = inspect.Signature([*plain, *extra])  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([*parameters, *extra])  # type: ignore[attr-defined]
     return run
 
 
-def made(method: str, given: dict[str, str | bool], study: StudyFile) -> Any:
-    """The method, out of the options that were given and what the study file has."""
-    arguments = settings.chosen(method, given)
-    if "recipe" in settings.methods()[method]:
+def build_method(method: str, given: dict[str, str | bool], study: StudyFile) -> Any:
+    """The method with the settings from the command line and from the study file."""
+    arguments = settings.arguments(method, given)
+    if "recipe" in settings.OPTIONS[method]:
         arguments["recipe"] = study.needs_recipe()
-    return settings.kind(method)(**arguments)
+    return settings.constructor(method)(**arguments)
 
 
-def accepted(call: Callable[..., Any], method: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; refused where the method's `attribute` or `fit` has no use for
-    them."""
+def accepted(call: Callable[..., Any], method: str, requested: dict[str, Any]) -> dict[str, Any]:
+    """The options that were used; an error if the method's `attribute` or `fit` lacks one."""
     known = inspect.signature(call).parameters
-    given = {name: value for name, value in asked.items() if value not in (None, False)}
+    given = {name: value for name, value in requested.items() if value not in (None, False)}
     for name in given:
         if name not in known:
-            has = ", ".join(f"--{n.replace('_', '-')}" for n in asked if n in known)
+            available = ", ".join(f"--{n.replace('_', '-')}" for n in requested if n in known)
             raise CommandError(
-                f"--{name.replace('_', '-')} means nothing to {method}, which takes {has or 'none'}"
+                f"--{name.replace('_', '-')} does not apply to {method}, which takes "
+                f"{available or 'none'}"
             )
     return given
 
@@ -122,29 +123,35 @@ def accepted(call: Callable[..., Any], method: str, asked: dict[str, Any]) -> di
 @command()
 def layers(
     place: Annotated[
-        Path, typer.Argument(metavar="STUDY", help="A study file; or the folder of a run.")
+        Path, typer.Argument(metavar="STUDY", help="A study file, or the folder of a run.")
     ],
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODULE:NAME",
-            help="With a run: the model, or a function that makes it; modules are found from here.",
+            help="With a run: the model, or a function that builds it. Modules are imported from "
+            "the current folder.",
         ),
     ] = None,
     train: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:NAME", help="With a run: the training data, likewise."),
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="With a run: the training data, or a function that builds it.",
+        ),
     ] = None,
     task: Annotated[
         str | None, typer.Option(metavar="TASK", help=f"With a run: {', '.join(sorted(TASKS))}.")
     ] = None,
     layers: Annotated[
         list[str] | None,
-        typer.Option("--layers", metavar="PATTERN", help="With a run: only layers named so."),
+        typer.Option(
+            "--layers", metavar="PATTERN", help="With a run: track only the layers that match."
+        ),
     ] = None,
 ) -> Answer:
-    """Which layers are tracked, what is left out and why, and what a pass over the data costs.
+    """List the tracked layers, what is excluded and why, and the cost of a pass over the data.
 
     Examples:
 
@@ -153,7 +160,7 @@ def layers(
     """
     patterns = [*(layers or []), *(more or [])]
     if more and not layers:
-        raise CommandError(f"{more[0]!r} is one argument too many: give one study, or one run")
+        raise CommandError(f"{more[0]!r} is one argument too many: give one study or one run")
     import warnings
 
     import whence
@@ -161,26 +168,26 @@ def layers(
 
     if place.suffix in (".py", ".yaml", ".yml") and not place.is_dir():
         options = {"--model": model, "--train": train, "--task": task, "--layers": patterns}
-        strange = [name for name, value in options.items() if value]
-        if strange:
-            raise CommandError(f"{strange[0]} is for a run's folder: {place} is a study file")
+        unused = [name for name, value in options.items() if value]
+        if unused:
+            raise CommandError(f"{unused[0]} is for a run's folder: {place} is a study file")
         study = load_study(place).study
     else:
         if model is None or train is None:
             raise CommandError(
-                f"{place} is no study file: give one, or --model and --train to go with a run"
+                f"{place} is not a study file: give one, or a run with --model and --train"
             )
         if task is not None and task not in TASKS:
             raise CommandError(f"--task {task}: use one of {', '.join(sorted(TASKS))}")
         study = whence.Study(
-            _found("--model", model),
+            _imported("--model", model),
             getattr(whence, TASKS[task or "classification"])(),
-            train=_found("--train", train),
+            train=_imported("--train", train),
             runs=place,
             layers=patterns or None,
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is left out is part of the description
+        warnings.simplefilter("ignore")  # the description lists what is excluded
         tracked = tracked_layers(study)
         return Answer(
             {
@@ -209,7 +216,7 @@ def fit(
     workers: Workers = None,
     progress: Progress = None,
 ) -> Answer:
-    """Fit curvature now, without queries; `attribute` with the same settings finds it.
+    """Fit the curvature without queries; `attribute` with the same settings reuses it.
 
     Examples:
 
@@ -217,10 +224,10 @@ def fit(
     - `whence fit study.py --method influence --damping source --device cuda`
     """
     method = settings.find(method)
-    settings.chosen(method, given)
+    settings.arguments(method, given)  # report mistakes before torch is imported
     from whence.cli.studyfile import load_study
 
-    asked = {
+    requested = {
         "device": device_of(device),
         "dtype": dtype_of(dtype),
         "batch_size": batch_size,
@@ -228,26 +235,26 @@ def fit(
         "workers": workers,
     }
     file = load_study(study)
-    chosen = made(method, given, file)
+    chosen = build_method(method, given, file)
     if not hasattr(chosen, "fit"):
-        raise CommandError(f"{method} fits nothing: go on with `whence attribute`")
+        raise CommandError(f"{method} has nothing to fit: use `whence attribute`")
     folders = [file.study.store(run).folder for run in file.study.runs]
     if None in folders:
         raise CommandError(
-            f"the study of {study} keeps its factors in memory, so that fitting is lost: give "
+            f"the study in {study} keeps its factors in memory, where they would be lost: use "
             "Study(cache=folder), or a run on disk"
         )
     before = {path: _files(path) for path in folders if path is not None}
     chosen.fit(
-        file.study, progress=progress_wanted(progress), **accepted(chosen.fit, method, asked)
+        file.study, progress=progress_wanted(progress), **accepted(chosen.fit, method, requested)
     )
     report: list[dict[str, Any]] = [
-        {"folder": path, "new": sorted(_files(path) - had), "found": sorted(had)}
-        for path, had in before.items()
+        {"folder": path, "new": sorted(_files(path) - files), "found": sorted(files)}
+        for path, files in before.items()
     ]
-    lines = [f"{r['folder']}: {len(r['new'])} files of factors are new" for r in report]
+    lines = [f"{r['folder']}: {len(r['new'])} new files of factors" for r in report]
     if not any(r["new"] for r in report):
-        lines.append(f"{chosen!r} had nothing to fit, or found it fitted")
+        lines.append(f"nothing to do: {chosen!r} needs no fit, or is fitted already")
     return Answer({"method": repr(chosen), "cache": report}, "\n".join(lines))
 
 
@@ -261,18 +268,20 @@ def attribute(
             "--out",
             "-o",
             metavar="FOLDER",
-            help="Where the scores go. Default: scores/STUDY-METHOD.",
+            help="Folder for the scores. Default: scores/STUDY-METHOD.",
         ),
     ] = None,
     query: Query = None,
     top: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="INT", help="Keep only each query's so many most helpful and harmful."
+            min=1,
+            metavar="INT",
+            help="Keep only this many of the most helpful and harmful per query.",
         ),
     ] = None,
     by_segment: Annotated[
-        bool, typer.Option("--by-segment", help="Keep what each segment contributed.")
+        bool, typer.Option("--by-segment", help="Also keep the contribution of each segment.")
     ] = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -285,7 +294,7 @@ def attribute(
 ) -> Answer:
     """Score every training example for every query.
 
-    Interrupted (Ctrl-C, a killed job), the same command goes on where it stopped.
+    After an interruption (Ctrl-C, a killed job), run the same command to resume.
 
     Examples:
 
@@ -295,11 +304,11 @@ def attribute(
     - `whence attribute --method trak --help`
     """
     method = settings.find(method)
-    settings.chosen(method, given)
+    settings.arguments(method, given)  # report mistakes before torch is imported
     place = out or Path("scores") / f"{study.stem}-{method}"
     from whence.cli.studyfile import load_study
 
-    asked = {
+    requested = {
         "top": top,
         "by_segment": by_segment,
         "device": device_of(device),
@@ -311,63 +320,63 @@ def attribute(
         "engine": engine,
     }
     file = load_study(study)
-    chosen = made(method, given, file)
-    call = accepted(chosen.attribute, method, asked)
+    chosen = build_method(method, given, file)
+    call = accepted(chosen.attribute, method, requested)
     if "progress" in inspect.signature(chosen.attribute).parameters:
         call["progress"] = progress_wanted(progress)
-    queries = file.asked(query)
+    queries = file.query_data(query)
     try:
         scores = chosen.attribute(file.study, queries, out=place, **call)
-    except ValueError as error:
-        if "another calculation" not in str(error):
-            raise
-        raise CommandError(f"{error}. {_held(place)}") from error
+    except FolderConflict as error:
+        raise CommandError(f"{error}. {_contents(place)}") from error
     which = [] if scores.is_self_influence else ["--query", "0"]
     look = shlex.join(["whence", "top", str(place), *which, "--study", str(study)])
-    return Answer(about(scores) | {"path": place}, f"{scores!r}\nin {place}. Look at it: {look}")
+    return Answer(
+        about(scores) | {"path": place}, f"{scores!r}\nin {place}. To look at them: {look}"
+    )
 
 
 @command()
 def top(
     scores: ScoresPath,
     query: Annotated[
-        int | None, typer.Option("--query", "-q", metavar="INT", help="Which query, by its number.")
+        int | None, typer.Option("--query", "-q", metavar="INT", help="Index of the query.")
     ] = None,
     k: Annotated[
-        int, typer.Option("-k", min=1, metavar="INT", help="How many at either end.")
+        int, typer.Option("-k", min=1, metavar="INT", help="Number of examples at each end.")
     ] = 10,
     study: ToShow = None,
     check: Check = True,
 ) -> Answer:
-    """The training examples that helped a query most, and those that harmed it.
+    """Show the training examples that helped a query most, and those that harmed it most.
 
     Examples:
 
     - `whence top scores/source --query 3 -k 10`
     - `whence top scores/source --query 3 --study study.py`
     """
-    found = open_scores(scores)
-    ends = {"helpful": found.helpful(query, k), "harmful": found.harmful(query, k)}
-    shown = None if study is None else _Shown(found, study, check)
-    data = about(found) | {
+    opened = open_scores(scores)
+    rankings = {"helpful": opened.helpful(query, k), "harmful": opened.harmful(query, k)}
+    examples = None if study is None else _StudyExamples(opened, study, check)
+    data = about(opened) | {
         "query": query,
         **{
             end: [
-                e._asdict() | ({} if shown is None else shown.train(e.example, e.stage))
+                e._asdict() | ({} if examples is None else examples.train(e.example, e.stage))
                 for e in ranking
             ]
-            for end, ranking in ends.items()
+            for end, ranking in rankings.items()
         },
     }
-    asked = "" if query is None else f" of query {query}"
-    if shown is not None and query is not None:
-        data["shown"] = shown.query(int(found.query_ids[query]))
-        asked += f": {_line(data['shown'])}"
-    return Answer(data, _tables(found, data, asked))
+    heading = "" if query is None else f" of query {query}"
+    if examples is not None and query is not None:
+        data["shown"] = examples.query(int(opened.query_ids[query]))
+        heading += f": {_line(data['shown'])}"
+    return Answer(data, _tables(opened, data, heading))
 
 
 def about(scores: Scores) -> dict[str, Any]:
-    """What scores are, for machines."""
+    """A description of scores for --json."""
     names = ("method", "settings", "measurement", "unit", "higher_is_better", "shape", "excluded")
     return {name: getattr(scores, name) for name in names} | {
         "self_influence": scores.is_self_influence,
@@ -376,7 +385,7 @@ def about(scores: Scores) -> dict[str, Any]:
     }
 
 
-class _Shown:
+class _StudyExamples:
     """The examples of a study file, as text."""
 
     def __init__(self, scores: Scores, path: Path, check: bool) -> None:
@@ -386,17 +395,17 @@ class _Shown:
 
         file = load_study(path)
         query = None if scores.is_self_influence else file.query
-        own = file.study
-        for note in check_data(scores, own.train, query, collate=own.collate, contents=check):
+        train, collate = file.study.train, file.study.collate
+        for note in check_data(scores, train, query, collate=collate, contents=check):
             say(f"warning: {note}")
-        stages = by_stage(scores, own.train)
-        looks = file.looks()
-        self._train = {name: Examples(data, **looks) for name, data in stages.items()}
-        self._query = Examples(query, **looks)
+        options = file.display_options()
+        stages = by_stage(scores, train)
+        self._train = {name: Examples(data, **options) for name, data in stages.items()}
+        self._query = Examples(query, **options)
 
     def train(self, example: int, stage: str | None) -> dict[str, Any]:
-        found = self._train.get(stage) or next(iter(self._train.values()))
-        return _short(found.render(example))
+        examples = self._train.get(stage) or next(iter(self._train.values()))
+        return _short(examples.render(example))
 
     def query(self, row: int) -> dict[str, Any]:
         return _short(self._query.render(row))
@@ -404,25 +413,26 @@ class _Shown:
 
 def _short(rendered: dict[str, Any]) -> dict[str, Any]:
     """What a terminal can show of an example: its label, and its text or row."""
-    found = {name: rendered[name] for name in ("label", "text", "row") if rendered.get(name)}
-    return {"kind": rendered["kind"], **found}
+    parts = ("kind", "label", "text", "row")
+    return {name: rendered[name] for name in parts if rendered.get(name)}
 
 
-def _line(shown: dict[str, Any]) -> str:
-    text = shown.get("text") or ", ".join(f"{n}={v}" for n, v in shown.get("row", []))
+def _line(example: dict[str, Any]) -> str:
+    """An example in one line of a table."""
+    text = example.get("text") or ", ".join(f"{n}={v}" for n, v in example.get("row", []))
     text = " ".join(text.split())
-    text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
-    parts = [shown.get("label"), text or (shown["kind"] if shown["kind"] == "image" else "")]
-    return "  ".join(part for part in parts if part)
+    text = text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+    content = text or ("image" if example["kind"] == "image" else "")
+    return "  ".join(part for part in (example.get("label"), content) if part)
 
 
-def _tables(scores: Scores, data: dict[str, Any], asked: str) -> Any:
+def _tables(scores: Scores, data: dict[str, Any], heading: str) -> Any:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     head = f"{scores.method}, {scores.measurement} in {scores.unit}"
-    parts: list[Any] = [Text(head + (f"; {scores.measurement}{asked}" if asked else ""))]
+    parts: list[Any] = [Text(head + (f"; {scores.measurement}{heading}" if heading else ""))]
     words = {"helpful": ("most helpful", "green"), "harmful": ("most harmful", "red")}
     for end, (word, colour) in words.items():
         table = Table(title=Text(word, style=f"bold {colour}"), title_justify="left", box=None)
@@ -441,19 +451,19 @@ def _tables(scores: Scores, data: dict[str, Any], asked: str) -> Any:
     return Group(*parts)
 
 
-def _held(place: Path) -> str:
-    """Whose scores lie in a folder."""
+def _contents(folder: Path) -> str:
+    """Which scores a folder holds."""
     from whence.scores import Scores
 
-    if not (place / "scores.json").exists():
-        return "It holds the beginning of others"
-    held = Scores.load(place)
-    own = ", ".join(f"{name}={value!r}" for name, value in held.settings.items())
-    return f"It holds {held.shape} scores by {held.method}({own}), of {held.measurement}"
+    if not (folder / "scores.json").exists():
+        return "It holds unfinished scores"
+    scores = Scores.load(folder)
+    given = ", ".join(f"{name}={value!r}" for name, value in scores.settings.items())
+    return f"It holds {scores.shape} scores by {scores.method}({given}), of {scores.measurement}"
 
 
 def tracked_layers(study: Any) -> Any:
-    """The layers that a study tracks at its first run."""
+    """The layers that a study tracks, for its first run."""
     import torch
 
     from whence.layers.passes import precision_as_asked
@@ -468,8 +478,8 @@ def _files(folder: Path) -> set[str]:
     return {file.name for file in folder.glob("*.safetensors")}
 
 
-def _found(option: str, place: str) -> Any:
-    """What `MODULE:NAME` names; called, if it is a function or a class."""
+def _imported(option: str, place: str) -> Any:
+    """The object that `MODULE:NAME` names; its result, if it is a function or a class."""
     import importlib
     import os
     import sys
@@ -479,10 +489,10 @@ def _found(option: str, place: str) -> Any:
         raise CommandError(f"{option} {place!r}: write MODULE:NAME, such as train:make_model")
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise CommandError(f"{option} {place!r} cannot be found ({error})") from error
+        raise CommandError(f"{option} {place!r} cannot be imported ({error})") from error
     finally:
         sys.path.remove(os.getcwd())
-    plain = hasattr(found, "parameters") or hasattr(found, "__getitem__")
-    return found() if callable(found) and (isinstance(found, type) or not plain) else found
+    is_object = hasattr(value, "parameters") or hasattr(value, "__getitem__")
+    return value() if callable(value) and (isinstance(value, type) or not is_object) else value

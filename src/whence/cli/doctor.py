@@ -1,4 +1,4 @@
-"""`whence doctor`: what is installed, which device, how much memory; and is a study file sound?"""
+"""`whence doctor`: check the installation, the devices, and a study file."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ import typer
 from whence.cli import settings
 from whence.cli.options import Device, device_of
 from whence.cli.screen import FAILED, FINE, Answer, command
+from whence.errors import WhenceError
 
 if TYPE_CHECKING:
     from whence.cli.studyfile import StudyFile
 
 NEEDED = ("torch", "numpy", "safetensors", "tqdm")
 FOR_DEVELOPERS = ("test", "docs")
-TRIED = 8  # examples of a batch that is tried
+TRIAL = 8  # examples in the batch that is tried
 SOUND, NOTE, BAD = "sound", "note", "bad"
 MARKS = {SOUND: ("✓", "green"), NOTE: ("!", "yellow"), BAD: ("✗", "bold red")}
 
-Finding = tuple[str, str]  # verdict, what was found
+Finding = tuple[str, str]  # verdict, message
 
 
 @command()
 def doctor(
     study: Annotated[
-        Path | None, typer.Argument(metavar="[STUDY]", help="A study file to look over.")
+        Path | None, typer.Argument(metavar="[STUDY]", help="A study file to check.")
     ] = None,
     method: Annotated[
-        str, typer.Option(metavar="METHOD", help="Whose time and memory to estimate.")
+        str, typer.Option(metavar="METHOD", help="Method whose time and memory to estimate.")
     ] = "source",
     device: Device = None,
 ) -> Answer:
-    """What is installed, which device, how much memory; and is a study file sound?
+    """Check the installation, the devices and their memory, and a study file.
 
-    A study file is loaded, a batch tried, every checkpoint compared with the model, and the time of
-    attribution estimated, before hours are spent. The exit code is 1 when something is wrong.
+    For a study file, this tries a batch, compares every checkpoint with the model, and estimates
+    the time of attribution. The exit code is 1 if something is wrong.
 
     Examples:
 
@@ -58,18 +59,18 @@ def doctor(
     file = load_study(study)
     checks = [
         {"check": name, "verdict": verdict, "message": message}
-        for name, verdict, message in look_over(file, method, where)
+        for name, verdict, message in run_checks(file, method, where)
     ]
     bad = sum(check["verdict"] == BAD for check in checks)
-    sound = f"{study}: " + ("nothing is wrong with it" if not bad else f"{bad} things are wrong")
-    lines = [*_machine_lines(machine), ("", ""), *_study_lines(checks), ("", sound)]
+    problems = "1 problem" if bad == 1 else f"{bad or 'no'} problems"
+    lines = [*_machine_lines(machine), ("", ""), *_study_lines(checks)]
+    lines.append(("", f"{study}: {problems} found"))
     data = machine | {"study": {"path": study, "sound": not bad, "checks": checks}}
     return Answer(data, _lines(lines), FAILED if bad else FINE)
 
 
-def look_over(file: StudyFile, method: str, device: Any = None) -> Iterator[tuple[str, str, str]]:
-    """(check, verdict, what was found), one after another; what raises is bad, and the rest goes
-    on."""
+def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tuple[str, str, str]]:
+    """(check, verdict, message) of each check; one that raises is bad, and the others still run."""
     study = file.study
     checks: list[tuple[str, Callable[[], Finding]]] = [("study", lambda: (SOUND, repr(study)))]
     for k, run in enumerate(study.runs):
@@ -95,22 +96,21 @@ def look_over(file: StudyFile, method: str, device: Any = None) -> Iterator[tupl
             try:
                 verdict, message = check()
             except Exception as error:
-                kind = (
-                    "" if isinstance(error, (ValueError, OSError)) else type(error).__name__ + ": "
-                )
+                known = isinstance(error, (WhenceError, OSError))
+                kind = "" if known else type(error).__name__ + ": "
                 verdict, message = BAD, kind + " ".join(str(error).split())
         yield name, verdict, message
         for text in dict.fromkeys(str(warning.message) for warning in caught):
-            if name != "cost" or "tracked" not in text:  # what is left out is said by layers
+            if name != "cost" or "tracked" not in text:  # the check of the layers says it
                 yield name, NOTE, " ".join(text.split())
 
 
 def _run(run: Any) -> Finding:
     adaptive = {s: o for s, o in run.optimizers.items() if o in ("adam", "adamw", "rmsprop")}
-    bare = [c.step for c in run.checkpoints if c.stage in adaptive and c.moments is None]
-    if bare:
+    lacking = [c.step for c in run.checkpoints if c.stage in adaptive and c.moments is None]
+    if lacking:
         return BAD, (
-            f"{run!r}: the checkpoints at {bare} have no second moments, which SOURCE needs for "
+            f"{run!r}: the checkpoints at {lacking} have no second moments, which SOURCE needs for "
             f"{', '.join(adaptive.values())}; TracIn and Influence(damping=1e-8) do not"
         )
     return (SOUND if run.finished else NOTE), repr(run)
@@ -126,23 +126,26 @@ def _weights(study: Any, run: Any) -> Finding:
         load_weights(models[checkpoint.stage], weights, checkpoint.step)
         wrong = [n for n, w in weights.items() if w.is_floating_point() and not w.isfinite().all()]
         if wrong:
-            return BAD, f"at step {checkpoint.step}, {wrong[0]} is NaN or infinite: it diverged"
-    return SOUND, f"all {len(run.checkpoints)} checkpoints are whole and fit the model"
+            return (
+                BAD,
+                f"at step {checkpoint.step}, {wrong[0]} is NaN or infinite: the run diverged",
+            )
+    return SOUND, f"all {len(run.checkpoints)} checkpoints are complete and fit the model"
 
 
 def _data(study: Any, stage: str) -> Finding:
     from whence.data import structure
 
     data = study.data[stage]
-    built = structure(data.take(range(min(TRIED, len(data)))))
+    built = structure(data.take(range(min(TRIAL, len(data)))))
     if not data.steady:
-        return BAD, f"{data.name}[0] differs between two reads: give it without augmentation"
+        return BAD, f"{data.name}[0] differs between two reads: give the data without augmentation"
     return SOUND, f"{len(data):,} examples; a batch is {built}"
 
 
 def _query(file: StudyFile) -> Finding:
     if file.query is None:
-        return NOTE, "none is defined: attribute with --query NAME, or --query self"
+        return NOTE, "not defined: attribute with --query NAME or --query self"
     return SOUND, f"{len(file.study.query(file.query)):,} queries, built like the training data"
 
 
@@ -167,7 +170,7 @@ def _batch(study: Any) -> Finding:
         study.data[stage],
     )
     load_weights(model, study.runs[0].final.weights(), study.runs[0].final.step)
-    batch = place(data.take(range(min(TRIED, len(data)))), torch.device("cpu"), torch.float32)
+    batch = place(data.take(range(min(TRIAL, len(data)))), torch.device("cpu"), torch.float32)
     with torch.no_grad():
         outputs = task.outputs(model, batch)
         losses, measured = task.losses(outputs, batch), task.measurements(outputs, batch)
@@ -181,52 +184,55 @@ def _batch(study: Any) -> Finding:
 def _cost(file: StudyFile, method: str, device: Any) -> Finding:
     from whence.engine.estimate import duration
 
-    study, kind = file.study, settings.kind(method)
-    if not hasattr(kind, "estimate"):
-        return NOTE, f"no estimate is made for {method}"
-    least = min(len(run.checkpoints) for run in study.runs)
-    more = {"segments": min(3, least)} if "segments" in settings.methods()[method] else {}
-    chosen = kind(**more)
-    found = chosen.estimate(study, file.query, device=device)
-    seconds = len(study.runs) * found["seconds"]
+    study = file.study
+    if not hasattr(settings.method_class(method), "estimate"):
+        return NOTE, f"{method} has no estimate"
+    checkpoints = min(len(run.checkpoints) for run in study.runs)
+    segments = settings.OPTIONS[method].get("segments")
+    arguments = {}
+    if segments is not None and isinstance(segments.default, int):  # not more than checkpoints
+        arguments["segments"] = min(segments.default, checkpoints)
+    chosen = settings.constructor(method)(**arguments)
+    estimate = chosen.estimate(study, file.query, device=device)
+    seconds = len(study.runs) * estimate["seconds"]
     queries = 0 if file.query is None else len(file.query)
     examples = sum(len(data) for data in study.data.values())
     size = max(1, queries) * examples * 4
     free = shutil.disk_usage(Path.cwd()).free
-    passes = ", ".join(f"{count} × {kind}" for kind, count in found["passes"].items() if count)
+    passes = ", ".join(f"{count} × {kind}" for kind, count in estimate["passes"].items() if count)
     text = (
-        f"{chosen!r}: about {duration(seconds)}, {_size(found['bytes'])} of memory, "
+        f"{chosen!r}: about {duration(seconds)}, {_size(estimate['bytes'])} of memory, "
         f"{_size(size)} of scores; passes over the data: {passes}"
     )
     return (SOUND if size < free else BAD), text + (
-        "" if size < free else f". Only {_size(free)} are free here: use --top"
+        "" if size < free else f". Only {_size(free)} are free on this disk: use --top"
     )
 
 
 def _recipe(file: StudyFile) -> Finding:
     recipe, study = file.recipe, file.study
     if recipe is None:
-        return NOTE, "none is defined: truth, removal and leave-one-out need one"
+        return NOTE, "not defined: truth, removal and leave-one-out need one"
     for stage in recipe.stages:
-        theirs = study.data.get(stage.name if len(recipe.stages) > 1 else study.stages[0])
-        if theirs is None or theirs.fingerprint() != stage.data.fingerprint():
+        data = study.data.get(stage.name if len(recipe.stages) > 1 else study.stages[0])
+        if data is None or data.fingerprint() != stage.data.fingerprint():
             return BAD, f"its training data of stage {stage.name!r} is not the study's"
     run = study.runs[0]
     if run.origin and run.origin.get("recipe") == recipe.fingerprint:
-        return SOUND, f"it is what made the run, with seed {run.origin['seed']}"
+        return SOUND, f"it trained the run, with seed {run.origin['seed']}"
     if run.initial is None:
-        return NOTE, "the run has not kept its initial weights: whether it starts so is unknown"
+        return NOTE, "the run has no initial weights to compare with the recipe's"
     seed = int(run.origin.get("seed", 0)) if run.origin else 0
-    own, kept = recipe.build(seed).state_dict(), run.initial.weights()
-    other = [n for n, w in kept.items() if n not in own or own[n].shape != w.shape]
-    if other:
-        return BAD, f"its model is another than the run's: {other[0]} differs"
-    moved = [n for n, w in kept.items() if not bool((own[n].cpu() == w).all())]
+    built, initial = recipe.build(seed).state_dict(), run.initial.weights()
+    unlike = [n for n, w in initial.items() if n not in built or built[n].shape != w.shape]
+    if unlike:
+        return BAD, f"its model is not the run's: {unlike[0]} differs"
+    moved = [n for n, w in initial.items() if not bool((built[n].cpu() == w).all())]
     if moved:
         return NOTE, (
             f"with seed {seed} it does not start from the run's initial weights ({moved[0]} "
-            "differs): other draws, or another way to make the model. Retraining is of the recipe, "
-            "so use study runs=recipe.run(seed, out) to be sure that both are the same training"
+            "differs). Commands that retrain follow the recipe: use runs=recipe.run(seed, out) in "
+            "the study to be sure that both are the same training"
         )
     return SOUND, f"with seed {seed} it starts from the run's initial weights"
 
@@ -234,11 +240,8 @@ def _recipe(file: StudyFile) -> Finding:
 def _versions() -> dict[str, str | None]:
     from whence import __version__
 
-    found: dict[str, str | None] = {
-        "whence": __version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
-    }
-    return found | {name: _version(name) for name in NEEDED}
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"whence": __version__, "python": python, **{name: _version(name) for name in NEEDED}}
 
 
 def _version(name: str) -> str | None:
@@ -249,17 +252,17 @@ def _version(name: str) -> str | None:
 
 
 def _extras() -> dict[str, dict[str, str | None]]:
-    """{extra: {package: its version, None if missing}}, as whence's own metadata has it."""
-    found: dict[str, dict[str, str | None]] = {}
+    """{extra: {package: its version, or None}}, from the metadata of whence."""
+    extras: dict[str, dict[str, str | None]] = {}
     try:
         required = metadata.requires("whence-tda") or []
-    except metadata.PackageNotFoundError:  # run from a folder of sources
+    except metadata.PackageNotFoundError:  # not installed: run from the sources
         return {}
     for line in required:
         match = re.match(r"([\w.-]+)(?:\[[^\]]*\])?.*;.*extra == ['\"]([\w-]+)['\"]", line)
         if match and match[2] not in FOR_DEVELOPERS and match[1] != "whence-tda":
-            found.setdefault(match[2], {})[match[1]] = _version(match[1])
-    return found
+            extras.setdefault(match[2], {})[match[1]] = _version(match[1])
+    return extras
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -271,35 +274,35 @@ def _devices() -> list[dict[str, Any]]:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         names |= {f"cuda:{k}": torch.cuda.get_device_name(k) for k in range(count)}
-    found = []
+    devices: list[dict[str, Any]] = []
     for name, about in names.items():
         free, total = free_and_total(torch.device(name))
-        found.append({"device": name, "about": about, "free": free, "total": total})
+        devices.append({"device": name, "about": about, "free": free, "total": total})
     if torch.backends.mps.is_available():
-        found.append({"device": "mps", "about": "Apple GPU", "free": None, "total": None})
-    return found
+        devices.append({"device": "mps", "about": "Apple GPU", "free": None, "total": None})
+    return devices
 
 
 def _machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [("", versions)]
     for device in machine["devices"]:
-        room = ""
+        memory = ""
         if device["total"]:
-            room = f", {_size(device['free'])} free of {_size(device['total'])}"
-        lines.append((SOUND, f"{device['device']}: {device['about']}{room}"))
+            memory = f", {_size(device['free'])} free of {_size(device['total'])}"
+        lines.append((SOUND, f"{device['device']}: {device['about']}{memory}"))
     if len(machine["devices"]) == 1:
-        lines.append((NOTE, "no GPU is found: everything runs on the CPU"))
+        lines.append((NOTE, "no GPU found: everything runs on the CPU"))
     for extra, packages in machine["extras"].items():
         missing = [name for name, version in packages.items() if version is None]
         if missing:
             how = f"pip install 'whence-tda[{extra}]'"
             lines.append((NOTE, f"{extra}: {', '.join(missing)} missing: {how}"))
         else:
-            have = ", ".join(f"{name} {version}" for name, version in packages.items())
-            lines.append((SOUND, f"{extra}: {have}"))
+            versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+            lines.append((SOUND, f"{extra}: {versions}"))
     if not machine["extras"]:
-        lines.append((NOTE, "whence is not installed as a package: its extras are not known"))
+        lines.append((NOTE, "whence is not installed as a package, so its extras are unknown"))
     return lines
 
 

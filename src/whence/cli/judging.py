@@ -1,4 +1,4 @@
-"""Commands that retrain, and judge scores by it: truth, lds, removal."""
+"""Commands that retrain and evaluate scores: truth, lds, removal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ from whence.cli.screen import Answer, CommandError, command
 
 Stage = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Whose examples. Default: the first stage's."),
+    typer.Option(
+        metavar="NAME", help="Stage whose examples are left out of trainings. Default: the first."
+    ),
 ]
 QueryName = Annotated[
     str | None,
-    typer.Option("--query", metavar="NAME", help="Another name of the study file than `query`."),
+    typer.Option(
+        "--query",
+        metavar="NAME",
+        help="Queries: a name that the study file defines. Default: `query`.",
+    ),
 ]
 
 
@@ -40,29 +46,31 @@ QueryName = Annotated[
 def truth(
     study: StudyPath,
     alpha: Annotated[
-        float, typer.Option(metavar="SHARE", help="The share of the examples in a subset.")
+        float, typer.Option(metavar="SHARE", help="Fraction of the examples in a subset.")
     ] = 0.5,
-    subsets: Annotated[int, typer.Option(min=1, metavar="INT", help="How many subsets.")] = 100,
+    subsets: Annotated[int, typer.Option(min=1, metavar="INT", help="Number of subsets.")] = 100,
     seeds: Annotated[
-        str, typer.Option(metavar="INT", help="Trainings of each subset; or their seeds: 0,1,2.")
+        str, typer.Option(metavar="INT", help="Trainings per subset, or their seeds: 0,1,2.")
     ] = "10",
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FOLDER", help="Default: truth/STUDY."),
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="Folder for the truth. Default: truth/STUDY."
+        ),
     ] = None,
     query: QueryName = None,
     stage: Stage = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="INT", help="Of the subsets.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="INT", help="Seed of the subsets.")] = 0,
     device: Device = None,
     memory: Memory = None,
     executor: Executor = None,
     engine: Engine = None,
     progress: Progress = None,
 ) -> Answer:
-    """Retrain on random subsets, and measure: what scores are judged against.
+    """Retrain on random subsets and measure the queries: the truth that scores are judged by.
 
-    Interrupted, the same command goes on where it stopped; so do several at once, on one folder.
-    With more subsets or seeds than before it adds to what is there.
+    After an interruption, run the same command to resume. Several processes may share one folder.
+    With more subsets or seeds than before, the command adds to the existing ones.
 
     Examples:
 
@@ -74,7 +82,7 @@ def truth(
     from whence.retrain import ground_truth
 
     where, file = device_of(device), load_study(study)
-    found = ground_truth(
+    result = ground_truth(
         file.needs_recipe(),
         _queries(file, query),
         alpha,
@@ -89,22 +97,22 @@ def truth(
         engine=engine or "auto",
         progress=progress_wanted(progress),
     )
-    shape = found.measurements.shape
+    shape = result.measurements.shape
     data = {
         "path": place,
         "subsets": shape[0],
-        "seeds": found.seeds,
+        "seeds": result.seeds,
         "queries": shape[2],
-        "examples": found.masks.shape[1],
-        "alpha": found.alpha,
-        "measurement": found.measurement,
-        "stage": found.stage,
-        "diverged": int(found.diverged.sum()),
-        "notes": found.notes,
+        "examples": result.masks.shape[1],
+        "alpha": result.alpha,
+        "measurement": result.measurement,
+        "stage": result.stage,
+        "diverged": int(result.diverged.sum()),
+        "notes": result.notes,
     }
     return Answer(
         data,
-        f"{found!r}\nin {place}. Judge scores by it: whence lds SCORES --truth "
+        f"{result!r}\nin {place}. To judge scores by it: whence lds SCORES --truth "
         f"{shlex.quote(str(place))}",
     )
 
@@ -113,38 +121,38 @@ def truth(
 def lds(
     scores: ManyScores,
     truth: Annotated[
-        Path, typer.Option("--truth", metavar="FOLDER", help="What `whence truth` wrote.")
+        Path, typer.Option("--truth", metavar="FOLDER", help="A folder written by `whence truth`.")
     ],
     bootstrap: Bootstrap = 1000,
-    seed: Annotated[int, typer.Option(metavar="INT", help="Of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="INT", help="Seed of the resamples.")] = 0,
     exclude_diverged: Diverged = False,
 ) -> Answer:
-    """The linear datamodeling score: do scores order retrained subsets as retraining does?
+    """Compute the linear datamodeling score (LDS): do the scores rank subsets as retraining does?
 
     Examples:
 
     - `whence lds scores/source --truth truth/digits`
     - `whence lds scores/* --truth truth/digits`
     """
-    found = open_many(scores)
+    opened = open_many(scores)
     from whence.evaluate import compare
     from whence.retrain import Truth
 
-    judged = compare(
-        found,
+    comparison = compare(
+        opened,
         Truth.load(truth),
         bootstrap=bootstrap,
         seed=seed,
         exclude_diverged=exclude_diverged,
     )
-    best = max(judged, key=lambda name: judged[name].value)
+    best = max(comparison, key=lambda name: comparison[name].value)
     data = {
         name: {f.name: getattr(one, f.name) for f in fields(one) if f.name != "resampled"}
-        | {"behind": asdict(judged.difference(best, name))}
-        for name, one in judged.items()
+        | {"behind": asdict(comparison.difference(best, name))}
+        for name, one in comparison.items()
     }
-    only = next(iter(judged.values()))
-    return Answer(data, repr(only if len(judged) == 1 else judged))
+    only = next(iter(comparison.values()))
+    return Answer(data, repr(only if len(comparison) == 1 else comparison))
 
 
 @command(resumes=True)
@@ -152,48 +160,59 @@ def removal(
     study: StudyPath,
     scores: ManyScores,
     k: Annotated[
-        str, typer.Option("-k", "--k", metavar="INT,...", help="How many examples to remove.")
+        str, typer.Option("-k", "--k", metavar="INT,...", help="Numbers of examples to remove.")
     ] = "10,20,50",
-    queries: Annotated[int, typer.Option(min=1, metavar="INT", help="How many to try.")] = 100,
+    queries: Annotated[
+        int, typer.Option(min=1, metavar="INT", help="Number of queries to try.")
+    ] = 100,
     select_seeds: Annotated[
-        int, typer.Option(min=1, metavar="INT", help="Trainings that say which queries are right.")
+        int,
+        typer.Option(
+            min=1,
+            metavar="INT",
+            help="Trainings that decide which queries are predicted correctly.",
+        ),
     ] = 5,
     seeds: Annotated[
-        int, typer.Option(min=1, metavar="INT", help="Trainings that a margin is averaged over.")
+        int, typer.Option(min=1, metavar="INT", help="Trainings to average a margin over.")
     ] = 3,
     random_floor: Annotated[
         bool, typer.Option(help="Also remove random examples of the query's class.")
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FOLDER", help="Default: removal/STUDY."),
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="Folder for the results. Default: removal/STUDY."
+        ),
     ] = None,
     query: QueryName = None,
     stage: Stage = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="INT", help="Of trainings and choices.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="INT", help="Seed of the trainings and of the selection.")
+    ] = 0,
     device: Device = None,
     memory: Memory = None,
     executor: Executor = None,
     engine: Engine = None,
     progress: Progress = None,
 ) -> Answer:
-    """Retrain without what helped a query most: does its prediction turn wrong?
+    """Retrain without the most helpful examples of a query: does its prediction flip?
 
-    Interrupted, the same command goes on where it stopped.
+    After an interruption, run the same command to resume.
 
     Examples:
 
     - `whence removal study.py scores/source scores/tracin -k 10,20,50 --out removal/digits`
     """
     counts = numbers("--k", k)
-    found = open_many(scores)
+    opened = open_many(scores)
     from whence.cli.studyfile import load_study
     from whence.evaluate import subset_removal
 
     where, file = device_of(device), load_study(study)
     result = subset_removal(
         file.needs_recipe(),
-        found,
+        opened,
         _queries(file, query),
         counts,
         queries=queries,
@@ -216,7 +235,7 @@ def removal(
 
 
 def _queries(file: Any, name: str | None) -> Any:
-    found = file.asked(name)
-    if found is None:
-        raise CommandError("--query self: retraining measures queries; name some")
-    return found
+    queries = file.query_data(name)
+    if queries is None:
+        raise CommandError("--query self: retraining measures queries, so name some")
+    return queries

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, and what they stand for."""
+"""Arguments and options that several commands share, and their values."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ if TYPE_CHECKING:
 
     from whence.scores import Scores
 
-WORK = "How to work"
+COMPUTE = "Compute options"
 
 StudyPath = Annotated[
-    Path, typer.Argument(metavar="STUDY", help="A Python file that defines `study`, or a YAML.")
+    Path,
+    typer.Argument(metavar="STUDY", help="A Python file that defines `study`, or a YAML file."),
 ]
 ScoresPath = Annotated[
-    Path, typer.Argument(metavar="SCORES", help="A folder that `whence attribute` wrote.")
+    Path, typer.Argument(metavar="SCORES", help="A folder written by `whence attribute`.")
 ]
 ManyScores = Annotated[
-    list[Path], typer.Argument(metavar="SCORES...", help="Folders that `whence attribute` wrote.")
+    list[Path], typer.Argument(metavar="SCORES...", help="Folders written by `whence attribute`.")
 ]
 ToShow = Annotated[
     Path | None,
-    typer.Option("--study", metavar="STUDY", help="The study file: examples are then shown."),
+    typer.Option(
+        "--study", metavar="STUDY", help="The study file, to show the examples themselves."
+    ),
 ]
 Check = Annotated[
     bool,
-    typer.Option(help="Whether the data is compared with what the scores were made with."),
+    typer.Option(help="Check that the data is what the scores were computed from."),
 ]
 Query = Annotated[
     str | None,
     typer.Option(
         "--query",
         metavar="NAME",
-        help="Which queries: a name that the study file defines (a data file, for a YAML), or "
-        '"self" for the effect of each training example on itself. Default: its `query`.',
+        help="The queries: a name that the study file defines (a data file, for a YAML study), or "
+        '"self" for the effect of each training example on itself. Default: `query`.',
     ),
 ]
 Device = Annotated[
@@ -49,17 +52,17 @@ Device = Annotated[
     typer.Option(
         metavar="DEVICE",
         help="cpu, cuda, cuda:1, mps. Default: see `whence doctor`.",
-        rich_help_panel=WORK,
+        rich_help_panel=COMPUTE,
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help='What may be used, such as "8GB".', rich_help_panel=WORK),
+    typer.Option(metavar="SIZE", help='Memory limit, such as "8GB".', rich_help_panel=COMPUTE),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        metavar="DTYPE", help="float32 (default), float64 or bfloat16.", rich_help_panel=WORK
+        metavar="DTYPE", help="float32 (default), float64 or bfloat16.", rich_help_panel=COMPUTE
     ),
 ]
 BatchSize = Annotated[
@@ -67,53 +70,55 @@ BatchSize = Annotated[
     typer.Option(
         min=1,
         metavar="INT",
-        help="Examples per pass. Default: what fits. No score depends on it.",
-        rich_help_panel=WORK,
+        help="Examples per pass. Default: as many as fit. Does not change the scores.",
+        rich_help_panel=COMPUTE,
     ),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=0, metavar="INT", help="Processes that load data.", rich_help_panel=WORK),
+    typer.Option(
+        min=0, metavar="INT", help="Number of processes that load data.", rich_help_panel=COMPUTE
+    ),
 ]
 Executor = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help='"ray" to retrain on a Ray cluster. Default: in this process.',
-        rich_help_panel=WORK,
+        help='"ray" retrains on a Ray cluster. Default: in this process.',
+        rich_help_panel=COMPUTE,
     ),
 ]
 Engine = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="How models are trained at once: auto (default), products, vmap, or single.",
-        rich_help_panel=WORK,
+        help="How to train several models at once: auto (default), products, vmap, or single.",
+        rich_help_panel=COMPUTE,
     ),
 ]
 Progress = Annotated[
     bool | None,
     typer.Option(
         "--progress/--no-progress",
-        help="Progress bars, with the time left. Default: on a terminal.",
-        rich_help_panel=WORK,
+        help="Show progress bars with the time left. Default: on a terminal.",
+        rich_help_panel=COMPUTE,
         show_default=False,
     ),
 ]
 Bootstrap = Annotated[
-    int, typer.Option(metavar="INT", help="Resamples that intervals are made of.")
+    int, typer.Option(metavar="INT", help="Number of bootstrap resamples for the intervals.")
 ]
 Diverged = Annotated[
     bool, typer.Option("--exclude-diverged", help="Leave out trainings that diverged.")
 ]
 
 
-def progress_wanted(asked: bool | None) -> bool:
-    return sys.stderr.isatty() if asked is None else asked
+def progress_wanted(given: bool | None) -> bool:
+    return sys.stderr.isatty() if given is None else given
 
 
 def device_of(name: str | None) -> torch.device | None:
-    """The device of that name, if it is there."""
+    """The device of that name; an error if it is not available."""
     if name is None:
         return None
     import torch
@@ -145,39 +150,39 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers, from "10,20,30"."""
+    """The integers in "10,20,30"."""
     if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
         raise CommandError(f"{option} {text}: give whole numbers, such as 10,20,30")
     return [int(part) for part in text.split(",")]
 
 
 def open_scores(path: Path) -> Scores:
-    """The scores in a folder; what the path is, if there are none in it."""
+    """The scores in a folder; an error that says what the path is instead."""
     from whence.scores import Scores
 
     if not path.exists():
-        raise CommandError(f"{path} does not exist: give a folder that `whence attribute` wrote")
+        raise CommandError(f"{path} does not exist: give a folder written by `whence attribute`")
     if path.is_file():
-        raise CommandError(f"{path} is a file: scores are a folder, which `whence attribute` wrote")
+        raise CommandError(f"{path} is a file: give a folder written by `whence attribute`")
     if not (path / "scores.json").exists() and (path / "truth.json").exists():
-        raise CommandError(f"{path} holds a truth, not scores: give it as --truth")
+        raise CommandError(f"{path} holds a truth, not scores: pass it as --truth")
     if (path / "progress.json").exists() and not (path / "scores.json").exists():
         raise CommandError(
-            f"the scores in {path} are not finished: the same `whence attribute` command again "
-            "goes on where it stopped"
+            f"the scores in {path} are unfinished: rerun the same `whence attribute` command to "
+            "resume"
         )
     if not (path / "scores.json").exists():
-        raise CommandError(f"{path} holds no scores: give a folder that `whence attribute` wrote")
+        raise CommandError(f"{path} holds no scores: give a folder written by `whence attribute`")
     return Scores.load(path)
 
 
 def open_many(paths: list[Path]) -> dict[str, Any]:
-    """{name: Scores}: the folders' own names, or whole paths where two are called alike."""
+    """{name: Scores}, by the names of the folders, or by their paths if two have the same name."""
     names = [path.name for path in paths]
     if len({path.resolve() for path in paths}) < len(paths):
-        raise CommandError("the same scores are given twice: give each folder once")
-    alike = len(set(names)) < len(names)
+        raise CommandError("the same folder is given twice: give each once")
+    ambiguous = len(set(names)) < len(names)
     return {
-        str(path) if alike else name: open_scores(path)
+        str(path) if ambiguous else name: open_scores(path)
         for name, path in zip(names, paths, strict=True)
     }

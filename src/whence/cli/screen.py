@@ -1,7 +1,7 @@
-"""What every command does: answers on stdout, everything else on stderr, errors as exit codes.
+"""What all commands share: answers on stdout, everything else on stderr, errors as exit codes.
 
-A command is a function that returns an Answer. While it works, stdout is stderr, so that nothing
-that a study file or a progress bar prints gets between a machine and its JSON.
+A command is a function that returns an Answer. While it runs, stdout is redirected to stderr, so
+that the output of a study file or a progress bar cannot mix with the JSON.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from whence.errors import NotFinite, WhenceError
+
 FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PACKAGE = str(Path(__file__).parent.parent)
-DEBUG = "WHENCE_DEBUG"  # set: tracebacks as they are
+DEBUG = "WHENCE_DEBUG"  # if set, tracebacks are shown
 
-Json = Annotated[bool, typer.Option("--json", help="The answer as JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command has found.
+    """The answer of a command.
 
     Attributes:
-        data: for machines; anything JSON can hold, NumPy arrays and numbers too.
-        text: for people: a string, or something that rich can print.
+        data: for --json; anything JSON can hold, and NumPy arrays and numbers.
+        text: for people: a string, or anything that rich can print.
         code: the exit code.
     """
 
@@ -48,29 +50,29 @@ class Answer:
     code: int = FINE
 
 
-class CommandError(Exception):
-    """What is wrong with the input, in one line that says what to do."""
+class CommandError(WhenceError):
+    """Invalid arguments or options. The message is one line that says what to do."""
 
 
 def command(resumes: bool = False) -> Callable[[Callable[..., Answer]], Callable[..., int]]:
-    """Make a command of a function: it gets the option --json, and its answer is printed.
+    """Turn a function into a command: add the option --json, and print the answer.
 
     Args:
-        resumes: whether the same command goes on where it was interrupted.
+        resumes: whether the same command resumes after an interruption.
     """
 
     def wrap(function: Callable[..., Answer]) -> Callable[..., int]:
         @functools.wraps(function)
         def run(as_json: bool, **given: Any) -> int:
             try:
-                with _stdout_kept(), _plain_warnings():
+                with _stdout_to_stderr(), _one_line_warnings():
                     answer = function(**given)
             except KeyboardInterrupt:
                 return _interrupted(resumes)
             except Exception as error:
                 return _failed(error)
             if as_json:
-                print(json.dumps(plain(answer.data), indent=2, ensure_ascii=False))
+                print(json.dumps(jsonable(answer.data), indent=2, ensure_ascii=False))
             elif answer.text != "":
                 show(answer.text)
             return answer.code
@@ -79,17 +81,18 @@ def command(resumes: bool = False) -> Callable[[Callable[..., Answer]], Callable
         option = inspect.Parameter(
             "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json
         )
-        given = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
+        parameters.append(option)
         del run.__wrapped__
-        run.__signature__ = inspect.Signature([*given, option])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in [*given, option]}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
 
     return wrap
 
 
 def guarded(function: Callable[..., object]) -> Callable[..., int]:
-    """Make a command of a function that does its own printing: errors become exit codes."""
+    """Turn a function that prints for itself into a command: errors become exit codes."""
 
     @functools.wraps(function)
     def run(**given: Any) -> int:
@@ -105,65 +108,67 @@ def guarded(function: Callable[..., object]) -> Callable[..., int]:
 
 
 def _failed(error: Exception) -> int:
-    """Say what is wrong, and with which code to end."""
+    """Print what is wrong, and return the exit code."""
     if isinstance(error, (TyperException, typer.Exit)) or os.environ.get(DEBUG):
         raise error
-    message, code = explained(error)
+    message, code = explain(error)
     say(f"whence: {message}")
     return code
 
 
-def explained(error: BaseException) -> tuple[str, int]:
-    """(message, exit code): bad input is what whence itself complains about; the rest failed."""
+def explain(error: BaseException) -> tuple[str, int]:
+    """(message, exit code). A WhenceError is about the input; anything else is a failure, reported
+    with the line of the user's code that led to it."""
     message = re.sub(r"^\[Errno \d+\] ", "", str(error).strip()) or type(error).__name__
-    if isinstance(error, CommandError):
+    diverged = isinstance(error, NotFinite)  # not the input's fault: the calculation failed
+    if isinstance(error, WhenceError) and not diverged:
         return message, BAD_INPUT
-    frames = traceback.extract_tb(error.__traceback__)
-    raised = (frames[-1].line or "").startswith("raise") or isinstance(error, OSError)
-    told = isinstance(error, (ValueError, TypeError, OSError, LookupError, ImportError))
-    told = told or type(error).__name__ == "RunError"
-    if told and raised and frames[-1].filename.startswith(PACKAGE):
-        return message, BAD_INPUT
-    if type(error).__name__ == "OutOfMemoryError":
-        hint = "try a smaller --batch-size, or --memory; what is done is kept"
+    if _is_out_of_memory(error):
+        hint = "try a smaller --batch-size or --memory; finished work is kept"
         return f"out of memory: {hint} ({message.splitlines()[0]})", FAILED
-    # NumPy gives no number: "problem writing element 5 to file", "9 requested and 3 written"
-    full = isinstance(error, OSError) and (
-        error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and "writ" in message)
-    )
-    if full:
-        return f"the disk is full ({message}): make room, and give the same command again", FAILED
-    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{message}: choose another place, or get the right to use it", BAD_INPUT
+    if isinstance(error, OSError):
+        # NumPy sets no errno: "problem writing element 5 to file", "9 requested and 3 written"
+        unwritten = error.errno is None and "writ" in message
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or unwritten:
+            return f"the disk is full ({message}): free some space and run this again", FAILED
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EADDRINUSE):
+            advice = ": choose another path, or change its permissions" if error.filename else ""
+            return message + advice, BAD_INPUT
+    frames = traceback.extract_tb(error.__traceback__)
     place = next((f for f in reversed(frames) if not installed(f.filename)), None)
     where = f" at {place.filename}, line {place.lineno}" if place else ""
-    known = isinstance(error, FloatingPointError)
-    named = message if known else f"{type(error).__name__}: {message}"
-    hint = "" if known else f" ({DEBUG}=1 in front of the command shows the traceback)"
-    return f"failed{where}: {named}{hint}", FAILED
+    if diverged:
+        return f"failed{where}: {message}", FAILED
+    hint = f"set {DEBUG}=1 to see the traceback"
+    return f"failed{where}: {type(error).__name__}: {message} ({hint})", FAILED
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")  # not imported: then it cannot be torch's error
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def installed(file: str) -> bool:
-    """Whether a file is whence's or a library's, not the user's."""
+    """Whether a file belongs to whence or to a library, not to the user."""
     return file.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<")) or "-packages" in file
 
 
 def _interrupted(resumes: bool) -> int:
     if resumes:
         again = shlex.join(["whence", *sys.argv[1:]])
-        say(f"\ninterrupted. What is done is kept; the same command goes on from there:\n  {again}")
+        say(f"\ninterrupted. Finished work is kept; to resume, run the same command:\n  {again}")
     else:
         say("\ninterrupted")
     return INTERRUPTED
 
 
 def say(message: str) -> None:
-    """A message for people, on stderr."""
+    """Print a message on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 def show(text: Any) -> None:
-    """An answer for people, on stdout."""
+    """Print an answer on stdout."""
     if isinstance(text, str):
         print(text)
         return
@@ -174,46 +179,46 @@ def show(text: Any) -> None:
 
 
 @contextmanager
-def _stdout_kept() -> Iterator[None]:
-    """What is printed meanwhile goes to stderr, also by C code and by other processes."""
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect what is printed meanwhile to stderr, including by C code and other processes."""
     try:
         sys.stdout.flush()
-        own = os.dup(1)
-    except (OSError, ValueError):  # closed: there is nothing to keep clean
-        own = None
+        stdout = os.dup(1)
+    except (OSError, ValueError):  # stdout is closed: there is nothing to protect
+        stdout = None
     try:
-        if own is not None:
+        if stdout is not None:
             os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        if own is not None:
-            os.dup2(own, 1)
-            os.close(own)
+        if stdout is not None:
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Warnings as a line each, without the place in the code; and above a progress bar."""
+def _one_line_warnings() -> Iterator[None]:
+    """Show each warning as one line above the progress bar, without its place in the code."""
 
-    def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
         from tqdm import tqdm
 
         tqdm.write(f"warning: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():
-        warnings.showwarning = tell
+        warnings.showwarning = show_warning
         yield
 
 
-def plain(value: Any) -> Any:
-    """As JSON holds it: NumPy as lists and numbers, paths as text, NaN and infinity as null."""
+def jsonable(value: Any) -> Any:
+    """A value for JSON: NumPy as lists and numbers, paths as text, NaN and infinity as null."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [jsonable(item) for item in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return jsonable(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, int, float, bool)):

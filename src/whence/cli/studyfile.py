@@ -1,14 +1,14 @@
-"""A study, out of one file: Python that defines it, or a YAML about Hugging Face folders.
+"""Study files: a Python file that defines a study, or a YAML file about Hugging Face folders.
 
-A Python file is imported, with its own folder on the path, as `python study.py` would have it, but
-under its own name: what stands under `if __name__ == "__main__":` does not run. It defines
+A Python file is imported with its folder on the path, as for `python study.py`, but under its own
+name: code under `if __name__ == "__main__":` does not run. It defines
 
-    study      a whence.Study                                       (this alone must be there)
+    study      a whence.Study                                       (required)
     query      the queries, a dataset built like the training data
     recipe     a whence.Recipe, for commands that retrain
     classes, columns, renderer, tokenizer                           how examples are shown
 
-Paths in it are, as on the command line, seen from where the command is run.
+Paths in it are relative to the folder in which you run the command.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from whence.cli.screen import installed, say
+from whence.errors import InvalidInput, InvalidType, WhenceError
+from whence.table import first_few
 
 if TYPE_CHECKING:
     from whence.retrain.recipe import Recipe
     from whence.study import Study
 
-SHOWN = ("classes", "columns", "renderer", "tokenizer")  # how examples are shown
+DISPLAY = ("classes", "columns", "renderer", "tokenizer")  # how examples are shown
 
 
-class StudyFileError(ValueError):
-    """A study file that cannot be used: what is wrong, in which line of it."""
+class StudyFileError(InvalidInput):
+    """A study file that cannot be used. The message names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ class StudyFile:
     """What a study file defines.
 
     Attributes:
+        shown: `classes`, `columns`, `renderer`, `tokenizer`, as far as it defines them.
+        other: those of them that cannot be used to show examples, and why.
         names: everything that it defines, by name.
-        shown: of `classes`, `columns`, `renderer`, `tokenizer`, those that it defines.
-        other: those of that name that cannot be meant for showing examples, and why.
-        queries: makes queries of a data file, for a YAML.
+        queries: reads queries from a data file, for a YAML study.
     """
 
     path: Path
@@ -61,15 +63,15 @@ class StudyFile:
         train = self.study.train
         return next(iter(train.values())) if len(train) == 1 else train
 
-    def asked(self, name: str | None) -> Any:
-        """The queries of that name: None for "self", the file's `query` by default."""
+    def query_data(self, name: str | None) -> Any:
+        """The queries of that name: None for "self"; the file's `query` by default."""
         if name == "self":
             return None
         if name is None:
             if self.query is None:
                 raise StudyFileError(
-                    f"{self.path} gives no `query`: define the queries in it, name them with "
-                    "--query, or use --query self for each training example's effect on itself"
+                    f"{self.path} defines no `query`: define it, name other queries with --query, "
+                    "or use --query self for the effect of each training example on itself"
                 )
             return self.query
         if self.queries is not None:
@@ -85,8 +87,8 @@ class StudyFile:
             )
         return self.names[name]
 
-    def looks(self) -> dict[str, Any]:
-        """How examples are shown; what is not used for it is said."""
+    def display_options(self) -> dict[str, Any]:
+        """How to show examples; warns about names that cannot be used for that."""
         for why in self.other.values():
             say(f"warning: {why}")
         return self.shown
@@ -94,12 +96,12 @@ class StudyFile:
     def needs_recipe(self) -> Recipe:
         if self.recipe is None and self.path.suffix != ".py":
             raise StudyFileError(
-                f"{self.path} says how to attribute, not how to train, which this needs: write a "
-                "study.py that defines `study` and `recipe`"
+                f"{self.path} does not say how to train, as this command needs: write a study.py "
+                "that defines `study` and `recipe`"
             )
         if self.recipe is None:
             raise StudyFileError(
-                f"{self.path} defines no `recipe`, and this needs to train: add "
+                f"{self.path} defines no `recipe`, but this command needs to train: add "
                 "recipe = whence.Recipe(make_model, task, train, optimizer=..., batch_size=..., "
                 "epochs=...)"
             )
@@ -107,13 +109,13 @@ class StudyFile:
 
 
 def load_study(path: str | Path) -> StudyFile:
-    """What a study file, .py or .yaml, defines. What is wrong with it is a StudyFileError."""
+    """Load a study file, .py or .yaml. Raises StudyFileError if anything is wrong with it."""
     path = Path(path)
     if path.is_dir():
         inside = sorted(f.name for f in path.iterdir() if f.suffix in (".py", ".yaml", ".yml"))
-        found = f" (in it: {', '.join(inside[:5])})" if inside else ""
+        contents = f" (in it: {first_few(inside)})" if inside else ""
         what = "is a run's folder" if (path / "run.json").exists() else "is a folder"
-        raise StudyFileError(f"{path} {what}: give a study file, such as study.py{found}")
+        raise StudyFileError(f"{path} {what}: give a study file, such as study.py{contents}")
     if not path.exists():
         raise StudyFileError(f"{path} does not exist: give a study file, such as study.py")
     if path.suffix in (".yaml", ".yml"):
@@ -126,7 +128,7 @@ def load_study(path: str | Path) -> StudyFile:
         _checked(path, names),
         names.get("query"),
         _recipe(path, names),
-        *_looks(path, names),
+        *_display(path, names),
         dict(names),
     )
 
@@ -159,7 +161,7 @@ def _from_yaml(path: Path) -> StudyFile:
 
 
 def _imported(path: Path) -> ModuleType:
-    """The file as a module, which processes that load data find again by its name."""
+    """The file as a module, importable by its name in processes that load data."""
     name = re.sub(r"\W", "_", path.stem)
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path.resolve()):
         name = f"study_file_{name}"
@@ -176,56 +178,57 @@ def _imported(path: Path) -> ModuleType:
         raise
     except SystemExit as end:
         raise StudyFileError(
-            f"{_place(path, end)} ends the program (exit code {end.code}): put what is not the "
-            'study under if __name__ == "__main__":'
+            f"{_place(path, end)} ends the program (exit code {end.code}): put code that does not "
+            'belong to the study under if __name__ == "__main__":'
         ) from end
     except SyntaxError as error:
-        own = error.filename in (None, str(path.resolve()))
-        where = str(path if own else error.filename)
+        in_file = error.filename in (None, str(path.resolve()))
+        where = str(path if in_file else error.filename)
         where += "" if error.lineno is None else f", line {error.lineno}"
         raise StudyFileError(f"{where}: {type(error).__name__}: {error.msg}") from error
     except BaseException as error:
-        raise StudyFileError(f"{_place(path, error)}: {_said(path, error)}") from error
+        raise StudyFileError(f"{_place(path, error)}: {_message(path, error)}") from error
     return module
 
 
-def _said(path: Path, error: BaseException) -> str:
+def _message(path: Path, error: BaseException) -> str:
+    """What an error in the study file says, with a hint where one helps."""
     from whence.run import RunError
 
     message = " ".join(str(error).split())
     if isinstance(error, ImportError) and "relative import" in message:
-        message += " (the file is no part of a package: what lies beside it is imported by name)"
-    away = path.resolve().parent != Path.cwd()
-    if isinstance(error, (OSError, RunError)) and away:
-        message += f" (paths in the file are seen from where the command is run, {Path.cwd()})"
-    if isinstance(error, RunError):
+        message += " (the file is not part of a package: import its neighbours by name)"
+    elsewhere = path.resolve().parent != Path.cwd()
+    if isinstance(error, (OSError, RunError)) and elsewhere:
+        message += f" (paths in the file are relative to the current folder, {Path.cwd()})"
+    if isinstance(error, WhenceError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _place(path: Path, error: BaseException) -> str:
-    """The innermost line of the file on the way to an error, and of what the user has beside it."""
+    """The line of the file that led to an error, and the innermost line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if Path(f.filename).resolve() == path.resolve()]
-    place = f"{path}, line {own[-1].lineno}" if own else str(path)
+    in_file = [f for f in frames if Path(f.filename).resolve() == path.resolve()]
+    place = f"{path}, line {in_file[-1].lineno}" if in_file else str(path)
     users = [f for f in frames if not installed(f.filename)]
-    if users and own and users[-1].filename != own[-1].filename:
+    if users and in_file and users[-1].filename != in_file[-1].filename:
         place += f" (at {users[-1].filename}, line {users[-1].lineno})"
     return place
 
 
-def _looks(path: Path, names: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What is meant for showing examples; and what only has such a name, and why."""
-    from whence.present.examples import check_looks
+def _display(path: Path, names: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """How to show examples; and which names cannot be used for that, and why."""
+    from whence.present.examples import check_display_options
 
     shown: dict[str, Any] = {}
     other: dict[str, str] = {}
-    for name in SHOWN:
+    for name in DISPLAY:
         value = names.get(name)
         try:
-            check_looks(**{name: value})
-        except TypeError as error:
-            other[name] = f"{path}: {error} to show examples by; it is not used"
+            check_display_options(**{name: value})
+        except InvalidType as error:
+            other[name] = f"{path}: {error} to show examples; it is ignored"
         else:
             shown |= {} if value is None else {name: value}
     return shown, other
@@ -235,8 +238,8 @@ def _checked(path: Path, names: dict[str, Any]) -> Study:
     from whence.study import Study
 
     if "study" not in names:
-        found = [name for name, value in names.items() if isinstance(value, Study)]
-        hint = f" (call {found[0]!r} so)" if found else ""
+        studies = [name for name, value in names.items() if isinstance(value, Study)]
+        hint = f" (rename {studies[0]!r})" if studies else ""
         raise StudyFileError(
             f"{path} defines no `study`{hint}: it needs a line "
             "study = whence.Study(model, task, train, runs=...)"

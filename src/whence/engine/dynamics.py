@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from whence.engine.workspace import Workspace
+from whence.errors import InvalidInput
 from whence.operators import BlockDiagonal
 from whence.run import Segment
 
@@ -78,7 +79,7 @@ def source_damping(
     λ = {name: 1 / x if x else float("inf") for name, x in total.items()}
     adaptive = {known_optimizer(workspace, s) in PRECONDITIONED for s in segments}
     if adaptive == {True, False}:
-        raise ValueError(
+        raise InvalidInput(
             "damping='source' needs one kind of optimizer: this run had a preconditioned one in "
             "some stages and SGD in others. Give a number"
         )
@@ -89,7 +90,7 @@ def known_optimizer(workspace: Workspace, segment: Segment) -> str:
     """The optimizer of a segment, if its dynamics are known."""
     optimizer = workspace.run.optimizers[segment.stage.name]
     if optimizer != "sgd" and optimizer not in PRECONDITIONED:
-        raise ValueError(
+        raise InvalidInput(
             f"the optimizer {optimizer!r} of stage {segment.stage.name!r} is not known: SGD, Adam, "
             "AdamW and RMSprop are. For another with a diagonal preconditioner P, make the run "
             "with Run.from_checkpoints(..., optimizer='rmsprop', second_moments=[(1/P - epsilon)², "
@@ -139,7 +140,7 @@ def preconditioner(workspace: Workspace, *segments: Segment, floor: float) -> di
         moments = checkpoint.second_moments()
         if moments is None:
             optimizer = workspace.run.optimizers[checkpoint.stage]
-            raise ValueError(
+            raise InvalidInput(
                 f"the run used {optimizer!r}, but its checkpoint at step {checkpoint.step} has no "
                 "second moments: record it with a Recorder, or give second_moments to "
                 "Run.from_checkpoints (or optimizer='sgd' if that is what it was)"
@@ -180,7 +181,7 @@ def _check_moments(
             elif not bool(inverses[name].isfinite().all()):
                 problem = "are 0 somewhere, and so is epsilon: 1/(√v̂ + ε) is infinite"
             if problem:
-                raise ValueError(
+                raise InvalidInput(
                     f"the second moments of {name} at step {step} {problem}: give the optimizer's "
                     "own, bias-corrected, and its epsilon"
                 )

@@ -7,6 +7,8 @@ from typing import TypedDict
 
 import torch
 
+from whence.errors import InvalidInput
+
 SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
 
 
@@ -44,7 +46,7 @@ class ComputeOptions:
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+            raise InvalidInput(f"batch_size={self.batch_size} must be at least 1")
 
 
 def allowance(memory: int | str | None, device: torch.device) -> int:
@@ -62,11 +64,11 @@ def allowance(memory: int | str | None, device: torch.device) -> int:
         try:
             memory = int(float(text[:-2]) * units[text[-2:]])
         except (KeyError, ValueError):
-            raise ValueError(
+            raise InvalidInput(
                 f"memory={memory!r} is not understood: use bytes, or a text like '8GB'"
             ) from None
     if memory < 2**20:
-        raise ValueError(
+        raise InvalidInput(
             f"memory={memory} bytes is less than a mebibyte: use bytes, or a text like '8GB'"
         )
     return memory

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from whence.engine.workspace import MEASUREMENT, Queries, Workspace
+from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Weights
 from whence.operators import BlockVectors, FitData
@@ -109,13 +110,13 @@ def check_dimension(dimension: int, blocks: Sequence[ParameterBlock], memory: in
     """Refuse a projection to more numbers than parameters, or than there is memory for."""
     parameters = sum(block.size for block in blocks)
     if dimension > parameters:
-        raise ValueError(
+        raise InvalidInput(
             f"dimension={dimension}, but only {parameters} parameters are tracked and trained: "
             f"use dimension<={parameters}"
         )
     needed = 3 * 8 * dimension**2
     if needed > memory:
-        raise ValueError(
+        raise InvalidInput(
             f"dimension={dimension} needs {needed / 2**30:.1f} GiB for matrices of that size, and "
             f"memory allows {memory / 2**30:.1f}: use a smaller dimension, or more memory="
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from whence.engine.workspace import Workspace
+from whence.errors import InvalidInput
 from whence.operators import KINDS, BlockDiagonal, FitData, Inverse, coupling
 from whence.operators.datainf import DataInf
 from whence.operators.gauss_newton import VECTORS_PER_QUERY, GaussNewton
@@ -70,7 +71,7 @@ def conjugate_gradients(
     else:  # λP̄⁻¹, the optimizer's own preconditioner, serves here too
         for name in ("curvature", "fisher"):
             if settings[name] is not None:
-                raise ValueError(
+                raise InvalidInput(
                     f"{name}={settings[name]!r} is of the EK-FAC preconditioner, but with "
                     "damping='source' on a preconditioned optimizer λP̄⁻¹ takes its place: leave "
                     f"{name} out, or give a number as damping"
@@ -102,7 +103,7 @@ def arnoldi(workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]
 def datainf(workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]) -> Inverse[Any]:
     """A mean over the examples of inverses in closed form."""
     if not λ.scalar:
-        raise ValueError(
+        raise InvalidInput(
             "damping='source' is λP̄⁻¹ for a preconditioned optimizer, one number for each "
             "parameter, and DataInf takes one for each layer: give a number, or none"
         )
@@ -128,7 +129,9 @@ def _subsample(data: Sequence[FitData], count: int, seed: int) -> list[FitData]:
     """This many of the examples, chosen by the seed alone."""
     total = sum(len(part.indices) for part in data)
     if count > total:
-        raise ValueError(f"examples={count}, but the run trained on {total}: use at most that many")
+        raise InvalidInput(
+            f"examples={count}, but the run trained on {total}: use at most that many"
+        )
     chosen = np.sort(np.random.default_rng(seed).choice(total, count, replace=False))
     ends = np.cumsum([len(part.indices) for part in data])
     parts = []

@@ -13,6 +13,7 @@ from torch import Tensor
 from whence.data import Batches, cut
 from whence.engine.ledger import Ledger
 from whence.engine.options import ComputeOptions, allowance
+from whence.errors import InvalidInput
 from whence.layers.capture import LayerFactors, ParameterBlock, TrackedLayer
 from whence.layers.passes import Clock, Passes, Signal, Weights
 from whence.layers.tracked import Tracked
@@ -221,7 +222,7 @@ class Workspace:
             each = {name: rate(name) for name in layer.parameter_names()}
             if len(set(each.values())) > 1:
                 listed = ", ".join(f"{name} {value:.3g}" for name, value in each.items())
-                raise ValueError(
+                raise InvalidInput(
                     f"layer {layer.name} has its weight and bias in groups with different rates "
                     f"({listed}): no single η̄ fits it. Leave it out with Study(layers=...)"
                 )
@@ -233,7 +234,7 @@ class Workspace:
         rates = self.rates(self.run.peak_rate)
         trained = [block for name, block in self.blocks.items() if rates[name]]
         if not trained:
-            raise ValueError(
+            raise InvalidInput(
                 "the run's learning rates are 0 for every tracked layer: nothing was trained, so "
                 "nothing can be attributed. Give the rates that were really applied"
             )
@@ -336,7 +337,7 @@ class Workspace:
     ) -> GaussNewton:
         """The true matrix over these blocks, for about that many vectors at a time."""
         if self.dtype.itemsize < 4:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self.dtype} cannot resolve products with the Gauss-Newton matrix: use "
                 f"dtype=float32 or float64, or {ALTERNATIVE}"
             )
@@ -483,5 +484,5 @@ class Workspace:
 def scored_stages(study: Study, stage: str | None) -> list[str]:
     """The stages whose examples are scored: one, or all."""
     if stage is not None and stage not in study.stages:
-        raise ValueError(f"stage={stage!r} is not in the run: it has {study.stages}")
+        raise InvalidInput(f"stage={stage!r} is not in the run: it has {study.stages}")
     return study.stages if stage is None else [stage]

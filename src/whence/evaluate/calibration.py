@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput
 from whence.evaluate.lds import (
     AT_ONCE,
     SAME,
@@ -123,9 +124,11 @@ def calibration(
     p, t = (x - x.mean(1, keepdims=True) for x in (found.predicted.mean(0), found.measured))
     pp, pt, tt = (float((x * y).sum()) for x, y in ((p, p), (p, t), (t, t)))
     if pp == 0:
-        raise ValueError("the scores predict the same for all subsets: there is no slope")
+        raise InvalidInput("the scores predict the same for all subsets: there is no slope")
     if tt == 0:
-        raise ValueError("the truth measures the same for all subsets: there is nothing to predict")
+        raise InvalidInput(
+            "the truth measures the same for all subsets: there is nothing to predict"
+        )
     slope = pt / pp
     own = (p * p).sum(1)
     random = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput, MissingDependency, MissingKey
 from whence.scores import Scores
 from whence.table import Table, Tabled, estimate
 
@@ -95,7 +96,7 @@ class LDS(Tabled):
         mine, its = self.resampled, other.resampled
         alike = (self.subsets, self.seeds, self.alpha) == (other.subsets, other.seeds, other.alpha)
         if mine is None or its is None or len(mine) != len(its) or not alike:
-            raise ValueError(
+            raise InvalidInput(
                 f"the LDS of {self.method} and that of {other.method} do not share their "
                 "resamples: make both with the same truth, bootstrap and seed"
             )
@@ -128,7 +129,7 @@ class Comparison(dict[str, LDS]):
         """How far one method's LDS is above another's, on the same resamples."""
         for name in (one, other):
             if name not in self:
-                raise KeyError(f"no method is called {name!r}: there are {', '.join(self)}")
+                raise MissingKey(f"no method is called {name!r}: there are {', '.join(self)}")
         return self[one].minus(self[other])
 
     def table(self) -> Table:
@@ -257,7 +258,7 @@ def _correlated(
         totals += np.nan_to_num(found[:, 1:])
         counts += ~np.isnan(found[0, 1:])  # undefined where the measurement is constant
     if np.isnan(per_query[0]).all():
-        raise ValueError(
+        raise InvalidInput(
             f"the measurement of each of the {queries} queries is the same for all {subsets} "
             "subsets: nothing can be ranked; see truth.means"
         )
@@ -268,7 +269,7 @@ def _correlated(
 def check_bootstrap(count: int) -> None:
     """The ends of a 95 % interval are the 2.5th and 97.5th percentile of so many resamples."""
     if count < 100:
-        raise ValueError(f"bootstrap={count}: a 95 % interval needs at least 100 resamples")
+        raise InvalidInput(f"bootstrap={count}: a 95 % interval needs at least 100 resamples")
 
 
 def resamples(subsets: int, count: int, random: np.random.Generator) -> NDArray[np.float32]:
@@ -333,24 +334,24 @@ def judged(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool
     """Check that scores and truth are about the same, and lay them side by side."""
     runs = list(scores) if isinstance(scores, Sequence) else [scores]
     if not runs:
-        raise ValueError("scores is an empty list: give the scores of at least one run")
+        raise InvalidInput("scores is an empty list: give the scores of at least one run")
     methods = list(dict.fromkeys(run.method for run in runs if isinstance(run, Scores)))
     if len(methods) > 1:
-        raise ValueError(
+        raise InvalidInput(
             f"scores is a list of runs, but of several methods ({', '.join(methods)}): give one "
             "method's runs at a time, or a dict of them to compare()"
         )
     kept = np.asarray(np.isfinite(truth.measurements).all(2))
     diverged = int((~kept).sum())
     if diverged and not exclude_diverged:
-        raise ValueError(
+        raise InvalidInput(
             f"{diverged} of the truth's {kept.size} trainings diverged or are not done: finish "
             "them, or leave them out with exclude_diverged=True"
         )
     whole = kept.any(1)
     if whole.sum() < 3:
         lost = f" ({int((~whole).sum())} more were left out)" if diverged else ""
-        raise ValueError(
+        raise InvalidInput(
             f"the truth has {int(whole.sum())} subsets{lost}: a correlation over subsets needs at "
             "least 3, and 100 to be worth something"
         )
@@ -379,7 +380,7 @@ def noise_ceiling(
     try:
         from scipy.stats import rankdata
     except ImportError as error:
-        raise ImportError("lds needs SciPy: pip install 'whence-tda[eval]'") from error
+        raise MissingDependency("lds needs SciPy: pip install 'whence-tda[eval]'") from error
     found = []
     for halves in split(truth, kept, random):
         u, v = (rankdata(half, axis=0) - (len(half) + 1) / 2 for half in halves)
@@ -426,12 +427,12 @@ def columns(scores: Scores, stage: str | None, examples: int, whose: str) -> NDA
     """Where the scores of examples 0 .. n-1 of a stage stand, (n,)."""
     stages = [] if scores.stage is None else list(dict.fromkeys(scores.stage))
     if stage is None and len(stages) > 1:
-        raise ValueError(
+        raise InvalidInput(
             f"the scores are about the stages {', '.join(stages)}, but {whose} does not say which "
             "of them it is about"
         )
     if stage is not None and stages and stage not in stages:
-        raise ValueError(
+        raise InvalidInput(
             f"{whose} is about stage {stage!r}, but the scores about {', '.join(stages)}: "
             f"attribute with stage={stage!r}, or without stage="
         )
@@ -439,7 +440,7 @@ def columns(scores: Scores, stage: str | None, examples: int, whose: str) -> NDA
     if stage is not None and len(stages) > 1:
         found = np.flatnonzero(np.array(scores.stage) == stage)
     if len(found) != examples:
-        raise ValueError(
+        raise InvalidInput(
             f"the scores are about {len(found)} training examples, but {whose} about {examples}: "
             "they must be of the same training data"
         )
@@ -450,7 +451,7 @@ def by_number(name: str, ids: NDArray[np.int64], whose: str) -> NDArray[np.int64
     """Where the ids 0, 1, 2, ... stand."""
     order = np.argsort(ids, kind="stable")
     if not np.array_equal(ids[order], np.arange(len(ids))):
-        raise ValueError(
+        raise InvalidInput(
             f"the scores' {name} are not 0..{len(ids) - 1}, the numbers that {whose} counts by: "
             "give an array of scores, with rows and columns in that order"
         )
@@ -462,20 +463,20 @@ def _group_predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
     n, queries = masks.shape[0], truth.measurements.shape[2]
     if isinstance(scores, Scores):
         if scores.is_self_influence:
-            raise ValueError(
+            raise InvalidInput(
                 "these are self-influence scores (n,): they say nothing of queries; attribute with "
                 "query="
             )
         for name in ("measurement", "higher_is_better"):
             ours, theirs = getattr(scores, name), getattr(truth, name)
             if ours != theirs:
-                raise ValueError(
+                raise InvalidInput(
                     f"the scores have {name}={ours!r}, the truth {name}={theirs!r}: attribute with "
                     "the task that the truth was measured with"
                 )
         asked = scores.provenance.get("query")
         if asked and truth.query and asked != truth.query:
-            raise ValueError(
+            raise InvalidInput(
                 "the scores were made for other queries than the truth (their contents differ, or "
                 "their order): attribute the queries that the truth was measured on"
             )
@@ -485,15 +486,15 @@ def _group_predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
     else:
         values = np.asarray(scores)
         if values.ndim != 2:
-            raise ValueError(f"an array of scores must be (q, n), not of shape {values.shape}")
+            raise InvalidInput(f"an array of scores must be (q, n), not of shape {values.shape}")
         if values.shape[1] != n:
-            raise ValueError(
+            raise InvalidInput(
                 f"the scores are about {values.shape[1]} training examples, but the truth about "
                 f"{n}: they must be of the same training data"
             )
         across, down = np.arange(n), np.arange(len(values))
     if len(values) != queries:
-        raise ValueError(
+        raise InvalidInput(
             f"the scores are of {len(values)} queries, but the truth of {queries}: attribute the "
             "queries that the truth was measured on"
         )
@@ -507,7 +508,7 @@ def _group_predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
         bad = ~np.isfinite(block)
         if bad.any():
             row = int(bad.any(1).argmax())
-            raise ValueError(
+            raise InvalidInput(
                 f"{int(bad.sum())} scores are not finite numbers, the first of query "
                 f"{start + row} and example {int(bad[row].argmax())}: they cannot be judged"
             )

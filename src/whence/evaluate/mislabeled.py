@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from whence.errors import InvalidInput
 from whence.evaluate.lds import Floats, columns
 from whence.scores import Scores
 from whence.table import Table, Tabled
@@ -52,7 +53,7 @@ class Mislabeled(Tabled):
     def found_after(self, share: float) -> float:
         """Share of the flipped examples that are found by checking ``share`` of the data."""
         if not 0 <= share <= 1:
-            raise ValueError(f"share={share}: it must be between 0 and 1")
+            raise InvalidInput(f"share={share}: it must be between 0 and 1")
         return float(np.interp(share * self.examples, np.arange(self.examples + 1), self.found))
 
     def table(self) -> Table:
@@ -88,7 +89,7 @@ def mislabeled(
         values = scores.values
         if stage is None and scores.stage is not None and len(set(scores.stage)) > 1:
             names = ", ".join(dict.fromkeys(scores.stage))
-            raise ValueError(f"the scores are about the stages {names}: say which with stage=")
+            raise InvalidInput(f"the scores are about the stages {names}: say which with stage=")
         count = scores.shape[-1]
         if stage is not None and scores.stage is not None:
             count = scores.stage.count(stage)
@@ -102,13 +103,13 @@ def mislabeled(
     else:
         suspicion, method = np.asarray(scores, dtype=np.float64), "an array of suspicions"
         if suspicion.ndim != 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"an array of suspicions must be (n,), not of shape {suspicion.shape}: reduce it "
                 "to one number per training example, higher is more suspicious"
             )
     bad = ~np.isfinite(suspicion)
     if bad.any():
-        raise ValueError(
+        raise InvalidInput(
             f"{int(bad.sum())} examples have a suspicion that is not a finite number, the first is "
             f"{int(bad.argmax())}: they cannot be sorted"
         )
@@ -116,7 +117,7 @@ def mislabeled(
     total = int(wrong.sum())
     if total in (0, len(wrong)):
         which = "no example is" if total == 0 else "all examples are"
-        raise ValueError(f"{which} flipped: there is nothing to tell apart")
+        raise InvalidInput(f"{which} flipped: there is nothing to tell apart")
     order = np.argsort(-suspicion, kind="stable")
     ends = np.flatnonzero(np.append(np.diff(suspicion[order]) != 0, True)) + 1
     c = np.append(0, ends)
@@ -137,26 +138,26 @@ def _mask(flipped: ArrayLike, count: int) -> NDArray[np.bool_]:
     given = np.asarray(flipped)
     if given.dtype == bool:
         if given.shape != (count,):
-            raise ValueError(
+            raise InvalidInput(
                 f"flipped is a mask of shape {given.shape}, but there are {count} examples: give "
                 f"one boolean for each, or the numbers of the flipped ones"
             )
         return given
     if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
-        raise ValueError(
+        raise InvalidInput(
             f"flipped is {given.dtype} of shape {given.shape}: give booleans ({count},), or the "
             "numbers of the flipped examples"
         )
     mask = np.zeros(count, dtype=bool)
     if given.size:
         if given.min() < 0 or given.max() >= count:
-            raise ValueError(
+            raise InvalidInput(
                 f"flipped names examples from {given.min()} to {given.max()}, but there are "
                 f"{count}: numbers go from 0 to {count - 1}"
             )
         mask[given] = True
         if mask.sum() != len(given):
-            raise ValueError(
+            raise InvalidInput(
                 "flipped names an example more than once: give each number once; a mask of 0 and 1 "
                 "must be of booleans (flipped.astype(bool))"
             )

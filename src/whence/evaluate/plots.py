@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whence.errors import InvalidInput, MissingDependency
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -209,10 +211,10 @@ def _figure(size: tuple[float, float], path: StrPath | None) -> Iterator[tuple[F
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'whence-tda[plots]'") from error
+        raise MissingDependency("plots need matplotlib: pip install 'whence-tda[plots]'") from error
     suffix = "" if path is None else Path(path).suffix.lower()
     if path is not None and suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"path={os.fspath(path)!r} must end in .png, .pdf or .svg")
+        raise InvalidInput(f"path={os.fspath(path)!r} must end in .png, .pdf or .svg")
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=size, layout="constrained")
         yield fig, fig.add_subplot()
@@ -246,4 +248,4 @@ def _look(k: int) -> dict[str, Any]:
 
 def _check(results: Mapping[str, Any]) -> None:
     if not results:
-        raise ValueError("results is empty: give at least one result, by the name of its method")
+        raise InvalidInput("results is empty: give at least one result, by the name of its method")

@@ -23,6 +23,7 @@ from torch.utils.data import Subset
 
 from whence.data import Batches
 from whence.engine.labels import Labels, classes
+from whence.errors import InvalidInput, InvalidType
 from whence.evaluate.lds import Difference, Floats, by_number, columns
 from whence.methods.random import draws
 from whence.retrain import Training, measure
@@ -165,22 +166,22 @@ def subset_removal(
     """
     task = recipe.task
     if task.measurement != "margin" or not task.higher_is_better:
-        raise ValueError(
+        raise InvalidInput(
             f"the recipe's task measures {task.measurement!r}: subset removal counts queries whose "
             "margin falls below zero; use a task that measures it, such as Classification()"
         )
     for name, count in (("queries", queries), ("select_seeds", select_seeds), ("seeds", seeds)):
         if count < 1:
-            raise ValueError(f"{name}={count}: there must be at least one")
+            raise InvalidInput(f"{name}={count}: there must be at least one")
     own = recipe.stage(stage)
     ks = _ascending(k, len(own.data), own.batch_size)
     methods = [*scores_by_method, *([RANDOM] if random_floor else [])]
     if len(set(methods)) < len(methods):
-        raise ValueError(
+        raise InvalidInput(
             f"scores_by_method has a {RANDOM!r} of its own: rename it, or use random_floor=False"
         )
     if not methods:
-        raise ValueError("scores_by_method is empty and random_floor=False: nothing to remove")
+        raise InvalidInput("scores_by_method is empty and random_floor=False: nothing to remove")
     asked = Batches("query", query, recipe.collate)
     for name, scores in scores_by_method.items():
         _check(name, scores, len(asked), ks[-1])
@@ -251,9 +252,11 @@ def subset_removal(
 def _ascending(k: Sequence[int], examples: int, batch_size: int) -> tuple[int, ...]:
     ks = tuple(operator.index(one) for one in k)
     if not ks or ks[0] < 1 or any(a >= b for a, b in pairwise(ks)):
-        raise ValueError(f"k={list(ks)}: give numbers of examples to remove, ascending, from 1 up")
+        raise InvalidInput(
+            f"k={list(ks)}: give numbers of examples to remove, ascending, from 1 up"
+        )
     if examples - ks[-1] < batch_size:
-        raise ValueError(
+        raise InvalidInput(
             f"k={ks[-1]} of {examples} examples leaves {examples - ks[-1]}, less than a batch of "
             f"{batch_size}: use k<={examples - batch_size}"
         )
@@ -262,23 +265,23 @@ def _ascending(k: Sequence[int], examples: int, batch_size: int) -> tuple[int, .
 
 def _check(name: str, scores: Scores, queries: int, most: int) -> None:
     if not isinstance(scores, Scores):
-        raise TypeError(f"the scores of {name!r} are {type(scores).__name__}: give whence.Scores")
+        raise InvalidType(f"the scores of {name!r} are {type(scores).__name__}: give whence.Scores")
     if scores.is_self_influence:
-        raise ValueError(f"the scores of {name!r} are self-influence: attribute with query=")
+        raise InvalidInput(f"the scores of {name!r} are self-influence: attribute with query=")
     if scores.shape[0] != queries:
-        raise ValueError(
+        raise InvalidInput(
             f"the scores of {name!r} are of {scores.shape[0]} queries, but query has {queries}: "
             "give the query set that was attributed"
         )
     if scores.top is None:
         return
     if scores.top.kept < most:
-        raise ValueError(
+        raise InvalidInput(
             f"the scores of {name!r} keep only the top {scores.top.kept} of each query, but "
             f"k={most}: attribute with top>={most}, or without"
         )
     if scores.stage is not None and len(set(scores.stage)) > 1:
-        raise ValueError(
+        raise InvalidInput(
             f"the scores of {name!r} keep the top of several stages together: attribute with "
             "stage=, or without top="
         )
@@ -288,12 +291,12 @@ def _choose(full: Floats, count: int, seed: int) -> tuple[Ints, int]:
     """Queries (rows) that are right under every seed, at most so many; and how many are."""
     sound = full[~np.isnan(full[:, 0])]
     if len(sound) == 0:
-        raise ValueError(
+        raise InvalidInput(
             f"all {len(full)} trainings on all data diverged: the recipe does not train"
         )
     right = np.flatnonzero((sound > 0).all(0))
     if len(right) == 0:
-        raise ValueError(
+        raise InvalidInput(
             f"none of the {full.shape[1]} queries is right under all {len(sound)} seeds: train "
             "better, or give other queries"
         )
@@ -334,7 +337,7 @@ def _most_helpful(scores: Scores, rows: Ints, across: Ints, count: int) -> Ints:
     for place, row in enumerate(rows):
         values = np.asarray(scores.values[row], dtype=np.float64)[across]
         if np.isnan(values).any():
-            raise ValueError(
+            raise InvalidInput(
                 f"query {row} has {int(np.isnan(values).sum())} scores by {scores.method} that are "
                 "not numbers: they cannot be ranked"
             )
@@ -349,7 +352,7 @@ def _check_classes(ours: Labels | None, theirs: Labels | None, rows: Ints, most:
     sizes = np.array([(ours == theirs[row]).sum() for row in rows])
     least = int(sizes.argmin())
     if sizes[least] < most:
-        raise ValueError(
+        raise InvalidInput(
             f"k={most}, but class {theirs[rows[least]]} of query {rows[least]} has only "
             f"{sizes[least]} training examples, and the random floor removes examples of the "
             f"query's class: use k<={sizes[least]}, or random_floor=False"

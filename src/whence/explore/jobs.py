@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.data import Batches
+from whence.errors import InvalidInput, MissingKey
 from whence.explore.reading import Floats
 from whence.persist import locks
 from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
@@ -178,20 +179,20 @@ class Jobs:
         count = len(chosen.data)
         removed = sorted({int(k) for k in examples})
         if not removed:
-            raise ValueError("no example is ticked: tick the examples to train without")
+            raise InvalidInput("no example is ticked: tick the examples to train without")
         if removed[0] < 0 or removed[-1] >= count:
             wrong = removed[-1] if removed[-1] >= count else removed[0]
-            raise ValueError(
+            raise InvalidInput(
                 f"example {wrong} is not in the recipe's data, which has 0..{count - 1}"
             )
         left = count - len(removed)
         if left < chosen.batch_size:
-            raise ValueError(
+            raise InvalidInput(
                 f"without these {len(removed)} examples, {left} are left, fewer than "
                 f"batch_size={chosen.batch_size}: tick fewer"
             )
         if not 1 <= seeds <= MAX_SEEDS:
-            raise ValueError(f"seeds={seeds}: train with 1 to {MAX_SEEDS} seeds")
+            raise InvalidInput(f"seeds={seeds}: train with 1 to {MAX_SEEDS} seeds")
         name = digest([self.of, chosen.name, removed, int(seeds)])[:16]
         with self._guard:
             if name not in self._jobs:
@@ -236,7 +237,7 @@ class Jobs:
             if self.refused is not None:
                 self._refresh()
             if name not in self._jobs:
-                raise KeyError(f"there is no retraining {name!r}")
+                raise MissingKey(f"there is no retraining {name!r}")
             return self._jobs[name]
 
     def all(self) -> list[Job]:

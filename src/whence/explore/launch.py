@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from whence.errors import InvalidInput, MissingDependency
 from whence.explore.explorer import Explorer
 from whence.explore.jobs import Jobs
 from whence.explore.scored_data import Given, ScoredData, open_scores
@@ -210,12 +211,12 @@ def prepare(
         import fastapi
         import uvicorn
     except ImportError as error:
-        raise ImportError(
+        raise MissingDependency(
             "the explorer needs FastAPI and uvicorn: pip install 'whence-tda[explore]'"
         ) from error
     del fastapi, uvicorn
     if host not in LOCAL:
-        raise ValueError(
+        raise InvalidInput(
             f"host={host!r} would show your training data to the network: the explorer only serves "
             f"this machine ({', '.join(LOCAL)}). From another machine, use a tunnel: "
             f"ssh -L PORT:localhost:PORT, with the same port on both sides"
@@ -272,7 +273,7 @@ def make_jobs(
 def bind(host: str, port: int) -> socket.socket:
     """A socket at the port; 0 chooses a free one."""
     if not 0 <= port < 2**16:
-        raise ValueError(f"port={port}: use a number up to 65535, or 0 for a free port")
+        raise InvalidInput(f"port={port}: use a number up to 65535, or 0 for a free port")
     bound = socket.socket(socket.AF_INET6 if host == "::1" else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
     try:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput, InvalidType
 from whence.explore.reading import (
     WORK,
     Floats,
@@ -27,9 +28,9 @@ from whence.explore.reading import (
     words,
 )
 from whence.present.check import check_data
+from whence.present.examples import QUERY_SIZE
 from whence.present.predict import predictions
-from whence.present.views import described, histogram, number, said, strongest
-from whence.report.page import QUERY_SIZE
+from whence.present.views import describe_query, histogram, number, prediction_view, strongest
 from whence.scores import Scores
 from whence.study import Study
 
@@ -40,7 +41,7 @@ PAGE = 200  # entries in one answer, at most
 RENDERED = 4096  # rendered examples in the cache
 
 
-class Refused(ValueError):
+class Refused(InvalidInput):
     """A request that cannot be answered. The message says why."""
 
 
@@ -72,7 +73,7 @@ class ScoredData:
         check: bool = True,
     ) -> None:
         if not scores:
-            raise ValueError("no scores: give at least one, such as {'SOURCE': scores}")
+            raise InvalidInput("no scores: give at least one, such as {'SOURCE': scores}")
         self.sets = {name: s for name, s in scores.items() if not s.is_self_influence}
         self.self_influence = {name: s for name, s in scores.items() if s.is_self_influence}
         self.everything = dict(scores)
@@ -85,7 +86,7 @@ class ScoredData:
             try:
                 notes = check_data(one, train, asked, collate=collate, contents=check)
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+                raise InvalidInput(f"{name}: {error}") from error
             self.unchecked += [f"{name}: {line}" for line in notes]
         looks: dict[str, Any] = {
             "renderer": renderer,
@@ -136,7 +137,7 @@ class ScoredData:
         except Exception as error:  # a user's model may raise anything; scores need no model
             self._note_prediction_failure("queries", error)
             return
-        views = [said(outputs[int(k)], self.query) for k in ids]
+        views = [prediction_view(outputs[int(k)], self.query) for k in ids]
         labels = [self.query.label(int(k)) for k in ids]
         self.measured = np.array([outputs[int(k)]["measurement"] for k in ids])
         if all(view["comparable"] for view in views):
@@ -161,7 +162,7 @@ class ScoredData:
                 if name not in self.stages:
                     self.stages.append(name)
         if "" in self.stages and len(self.stages) > 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"some scores name the stages {self.stages}, others none: give scores of one study"
             )
         codes = {name: k for k, name in enumerate(self.stages)}
@@ -172,7 +173,7 @@ class ScoredData:
                 stage = np.array([codes[s] for s in scores.stage])
             keys[name] = (stage << 48) + scores.train_ids
             if scores.train_ids.min() < 0 or len(np.unique(keys[name])) < len(keys[name]):
-                raise ValueError(f"{name}: its train_ids are negative or not unique")
+                raise InvalidInput(f"{name}: its train_ids are negative or not unique")
         every = np.unique(np.concatenate(list(keys.values())))
         self.ids: Ints = every & ((1 << 48) - 1)
         self.stage_of: Ints = every >> 48
@@ -301,7 +302,7 @@ class ScoredData:
                 self._note_prediction_failure("training examples", error)
                 continue
             for place in of_stage:
-                view = said(outputs[int(self.ids[place])], examples)
+                view = prediction_view(outputs[int(self.ids[place])], examples)
                 results[place] = {k: view[k] for k in ("prediction", "comparable")}
         return results
 
@@ -468,7 +469,7 @@ class ScoredData:
         scores = next(iter(self.sets.values()))
         view = {"row": row, "id": int(scores.query_ids[row])}
         wrong = None if self.wrong is None else bool(self.wrong[row])
-        return described(view, self.query, self.query_predictions.get(row)) | {"wrong": wrong}
+        return describe_query(view, self.query, self.query_predictions.get(row)) | {"wrong": wrong}
 
     def audit(
         self,
@@ -539,7 +540,7 @@ def check_same(sets: Mapping[str, Scores]) -> None:
             if ours and theirs and ours != theirs:
                 why = "other query data, or the same in another order"
         if why is not None:
-            raise ValueError(
+            raise InvalidInput(
                 f"{before} and {name} are scores of different queries ({why}): they cannot be "
                 "compared. Attribute the same queries with both, or explore one at a time"
             )
@@ -554,7 +555,7 @@ def open_scores(given: Given) -> dict[str, Scores]:
     if isinstance(given, Mapping):
         wrong = [name for name, s in given.items() if not isinstance(s, Scores)]
         if wrong:
-            raise TypeError(f"{wrong[0]} is a {type(given[wrong[0]]).__name__}: give Scores")
+            raise InvalidType(f"{wrong[0]} is a {type(given[wrong[0]]).__name__}: give Scores")
         return {str(name): scores for name, scores in given.items()}
     opened: dict[str, Scores] = {}
     for path in map(Path, given):

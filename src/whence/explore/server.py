@@ -27,14 +27,15 @@ from fastapi.responses import (
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
+from whence.errors import InvalidInput
 from whence.explore.explorer import Explorer
 from whence.explore.reading import Busy
 
 TOKEN = "x-whence-token"  # the header
 BODY = 2**20  # bytes of a request
 STATIC = {
-    "views.js": ("whence.report", "text/javascript"),
-    "whence.css": ("whence.report", "text/css"),
+    "views.js": ("whence.present", "text/javascript"),
+    "whence.css": ("whence.present", "text/css"),
     "explore.js": ("whence.explore", "text/javascript"),
     "explore.css": ("whence.explore", "text/css"),
 }
@@ -339,5 +340,5 @@ def _places(given: str) -> list[int]:
     """ "3,14,15" """
     parts = [part for part in given.split(",") if part]
     if not all(part.isdecimal() and len(part) < 16 for part in parts):
-        raise ValueError("places must be numbers separated by commas")
+        raise InvalidInput("places must be numbers separated by commas")
     return [int(part) for part in parts]

@@ -15,7 +15,7 @@ from whence.evaluate.agreement import agreement
 from whence.explore.jobs import Job, Outcome
 from whence.explore.reading import Floats, Ints
 from whence.explore.scored_data import ScoredData
-from whence.present.views import number, row_of
+from whence.present.views import number
 from whence.scores import Scores
 
 MARGIN = "margin"  # a measurement that is positive if the prediction is right
@@ -44,7 +44,7 @@ def _in_columns(scores: Scores, columns: Ints) -> Floats:
         return np.asarray(scores.values[:, columns], np.float64)
     result = np.full((scores.shape[0], len(columns)), np.nan)
     for row in range(len(result)):
-        values, top_columns = row_of(scores, row)  # by column
+        values, top_columns = scores.row_scores(row)  # by column
         where = np.searchsorted(top_columns, columns)
         in_top = np.append(top_columns, -1)[where] == columns
         result[row, in_top] = values[where[in_top]]

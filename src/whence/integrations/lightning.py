@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from whence.errors import InvalidInput, MissingDependency
 from whence.integrations.trainer_recorder import TrainerRecorder, dataset_size
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # the same library under two names
@@ -26,7 +27,9 @@ def _callback_class() -> Any:
         if not imported:
             break
     if not bases:
-        raise ImportError("whence.integrations.lightning needs Lightning: pip install lightning")
+        raise MissingDependency(
+            "whence.integrations.lightning needs Lightning: pip install lightning"
+        )
     return type("Callback", tuple(bases), {})
 
 
@@ -68,11 +71,11 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
             model = pl_module.get_submodule(self._module)
         except AttributeError as error:
             parts = ", ".join(name for name, _ in pl_module.named_children())
-            raise ValueError(
+            raise InvalidInput(
                 f"module={self._module!r} is not in {type(pl_module).__name__}, which has {parts}"
             ) from error
         if len(trainer.optimizers) != 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, but a run "
                 "records one: use a whence.Recorder inside the module"
             )

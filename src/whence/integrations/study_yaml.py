@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from whence.errors import InvalidInput
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -164,7 +166,7 @@ class Encoder:
             options["return_offsets_mapping"] = self.tokenizer.is_fast
         encoded = {k: list(v) for k, v in self.tokenizer(text, pair, **options).items()}
         if not encoded["input_ids"]:
-            raise ValueError(f"{text!r} has no tokens")
+            raise InvalidInput(f"{text!r} has no tokens")
         if not self.language:
             return encoded | {"labels": self._label(self._value(row, "label"))}
         offsets = encoded.pop("offset_mapping", None)
@@ -174,7 +176,7 @@ class Encoder:
     def _text(self, row: Mapping[str, Any], role: str) -> Any:
         value = self._value(row, role)
         if self.columns[role] is not None and not isinstance(value, str):
-            raise ValueError(f"column {self.columns[role]!r} holds {value!r}, which is not text")
+            raise InvalidInput(f"column {self.columns[role]!r} holds {value!r}, which is not text")
         return value
 
     def _value(self, row: Mapping[str, Any], role: str) -> Any:
@@ -182,9 +184,9 @@ class Encoder:
         if column is None:
             return None
         if not isinstance(row, Mapping):
-            raise ValueError(f"{row!r} is not a row: give {{{column!r}: ...}}")
+            raise InvalidInput(f"{row!r} is not a row: give {{{column!r}: ...}}")
         if column not in row:
-            raise ValueError(
+            raise InvalidInput(
                 f"no column {column!r} (it has {', '.join(map(str, row))}): name the column of "
                 f"the {role} as columns: {{{role}: ...}}"
             )
@@ -198,16 +200,20 @@ class Encoder:
             number = int(label)
         except (TypeError, ValueError):
             known = ", ".join(names)
-            raise ValueError(f"label {label!r} is neither a number nor a class ({known})") from None
+            raise InvalidInput(
+                f"label {label!r} is neither a number nor a class ({known})"
+            ) from None
         if not 0 <= number < max(2, self.config.num_labels):
-            raise ValueError(f"label {number}, but the model has {self.config.num_labels} classes")
+            raise InvalidInput(
+                f"label {number}, but the model has {self.config.num_labels} classes"
+            )
         return number
 
 
 def _prompt_token_count(offsets: list[tuple[int, int]] | None, length: int) -> int:
     """The number of tokens that a prompt of `length` characters takes, from the left."""
     if offsets is None:
-        raise ValueError("a prompt column needs a fast tokenizer (tokenizer.json)")
+        raise InvalidInput("a prompt column needs a fast tokenizer (tokenizer.json)")
     return next((k for k, (_, end) in enumerate(offsets) if end > length), len(offsets))
 
 

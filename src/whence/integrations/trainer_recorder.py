@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from whence.errors import InvalidInput, InvalidType
 from whence.run.checkpoint import RunError, weights_sha256
 from whence.run.format import RunData
 from whence.run.recorder import Recorder, writes_run
@@ -42,7 +43,7 @@ class TrainerRecorder:
     ) -> None:
         unknown = sorted(set(options) - OPTIONS)
         if unknown:
-            raise TypeError(
+            raise InvalidType(
                 f"RecorderCallback got {', '.join(unknown)}: its options are those of the "
                 f"Recorder: {', '.join(sorted(OPTIONS))}"
             )
@@ -145,7 +146,7 @@ def _refuse_shards(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         sharded = type(parameter).__name__ == "DTensor" or hasattr(parameter, "ds_id")
         if sharded or "_fsdp_wrapped_module" in name or "_flat_param" in name:
-            raise ValueError(
+            raise InvalidInput(
                 f"{name} is sharded over processes (FSDP, ZeRO-3 or tensor parallelism), but a run "
                 "needs whole weights: train with DDP, or gather checkpoints and use "
                 "Run.from_checkpoints"

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from whence.errors import InvalidInput
+
 Chooser = Callable[[Mapping[str, nn.Module]], Collection[str]]
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
 
@@ -23,7 +25,7 @@ def by_name(patterns: Sequence[str]) -> Chooser:
         unmatched = sorted(p for p, names in found.items() if not names)
         if unmatched:
             known = ", ".join(name or "(model)" for name in layers)
-            raise ValueError(f"layers={unmatched} match no layer: the model has {known}")
+            raise InvalidInput(f"layers={unmatched} match no layer: the model has {known}")
         return set().union(*found.values())
 
     return choose
@@ -45,12 +47,12 @@ def last_blocks(count: int) -> Chooser:
     The blocks are those of the container that has most of them.
     """
     if count < 1:
-        raise ValueError(f"last_blocks({count}): choose at least one")
+        raise InvalidInput(f"last_blocks({count}): choose at least one")
 
     def choose(layers: Mapping[str, nn.Module]) -> set[str]:
         places = {n: (m[1], int(m[2])) for n in layers if (m := _NUMBERED.match(n))}
         if not places:
-            raise ValueError("last_blocks: no layer is in a numbered block (such as 'h.11.mlp')")
+            raise InvalidInput("last_blocks: no layer is in a numbered block (such as 'h.11.mlp')")
         numbers: dict[str, set[int]] = {}
         for container, number in places.values():
             numbers.setdefault(container, set()).add(number)

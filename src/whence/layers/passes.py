@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from whence.data import Batches
+from whence.errors import InvalidInput, NotFinite
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.tracked import Tracked
 from whence.task import Task, Uniform
@@ -166,7 +167,7 @@ class Passes:
         for site in self.tracked.layers:
             problem = tape.problem(site, len(indices))
             if problem:
-                raise ValueError(
+                raise InvalidInput(
                     f"layer {site.name}: {problem}. Leave it out with Study(layers=...)"
                 )
         seen = [output for output, _ in directions[:1]]
@@ -187,7 +188,7 @@ class Passes:
             uniform = Uniform(signal.seed, self.step, indices)
             values = self.task.pseudo_losses(outputs, batch, uniform)
         if values.shape != (len(indices),):
-            raise ValueError(
+            raise InvalidInput(
                 f"{type(self.task).__name__} returned shape {tuple(values.shape)} as the "
                 f"{signal.name} of {len(indices)} examples: it must be one number per example"
             )
@@ -205,7 +206,7 @@ class Passes:
             sums += [pair.s.sum() for pair in pairs]
             yield site, pairs
         if not bool(torch.stack([x.float() for x in sums]).isfinite().all()):
-            raise FloatingPointError(culprit())
+            raise NotFinite(culprit())
 
     def _culprit(self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal) -> str:
         """Run a bad batch again, to name the layer and the examples where it goes wrong."""
@@ -254,7 +255,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
     problems += [f"not in the model: {', '.join(unknown[:3])}"] if unknown else []
     problems += sorted(shapes)[:3]
     if problems:
-        raise ValueError(
+        raise InvalidInput(
             f"the checkpoint at step {step} is of another architecture than the model: "
             + "; ".join(problems)
             + ". Give Study the model that was trained, or the run that trained it"

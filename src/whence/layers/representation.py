@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.errors import InvalidInput
 from whence.layers.passes import Passes
 
 
@@ -40,13 +41,13 @@ def representations(passes: Passes, batch: Any, layer: str | None) -> tuple[Tens
         for handle in handles:
             handle.remove()
     if not seen:
-        raise ValueError(
+        raise InvalidInput(
             f"layer={layer!r} is not called with a tensor in the forward pass: name a module that "
             "is, or override representations(model, batch) in your Task"
         )
     name, found = seen[0]
     if len(found) != len(outputs):
-        raise ValueError(
+        raise InvalidInput(
             f"the input of layer {name} has {len(found)} rows for {len(outputs)} examples: name "
             "another layer, or override representations(model, batch) in your Task"
         )
@@ -58,12 +59,12 @@ def _where(passes: Passes, layer: str | None) -> Sequence[tuple[str, nn.Module]]
         modules = dict(passes.model.named_modules())
         if layer not in modules:
             known = ", ".join(name for name in modules if name)
-            raise ValueError(f"layer={layer!r} is not in the model: it has {known}")
+            raise InvalidInput(f"layer={layer!r} is not in the model: it has {known}")
         return [(layer, modules[layer])]
     sites = passes.tracked.layers
     found = [(s.name, m) for s in sites for m in s.modules if not isinstance(m, nn.Conv2d)]
     if not found:
-        raise ValueError(
+        raise InvalidInput(
             "no linear layer is tracked: name the layer whose input to compare, RepSim(layer=...), "
             "or override representations(model, batch) in your Task"
         )
@@ -78,7 +79,7 @@ def _channels_first(module: nn.Module, x: Tensor) -> bool:
 def pooled(x: Tensor, mask: Tensor | None, channels_first: bool = False) -> Tensor:
     """(n, ..., r), or (n, r, h, w), as (n, r): the mean over the positions that exist."""
     if x.dim() < 2:
-        raise ValueError(f"representations of shape {tuple(x.shape)}: they must be (n, r)")
+        raise InvalidInput(f"representations of shape {tuple(x.shape)}: they must be (n, r)")
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if channels_first:
         return wide.mean((2, 3))

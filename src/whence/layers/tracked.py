@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.data import batch_length
+from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, gradients_of
 from whence.layers.choose import Chooser
 from whence.layers.kind import kind_of
@@ -110,7 +111,7 @@ def find(
     n = batch_length(batch)
     for what, values in (("losses", losses), ("measurements", task.measurements(outputs, batch))):
         if values.shape != (n,):
-            raise ValueError(
+            raise InvalidInput(
                 f"{type(task).__name__}.{what} must return one number per example, shape ({n},); "
                 f"for {n} examples it returned shape {tuple(values.shape)}"
             )
@@ -126,7 +127,7 @@ def find(
     kept, positions = _verified(model, task, batch, kept, reasons)
     reasons.update(dict.fromkeys(frozen, FROZEN))
     if not kept:
-        raise ValueError(
+        raise InvalidInput(
             "no layer of the model can be tracked: "
             + "; ".join(f"{k}: {v}" for k, v in reasons.items())
         )
@@ -196,10 +197,10 @@ def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -
         with torch.no_grad():
             (alone,) = task.losses(task.outputs(model, single), single)
     except ValueError as error:
-        raise ValueError(f"the model cannot take one example alone ({error}): {mixed}") from error
+        raise InvalidInput(f"the model cannot take one example alone ({error}): {mixed}") from error
     together = losses[0].detach()
     if bool((alone - together).abs() > 1e-3 * (1 + together.abs())):
-        raise ValueError(
+        raise InvalidInput(
             f"the loss of an example depends on the rest of its batch ({float(alone):.6g} alone, "
             f"{float(together):.6g} in it): {mixed}"
         )

@@ -19,6 +19,7 @@ import torch
 from whence.data import Batches
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
+from whence.errors import InvalidInput
 from whence.layers.passes import precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
@@ -71,7 +72,7 @@ class Method(ABC):
             workers: processes that load data.
         """
         if len(study.runs) > 1 and top is not None:
-            raise ValueError(
+            raise InvalidInput(
                 f"top={top} with {len(study.runs)} runs: the strongest of a mean are not known "
                 "from the strongest of each run. Leave top out, or attribute one run"
             )

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.data import Batches, cut
+from whence.errors import InvalidInput
 from whence.retrain import Truth
 from whence.retrain.contrast import Floats, differences
 from whence.scores import Scores
@@ -69,7 +70,7 @@ class Downsampling:
             "in_no_subset": np.flatnonzero(counts == 0).tolist(),
         }
         if not known.any():
-            raise ValueError(
+            raise InvalidInput(
                 f"each of the {examples} examples is in all of the {subsets} subsets, or in none: "
                 "give a truth with more subsets"
             )
@@ -117,18 +118,18 @@ class Downsampling:
         if study is not None:
             stage = truth.stage or study.stages[0]
             if stage not in study.stages:
-                raise ValueError(
+                raise InvalidInput(
                     f"the truth is of stage {stage!r}, and the study has {study.stages}"
                 )
             if len(study.data[stage]) != examples:
-                raise ValueError(
+                raise InvalidInput(
                     f"the truth is of {examples} training examples, and the study has "
                     f"{len(study.data[stage])}: give the truth of the study's own data"
                 )
         if query is not None:
             data = Batches("query", query, None if study is None else study.collate)
             if len(data) != queries or (truth.query and data.fingerprint() != truth.query):
-                raise ValueError(
+                raise InvalidInput(
                     f"the truth has measured {queries} other queries than these {len(data)}: make "
                     "one with them, or leave query out for those it has"
                 )
@@ -141,7 +142,7 @@ class Downsampling:
         if not lost:
             return truth.masks, truth.means, 0
         if not self.exclude_diverged:
-            raise ValueError(
+            raise InvalidInput(
                 f"{lost} of the truth's {sound.size} trainings diverged: leave them out with "
                 "exclude_diverged=True"
             )

@@ -19,6 +19,7 @@ from whence.engine.estimate import announce
 from whence.engine.options import ComputeOptions, Options
 from whence.engine.scoring import Tokens, score_tokens
 from whence.engine.workspace import LOSS, Queries, Term, Workspace
+from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import cost
@@ -147,14 +148,14 @@ class GradientMethod(Method):
             options: device, dtype, memory, progress: as in `attribute`.
         """
         if len(study.runs) != 1:
-            raise ValueError(f"tokens() needs a study of one run, not of {len(study.runs)}")
+            raise InvalidInput(f"tokens() needs a study of one run, not of {len(study.runs)}")
         stage = self.stage or study.stages[-1]
         count = len(study.data[stage])
         wrong = [e for e in examples if not 0 <= e < count]
         if wrong:
-            raise IndexError(f"examples={wrong[:3]} are not in the training data: it has {count}")
+            raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")
         if query is None:
-            raise ValueError("tokens() needs queries: give the ones that were attributed")
+            raise InvalidInput("tokens() needs queries: give the ones that were attributed")
         with torch.no_grad(), precision_as_asked():
             workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
             assert workspace.query is not None

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
+from whence.errors import InvalidIndex, InvalidInput, InvalidType
 from whence.retrain import Training, measure
 from whence.retrain.contrast import sound_pairs, standard_errors, without
 from whence.retrain.recipe import Recipe
@@ -47,19 +48,19 @@ class LeaveOneOut:
         exclude_diverged: bool = False,
     ) -> None:
         if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe is a {type(recipe).__name__}: give a whence.Recipe")
+            raise InvalidType(f"recipe is a {type(recipe).__name__}: give a whence.Recipe")
         self._recipe, self._stage = recipe, recipe.stage(stage)
         self.stage, self.exclude_diverged = self._stage.name, exclude_diverged
         self.seeds = list(range(seeds)) if isinstance(seeds, int) else [index(s) for s in seeds]
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds={seeds}: give at least one, and none twice")
+            raise InvalidInput(f"seeds={seeds}: give at least one, and none twice")
         count = len(self._stage.data)
         self.examples = None if examples is None else [index(e) for e in examples]
         wrong = [e for e in self.examples or () if not 0 <= e < count]
         if wrong:
-            raise IndexError(f"examples={wrong[:3]} are not in the training data: it has {count}")
+            raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")
         if self.examples is not None and len(set(self.examples)) < max(1, len(self.examples)):
-            raise ValueError("examples are empty, or name one twice: give each of them once")
+            raise InvalidInput("examples are empty, or name one twice: give each of them once")
 
     def attribute(
         self,
@@ -88,7 +89,7 @@ class LeaveOneOut:
         self._check(study)
         examples = np.arange(len(data)) if self.examples is None else np.array(self.examples)
         if query is None and self.stage != recipe.stages[-1].name:
-            raise ValueError(
+            raise InvalidInput(
                 f"examples of stage {self.stage!r} are not measured at the end of training, the "
                 f"last stage {recipe.stages[-1].name!r} has another task: give query="
             )
@@ -161,7 +162,7 @@ class LeaveOneOut:
             return
         theirs = study.data.get(self.stage if len(self._recipe.stages) > 1 else study.stages[0])
         if theirs is None or theirs.fingerprint() != self._stage.data.fingerprint():
-            raise ValueError(
+            raise InvalidInput(
                 f"the study's training data is not that of the recipe's stage {self.stage!r}: give "
                 "a study of a run of this recipe, or none"
             )

@@ -18,6 +18,7 @@ from torch import Tensor
 from whence.engine.dynamics import PRECONDITIONED, Rates
 from whence.engine.ledger import Ledger
 from whence.engine.workspace import Term, Workspace
+from whence.errors import InvalidInput
 from whence.layers.passes import Weights
 from whence.methods.influence import Influence
 from whence.methods.source import Source
@@ -96,7 +97,7 @@ class PublishedSource(Source):
         if not self._is_mixed(rates.optimizer):
             return super().operator(workspace, term, rates, resident)
         if self.damping is None and workspace.dtype.itemsize < 4:
-            raise ValueError(
+            raise InvalidInput(
                 f"{workspace.dtype} cannot resolve the eigenvalues that a damping of {DAMPING:.0e} "
                 "depends on: use Source(), which needs no inverse, a damping such as 1e-2, or "
                 "dtype=torch.float32"

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from whence.data import cut
 from whence.draws import Uniform
 from whence.engine.labels import Labels, classes
+from whence.errors import InvalidInput
 from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
@@ -61,9 +62,9 @@ class Random:
             top: keep only each query's so many most helpful and most harmful examples.
         """
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
+            raise InvalidInput(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
         if self.stage is not None and self.stage not in study.stages:
-            raise ValueError(f"stage={self.stage!r} is not in the run: it has {study.stages}")
+            raise InvalidInput(f"stage={self.stage!r} is not in the run: it has {study.stages}")
         stages = study.stages if self.stage is None else [self.stage]
         data, last = {stage: study.data[stage] for stage in stages}, study.stages[-1]
         task, queries = study.tasks[last], None if query is None else study.query(query)

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from whence.data import Batches, cut
 from whence.engine.estimate import announce
 from whence.engine.workspace import Workspace
+from whence.errors import InvalidInput, NotFinite
 from whence.layers.representation import representations
 from whence.methods.base import Folder, Method
 from whence.operators import cost
@@ -71,7 +72,7 @@ class RepSim(Method):
     ) -> None:
         if metric not in METRICS:
             known = ", ".join(map(repr, METRICS))
-            raise ValueError(f"metric={metric!r} is not known: use one of {known}")
+            raise InvalidInput(f"metric={metric!r} is not known: use one of {known}")
         self.metric, self.layer, self.stage = metric, layer, stage
 
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
@@ -122,7 +123,7 @@ class RepSim(Method):
             bad = block[(~h.isfinite().all(1)).cpu().numpy()]
             if len(bad):
                 named = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-                raise FloatingPointError(
+                raise NotFinite(
                     f"the representation at {place} is NaN or infinite for {data.name} example "
                     f"{named}: mend or leave out the example"
                 )
@@ -134,7 +135,7 @@ class RepSim(Method):
     def _check_widths(workspace: Workspace, queries: Tensor, examples: Tensor, stage: str) -> None:
         if queries.shape[1] != examples.shape[1]:
             places = workspace.ledger.diagnostics["representation"]
-            raise ValueError(
+            raise InvalidInput(
                 f"the queries' representations ({places[workspace.study.stages[-1]]}) have "
                 f"{queries.shape[1]} numbers, those of stage {stage!r} ({places[stage]}) "
                 f"{examples.shape[1]}: name a layer that both have, RepSim(layer=...)"

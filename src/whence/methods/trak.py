@@ -27,6 +27,7 @@ from torch import Tensor
 from whence.engine.loss_weights import ensemble_weights
 from whence.engine.projected_space import Space
 from whence.engine.workspace import LOSS, MEASUREMENT, Queries, Term, Workspace
+from whence.errors import InvalidInput
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.methods.settings import check_count, check_damping
@@ -79,7 +80,7 @@ class Trak(GradientMethod):
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
         examples = sum(len(workspace.study.data[stage]) for stage in workspace.study.stages)
         if self.damping == 0 and self.dimension > examples:
-            raise ValueError(
+            raise InvalidInput(
                 f"dimension={self.dimension}, but there are only {examples} training examples, so "
                 f"that ΦᵀΦ has no inverse: use dimension<={examples} (well below it is better), or "
                 "a damping"
@@ -133,7 +134,7 @@ def cholesky(gram: Tensor, damping: float, examples: int, dtype: torch.dtype) ->
     # what rounding errors of φ in its own precision, and of ΦᵀΦ in float64, would leave of a zero
     noise = max((8 * torch.finfo(dtype).eps) ** 2, 8 * d * torch.finfo(torch.float64).eps)
     if bool(failed) or not bool(pivots.min() > noise * pivots.max()):
-        raise ValueError(
+        raise InvalidInput(
             f"ΦᵀΦ ({d} × {d}) is singular: the projected gradients of the {examples} training "
             "examples are linearly dependent. Use a smaller dimension, or a damping; the mean "
             f"diagonal entry of ΦᵀΦ/N is {float(gram.diagonal().mean()) / examples:.1e}"

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from whence.engine.workspace import Workspace
+from whence.errors import InvalidInput
 from whence.methods.settings import check_choice
 from whence.methods.unrolling import Unrolling
 from whence.replay.expected import ExpectedCredits
@@ -75,12 +76,12 @@ class Unrolled(Unrolling):
         check_choice("curvature", curvature, CURVATURES)
         for name, value in (("curvature_batch", curvature_batch), ("credit_every", credit_every)):
             if value is not None and not expected:
-                raise ValueError(
+                raise InvalidInput(
                     f"{name}={value} is for expected=True: otherwise it is each update's own batch "
                     "that is differentiated and credited"
                 )
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+                raise InvalidInput(f"{name}={value} must be at least 1")
         self.curvature, self.expected = curvature, expected
         self.curvature_batch, self.credit_every = curvature_batch, credit_every
         self.stage, self.seed = stage, seed

@@ -19,6 +19,7 @@ from whence.data import cut
 from whence.engine.estimate import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
+from whence.errors import NotFinite
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.persist.identity import key_of
@@ -140,7 +141,7 @@ class Unrolling(Method):
         total.close()
         self._note_deviations(workspace)
         if not np.isfinite(total.values).all():
-            raise FloatingPointError(
+            raise NotFinite(
                 f"the scores of {self!r} are beyond {workspace.dtype}: the derivative of this "
                 "training grows without bound. Use curvature='gauss-newton', or dtype=torch.float64"
             )
@@ -157,7 +158,7 @@ class Unrolling(Method):
             for name, g in objective.gradient(weights, weights, batch, "measurements", 1).items():
                 found[name][k] = g
             if not all(bool(part[k].isfinite().all()) for part in found.values()):
-                raise FloatingPointError(
+                raise NotFinite(
                     f"the gradient of the measurement is NaN or infinite for {block.data.name} "
                     f"example {int(index[0])}: mend or leave out the example"
                 )

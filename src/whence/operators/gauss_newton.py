@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from whence.data import cut
+from whence.errors import InvalidInput, NotFinite
 from whence.layers.capture import Tape, TrackedLayer
 from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.tracked import Tracked
@@ -287,7 +288,7 @@ class GaussNewton(Operator[BlockVectors]):
                 )
                 scale = there.abs().sum() + back.abs().sum()
                 if bool((there.sum() - back.sum()).abs() > 1e-3 * scale):
-                    raise ValueError(_NO_SECOND.format("a custom autograd function?"))
+                    raise InvalidInput(_NO_SECOND.format("a custom autograd function?"))
 
     def _blame(self) -> NoReturn:
         """Look for the example at fault."""
@@ -296,7 +297,7 @@ class GaussNewton(Operator[BlockVectors]):
             for one in part.passes.backward_passes(part.data, self._batches(part), Signal("loss")):
                 for _ in one.layers:  # raises where a gradient is not finite
                     pass
-        raise FloatingPointError(
+        raise NotFinite(
             "a product with the Gauss-Newton matrix is not finite, though all gradients are: "
             f"use dtype=torch.float64, or {ALTERNATIVE}"
         )
@@ -373,7 +374,7 @@ def _each(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
         return torch.vmap(derivative)(*vectors)
     except RuntimeError as error:
         if "derivative" in str(error) or "differentiate" in str(error):
-            raise ValueError(_NO_SECOND.format(error)) from error
+            raise InvalidInput(_NO_SECOND.format(error)) from error
         raise
 
 

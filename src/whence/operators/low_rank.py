@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from whence.errors import InvalidInput
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.krylov import Lanczos
 from whence.operators.operator import Inverse
@@ -111,7 +112,7 @@ def _eigenpairs(
         return pairs
     needed = (iterations + 1) * p * like.element_size()
     if needed > memory:
-        raise ValueError(
+        raise InvalidInput(
             f"iterations={iterations}: that many vectors of {p:,} parameters take "
             f"{needed / 2**20:,.0f} MiB, and {memory / 2**20:,.0f} are allowed (half of memory=): "
             "lower iterations, raise memory, or track fewer layers"

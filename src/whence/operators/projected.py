@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.errors import InvalidInput
 from whence.operators.operator import Function, Inverse, Operator
 
 #: keeps what a function computes under a key, and finds it there the next time
@@ -94,7 +95,7 @@ class Decomposed(Operator[ProjectedVectors]):
     def __add__(self, shift: Tensor | Mapping[str, Any]) -> Decomposed:
         if isinstance(shift, Mapping):
             if shift:
-                raise ValueError(
+                raise InvalidInput(
                     "damping and weight decay by layer have no counterpart in the projected space: "
                     "use whence.Source itself"
                 )
@@ -200,7 +201,7 @@ def _cholesky(H: Tensor, damping: Tensor) -> Tensor:
     factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed):
-        raise ValueError(
+        raise InvalidInput(
             f"the curvature is singular with a damping of {float(damping.min()):.0e}: its mean "
             f"diagonal entry is {float(H.diagonal().mean()):.1e}. Use a larger damping"
         )

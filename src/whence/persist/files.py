@@ -21,6 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput, MissingFile, NotAFolder
+
 REMEDY = "restore it from a copy, or compute it again"
 
 # Temporary files: ours, with their writer's machine and process, and those of safetensors.
@@ -96,7 +98,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise NotADirectoryError(f"{path} is a file: give a folder") from error
+        raise NotAFolder(f"{path} is a file: give a folder") from error
     remove_abandoned(path)
 
 
@@ -170,7 +172,7 @@ def check_schema(path: Path, content: Mapping[str, Any], schema: int, remedy: st
     if "schema" not in content:
         raise damaged(path, "it has no schema version", remedy)
     if content["schema"] != schema:
-        raise ValueError(
+        raise InvalidInput(
             f"{path} has schema {content['schema']!r}, this whence reads {schema}: use the version "
             "of whence that wrote it"
         )
@@ -195,7 +197,7 @@ def load_array(
     try:
         array = np.load(path, mmap_mode=mode, allow_pickle=False)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} is missing: {remedy}") from error
+        raise MissingFile(f"{path} is missing: {remedy}") from error
     except PermissionError:
         raise
     except (ValueError, OSError, EOFError) as error:

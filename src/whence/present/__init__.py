@@ -1,1 +1,1 @@
-"""How examples, predictions and scores are shown: shared by report, explorer and command line."""
+"""How examples, predictions and scores are shown. Shared by report, explorer and command line."""

@@ -1,4 +1,4 @@
-"""Whether the data at hand is what the scores are about."""
+"""Check that data is what scores were computed from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from whence.data import Batches, Collate
+from whence.errors import InvalidInput
 from whence.scores import Scores
 
 
@@ -20,20 +21,20 @@ def check_data(
     collate: Collate | None = None,
     contents: bool = True,
 ) -> list[str]:
-    """Refuse data of another length, content or order than when the scores were made.
+    """Raise if the data differs in length, content or order from that of the scores.
 
     Args:
-        train: the training data, or `{stage: dataset}`; None is not checked.
-        query: the queries; None is not checked.
+        train: the training data, or `{stage: dataset}`; None skips the check.
+        query: the queries; None skips the check.
         collate: the study's, if it had one: fingerprints are of batches.
         contents: False compares only lengths.
 
     Returns:
-        What could not be checked, in sentences.
+        Sentences that say what could not be checked.
     """
     unchecked = []
     stages = by_stage(scores, train)
-    known = scores.provenance.get("train") or {}
+    fingerprints = scores.provenance.get("train") or {}
     several = len(stages) > 1
     for stage, dataset in stages.items():
         name = f"the training data of stage {stage!r}" if several else "the training data"
@@ -41,12 +42,12 @@ def check_data(
         if scores.stage is not None:
             ids = ids[np.array(scores.stage) == stage]
         _check_length(name, len(Batches(name, dataset)), ids)
-        # a run without stages has one all the same, whose name the scores do not carry
-        fingerprint = known.get(stage) if stage in known else _only(known)
+        # a run without stages has one whose name the scores do not carry
+        fingerprint = fingerprints[stage] if stage in fingerprints else _only(fingerprints)
         unchecked += _check_contents(scores, name, dataset, fingerprint, collate, contents)
     if query is not None:
         if scores.is_self_influence:
-            raise ValueError(
+            raise InvalidInput(
                 "query was given, but these are self-influence scores, which have no queries: "
                 "leave it out"
             )
@@ -59,7 +60,7 @@ def check_data(
 
 
 def by_stage(scores: Scores, train: Any) -> dict[str | None, Any]:
-    """The training data of each stage that the scores have; of the stage None if they name none."""
+    """The training data by stage of the scores; {None: dataset} if they name no stage."""
     if train is None:
         return {}
     names = [None] if scores.stage is None else list(dict.fromkeys(scores.stage))
@@ -68,29 +69,29 @@ def by_stage(scores: Scores, train: Any) -> dict[str | None, Any]:
             return {None: next(iter(train.values()))}
         missing = [name for name in names if name not in train]
         if missing:
-            raise ValueError(
-                f"train has the stages {sorted(train)}, but the scores are about {names}: give "
+            raise InvalidInput(
+                f"train has the stages {sorted(train)}, but the scores have {names}: give "
                 "train={stage: dataset}"
             )
         return {name: train[name] for name in names}
     if len(names) > 1:
-        raise ValueError(
-            f"these scores are about the stages {names}: give train={{{names[0]!r}: dataset, ...}}"
+        raise InvalidInput(
+            f"these scores have the stages {names}: give train={{{names[0]!r}: dataset, ...}}"
         )
     return {names[0]: train}
 
 
-def _only(known: Mapping[str, str]) -> str | None:
-    return next(iter(known.values())) if len(known) == 1 else None
+def _only(fingerprints: Mapping[str, str]) -> str | None:
+    return next(iter(fingerprints.values())) if len(fingerprints) == 1 else None
 
 
 def _check_length(name: str, count: int, ids: np.ndarray) -> None:
-    whole = np.array_equal(ids, np.arange(len(ids)))
-    if (whole and count != len(ids)) or (len(ids) and int(ids.max()) >= count):
-        about = f"{len(ids)} examples" if whole else f"examples up to number {int(ids.max())}"
-        raise ValueError(
-            f"{name} has {count} examples, but the scores are about {about}: give the data that "
-            "the scores were made with, in the same order"
+    complete = np.array_equal(ids, np.arange(len(ids)))
+    if (complete and count != len(ids)) or (len(ids) and int(ids.max()) >= count):
+        expected = f"{len(ids)} examples" if complete else f"examples up to index {int(ids.max())}"
+        raise InvalidInput(
+            f"{name} has {count} examples, but the scores are of {expected}: give the data that "
+            "the scores were computed from, in the same order"
         )
 
 
@@ -103,29 +104,29 @@ def _check_contents(
     contents: bool,
 ) -> list[str]:
     if not contents:
-        return [f"The content and order of {name} were not checked, as asked."]
+        return [f"The content and order of {name} were not checked (check=False)."]
     if known is None:
         return [
-            f"The content and order of {name} could not be checked: the scores carry no "
+            f"The content and order of {name} could not be checked: the scores have no "
             "fingerprint of it."
         ]
     if scores.provenance.get("collated", False) != (collate is not None):
         given = "none was given" if collate is None else "one was given now"
         return [
             f"The content and order of {name} could not be checked: fingerprints are of batches, "
-            f"and the study's collate function must be the same ({given}; pass study=)."
+            f"so the collate function must be the study's ({given}; pass study=)."
         ]
     data = Batches(name, dataset, collate)
     if data.fingerprint() == known:
         return []
-    # A Hugging Face dataset's own fingerprint is taken for its content, but not by every method.
+    # Some methods take a Hugging Face dataset's own fingerprint for its content, others do not.
     if isinstance(getattr(dataset, "_fingerprint", None), str):
-        same = Batches(name, Subset(dataset, range(len(dataset))), collate)
-        if same.fingerprint() == known:
+        by_content = Batches(name, Subset(dataset, range(len(dataset))), collate)
+        if by_content.fingerprint() == known:
             return []
-    random = "" if data.steady else "; it is random (augmented?), which alone would do it"
-    raise ValueError(
-        f"{name} is not what the scores were made with: its contents differ, or their order"
-        f"{random}. Give the same data in the same order (check=False, or --no-check on the "
-        "command line, shows it all the same)"
+    random = "" if data.steady else "; it is random (augmented?), which explains the difference"
+    raise InvalidInput(
+        f"{name} is not what the scores were computed from: its content or order differs"
+        f"{random}. Give the same data in the same order, or skip the check with check=False "
+        "(--no-check on the command line)"
     )

@@ -1,7 +1,7 @@
-"""How an example looks on a page: an image, a text, a row of a table, or what a renderer makes.
+"""How to show an example: as an image, a text, a row of a table, or as a renderer decides.
 
-Nothing in a dataset is trusted: what comes out is plain data (strings, numbers, a PNG that is
-written here), and the page puts it in as text. Only a user's own renderer can give HTML.
+Datasets are not trusted. The result is plain data (strings, numbers, a PNG encoded here), which the
+page inserts as text. Only the user's own renderer can return HTML.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from whence.errors import InvalidInput, InvalidType
 from whence.task import LABEL_KEYS
 
 Renderer = Callable[[Any], Any]
 Rendered = dict[str, Any]
 
-CHARACTERS = 2000  # of a text that are shown
-CELLS = 60  # of a row that are shown
-# lengths of flat vectors that are images more likely than rows: shape (c, h, w)
+QUERY_SIZE = 128  # pixels of a query's image
+CHARACTERS = 2000  # shown of a text
+CELLS = 60  # shown of a row
+# flat vectors of these lengths are more likely images than rows: shape (c, h, w)
 FLAT = {64: (1, 8, 8), 256: (1, 16, 16), 784: (1, 28, 28), 1024: (1, 32, 32)}
 FLAT |= {3072: (3, 32, 32), 4096: (1, 64, 64), 12288: (3, 64, 64)}
-PICTURES = ("image", "img", "pixel_values", "picture")
-WORDS = ("text", "sentence", "content", "prompt", "document")
+IMAGE_KEYS = ("image", "img", "pixel_values", "picture")
+TEXT_KEYS = ("text", "sentence", "content", "prompt", "document")
 
 
 class HTML(str):
-    """What a renderer returns for its text to be put into the page as HTML, as it is.
+    """Text that a renderer returns to be inserted into the page as HTML.
 
-    Scripts in it do not run. Escape what comes from data yourself (`html.escape`).
+    Scripts in it do not run. Escape text from the data yourself (`html.escape`).
     """
 
 
@@ -45,14 +47,14 @@ class Examples:
     """A dataset whose examples can be shown.
 
     Args:
-        dataset: map-style; None where there is none to show, and examples are only numbers.
-        renderer: makes of an example what is to be shown: text, an array or PIL image, a mapping
-            (a row of a table), or `HTML`.
-        labels: one label per example, in place of those in the dataset.
+        dataset: map-style; None shows examples by their index only.
+        renderer: turns an example into what to show: text, an array or PIL image, a mapping (a row
+            of a table), or `HTML`.
+        labels: one label per example, instead of those in the dataset.
         classes: names of the classes, in order or by number.
-        columns: names of the features: examples with as many values are rows of a table.
-        tokenizer: makes text of token ids (its `decode` is called).
-        size: the longer side of an image in pixels, at most.
+        columns: names of the features; an example with that many values is a row of a table.
+        tokenizer: decodes token ids (its `decode` is called).
+        size: the maximum length of an image's longer side, in pixels.
     """
 
     def __init__(
@@ -66,16 +68,18 @@ class Examples:
         tokenizer: Any = None,
         size: int = 64,
     ) -> None:
-        check_looks(renderer=renderer, classes=classes, columns=columns, tokenizer=tokenizer)
+        check_display_options(
+            renderer=renderer, classes=classes, columns=columns, tokenizer=tokenizer
+        )
         if labels is not None and dataset is not None and len(labels) != len(dataset):
-            raise ValueError(
-                f"labels has {len(labels)} entries, but the dataset {len(dataset)}: give one label "
-                "per example"
+            raise InvalidInput(
+                f"labels has {len(labels)} entries, but the dataset has {len(dataset)}: give one "
+                "label per example"
             )
         self.dataset, self.renderer, self.labels = dataset, renderer, labels
-        listed = classes if isinstance(classes, Mapping) else dict(enumerate(_listed(classes)))
-        self.classes = {int(number): str(name) for number, name in listed.items()}
-        self.columns = None if columns is None else _listed(columns)
+        names = classes if isinstance(classes, Mapping) else dict(enumerate(_strings(classes)))
+        self.classes = {int(number): str(name) for number, name in names.items()}
+        self.columns = None if columns is None else _strings(columns)
         self.tokenizer, self.size = tokenizer, size
         self._warned = False
 
@@ -83,28 +87,29 @@ class Examples:
         return 0 if self.dataset is None else len(self.dataset)
 
     def render(self, index: int) -> Rendered:
-        """What to show of an example, as plain data.
+        """An example as plain data.
 
-        Always `id`, `kind` and `label` (text or None); by kind `image` (a data URI), `text`, `row`
-        ([name, value] pairs) or `html`; `note` where something must be said, `more` for how much
-        of a text or row was cut.
+        Returns:
+            Always `id`, `kind` and `label` (text or None); depending on the kind, `image` (a data
+            URI), `text`, `row` ([name, value] pairs) or `html`. There may be a `note`, and `more`,
+            which says how much of a text or row was cut.
         """
-        shown: Rendered = {"id": int(index), "kind": "missing", "label": None}
+        rendered: Rendered = {"id": int(index), "kind": "missing", "label": None}
         if self.dataset is None:
-            return shown
+            return rendered
         try:
             example = self.dataset[int(index)]
-            shown["label"] = self._label(example, index)
+            rendered["label"] = self._label(example, index)
             content = _input(example) if self.renderer is None else self.renderer(example)
-            return shown | self._content(content)
+            return rendered | self._content(content)
         except Exception as error:
             # One example that cannot be shown must not cost the page.
             what = "reading" if self.renderer is None else "rendering"
-            shown["note"] = _cut(f"{what} it failed: {type(error).__name__}: {error}", 200)[0]
+            rendered["note"] = _cut(f"{what} it failed: {type(error).__name__}: {error}", 200)[0]
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"example {index} is not shown: {shown['note']}", stacklevel=2)
-            return shown
+                warnings.warn(f"example {index} is not shown: {rendered['note']}", stacklevel=2)
+            return rendered
 
     def label(self, index: int) -> str | None:
         """The example's label as text."""
@@ -113,7 +118,7 @@ class Examples:
         try:
             example = None if self.labels is not None else self.dataset[int(index)]
             return self._label(example, index)
-        except Exception:  # said by render
+        except Exception:  # render reports it
             return None
 
     def class_name(self, number: int) -> str:
@@ -121,14 +126,14 @@ class Examples:
         return _cut(str(self.classes.get(number, number)), 80)[0]
 
     def pieces(self, index: int) -> list[str] | None:
-        """The example's tokens one by one as text, padding empty; None if it has no token ids."""
+        """The text of each token, empty for padding; None if the example has no token ids."""
         if self.dataset is None:
             return None
         content = _input(self.dataset[int(index)])
-        ids, there = _token_ids(content)
+        ids, mask = _token_ids(content)
         if ids is None:
             return None
-        pairs = zip(ids.tolist(), there.tolist(), strict=True)
+        pairs = zip(ids.tolist(), mask.tolist(), strict=True)
         return [self._word(token) if real else "" for token, real in pairs]
 
     def _word(self, token: int) -> str:
@@ -136,7 +141,7 @@ class Examples:
             return f"{token} "
         return _cut(str(self.tokenizer.decode([token])), 100)[0]
 
-    # -- guessing ------------------------------------------------------------------------------
+    # -- guessing the kind ---------------------------------------------------------------------
 
     def _content(self, content: Any) -> Rendered:
         if isinstance(content, HTML):
@@ -156,19 +161,19 @@ class Examples:
 
     def _mapping(self, content: Mapping[Any, Any]) -> Rendered:
         fields = {str(k): v for k, v in content.items() if k not in LABEL_KEYS}
-        for name in PICTURES:
+        for name in IMAGE_KEYS:
             array = _array(fields.get(name))
             if array is not None and array.ndim in (2, 3):
                 return self._from_array(array)
-        ids, there = _token_ids(content)
+        ids, mask = _token_ids(content)
         if self.tokenizer is not None and ids is not None:
-            return self._decoded(ids[there])
+            return self._decoded(ids[mask])
         words = [name for name, value in fields.items() if isinstance(value, str)]
-        named = [name for name in WORDS if name in words]
+        named = [name for name in TEXT_KEYS if name in words]
         if named or fields.keys() == {*words[:1]}:
             return _text(fields[(named or words)[0]])
         if not words and ids is not None:
-            return self._decoded(ids[there])
+            return self._decoded(ids[mask])
         return _row([[name, _value(value)] for name, value in fields.items()])
 
     def _from_array(self, array: NDArray[Any]) -> Rendered:
@@ -190,15 +195,15 @@ class Examples:
             cells = zip(self.columns, array.tolist(), strict=True)
             return _row([[name, _value(value)] for name, value in cells])
         if array.dtype.kind == "i" and array.dtype.itemsize >= 4:
-            shown = self._decoded(array)
+            rendered = self._decoded(array)
         elif len(array) in FLAT:
-            shown = _image(array.reshape(FLAT[len(array)]), self.size)
+            rendered = _image(array.reshape(FLAT[len(array)]), self.size)
         else:
-            shown = _row([[f"x{k}", _value(value)] for k, value in enumerate(array.tolist())])
+            rendered = _row([[f"x{k}", _value(value)] for k, value in enumerate(array.tolist())])
         if self.columns is not None:
             note = f"columns has {len(self.columns)} names for {len(array)} values"
-            shown["note"] = "; ".join(filter(None, [shown.get("note"), note]))
-        return shown
+            rendered["note"] = "; ".join(filter(None, [rendered.get("note"), note]))
+        return rendered
 
     def _decoded(self, ids: NDArray[Any]) -> Rendered:
         if self.tokenizer is None:
@@ -220,35 +225,35 @@ class Examples:
         return _cut(str(label), 80)[0] or None
 
 
-def check_looks(
+def check_display_options(
     *, renderer: Any = None, classes: Any = None, columns: Any = None, tokenizer: Any = None
 ) -> None:
-    """Refuse what cannot say how examples are shown."""
+    """Raise if an option cannot be used to show examples."""
     if renderer is not None and not callable(renderer):
-        raise TypeError(f"renderer is a {type(renderer).__name__}: it must be a function")
+        raise InvalidType(f"renderer is a {type(renderer).__name__}: it must be a function")
     if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "decode")):
-        raise TypeError(f"tokenizer is a {type(tokenizer).__name__}: it must have decode(ids)")
+        raise InvalidType(f"tokenizer is a {type(tokenizer).__name__}: it must have decode(ids)")
     if isinstance(classes, Mapping) and not _numbers([0, *classes]):
-        raise TypeError("classes maps from something else than numbers: give {number: name}")
+        raise InvalidType("classes has keys that are not numbers: give {number: name}")
     lists = {"columns": columns} | ({} if isinstance(classes, Mapping) else {"classes": classes})
     for what, given in lists.items():
         if given is not None and not _are_names(given):
-            raise TypeError(f"{what} is a {type(given).__name__}: it must be a list of names")
+            raise InvalidType(f"{what} is a {type(given).__name__}: it must be a list of names")
 
 
 def _are_names(given: Any) -> bool:
-    """Whether it is a list, tuple, array or the like of plain names."""
+    """Whether it is a sequence of names: a list, a tuple, an array."""
     if isinstance(given, (type, str, bytes, Mapping, Set)) or not isinstance(given, Sized):
         return False
     plain = (str, int, float, np.generic)
     return isinstance(given, Iterable) and all(isinstance(name, plain) for name in given)
 
 
-def _listed(names: Iterable[Any] | None) -> list[str]:
+def _strings(names: Iterable[Any] | None) -> list[str]:
     return [str(name) for name in ([] if names is None else names)]
 
 
-# -- what an example is made of ------------------------------------------------------------------
+# -- the parts of an example ---------------------------------------------------------------------
 
 
 def _input(example: Any) -> Any:
@@ -271,10 +276,10 @@ def _numbers(values: Sequence[Any]) -> bool:
 
 
 def _array(value: Any) -> NDArray[Any] | None:
-    """Tensors, arrays, numbers and PIL images as an array of numbers; None for all else."""
+    """A tensor, array, number or PIL image as a numeric array; None for anything else."""
     if isinstance(value, Tensor):
-        found = value.detach().cpu()
-        value = (found.float() if found.dtype == torch.bfloat16 else found).numpy()
+        tensor = value.detach().cpu()
+        value = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     elif hasattr(value, "convert") and hasattr(value, "getbands"):  # a PIL image
         value = np.asarray(value.convert("RGB" if len(value.getbands()) > 2 else "L"))
     elif isinstance(value, (list, tuple, int, float, np.number)):
@@ -288,7 +293,7 @@ def _array(value: Any) -> NDArray[Any] | None:
 
 
 def _token_ids(content: Any) -> tuple[NDArray[Any] | None, NDArray[np.bool_]]:
-    """Token ids (t,) and which of them are not padding; None if there are no token ids."""
+    """Token ids (t,), or None, and a mask that is False for padding."""
     mask = None
     if isinstance(content, Mapping):
         mask = _array(content.get("attention_mask"))
@@ -301,29 +306,29 @@ def _token_ids(content: Any) -> tuple[NDArray[Any] | None, NDArray[np.bool_]]:
     return ids, mask.astype(bool)
 
 
-# -- what is shown of it -------------------------------------------------------------------------
+# -- rendering -----------------------------------------------------------------------------------
 
 
 def _cut(text: str, limit: int) -> tuple[str, int]:
-    """A text and how many characters were cut off it; lone surrogates are replaced."""
+    """The beginning of a text, and how many characters were cut. Replaces lone surrogates."""
     more = max(0, len(text) - limit)
-    kept = text[:limit] + ("…" if more else "")
-    return kept.encode("utf-8", "replace").decode(), more
+    beginning = text[:limit] + ("…" if more else "")
+    return beginning.encode("utf-8", "replace").decode(), more
 
 
 def _text(text: str) -> Rendered:
-    kept, more = _cut(text, CHARACTERS)
-    return {"kind": "text", "text": kept} | ({"more": f"{more:,} more characters"} if more else {})
+    text, more = _cut(text, CHARACTERS)
+    return {"kind": "text", "text": text} | ({"more": f"{more:,} more characters"} if more else {})
 
 
 def _row(cells: list[list[str]]) -> Rendered:
     more = len(cells) - CELLS
-    shown = [[_cut(name, 80)[0], _cut(value, 300)[0]] for name, value in cells[:CELLS]]
-    return {"kind": "row", "row": shown} | ({"more": f"{more:,} more values"} if more > 0 else {})
+    row = [[_cut(name, 80)[0], _cut(value, 300)[0]] for name, value in cells[:CELLS]]
+    return {"kind": "row", "row": row} | ({"more": f"{more:,} more values"} if more > 0 else {})
 
 
 def _value(value: Any) -> str:
-    """A cell: numbers in few digits, arrays as what they are."""
+    """The text of a cell: numbers in four digits, arrays by their type and shape."""
     array = _array(value)
     if isinstance(value, (bool, str)) or array is None:
         return str(value)
@@ -334,10 +339,10 @@ def _value(value: Any) -> str:
 
 
 def _image(array: NDArray[Any], size: int) -> Rendered:
-    """A small PNG of (c, h, w), c ≤ 4, of any range: what it holds goes to 0..255.
+    """A small PNG of an array (c, h, w), c ≤ 4, with values in any range.
 
-    Bytes stay as they are, and so do numbers in [0, 1] but for the factor; anything else is
-    stretched from its least to its greatest finite value. What is not finite is grey.
+    Bytes are used unchanged, and values in [0, 1] are multiplied by 255. Other values are scaled
+    from their finite minimum and maximum. Values that are not finite are grey.
     """
     pixels = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
     finite = pixels.isfinite()
@@ -368,7 +373,7 @@ def _image(array: NDArray[Any], size: int) -> Rendered:
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """(h, w, 1) or (h, w, 3) as a PNG file: grey or RGB, 8 bits, the smaller of three filters."""
+    """Encode (h, w, 1) or (h, w, 3) as PNG: grey or RGB, 8 bits, the smallest of three filters."""
     height, width, channels = pixels.shape
     left = np.diff(pixels, axis=1, prepend=np.zeros((height, 1, channels), np.uint8))
     above = np.diff(pixels, axis=0, prepend=np.zeros((1, width, channels), np.uint8))

@@ -1,8 +1,8 @@
 """Scores as plain data for a page: what the report embeds and the explorer serves.
 
 Axes: ``n`` training examples (columns), ``q`` queries (rows), ``L`` segments, ``k`` shown entries.
-A training example is named by its column in the score matrix: ids repeat where stages do. Numbers
-that are not finite become None, and are counted.
+A training example is identified by its column in the score matrix, because ids repeat across
+stages. Numbers that are not finite become None and are counted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput
 from whence.present.check import by_stage
 from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
 
 BINS = 40
-AT_ONCE = 2**24  # scores read at once when all queries are looked at
-LABELLED = 8  # classes of a mix that are named
+CHUNK = 2**24  # scores in memory at a time
+CLASSES = 8  # classes that a class mix names
 
 View = dict[str, Any]
 Floats = NDArray[np.floating[Any]]
@@ -31,25 +32,24 @@ Ints = NDArray[np.integer[Any]]
 Label = Callable[[int], str | None]
 
 
-class Pool:
+class TrainingExamples:
     """The training examples behind the columns of a score matrix.
 
     Args:
-        train: the training data, `{stage: dataset}` where there are several; None shows only ids.
-        options: as `Examples` takes them; `labels` may be `{stage: labels}`.
+        train: the training data, or `{stage: dataset}` for several stages; None shows only ids.
+        options: of `Examples`; `labels` may be `{stage: labels}`.
     """
 
     def __init__(self, scores: Scores, train: Any = None, **options: Any) -> None:
         self._scores = scores
         labels = options.pop("labels", None)
-        given = by_stage(scores, train)
         self._examples = {
             stage: Examples(
                 dataset,
                 labels=labels[stage] if isinstance(labels, Mapping) else labels,
                 **options,
             )
-            for stage, dataset in given.items()
+            for stage, dataset in by_stage(scores, train).items()
         }
         self._none = Examples(None)
 
@@ -59,7 +59,7 @@ class Pool:
         return self._examples.get(stage, self._none), int(self._scores.train_ids[column])
 
     def render(self, column: int) -> Rendered:
-        """What to show of the example in a column, and its stage."""
+        """The example of a column as plain data, with its stage."""
         examples, index = self.of(column)
         stage = None if self._scores.stage is None else self._scores.stage[column]
         return examples.render(index) | {"stage": stage}
@@ -70,26 +70,24 @@ class Pool:
 
 
 def overview(scores: Scores, notes: list[str] | None = None) -> View:
-    """What the scores are: method, settings, unit, sign, segments, what was left out, notes."""
+    """Describe the scores: method, settings, unit, sign, segments, exclusions, notes."""
     single = scores.is_self_influence
-    kept = None if scores.top is None else scores.top.kept
-    said = list(notes or [])
-    if kept is not None:
-        said.append(
-            f"Only each query's top {kept} at either end were kept: distributions are not shown, "
-            "and sums over queries count what was not kept as zero."
+    top = None if scores.top is None else scores.top.kept
+    notes = list(notes or [])
+    if top is not None:
+        notes.append(
+            f"Only the top {top} at each end of a query were kept: distributions are not shown, "
+            "and sums over queries count the other scores as zero."
         )
-    bad = not_numbers(scores)
-    if bad:
-        said.append(
-            f"{bad:,} scores are not finite numbers; they are left out of all that follows."
-        )
+    not_finite = count_not_finite(scores)
+    if not_finite:
+        notes.append(f"{not_finite:,} scores are not finite and are left out.")
     if scores.unit.startswith("none"):
-        said.append("These scores have no unit: only their order means something.")
+        notes.append("These scores have no unit: only their order is meaningful.")
     share = sum(float(part.get("share", 0.0)) for part in scores.excluded)
     if scores.excluded:
-        said.append(
-            f"{share:.1%} of the parameters have no part in the scores (see What was left out)."
+        notes.append(
+            f"{share:.1%} of the parameters do not contribute to the scores (see Excluded)."
         )
     facts = {k: v for k, v in scores.provenance.items() if v is not None}
     return {
@@ -102,7 +100,7 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         "self": single,
         "queries": 0 if single else scores.shape[0],
         "examples": scores.shape[-1],
-        "kept": kept,
+        "kept": top,
         "stages": [] if scores.stage is None else list(dict.fromkeys(scores.stage)),
         "segments": segments(scores),
         "spread": scores.spread is not None,
@@ -116,31 +114,31 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         ],
         "diagnostics": _facts({k: v for k, v in scores.diagnostics.items() if k != "segments"}),
         "provenance": _facts(facts),
-        "notes": said,
+        "notes": notes,
     }
 
 
 def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None = None) -> View:
-    """One query (None: self-influence): who helped, who harmed, by how much and when.
+    """One query, or self-influence: which examples helped or harmed it, how much and when.
 
     Args:
-        row: the query's row.
-        k: entries at either end.
-        label: a column's label, for the class mix (`Pool.label`).
+        row: the query's row; None for self-influence.
+        k: number of entries at each end.
+        label: returns a column's label, for the class mix (`TrainingExamples.label`).
 
     Returns:
-        `row`, `id`; `helpful` and `harmful`: entries with `column`, `value` and, where the scores
-        have them, `spread` and `segments` (L); only those whose sign says so, strongest first.
-        `histogram` of all finite scores ({low, width, counts}, bins begin at multiples of the
-        width) and `helped`, `harmed`, their sums by sign, None where only the top was kept;
-        `segments`: the same two sums of each segment; `classes`: labels of the entries shown,
-        counted; `not_numbers`: how many scores are not finite.
+        `row`, `id`; `helpful` and `harmful`: entries with `column`, `value` and, if the scores have
+        them, `spread` and `segments` (L), strongest first, with the right sign only; `histogram` of
+        all finite scores ({low, width, counts}, bins start at multiples of the width); `helped` and
+        `harmed`: their sums by sign, None if only the top was kept; `segments`: these two sums per
+        segment; `classes`: the labels of the entries, counted; `not_numbers`: the number of scores
+        that are not finite.
     """
-    place = scores._row(row)
+    place = scores.row_index(row)
     if k < 1:
-        raise ValueError(f"k={k}: show at least one example")
+        raise InvalidInput(f"k={k}: show at least one example")
     direction = 1.0 if scores.higher_is_better else -1.0
-    values, columns = row_of(scores, place)
+    values, columns = scores.row_scores(row)
     finite = np.isfinite(values)
     view: View = {
         "row": row,
@@ -169,20 +167,30 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
     return view
 
 
-def described(view: View, asked: Examples, found: Mapping[str, Any] | None = None) -> View:
-    """A `query_view` with the query itself: `query` (rendered), `label`, and what was `said`."""
-    shown = asked.render(view["id"])
-    return view | {"query": shown, "label": shown["label"]} | said(found, asked)
+def describe_query(
+    view: View, queries: Examples, prediction: Mapping[str, Any] | None = None
+) -> View:
+    """A `query_view` with the query itself: `query` (rendered), `label`, and its prediction."""
+    rendered = queries.render(view["id"])
+    return view | {
+        "query": rendered,
+        "label": rendered["label"],
+        **prediction_view(prediction, queries),
+    }
 
 
-def said(found: Mapping[str, Any] | None, examples: Examples) -> View:
-    """One of `predictions` for a page: `prediction` as text, its `probability`, `measurement`, and
-    whether it is `comparable` with a label."""
+def prediction_view(prediction: Mapping[str, Any] | None, examples: Examples) -> View:
+    """One of `predictions` for a page.
+
+    Returns:
+        `prediction` as text, its `probability`, the `measurement`, and `comparable`: whether the
+        prediction can be compared with a label.
+    """
     view: View = {"prediction": None, "probability": None, "measurement": None, "comparable": False}
-    if found is None:
+    if prediction is None:
         return view
-    view["measurement"] = number(found["measurement"])
-    output = found["output"] or {}
+    view["measurement"] = number(prediction["measurement"])
+    output = prediction["output"] or {}
     if "class" in output:
         view["prediction"] = examples.class_name(output["class"])
         view["probability"] = number(output["probability"])
@@ -193,30 +201,31 @@ def said(found: Mapping[str, Any] | None, examples: Examples) -> View:
 
 
 def harmful_overall(scores: Scores, k: int = 50, near: int = 10) -> View:
-    """The examples that harm the queries most, on the mean: candidates for relabelling.
+    """The examples that harm the queries most on average: candidates for relabelling.
 
     Args:
-        k: entries.
-        near: an example counts as harming a query if it is among its so many most harmful.
+        k: number of entries.
+        near: an example counts as harming a query if it is among the query's `near` most harmful.
 
     Returns:
-        `entries`, worst first, only harmful ones: `column`, `value` (mean over the queries, of what
-        is finite; over all queries of what was kept if only the top was), `queries` (how many it
-        harms), and the query it harms most: `worst` (a row) and `worst_value`; `over` queries.
+        `entries`, worst first, only harmful ones: `column`, `value` (the mean of the finite scores
+        over the queries; if only the top was kept, the others count as zero), `queries` (how many
+        it harms), and the query it harms most: `worst` (a row) and `worst_value`; `over`: the
+        number of queries.
     """
     if scores.is_self_influence:
-        raise ValueError("self-influence has no queries to be harmed: see query_view(scores, None)")
+        raise InvalidInput("self-influence has no queries: use query_view(scores, None)")
     if k < 1:
-        raise ValueError(f"k={k}: show at least one example")
+        raise InvalidInput(f"k={k}: show at least one example")
     q, n = scores.shape
     direction = 1.0 if scores.higher_is_better else -1.0
     total, finite, harms = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.int64)
     least, worst = np.zeros(n), np.zeros(n, dtype=np.int64)
     for row in range(q):
-        values, columns = row_of(scores, row)
+        values, columns = scores.row_scores(row)
         values = direction * values.astype(np.float64)
-        good = np.isfinite(values)
-        values, columns = values[good], columns[good]
+        mask = np.isfinite(values)
+        values, columns = values[mask], columns[mask]
         total[columns] += values
         finite[columns] += 1
         lower = values < least[columns]
@@ -239,31 +248,23 @@ def harmful_overall(scores: Scores, k: int = 50, near: int = 10) -> View:
     return {"entries": entries, "over": q, "near": near}
 
 
-# -- parts -----------------------------------------------------------------------------------------
-
-
-def row_of(scores: Scores, row: int) -> tuple[Floats, Ints]:
-    """A query's scores and their columns: all of them, or those that were kept."""
-    if scores.top is None:
-        return _matrix(scores)[row], np.arange(scores.shape[-1])
-    ends = [scores._top_row(row, end) for end in (0, 1)]
-    columns, first = np.unique(np.concatenate([c for _, c in ends]), return_index=True)
-    return np.concatenate([v for v, _ in ends])[first], columns
+# -- parts of views --------------------------------------------------------------------------------
 
 
 def strongest(strength: Floats, k: int) -> Ints:
-    """Positions of the k largest of (n,), strongest first, ties to the lower position."""
+    """Positions of the k largest of (n,), largest first; of ties, the lower position first."""
     if k < len(strength):
         kth = np.partition(strength, len(strength) - k)[len(strength) - k]
-        found = np.concatenate([np.flatnonzero(strength > kth), np.flatnonzero(strength == kth)])
+        above, ties = np.flatnonzero(strength > kth), np.flatnonzero(strength == kth)
+        positions = np.concatenate([above, ties])
     else:
-        found = np.arange(len(strength))
-    order = np.argsort(-strength[found], kind="stable")
-    return np.asarray(found[order][:k])
+        positions = np.arange(len(strength))
+    order = np.argsort(-strength[positions], kind="stable")
+    return np.asarray(positions[order][:k])
 
 
 def histogram(values: Floats) -> View:
-    """Counts in about `BINS` equal bins; zero is the edge of one, so that no bin has two signs."""
+    """Counts in about `BINS` equal bins. Zero is an edge, so that no bin has both signs."""
     least, most = min(0.0, float(values.min())), max(0.0, float(values.max()))
     width = number((most - least) / BINS) or 1.0
     bins = np.clip(np.floor(values.astype(np.float64) / width), -BINS, BINS).astype(np.int64)
@@ -273,31 +274,32 @@ def histogram(values: Floats) -> View:
 
 
 def class_mix(entries: list[View], label: Label) -> list[list[Any]]:
-    """[label, count] of entries, most frequent first; the rest together as the last."""
-    found = [label(entry["column"]) for entry in entries]
-    counts = Counter(name for name in found if name is not None).most_common()
-    mix = [[name, count] for name, count in counts[:LABELLED]]
-    if counts[LABELLED:]:
-        mix.append([f"{len(counts) - LABELLED} others", sum(c for _, c in counts[LABELLED:])])
+    """[label, count] of the entries, most frequent first; rare labels are summed at the end."""
+    labels = [label(entry["column"]) for entry in entries]
+    counts = Counter(name for name in labels if name is not None).most_common()
+    mix = [[name, count] for name, count in counts[:CLASSES]]
+    if counts[CLASSES:]:
+        mix.append([f"{len(counts) - CLASSES} others", sum(c for _, c in counts[CLASSES:])])
     return mix
 
 
 def segments(scores: Scores) -> list[View]:
-    """The parts that `by_segment` has: a name, and what is known of each."""
+    """The segments of `by_segment`: name, stage, first and last update, share of the score."""
     if scores.by_segment is None:
         return []
-    known = scores.diagnostics.get("segments") or []
+    diagnostics = scores.diagnostics.get("segments") or []
     count = len(scores.by_segment)
+    known = len(diagnostics) == count
     word = "checkpoint" if scores.method in ("TracIn", "StoredTracIn") else "segment"
-    found = []
+    views = []
     for k in range(count):
-        about = known[k] if len(known) == count and isinstance(known[k], Mapping) else {}
+        about = diagnostics[k] if known and isinstance(diagnostics[k], Mapping) else {}
         start, end = about.get("start"), about.get("end")
         name = f"{word} {k + 1}"
         if end is not None:
             name = f"updates {start}–{end}" if start is not None else f"up to update {end}"
         stage = about.get("stage")
-        found.append(
+        views.append(
             {
                 "name": name,
                 "stage": None if stage is None or scores.stage is None else str(stage),
@@ -306,22 +308,17 @@ def segments(scores: Scores) -> list[View]:
                 "share": number(about.get("share_of_score")),
             }
         )
-    return found
+    return views
 
 
-def not_numbers(scores: Scores) -> int:
-    """How many scores are not finite."""
-    every = _matrix(scores) if scores.top is None else _rows(scores.top.values)
-    step = max(1, AT_ONCE // every.shape[-1])
-    flat = every.reshape(-1, every.shape[-1])
+def count_not_finite(scores: Scores) -> int:
+    """The number of scores that are not finite."""
+    values = scores.values if scores.top is None else scores.top.values
+    step = max(1, CHUNK // values.shape[-1])
+    flat = values.reshape(-1, values.shape[-1])
     return sum(
         int((~np.isfinite(flat[start : start + step])).sum()) for start in range(0, len(flat), step)
     )
-
-
-def _matrix(scores: Scores) -> Floats:
-    """(q, n), also for self-influence."""
-    return _rows(scores.values) if scores.is_self_influence else scores.values
 
 
 def _rows(array: Floats) -> Floats:
@@ -342,14 +339,14 @@ def _entry(scores: Scores, row: int, column: int, value: float) -> View:
 
 
 def _both_signs(values: Floats, direction: float) -> list[float | None]:
-    """[sum of what helped, sum of what harmed], as scores."""
+    """[sum of the scores that helped, sum of those that harmed]."""
     above = np.maximum(values, 0).sum(dtype=np.float64)
     below = np.minimum(values, 0).sum(dtype=np.float64)
     return [number(x) for x in ((above, below) if direction > 0 else (below, above))]
 
 
 def number(value: Any) -> float | None:
-    """Five digits are plenty for a page; None for what is not a finite number."""
+    """A number rounded to five digits; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{float(value):.5g}")
@@ -357,7 +354,7 @@ def number(value: Any) -> float | None:
 
 
 def _facts(given: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
-    """Nested plain values as (name, text) rows."""
+    """Nested plain values as [name, text] rows."""
     rows = []
     for name, value in given.items():
         if isinstance(value, Mapping) and value:

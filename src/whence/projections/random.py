@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from whence.draws import keys
+from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock
 from whence.operators.fit import accumulator
 from whence.operators.products import LARGE, buffer
@@ -91,7 +92,7 @@ class Random:
         """A number per block as one per coordinate, (d,): they must agree, for P mixes blocks."""
         found = {by_block[block.name] for block in self.blocks}
         if len(found) > 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"the layers' learning rates differ (η̄K from {min(found):.3g} to {max(found):.3g})"
                 ", and a joint random projection mixes layers: use joint=False, or the projection "
                 "'eigenbasis'"
@@ -148,7 +149,7 @@ def shares(blocks: Sequence[ParameterBlock], dimension: int) -> list[int]:
     """
     most = [max(1, block.size // 2) for block in blocks]
     if not len(blocks) <= dimension <= sum(most):
-        raise ValueError(
+        raise InvalidInput(
             f"dimension={dimension} cannot be shared out among {len(blocks)} layers: with "
             "joint=False each gets at least 1 and at most half the number of its parameters, so "
             f"use {len(blocks)} to {sum(most)}"

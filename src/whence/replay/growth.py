@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.errors import NotFinite
 from whence.replay.objective import Tensors
 from whence.replay.sweep import ReplayWorkspace
 from whence.replay.training import Adjoint
@@ -28,7 +29,7 @@ def note_growth(workspace: ReplayWorkspace, step: int, adjoint: Adjoint, before:
     """Note how the adjoint has grown by the time the sweep comes to a checkpoint."""
     now = norms({name: state[WEIGHT] for name, state in adjoint.items()})
     if not bool(now.isfinite().all()):
-        raise FloatingPointError(
+        raise NotFinite(
             f"going back from update {workspace.replay.steps} to {step}, the derivative of the "
             f"training has grown beyond {workspace.replay.dtype}: it is chaotic. Use "
             "curvature='gauss-newton', or dtype=torch.float64"

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from whence.data import batch_length
 from whence.engine.graphs import Graphs
+from whence.errors import InvalidInput
 from whence.task import Task
 
 Tensors = dict[str, Tensor]  # by parameter
@@ -118,7 +119,7 @@ class Objective:
     def _one_each(self, what: str, outputs: Tensor, batch: Any) -> Tensor:
         values: Tensor = getattr(self.task, what)(outputs, batch)
         if values.dim() != 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"{type(self.task).__name__}.{what} returned shape {tuple(values.shape)} for "
                 f"{batch_length(batch)} examples: it must be one number per example"
             )

@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from whence.data import cut, place
 from whence.engine.workspace import Workspace
+from whence.errors import InvalidInput, NotFinite
 from whence.persist.identity import sha256_of
 from whence.replay.objective import Objective, Tensors
 from whence.replay.updates import GRADIENT, SLOTS, WEIGHT, Rule, State, Table, pull_back
@@ -169,7 +170,7 @@ class Replay:
             self.unmodelled += self._in_training_only(stage)
             trained |= dict.fromkeys(n for n, _ in passes.model.named_parameters() if n in known)
         if self.unmodelled and modelled:
-            raise ValueError(
+            raise InvalidInput(
                 f"{'; '.join(dict.fromkeys(self.unmodelled))}: what was drawn there, or measured "
                 "in a batch, is not recorded, so training cannot be replayed. Train with dropout "
                 "off and batch norm in eval mode (or LayerNorm); or use Source"
@@ -271,7 +272,7 @@ class Replay:
             for kind in {self.dtype, *(recorded[name].dtype for name in self.trained)}
         )
         if not np.isfinite(stray):
-            raise FloatingPointError(
+            raise NotFinite(
                 f"the replay is NaN or infinite between the updates {before} and {point.step}: "
                 "mend or leave out the examples that are, in the data and in the training"
             )
@@ -409,7 +410,7 @@ class Replay:
 def _refuse(study: Study, run: Run, dtype: torch.dtype) -> None:
     """Raise for runs that cannot be replayed, saying what would make them so."""
     if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype={dtype}: a training is replayed in torch.float32 or float64")
+        raise InvalidInput(f"dtype={dtype}: a training is replayed in torch.float32 or float64")
     if run.batches is None:
         size = sum(t.nbytes for t in run.final.weights().values())
         raise RunError(
@@ -427,17 +428,17 @@ def _refuse(study: Study, run: Run, dtype: torch.dtype) -> None:
     for stage in run.stages:
         kind = run.optimizers[stage.name]
         if kind not in SLOTS:
-            raise ValueError(
+            raise InvalidInput(
                 f"stage {stage.name!r} was trained with {kind}: only the updates of "
                 f"{', '.join(SLOTS)} are known here. Use Source, or TracIn"
             )
         _check_batches(study, run, stage)
     if any(settings.get("maximize") for settings in run.hyperparameters):
-        raise ValueError(
+        raise InvalidInput(
             "the run was trained with maximize=True, which is not replayed: negate the loss"
         )
     if "clip_value" in run.notes:
-        raise ValueError(
+        raise InvalidInput(
             f"the run clipped gradients by value ({run.notes['clip_value']!r}), which is not "
             "replayed: clip by norm, noted as clip_norm"
         )
@@ -478,7 +479,7 @@ def _check_parameters(model: nn.Module, stage: str, initial: Mapping[str, Tensor
         if name not in initial or initial[name].shape != p.shape
     ]
     if new:
-        raise ValueError(
+        raise InvalidInput(
             f"the model of stage {stage!r} has parameters that the run's first weights have not, "
             f"or in another shape ({', '.join(new[:3])}): how they started is not recorded. Make "
             "the whole model before the first stage"

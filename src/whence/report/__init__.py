@@ -1,4 +1,4 @@
-"""Results as pictures, tables and pages."""
+"""Results as a page, as tables and as plots."""
 
 from whence.evaluate.plots import (
     plot_calibration,
@@ -9,6 +9,7 @@ from whence.evaluate.plots import (
 )
 from whence.present.check import check_data
 from whence.present.examples import HTML, Examples
+from whence.report.page import write
 from whence.table import Table
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "plot_lds_over_alpha",
     "plot_mislabeled",
     "plot_removal",
+    "write",
 ]

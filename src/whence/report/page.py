@@ -1,7 +1,7 @@
-"""The report: one HTML file that opens from disk and asks nothing of the network.
+"""The report: one HTML file that opens from disk and needs no network.
 
-Scores and examples are in it as JSON, styles and scripts inline and allowed by their hashes, and
-nothing else may load or run (Content-Security-Policy).
+It contains scores and examples as JSON, and inline styles and scripts that are allowed by their
+hashes. The Content-Security-Policy forbids anything else to load or run.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import Any
 import whence
 from whence.data import Collate
 from whence.engine.scoring import Tokens
+from whence.errors import InvalidInput, MissingFile
 from whence.persist.files import write_bytes
 from whence.present.check import by_stage, check_data
-from whence.present.examples import Examples, Renderer
+from whence.present.examples import QUERY_SIZE, Examples, Renderer
 from whence.present.predict import predictions
 from whence.present.views import (
-    Pool,
+    TrainingExamples,
     View,
-    described,
+    describe_query,
     harmful_overall,
     number,
     overview,
+    prediction_view,
     query_view,
-    said,
 )
 from whence.scores import Scores
 from whence.study import Study
 
-QUERIES = 1000  # shown unless others are asked for
+QUERIES = 1000  # shown by default
 WORST = 50  # entries of the list over all queries
 AUDITED = 200  # entries of the audit list
 BUDGET = 16 * 2**20  # characters of training examples in one file
-QUERY_SIZE = 128  # pixels
 
 
-def write_report(
+def write(
     scores: Scores,
     path: str | os.PathLike[str],
     *,
@@ -62,54 +62,85 @@ def write_report(
     collate: Collate | None = None,
     check: bool = True,
 ) -> Path:
-    """Write the report of scores; see `Scores.report`."""
+    """Write one HTML file that shows who helped and who harmed each query.
+
+    The file opens from disk and needs no network. Images, texts and rows of tables are recognised;
+    anything else needs a `renderer`.
+
+    Args:
+        scores: what to show.
+        path: the file.
+        train: the training data, or `{stage: dataset}` (default: the study's). Without it, examples
+            are shown by their index.
+        query: the queries.
+        study: predicts and measures the queries with its final checkpoint.
+        queries: rows to show (default: the first 1,000).
+        k: number of examples at each end.
+        labels: of the training examples, instead of those in `train`; or `{stage: labels}`.
+        classes: names of the classes, by number.
+        columns: names of the features of tabular data.
+        tokenizer: decodes token ids.
+        renderer: turns an example into what to show: text, an array, a mapping, or
+            `whence.report.HTML`.
+        tokens: what `method.tokens(study, query, examples)` returned; colours the tokens of these
+            examples.
+        title: of the page.
+        collate: the study's collate function, if `study` is not given: the data is checked as
+            batches.
+        check: whether to compare `train` and `query` with the data that the scores were computed
+            from, in content and order. False compares only lengths, and the page says so.
+
+    Returns:
+        The path.
+    """
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"cannot be written: {path.parent} is no folder"
-        raise FileNotFoundError(f"{path} {what}: give the name of a file in a folder that exists")
+        what = "is a folder" if path.is_dir() else f"cannot be written: no folder {path.parent}"
+        raise MissingFile(f"{path} {what}: give a file in a folder that exists")
     train = study.train if train is None and study is not None else train
     collate = study.collate if collate is None and study is not None else collate
     notes = check_data(scores, train, query, collate=collate, contents=check)
     _check_study(scores, study)
-    how = {"renderer": renderer, "classes": classes, "columns": columns, "tokenizer": tokenizer}
-    pool = Pool(scores, train, labels=labels, **how)
-    asked = Examples(query, size=QUERY_SIZE, **how)
+    display: dict[str, Any] = {"renderer": renderer, "classes": classes}
+    display |= {"columns": columns, "tokenizer": tokenizer}
+    examples = TrainingExamples(scores, train, labels=labels, **display)
+    query_examples = Examples(query, size=QUERY_SIZE, **display)
     payload: View = {"title": title or "Where it comes from", "queries": [], "harmful": None}
     if scores.is_self_influence:
         if queries is not None:
-            raise ValueError(
+            raise InvalidInput(
                 f"queries={list(queries)!r}, but self-influence has none: leave it out"
             )
-        payload["audit"] = query_view(scores, None, max(k, AUDITED), pool.label)
+        payload["audit"] = query_view(scores, None, max(k, AUDITED), examples.label)
         lists = [payload["audit"]["helpful"]]
     else:
         rows = _rows(scores, queries, notes)
-        found = _predictions(scores, study, query, rows, notes)
+        predicted = _predictions(scores, study, query, rows, notes)
         payload["queries"] = [
-            described(view, asked, found.get(view["id"]))
-            for view in (query_view(scores, row, k, pool.label) for row in rows)
+            describe_query(view, query_examples, predicted.get(view["id"]))
+            for view in (query_view(scores, row, k, examples.label) for row in rows)
         ]
         payload["harmful"] = harmful_overall(scores, WORST, k)
         lists = [payload["harmful"]["entries"]]
         lists += [view[end] for view in payload["queries"] for end in ("helpful", "harmful")]
     positions = _positions(scores, tokens, payload["queries"])
-    shown, ids = _embedded(pool, lists, positions, scores, notes)
+    embedded, ids = _embed(examples, lists, positions, scores, notes)
     if study is not None:
-        _predict_shown(scores, study, pool, lists[0], shown)
+        _predict_embedded(scores, study, examples, lists[0], embedded)
     if train is None:
-        notes.append("No training data was given: examples are shown by their numbers.")
+        notes.append("No training data was given: examples are shown by their index.")
     payload["overview"] = overview(scores, notes)
-    page = render(payload, {"examples": shown, "ids": ids})
+    page = render(payload, {"examples": embedded, "ids": ids})
     write_bytes(path, page.encode("utf-8", "replace"))  # lone surrogates
     return path
 
 
 def render(payload: View, examples: View) -> str:
     """The page as text."""
-    static = files("whence.report") / "static"
-    style = (static / "whence.css").read_text("utf-8")
-    scripts = [(static / name).read_text("utf-8") for name in ("views.js", "report.js")]
-    custom = any(shown["kind"] == "custom" for shown in examples["examples"].values()) or any(
+    shared, static = files("whence.present") / "static", files("whence.report") / "static"
+    style = (shared / "whence.css").read_text("utf-8")
+    scripts = [path.read_text("utf-8") for path in (shared / "views.js", static / "report.js")]
+    custom = any(example["kind"] == "custom" for example in examples["examples"].values()) or any(
         view["query"]["kind"] == "custom" for view in payload["queries"]
     )
     policy = [
@@ -136,7 +167,7 @@ def render(payload: View, examples: View) -> str:
             f"<style>{style}</style>",
             "</head>",
             "<body>",
-            "<noscript>This report needs JavaScript; none of it comes from elsewhere.</noscript>",
+            "<noscript>This report needs JavaScript. It loads nothing from the network.</noscript>",
             f'<script type="application/json" id="whence-scores">{_json(payload)}</script>',
             f'<script type="application/json" id="whence-examples">{_json(examples)}</script>',
             *(f"<script>{script}</script>" for script in scripts),
@@ -147,7 +178,7 @@ def render(payload: View, examples: View) -> str:
 
 
 def _json(content: object) -> str:
-    """JSON that cannot end the script element it stands in, nor open a comment there."""
+    """JSON that can neither end the script element around it nor open a comment in it."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -161,98 +192,98 @@ def _hash(text: str) -> str:
 
 def _rows(scores: Scores, queries: Sequence[int] | None, notes: list[str]) -> list[int]:
     if queries is not None:
-        return [scores._row(row) for row in dict.fromkeys(queries)]
+        return [scores.row_index(row) for row in dict.fromkeys(queries)]
     count = scores.shape[0]
     if count > QUERIES:
         notes.append(
-            f"The first {QUERIES:,} of {count:,} queries are shown (choose others with queries=); "
-            "the list of the most harmful is over all."
+            f"The first {QUERIES:,} of {count:,} queries are shown (choose others with queries=). "
+            "The list of the most harmful examples covers all queries."
         )
     return list(range(min(count, QUERIES)))
 
 
 def _check_study(scores: Scores, study: Study | None) -> None:
-    """Refuse a study of other runs: its predictions would stand beside another model's scores."""
-    made = scores.provenance.get("run")
-    if study is not None and made and made not in {run.fingerprint for run in study.runs}:
-        raise ValueError(
-            "the study has other runs than the one the scores were made with: give the study that "
-            "was attributed, or none"
+    """Raise if the study has other runs: its predictions would be those of another model."""
+    run = scores.provenance.get("run")
+    if study is not None and run and run not in {run.fingerprint for run in study.runs}:
+        raise InvalidInput(
+            "the study does not have the run that the scores were computed from: give the study "
+            "that you attributed, or none"
         )
 
 
 def _predictions(
     scores: Scores, study: Study | None, query: Any, rows: list[int], notes: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """What the model says of the queries, where it can be known."""
+    """Predictions of the queries by id; empty without a study or queries."""
     if study is None or query is None:
         notes.append(
-            "Predictions and measurements are not shown: give study= and query= to have them."
+            "Predictions and measurements are not shown: give study= and query= to see them."
         )
         return {}
-    study.query(query)  # refuses what is not built like the training data
+    study.query(query)  # raises if it is not built like the training data
     return predictions(study, query, [int(scores.query_ids[row]) for row in rows])
 
 
-def _predict_shown(
-    scores: Scores, study: Study, pool: Pool, entries: list[View], shown: View
+def _predict_embedded(
+    scores: Scores, study: Study, examples: TrainingExamples, entries: list[View], embedded: View
 ) -> None:
-    """Add the prediction to the training examples of a list: a label that differs stands out."""
+    """Add predictions to the training examples of a list, so that wrong labels stand out."""
     for stage, dataset in by_stage(scores, study.train).items():
         columns = [
             entry["column"]
             for entry in entries
-            if entry["column"] in shown
+            if entry["column"] in embedded
             and (scores.stage is None or scores.stage[entry["column"]] == stage)
         ]
         if not columns:
             continue
-        own = stage if stage in study.stages else study.stages[-1]
+        model_stage = stage if stage in study.stages else study.stages[-1]
         ids = [int(scores.train_ids[c]) for c in columns]
-        found = predictions(study, dataset, ids, stage=own)
+        predicted = predictions(study, dataset, ids, stage=model_stage)
         for column, index in zip(columns, ids, strict=True):
-            view = said(found[index], pool.of(column)[0])
-            shown[column] |= {name: view[name] for name in ("prediction", "comparable")}
+            view = prediction_view(predicted[index], examples.of(column)[0])
+            embedded[column] |= {name: view[name] for name in ("prediction", "comparable")}
 
 
 def _positions(
     scores: Scores, tokens: Iterable[Tokens] | None, views: list[View]
 ) -> dict[int, int]:
-    """Put per-token scores on the entries they belong to; how many each column has."""
-    # of the method's stage or else of the last, which `tokens` takes its examples from
+    """Add per-token scores to their entries; returns the number of tokens of each column."""
+    # `tokens` takes its examples from the method's stage, or else from the last
     last = scores.stage[-1] if scores.stage else None
     columns = {
         int(index): c
         for c, index in enumerate(scores.train_ids)
         if scores.stage is None or scores.stage[c] == last
     }
-    given = {}
+    by_column = {}
     for one in tokens or ():
         if one.example not in columns or len(one.values) != scores.shape[0]:
-            raise ValueError(
+            raise InvalidInput(
                 f"tokens of example {one.example} for {len(one.values)} queries do not belong to "
                 f"these scores ({scores.shape[0]} queries): give what method.tokens(study, query, "
                 "examples) returned for the same queries"
             )
-        given[columns[one.example]] = one.values
-    used: dict[int, int] = {}
+        by_column[columns[one.example]] = one.values
+    counts: dict[int, int] = {}
     for view in views:
         for entry in [*view["helpful"], *view["harmful"]]:
-            if entry["column"] in given:
-                values = given[entry["column"]][view["row"]]
+            if entry["column"] in by_column:
+                values = by_column[entry["column"]][view["row"]]
                 entry["tokens"] = [number(value) for value in values]
-                used[entry["column"]] = len(values)
-    return used
+                counts[entry["column"]] = len(values)
+    return counts
 
 
-def _embedded(
-    pool: Pool,
+def _embed(
+    examples: TrainingExamples,
     lists: list[list[View]],
     positions: Mapping[int, int],
     scores: Scores,
     notes: list[str],
 ) -> tuple[View, View]:
-    """The training examples that go into the file, each once, by column; and the ids of the rest.
+    """The training examples that go into the file, by column; and the ids of the others.
 
     The first list comes first, then all others rank by rank, until the budget is spent.
     """
@@ -260,32 +291,32 @@ def _embedded(
     deepest = max((len(entries) for entries in lists[1:]), default=0)
     for rank in range(deepest):
         order += [entries[rank]["column"] for entries in lists[1:] if rank < len(entries)]
-    shown: View = {}
+    embedded: View = {}
     ids: View = {}
-    spent = unlike = 0
+    spent = mismatched = 0
     for column in dict.fromkeys(order):
         if spent > BUDGET:
             stage = None if scores.stage is None else scores.stage[column]
             ids[column] = [int(scores.train_ids[column]), stage]
             continue
-        shown[column] = pool.render(column)
+        embedded[column] = examples.render(column)
         if column in positions:
-            examples, index = pool.of(column)
-            pieces = examples.pieces(index)
+            dataset, index = examples.of(column)
+            pieces = dataset.pieces(index)
             if pieces is not None and len(pieces) == positions[column]:
-                shown[column]["pieces"] = pieces
+                embedded[column]["pieces"] = pieces
             else:
-                unlike += 1
-        spent += len(json.dumps(shown[column]))
-    if unlike:
+                mismatched += 1
+        spent += len(json.dumps(embedded[column]))
+    if mismatched:
         notes.append(
-            f"The per-token scores of {unlike} examples are not shown: there are not as many of "
-            "them as the examples have token ids."
+            f"The per-token scores of {mismatched} examples are not shown: their number differs "
+            "from the number of token ids."
         )
     if ids:
         notes.append(
-            f"{len(ids):,} of {len(ids) + len(shown):,} training examples are shown only by their "
-            f"numbers, to keep the file below about {BUDGET / 2**20:.0f} MB: ask for fewer queries "
-            "(queries=) or examples (k=)."
+            f"{len(ids):,} of {len(ids) + len(embedded):,} training examples are shown only by "
+            f"their index, to keep the file below about {BUDGET / 2**20:.0f} MB: ask for fewer "
+            "queries (queries=) or examples (k=)."
         )
-    return shown, ids
+    return embedded, ids

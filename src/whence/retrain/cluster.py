@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from whence.errors import MissingDependency
 from whence.retrain.grid import Grid
 from whence.retrain.pool import TrainingPool
 from whence.retrain.training import Training
@@ -18,7 +19,9 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("executor='ray' needs Ray: pip install 'whence-tda[ray]'") from error
+        raise MissingDependency(
+            "executor='ray' needs Ray: pip install 'whence-tda[ray]'"
+        ) from error
     if not ray.is_initialized():
         # a cluster on this machine, whose workers import from the same paths
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -7,6 +7,8 @@ import warnings
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput
+
 Floats = NDArray[np.float64]
 
 
@@ -49,7 +51,7 @@ def sound_pairs(
     sound = np.asarray(sound.all(1))
     lost = int((~sound).sum())
     if lost and not exclude_diverged:
-        raise ValueError(
+        raise InvalidInput(
             f"{lost} of {sound.size} pairs of trainings have one that diverged: leave them out "
             "with exclude_diverged=True"
         )
@@ -57,7 +59,7 @@ def sound_pairs(
     if not counted.all():
         none = examples[counted == 0]
         listed = ", ".join(map(str, none[:5])) + (", ..." if len(none) > 5 else "")
-        raise ValueError(
+        raise InvalidInput(
             f"no pair of trainings is left of {len(none)} examples ({listed}), all diverged: use "
             "more seeds, or leave them out of examples="
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from whence.data import Batches, place
+from whence.errors import InvalidInput
 from whence.persist.identity import digest
 from whence.retrain.device import cuda_devices
 from whence.retrain.recipe import Recipe
@@ -79,7 +80,7 @@ def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.dev
         return digest([b for name, b in model.named_buffers() if name not in stack.statistics])
 
     if any(constants(model) != constants(stack.template) for model in plain):
-        raise ValueError("buffers differ between seeds")
+        raise InvalidInput("buffers differ between seeds")
     for nudge in (0.0, NUDGE):
         for k, model in enumerate(plain):
             _nudge(model, nudge)
@@ -89,7 +90,7 @@ def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.dev
         for stage in recipe.stages:
             _check_gradients(stack, plain, stage, seeds)
     if any(constants(model) != constants(stack.template) for model in plain):
-        raise ValueError("the model changes its buffers during training")
+        raise InvalidInput("the model changes its buffers during training")
     dtype, task = next(plain[0].parameters()).dtype, copy.copy(recipe.task)
     some = np.arange(min(4, len(query)))
     queries = Data(_Rows(query, some), device, dtype)
@@ -119,9 +120,9 @@ def _check_gradients(
     ]
     stack.gradients(task, batch, stage.clip_norm)
     if _drawn(device) != before[0]:
-        raise ValueError("the model draws random numbers during training")
+        raise InvalidInput("the model draws random numbers during training")
     if device.type == "cuda" and _counts(stack.template, task) != before[1]:
-        raise ValueError("the model or the task counts in Python, which a CUDA graph cannot")
+        raise InvalidInput("the model or the task counts in Python, which a CUDA graph cannot")
     for k, (model, half) in enumerate(zip(plain, halves, strict=True)):
         model.zero_grad(set_to_none=True)
         task.losses(task.outputs(model, half), half).mean().backward()  # type: ignore[no-untyped-call]
@@ -181,10 +182,10 @@ def _agree(
     """
     if actual is None or expected is None:
         if actual is not expected and (actual if expected is None else expected).abs().max() > 0:  # type: ignore[union-attr]
-            raise ValueError(f"{what} is missing")
+            raise InvalidInput(f"{what} is missing")
         return
     norm = float(expected.nan_to_num().norm()) + total_norm / 100
     allowed = AGREEMENT.get(dtype, 0.1) * norm + 1e-12
     difference = float((actual - expected).nan_to_num().norm())
     if difference > allowed or not torch.equal(actual.isnan(), expected.isnan()):
-        raise ValueError(f"{what} is different when several models train together")
+        raise InvalidInput(f"{what} is different when several models train together")

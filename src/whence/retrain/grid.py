@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput
 from whence.persist import locks
 from whence.persist.files import damaged, make_folder, read_json, write_json
 from whence.persist.identity import sha256_of
@@ -68,7 +69,7 @@ class Grid:
         except KeyError as error:
             raise damaged(file, error, remedy) from error
         if recorded != identity:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self.folder} holds other trainings, which differ in: "
                 f"{_differences(recorded, identity)}. Give another folder, or delete this one"
             )

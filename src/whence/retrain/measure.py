@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from whence.data import Batches
+from whence.errors import InvalidInput
 from whence.retrain.grid import Grid
 from whence.retrain.pool import ENGINES, TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
@@ -94,14 +95,14 @@ def run_grid(
         callback: called after each update. An exception that it raises stops all trainings.
     """
     if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r}: choose one of {ENGINES}")
+        raise InvalidInput(f"engine={engine!r}: choose one of {ENGINES}")
     if executor not in (None, "ray"):
-        raise ValueError(f"executor={executor!r}: use None for this process, or 'ray'")
+        raise InvalidInput(f"executor={executor!r}: use None for this process, or 'ray'")
     if executor == "ray" and callback is not None:
-        raise ValueError("a callback cannot follow trainings on a Ray cluster: use executor=None")
+        raise InvalidInput("a callback cannot follow trainings on a Ray cluster: use executor=None")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and grid.folder is None:
-        raise ValueError(f"{world} processes need a folder to share: give out=")
+        raise InvalidInput(f"{world} processes need a folder to share: give out=")
     keys = [training.key for training in trainings]
     if not keys:
         return np.empty((0, len(query)))

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from whence.data import Batches, cut, place
 from whence.engine.options import free_and_total
+from whence.errors import InvalidInput
 from whence.retrain.callback import Callback, Interrupted, Update
 from whence.retrain.capacity import models_at_once
 from whence.retrain.device import training_device
@@ -82,7 +83,7 @@ class TrainingPool:
         if pool.engine is None:
             pool._data.clear()
         if engine != "auto" and pool.engine is None:
-            raise ValueError(f"engine={engine!r} cannot train this recipe: {pool.why}")
+            raise InvalidInput(f"engine={engine!r} cannot train this recipe: {pool.why}")
         return pool
 
     def warn_if_sequential(self) -> None:

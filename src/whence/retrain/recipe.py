@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 
 from whence.data import Batches, Collate, place
+from whence.errors import InvalidInput, InvalidType
 from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
@@ -95,7 +96,7 @@ class Recipe:
         collate: Collate | None = None,
     ) -> None:
         if isinstance(model, nn.Module) or not callable(model):
-            raise TypeError(
+            raise InvalidType(
                 f"model is {type(model).__name__}: give a function that returns a new model each "
                 "time, such as make_model or lambda: Net(...)"
             )
@@ -125,7 +126,7 @@ class Recipe:
         for stage in self.stages:
             if name in (None, stage.name):
                 return stage
-        raise ValueError(
+        raise InvalidInput(
             f"stage={name!r} is not in the recipe: it has {[s.name for s in self.stages]}"
         )
 
@@ -141,27 +142,27 @@ class Recipe:
             torch.manual_seed(checked_seed(seed))
             model = self.model()
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
+            raise InvalidType(f"model() returned {type(model).__name__}, not a torch.nn.Module")
         if next(model.parameters(), None) is None:
-            raise ValueError("model() returned a module without parameters: nothing to train")
+            raise InvalidInput("model() returned a module without parameters: nothing to train")
         return model.train()
 
     def _check_factory(self) -> None:
         first, second = self._built(0), self._built(0)
         if first is second:
-            raise ValueError(
+            raise InvalidInput(
                 "model() returns the same module every time: a second training would continue from "
                 "the first. Create a new one in the function (or return copy.deepcopy(...))"
             )
         shared = _shared(first, second)
         if shared is not None:
-            raise ValueError(
+            raise InvalidInput(
                 f"model() gives {shared} the same memory every time: a second training would "
                 "continue from the first. Copy it in the function (tensor.clone(), "
                 "copy.deepcopy(module))"
             )
         if weights_sha256(first) != weights_sha256(second):
-            raise ValueError(
+            raise InvalidInput(
                 "model() returns different weights for the same torch seed: they come from another "
                 "generator (numpy's, or one created inside). Draw them from torch's default "
                 "generator, so that the seed determines them"
@@ -182,7 +183,7 @@ class Recipe:
         if subset is not None:
             examples[chosen.name] = _subset(subset, len(chosen.data))
         if len(examples[chosen.name]) < chosen.batch_size:
-            raise ValueError(
+            raise InvalidInput(
                 f"{len(examples[chosen.name])} examples are fewer than batch_size="
                 f"{chosen.batch_size}: train on more examples, or with smaller batches"
             )
@@ -274,7 +275,7 @@ class Recipe:
         for stage in self.stages:
             stage.data.refresh()
             if not stage.data.steady:
-                raise ValueError(
+                raise InvalidInput(
                     f"{stage.data.name}[0] differs between two reads: the data is random "
                     "(augmented?). Give it without augmentation, and the augmentation as transform="
                 )
@@ -312,7 +313,7 @@ class Recipe:
             batch = place(data.take(block), first.device, first.dtype)
             values = getattr(task, what)(task.outputs(model, batch), batch)
         if what == "measurements" and values.shape != (len(block),):
-            raise ValueError(
+            raise InvalidInput(
                 f"{task!r} returns measurements of shape {tuple(values.shape)} for {len(block)} "
                 f"examples of {data.name}: measurements(outputs, batch) must return one number each"
             )
@@ -331,13 +332,13 @@ class Recipe:
         names = [s.name for s in self.stages]
         if isinstance(asked, Mapping):
             if set(asked) != set(names):
-                raise ValueError(f"checkpoints={dict(asked)}, but the stages are {names}")
+                raise InvalidInput(f"checkpoints={dict(asked)}, but the stages are {names}")
             return {name: index(asked[name]) for name in names}
         if np.ndim(asked):
             return [index(step) for step in np.asarray(asked)]
         count = index(asked)  # type: ignore[arg-type]
         if count < len(names):
-            raise ValueError(
+            raise InvalidInput(
                 f"checkpoints={count}: keep at least one for each of the stages {names}"
             )
         shares = np.array_split(np.arange(count), len(names))
@@ -361,18 +362,18 @@ def _subset(subset: ArrayLike, count: int) -> Ints:
     chosen = np.asarray(subset)
     if chosen.dtype == bool:
         if chosen.shape != (count,):
-            raise ValueError(f"subset is a mask of shape {chosen.shape} for {count} examples")
+            raise InvalidInput(f"subset is a mask of shape {chosen.shape} for {count} examples")
         return np.flatnonzero(chosen)
     if chosen.ndim != 1 or (chosen.size and not np.issubdtype(chosen.dtype, np.integer)):
-        raise TypeError("subset must be training indices, or a mask over the training examples")
+        raise InvalidType("subset must be training indices, or a mask over the training examples")
     if len(chosen) > count:
-        raise ValueError(f"subset has {len(chosen)} examples, but the data has only {count}")
+        raise InvalidInput(f"subset has {len(chosen)} examples, but the data has only {count}")
     ordered = np.unique(chosen).astype(np.int64)
     if len(ordered) != len(chosen):
-        raise ValueError("subset names an example twice: name each once")
+        raise InvalidInput("subset names an example twice: name each once")
     if len(ordered) and not (ordered[0] >= 0 and ordered[-1] < count):
         worst = int(ordered[-1] if ordered[-1] >= count else ordered[0])
-        raise ValueError(f"subset names example {worst}, but the data has 0..{count - 1}")
+        raise InvalidInput(f"subset names example {worst}, but the data has 0..{count - 1}")
     return ordered
 
 

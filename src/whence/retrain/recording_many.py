@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from whence.data import Batches
 from whence.engine.options import free_and_total
+from whence.errors import InvalidInput, InvalidType
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
 from whence.retrain.pool import ENGINES, TrainingPool
@@ -80,7 +81,7 @@ def record(
         progress: show a progress bar.
     """
     if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r}: choose one of {ENGINES}")
+        raise InvalidInput(f"engine={engine!r}: choose one of {ENGINES}")
     trainings = _trainings(seeds, subsets, stage)
     folders = _folders(out, trainings)
     due = {t: _checkpoint_steps(recipe, checkpoints, t) for t in trainings}
@@ -137,10 +138,10 @@ def _trainings(
     seeds: Sequence[int], subsets: Sequence[ArrayLike | None] | None, stage: str | None
 ) -> list[Training]:
     if not np.ndim(seeds):
-        raise TypeError(f"seeds={seeds!r}: give one per run, such as range(10)")
+        raise InvalidType(f"seeds={seeds!r}: give one per run, such as range(10)")
     chosen = [None] * len(seeds) if subsets is None else list(subsets)
     if len(chosen) != len(seeds):
-        raise ValueError(
+        raise InvalidInput(
             f"{len(chosen)} subsets for {len(seeds)} seeds: give one per run (None for all data)"
         )
     return [Training(index(s), subset, stage) for s, subset in zip(seeds, chosen, strict=True)]
@@ -152,12 +153,12 @@ def _folders(out: Folder | Sequence[Folder], trainings: list[Training]) -> dict[
     else:
         folders = [Path(folder) for folder in out]
     if len(folders) != len(trainings):
-        raise ValueError(
+        raise InvalidInput(
             f"out has {len(folders)} folders for {len(trainings)} runs: give one per run"
         )
     twice = sorted({str(folder) for folder in folders if folders.count(folder) > 1})
     if twice:
-        raise ValueError(
+        raise InvalidInput(
             f"two runs would have the folder {twice[0]}: use each seed once, or give a folder per "
             "run as out=[...]"
         )

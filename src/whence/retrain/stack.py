@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from whence.data import Batches, place
 from whence.engine.graphs import Graphs
+from whence.errors import InvalidInput
 from whence.persist.identity import digest
 from whence.retrain.callback import Callback, Update
 from whence.retrain.recipe import Recipe
@@ -59,7 +60,7 @@ class Data:
             or any(_shapes(collated(k)) != _shapes(self.tree) for k in alone)
             or any(digest(self.rows(torch.from_numpy(k))) != digest(collated(k)) for k in probes)
         ):
-            raise ValueError(
+            raise InvalidInput(
                 f"{batches.name} cannot be collated into one batch: it holds non-tensors, or its "
                 "padding depends on the batch (pad all examples to one length)"
             )

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from whence.errors import InvalidInput
+
 # From this much work per model on, convolutions and batch norms process one model after another:
 # one model saturates the device, and its rows are already a batch in the user's memory format. With
 # less work they process all models in one call. Measured on a CPU; on a GPU, the capacity of its
@@ -53,7 +55,7 @@ class _Product(torch.autograd.Function):
 def _by_model(x: Tensor, models: int) -> Tensor:
     """(S·n, ...) -> (S, n, ...)."""
     if len(x) % models:
-        raise ValueError(f"{len(x)} rows cannot be divided among {models} models")
+        raise InvalidInput(f"{len(x)} rows cannot be divided among {models} models")
     return x.reshape(models, len(x) // models, *x.shape[1:])
 
 
@@ -204,7 +206,7 @@ class StackedEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         models, rows = self.weight.shape[:2]
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
-            raise ValueError("an Embedding has max_norm, scale_grad_by_freq or sparse gradients")
+            raise InvalidInput("an Embedding has max_norm, scale_grad_by_freq or sparse gradients")
         first_rows = torch.arange(models, device=ids.device) * rows
         shifted = _by_model(ids, models) + first_rows.reshape(models, *[1] * ids.dim())
         embedded = F.embedding(shifted.reshape(ids.shape), self.weight.flatten(0, 1))
@@ -312,5 +314,5 @@ def make_vmappable(template: nn.Module) -> None:
             and not isinstance(module, VmappedEmbedding)
         ):
             if type(module) is not nn.Embedding:
-                raise ValueError(f"{name} ({type(module).__name__}) has a padding_idx")
+                raise InvalidInput(f"{name} ({type(module).__name__}) has a padding_idx")
             module.__class__ = VmappedEmbedding

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from whence.data import Batches, Collate, place
 from whence.draws import Uniform, keys
+from whence.errors import InvalidInput, InvalidType
 from whence.persist.identity import digest, sha256_of
 from whence.retrain.callback import Callback, Update
 from whence.run import optimizers
@@ -135,18 +136,18 @@ class StageRecipe:
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = self.optimizer(model.parameters())
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(
+            raise InvalidType(
                 f"optimizer(parameters) returned {type(optimizer).__name__}: it must return a "
                 "torch.optim optimizer, such as lambda p: torch.optim.SGD(p, lr=0.1)"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
+            raise InvalidInput(
                 "LBFGS computes the loss several times per update, but a recipe computes it once: "
                 "use another optimizer"
             )
         known = {id(p) for p in model.parameters()}
         if not known.issuperset(id(p) for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
+            raise InvalidInput(
                 "optimizer(parameters) trains a tensor that is none of the model's parameters: a "
                 "second training would continue from the first. Make it a parameter of the model"
             )
@@ -157,7 +158,7 @@ class StageRecipe:
             return None
         scheduler = self.scheduler(optimizer, self.total_steps(examples))
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ValueError(
+            raise InvalidInput(
                 "ReduceLROnPlateau follows a validation loss, which a recipe does not have: use a "
                 "scheduler that depends on the update count only"
             )
@@ -263,7 +264,7 @@ class StageRecipe:
                 batch = place(self.data.take(block), like.device, like.dtype)
                 digests.add(digest(self.transformed(batch, 0, 0, block, like)))
         if len(digests) > 1:
-            raise ValueError(
+            raise InvalidInput(
                 "transform returns different batches for the same examples: it draws its own "
                 "random numbers. Draw them with the uniform(k) that it receives"
             )
@@ -280,7 +281,7 @@ def make_stages(
     if isinstance(stages, Mapping):
         overrides = {name: dict(settings) for name, settings in stages.items()}
     elif isinstance(stages, str):
-        raise TypeError(f"stages={stages!r}: give a list of names")
+        raise InvalidType(f"stages={stages!r}: give a list of names")
     elif stages is not None:
         overrides = {str(name): {} for name in stages}
     elif isinstance(given["train"], Mapping):
@@ -289,7 +290,7 @@ def make_stages(
     for name, settings in overrides.items():
         unknown = sorted(set(settings) - set(SETTINGS))
         if unknown:
-            raise ValueError(f"stage {name!r} sets {unknown}: stages may set {sorted(SETTINGS)}")
+            raise InvalidInput(f"stage {name!r} sets {unknown}: stages may set {sorted(SETTINGS)}")
 
     def setting(what: str, name: str) -> Any:
         if what in overrides.get(name, {}):
@@ -298,7 +299,7 @@ def make_stages(
         if not isinstance(value, Mapping):
             return value
         if set(value) != set(names):
-            raise ValueError(f"{what} has the stages {sorted(value)}, but the recipe has {names}")
+            raise InvalidInput(f"{what} has the stages {sorted(value)}, but the recipe has {names}")
         return value[name]
 
     recipes = []
@@ -311,31 +312,31 @@ def make_stages(
 
 def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> StageRecipe:
     if not isinstance(given["task"], Task):
-        raise TypeError(
+        raise InvalidType(
             f"task must be a whence.Task (such as Classification()), not {given['task']!r}"
         )
     if not callable(given["optimizer"]) or isinstance(given["optimizer"], Optimizer):
-        raise TypeError(
+        raise InvalidType(
             f"optimizer is {given['optimizer']!r}: give a function of the parameters, such as "
             "lambda p: torch.optim.SGD(p, lr=0.1)"
         )
     for what in ("scheduler", "transform"):
         if given[what] is not None and not callable(given[what]):
-            raise TypeError(f"{what} is {given[what]!r}: give a function, or None")
+            raise InvalidType(f"{what} is {given[what]!r}: give a function, or None")
     sizes = {what: index(given[what]) for what in ("batch_size", "epochs")}
     for what, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{what}={size} must be at least 1")
+            raise InvalidInput(f"{what}={size} must be at least 1")
     if sizes["batch_size"] > len(data):
-        raise ValueError(
+        raise InvalidInput(
             f"batch_size={sizes['batch_size']}, but {data.name} has {len(data)} examples: use a "
             "smaller one"
         )
     if given["scheduler_every"] not in ("update", "epoch"):
-        raise ValueError(f"scheduler_every={given['scheduler_every']!r}: use 'update' or 'epoch'")
+        raise InvalidInput(f"scheduler_every={given['scheduler_every']!r}: use 'update' or 'epoch'")
     clip = given["clip_norm"]
     if clip is not None and not clip > 0:
-        raise ValueError(f"clip_norm={clip!r} must be positive, or None")
+        raise InvalidInput(f"clip_norm={clip!r} must be positive, or None")
     return StageRecipe(
         name,
         number,
@@ -354,7 +355,7 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
 def checked_seed(seed: int) -> int:
     """The seed as a plain integer."""
     if not 0 <= index(seed) < 2**63:
-        raise ValueError(f"seed={seed}: use a number from 0 to 2^63 - 1")
+        raise InvalidInput(f"seed={seed}: use a number from 0 to 2^63 - 1")
     return index(seed)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from whence.data import Batches
 from whence.draws import keys, uniforms
+from whence.errors import InvalidInput, MissingFile
 from whence.persist.files import (
     damaged,
     load_array,
@@ -65,18 +66,20 @@ class Truth:
         self.masks: NDArray[np.bool_] = np.asarray(masks)
         self.measurements: NDArray[np.float64] = np.asarray(measurements, np.float64)
         if self.masks.ndim != 2 or self.masks.dtype != bool:
-            raise ValueError(
+            raise InvalidInput(
                 f"masks are {self.masks.dtype} of shape {self.masks.shape}: give booleans (M, n)"
             )
         if self.measurements.ndim != 3 or len(self.measurements) != len(self.masks):
-            raise ValueError(
+            raise InvalidInput(
                 f"measurements have shape {self.measurements.shape} for {len(self.masks)} masks: "
                 "give (M, R, q)"
             )
         repeats = self.measurements.shape[1]
         self.seeds = list(range(repeats)) if seeds is None else [index(s) for s in seeds]
         if len(self.seeds) != repeats:
-            raise ValueError(f"{len(self.seeds)} seeds for {repeats} repeats: give one per repeat")
+            raise InvalidInput(
+                f"{len(self.seeds)} seeds for {repeats} repeats: give one per repeat"
+            )
         self.alpha = float(self.masks.mean()) if alpha is None else float(alpha)
         self.measurement, self.unit = measurement, unit
         self.higher_is_better, self.stage = bool(higher_is_better), stage
@@ -118,7 +121,7 @@ class Truth:
         file = folder / "truth.json"
         if not file.is_file():
             unfinished = (folder / "grid.json").is_file()
-            raise FileNotFoundError(
+            raise MissingFile(
                 f"the trainings in {folder} are not finished: repeat ground_truth(out=...) to "
                 "resume"
                 if unfinished
@@ -182,11 +185,11 @@ def ground_truth(
     masks = draw_subsets(len(chosen.data), alpha, subsets, seed)
     named = [index(s) for s in (seeds if isinstance(seeds, Iterable) else range(seeds))]
     if not named:
-        raise ValueError(f"seeds={seeds}: train each subset at least once")
+        raise InvalidInput(f"seeds={seeds}: train each subset at least once")
     if len(set(named)) != len(named):
-        raise ValueError(f"seeds={named} name one twice: use each once")
+        raise InvalidInput(f"seeds={named} name one twice: use each once")
     if masks[0].sum() < chosen.batch_size:
-        raise ValueError(
+        raise InvalidInput(
             f"alpha={alpha} of {len(chosen.data)} examples are {int(masks[0].sum())}, fewer than "
             f"batch_size={chosen.batch_size}: use a larger alpha"
         )
@@ -228,12 +231,14 @@ def ground_truth(
 def draw_subsets(examples: int, alpha: float, count: int, seed: int = 0) -> NDArray[np.bool_]:
     """`count` random subsets of ⌈alpha n⌉ examples, (M, n). Each depends on its index only."""
     if not 0 < alpha < 1:
-        raise ValueError(f"alpha={alpha} must be above 0 and at most 1 - 1/n = {1 - 1 / examples}")
+        raise InvalidInput(
+            f"alpha={alpha} must be above 0 and at most 1 - 1/n = {1 - 1 / examples}"
+        )
     if index(count) < 1:
-        raise ValueError(f"subsets={count}: draw at least one")
+        raise InvalidInput(f"subsets={count}: draw at least one")
     size = math.ceil(alpha * examples - 1e-9)
     if size >= examples:
-        raise ValueError(
+        raise InvalidInput(
             f"alpha={alpha} of {examples} examples are all of them: use at most 1 - 1/n = "
             f"{1 - 1 / examples}"
         )

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from whence.errors import InvalidInput
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint
 
@@ -46,7 +47,7 @@ class Averaged:
             different = sorted(n for n in names if _shape(first, n) != _shape(last, n))
             if different:
                 steps = f"{self.checkpoints[0].step} and {checkpoint.step}"
-                raise ValueError(
+                raise InvalidInput(
                     f"the checkpoints at steps {steps} have different architectures "
                     f"({', '.join(different[:3])}): they cannot be averaged"
                 )

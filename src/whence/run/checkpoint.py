@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from whence.errors import InvalidInput, WhenceError
 from whence.persist import identity
 from whence.persist.files import DamagedFile, damaged, write_bytes
 from whence.persist.identity import sha256_of
@@ -19,7 +20,7 @@ from whence.persist.tensors import load_tensors, serialize
 REMEDY = "restore it from a copy, or record the run again"
 
 
-class RunError(RuntimeError):
+class RunError(WhenceError, RuntimeError):
     """A run on disk that is missing, damaged, or not the one that was meant."""
 
 
@@ -100,7 +101,7 @@ class TensorFile:
             return cls(file_sha256(path), path)
         strangers = {k: type(v).__name__ for k, v in source.items() if not isinstance(v, Tensor)}
         if strangers:
-            raise ValueError(
+            raise InvalidInput(
                 f"a state dict holds {strangers}, which are not tensors: "
                 "pass the model's own state dict"
             )

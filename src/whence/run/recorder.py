@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from whence.errors import InvalidInput
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256
 from whence.run.format import RunData
@@ -472,7 +473,7 @@ class Recorder:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         unknown = sum(id(p) not in names for p in parameters)
         if unknown == len(parameters):
-            raise ValueError(
+            raise InvalidInput(
                 "the optimizer trains no parameter of the model: pass the model whose parameters "
                 "it was given"
             )
@@ -493,7 +494,7 @@ def writes_run() -> bool:
 
 def _checked_size(size: int | None) -> int | None:
     if size is not None and index(size) < 1:
-        raise ValueError(f"size={size}: a stage needs at least one example")
+        raise InvalidInput(f"size={size}: a stage needs at least one example")
     return index(size) if size is not None else None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from whence.errors import InvalidInput
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
 from whence.run.format import RunData, write_checkpoint
@@ -77,12 +78,12 @@ class Run(RunData):
         counts, files = _steps(steps, checkpoints), [TensorFile.adopt(c) for c in checkpoints]
         moments = list(second_moments) if second_moments is not None else [None] * len(files)
         if len(moments) != len(files):
-            raise ValueError(f"{len(moments)} second_moments for {len(files)} checkpoints")
+            raise InvalidInput(f"{len(moments)} second_moments for {len(files)} checkpoints")
         first = TensorFile.adopt(initial) if initial is not None else None
         if counts[0] == 0:
             first, files, counts, moments = first or files[0], files[1:], counts[1:], moments[1:]
             if not counts:
-                raise ValueError(
+                raise InvalidInput(
                     "the only checkpoint is at step 0: give at least one checkpoint after an update"
                 )
         total = counts[-1]
@@ -208,7 +209,7 @@ class Run(RunData):
     def rate_at(self, checkpoint: Checkpoint, parameter: str) -> float:
         """The learning rate of the update that led to a checkpoint; 0 for a frozen parameter."""
         if not 0 < checkpoint.step <= self.steps:
-            raise ValueError(
+            raise InvalidInput(
                 f"no update of this run led to step {checkpoint.step}: its updates are "
                 f"1 … {self.steps}"
             )
@@ -270,11 +271,11 @@ class Run(RunData):
 def _steps(steps: Sequence[int], checkpoints: Sequence[StateDictOrPath]) -> list[int]:
     counts = [int(step) for step in steps]
     if not counts or len(counts) != len(checkpoints):
-        raise ValueError(
+        raise InvalidInput(
             f"{len(checkpoints)} checkpoints and {len(counts)} steps: give one step per checkpoint"
         )
     if counts[0] < 0 or any(b <= a for a, b in itertools.pairwise(counts)):
-        raise ValueError(f"steps={counts} must increase: the update count at each checkpoint")
+        raise InvalidInput(f"steps={counts} must increase: the update count at each checkpoint")
     return counts
 
 
@@ -284,14 +285,14 @@ def _per_update(
     """(T, G). G is 1 if the value has no axis for groups and `groups` is not given."""
     array = np.asarray(value, np.float64)
     if array.ndim > 2 or (array.ndim and len(array) != total):
-        raise ValueError(
+        raise InvalidInput(
             f"{name} has shape {array.shape}, but the last checkpoint is after {total} updates: "
             f"give one number, ({total},) or ({total}, groups)"
         )
     if not np.isfinite(array).all() or (array < 0).any():
-        raise ValueError(f"{name} must be finite and nonnegative")
+        raise InvalidInput(f"{name} must be finite and nonnegative")
     if array.ndim == 2 and array.shape[1] != (len(groups) if groups is not None else 1):
-        raise ValueError(
+        raise InvalidInput(
             f"{name} has {array.shape[1]} groups: name the parameters of each in "
             f"groups=[[...], ...]{f', not of {len(groups)}' if groups is not None else ''}"
         )
@@ -309,9 +310,9 @@ def _groups(
     named = [name for group in groups for name in group]
     unknown = sorted(set(named) - set(weights))
     if unknown:
-        raise ValueError(f"groups name {unknown}, but the first checkpoint has no such parameter")
+        raise InvalidInput(f"groups name {unknown}, but the first checkpoint has no such parameter")
     if len(set(named)) != len(named):
-        raise ValueError("groups name a parameter twice: put each in one group")
+        raise InvalidInput("groups name a parameter twice: put each in one group")
     return [list(group) for group in groups]
 
 
@@ -321,14 +322,14 @@ def _stages(
     ends = {n: int(end) for n, end in (stages or {"train": counts[-1]}).items()}
     sizes = {name: int(size) for name, size in (sizes or {}).items()}
     if set(sizes) - set(ends):
-        raise ValueError(
+        raise InvalidInput(
             f"sizes name {sorted(set(sizes) - set(ends))}, but the stages are {list(ends)}"
         )
     starts = [0, *ends.values()][:-1]
     if any(e <= s for s, e in zip(starts, ends.values(), strict=True)):
-        raise ValueError(f"stages={ends}: give them in order, each with its last update")
+        raise InvalidInput(f"stages={ends}: give them in order, each with its last update")
     if list(ends.values())[-1] != counts[-1] or set(ends.values()) - set(counts):
-        raise ValueError(
+        raise InvalidInput(
             f"stages={ends}: each must end at a checkpoint, the last at the last one; "
             f"the checkpoints are at {counts}"
         )
@@ -340,5 +341,5 @@ def _stages(
 
 def _batches(batches: Sequence[ArrayLike], total: int) -> list[NDArray[np.int64]]:
     if len(batches) != total:
-        raise ValueError(f"{len(batches)} batches for {total} updates: give one per update")
+        raise InvalidInput(f"{len(batches)} batches for {total} updates: give one per update")
     return [np.asarray(batch, np.int64).reshape(-1) for batch in batches]

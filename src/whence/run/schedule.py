@@ -9,6 +9,8 @@ from operator import index
 
 import numpy as np
 
+from whence.errors import InvalidInput
+
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
@@ -20,23 +22,23 @@ class CheckpointSchedule:
     @classmethod
     def of(cls, checkpoints: int | Sequence[int], total_steps: int | None) -> CheckpointSchedule:
         if total_steps is not None and index(total_steps) < 1:
-            raise ValueError(f"total_steps={total_steps}: use at least one update")
+            raise InvalidInput(f"total_steps={total_steps}: use at least one update")
         if np.ndim(checkpoints):
             steps = tuple(index(step) for step in np.asarray(checkpoints))
             if not steps or steps[0] < 1 or list(steps) != sorted(set(steps)):
-                raise ValueError(f"checkpoints={list(steps)}: give increasing update counts")
+                raise InvalidInput(f"checkpoints={list(steps)}: give increasing update counts")
             return cls(steps, total_steps)
         count = index(checkpoints)  # type: ignore[arg-type]
         if count < 1:
-            raise ValueError(f"checkpoints={count}: use at least 1")
+            raise InvalidInput(f"checkpoints={count}: use at least 1")
         if total_steps is None:
-            raise ValueError(
+            raise InvalidInput(
                 f"checkpoints={count} cannot be spaced evenly, because the number of updates is "
                 "unknown: pass total_steps=len(loader) * epochs, or give the update counts as "
                 "checkpoints=[...]"
             )
         if count > total_steps:
-            raise ValueError(
+            raise InvalidInput(
                 f"checkpoints={count}, but total_steps={total_steps}: "
                 f"use checkpoints<={total_steps}"
             )

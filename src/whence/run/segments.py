@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.errors import InvalidInput
 from whence.run.checkpoint import Checkpoint
 
 
@@ -69,17 +70,17 @@ def assign_checkpoints(
     - "stages": one segment per stage.
     """
     if not checkpoints:
-        raise ValueError("the run has no checkpoint yet, so it cannot be divided into segments")
+        raise InvalidInput("the run has no checkpoint yet, so it cannot be divided into segments")
     by_stage = [(s, [c for c in checkpoints if c.stage == s.name]) for s in stages]
     by_stage = [(stage, points) for stage, points in by_stage if points]
     if isinstance(spec, str):
         if spec != "stages":
-            raise ValueError(
+            raise InvalidInput(
                 f"segments={spec!r}: use a number, a list of update counts, or 'stages'"
             )
         return [(stage, tuple(points)) for stage, points in by_stage]
     if isinstance(spec, bool) or (np.ndim(spec) == 0 and not hasattr(spec, "__index__")):
-        raise ValueError(f"segments={spec!r}: use a number, a list of update counts, or 'stages'")
+        raise InvalidInput(f"segments={spec!r}: use a number, a list of update counts, or 'stages'")
     if np.ndim(spec) == 0:
         counts = _segments_per_stage([len(points) for _, points in by_stage], index(spec))  # type: ignore[arg-type]
         return [
@@ -94,14 +95,14 @@ def _segments_per_stage(checkpoints: list[int], segments: int) -> list[int]:
     """The number of segments of each stage, given its number of checkpoints."""
     total, stages = sum(checkpoints), len(checkpoints)
     if segments < 1:
-        raise ValueError(f"segments={segments}: use at least 1")
+        raise InvalidInput(f"segments={segments}: use at least 1")
     if segments > total:
-        raise ValueError(
+        raise InvalidInput(
             f"segments={segments}, but the run has only {total} checkpoint{'s' * (total > 1)}: "
             f"use segments<={total}, or record more checkpoints"
         )
     if segments < stages:
-        raise ValueError(
+        raise InvalidInput(
             f"segments={segments}, but the run has {stages} stages and a segment never crosses a "
             f"stage boundary: use segments>={stages}, or 'stages'"
         )
@@ -128,17 +129,17 @@ def _ending_at(
     steps = [c.step for c in checkpoints]
     missing = [end for end in ends if end not in steps]
     if missing:
-        raise ValueError(
+        raise InvalidInput(
             f"segments end at {missing}, where the run has no checkpoint: it has them at {steps}"
         )
     if any(b <= a for a, b in itertools.pairwise(ends)):
-        raise ValueError(f"segments={ends}: update counts must increase")
+        raise InvalidInput(f"segments={ends}: update counts must increase")
     if not ends or ends[-1] != steps[-1]:
-        raise ValueError(f"segments={ends}: the last must end with the run, at {steps[-1]}")
+        raise InvalidInput(f"segments={ends}: the last must end with the run, at {steps[-1]}")
     crossed = [stage for stage, points in by_stage if points[-1].step not in ends]
     if crossed:
         stage = crossed[0]
-        raise ValueError(
+        raise InvalidInput(
             f"segments={ends}: one crosses the end of stage {stage.name!r} at {stage.end}: "
             f"add {stage.end} to the list"
         )
@@ -173,7 +174,7 @@ def effective_rates(
         beta = float(momentum[stepping].mean()) if stepping.any() else 0.0
         if optimizer in ("sgd", "rmsprop") and beta != 0:
             if beta >= 1:
-                raise ValueError(
+                raise InvalidInput(
                     f"momentum {beta} of {names[:1]} is not below 1: the mean rate is undefined"
                 )
             dampening = float(hyperparameters[column].get("dampening") or 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from whence.errors import InvalidInput
 from whence.scores.result import Scores
 
 
@@ -24,7 +25,7 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
             segments = segments + (share - segments) / count
         last = scores
     if last is None:
-        raise ValueError("an ensemble needs the scores of at least one run")
+        raise InvalidInput("an ensemble needs the scores of at least one run")
     dtype = last.values.dtype
     return Scores(
         mean.astype(dtype),

@@ -18,6 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from whence.errors import (
+    DamagedFile,
+    InvalidIndex,
+    InvalidInput,
+    InvalidType,
+    MissingDependency,
+    MissingFile,
+)
 from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
 from whence.table import Table, Tabled
 
@@ -111,18 +119,18 @@ class Scores(Tabled):
         calculation: Mapping[str, Any] | None = None,
     ) -> None:
         if (values is None) == (top is None):
-            raise ValueError("Scores need either values or top: give exactly one of them")
+            raise InvalidInput("Scores need either values or top: give exactly one of them")
         if values is not None:
             if values.ndim not in (1, 2) or 0 in values.shape:
-                raise ValueError(
+                raise InvalidInput(
                     f"values has shape {values.shape}: give (q, n), or (n,) for self-influence"
                 )
             self.shape: tuple[int, ...] = values.shape
         elif top is not None:
             if train_ids is None:
-                raise ValueError("top without train_ids: the number of examples is not known")
+                raise InvalidInput("top without train_ids: the number of examples is not known")
             if top.values.shape != top.columns.shape or top.values.ndim not in (2, 3):
-                raise ValueError(
+                raise InvalidInput(
                     f"top.values {top.values.shape} and top.columns {top.columns.shape}: "
                     "both must be (2, q, k), or (2, k) for self-influence"
                 )
@@ -142,11 +150,11 @@ class Scores(Tabled):
         )
         self.stage = None if stage is None else [str(name) for name in stage]
         if self.stage is not None and len(self.stage) != n:
-            raise ValueError(f"stage names {len(self.stage)} columns, but there are {n}")
+            raise InvalidInput(f"stage names {len(self.stage)} columns, but there are {n}")
         if by_segment is not None and by_segment.shape[1:] != self.shape:
-            raise ValueError(f"by_segment has shape {by_segment.shape}: give (L, *{self.shape})")
+            raise InvalidInput(f"by_segment has shape {by_segment.shape}: give (L, *{self.shape})")
         if spread is not None and spread.shape != self.shape:
-            raise ValueError(f"spread has shape {spread.shape}, but the scores {self.shape}")
+            raise InvalidInput(f"spread has shape {spread.shape}, but the scores {self.shape}")
         self.by_segment = by_segment
         self.spread = spread
         self.top = top
@@ -160,7 +168,7 @@ class Scores(Tabled):
     def values(self) -> Floats:
         """All scores, (q, n) or (n,); memory-mapped when loaded from disk."""
         if self._values is None:
-            raise ValueError(
+            raise InvalidInput(
                 f"these scores keep only each query's top {self._kept} entries: "
                 "attribute without top= to have all values"
             )
@@ -178,16 +186,42 @@ class Scores(Tabled):
         """The ``k`` training examples that did most against the measurement of ``query``."""
         return self._ranking(query, k, highest=not self.higher_is_better)
 
+    def row_index(self, query: int | None = None) -> int:
+        """The row of ``query``, checked; 0 for self-influence, which has no queries."""
+        if self.is_self_influence:
+            if query is not None:
+                raise InvalidInput(
+                    f"query={query!r}, but self-influence has no queries: leave it out"
+                )
+            return 0
+        last = self.shape[0] - 1
+        if query is None:
+            raise InvalidInput(f"say which query: query=0..{last}")
+        row = operator.index(query)
+        if not 0 <= row <= last:
+            raise InvalidIndex(f"query={row} is out of range: these scores have queries 0..{last}")
+        return row
+
+    def row_scores(self, query: int | None = None) -> tuple[Floats, Ints]:
+        """The scores of ``query`` and their columns (positions in ``train_ids``): all of them, or
+        those that were kept if only the top was."""
+        row = self.row_index(query)
+        if self.top is None:
+            return np.atleast_2d(self.values)[row], np.arange(self.shape[-1])
+        ends = [self._top_row(row, end) for end in (0, 1)]
+        columns, first = np.unique(np.concatenate([c for _, c in ends]), return_index=True)
+        return np.concatenate([v for v, _ in ends])[first], columns
+
     def removal_effect(
         self, query: int | None, examples: int | Iterable[int], *, stage: str | None = None
     ) -> float:
         """Predicted change of the measurement of ``query`` had ``examples`` (training ids) not been
         trained on: minus the sum of their scores. ``stage`` tells apart ids that occur in several.
         """
-        row = self._row(query)
+        row = self.row_index(query)
         columns = self._columns(examples, stage)
         if self.is_self_influence and len(columns) > 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"removal_effect of {len(columns)} examples on self-influence: each is scored on "
                 "its own measurement, so they do not add up; ask for one example, or attribute "
                 "with query="
@@ -198,7 +232,7 @@ class Scores(Tabled):
             kept = self._kept_values(row)
             lost = [int(c) for c in columns if int(c) not in kept]
             if lost:
-                raise ValueError(
+                raise InvalidInput(
                     f"the scores of {_some(self.train_ids[lost])} were not kept: only the top "
                     f"{self._kept} of each query were; attribute with a larger top=, or without"
                 )
@@ -218,7 +252,9 @@ class Scores(Tabled):
         try:
             import pandas as pd
         except ImportError as error:
-            raise ImportError("to_pandas needs pandas: pip install 'whence-tda[pandas]'") from error
+            raise MissingDependency(
+                "to_pandas needs pandas: pip install 'whence-tda[pandas]'"
+            ) from error
         examples: Any = pd.Index(self.train_ids, name="example")
         if self.stage is not None:
             examples = pd.MultiIndex.from_arrays(
@@ -230,71 +266,12 @@ class Scores(Tabled):
             self.to_numpy(), index=pd.Index(self.query_ids, name="query"), columns=examples
         )
 
-    def report(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        train: Any = None,
-        query: Any = None,
-        study: Any = None,
-        queries: Sequence[int] | None = None,
-        k: int = 10,
-        labels: Any = None,
-        classes: Sequence[str] | Mapping[int, str] | None = None,
-        columns: Sequence[str] | None = None,
-        tokenizer: Any = None,
-        renderer: Any = None,
-        tokens: Any = None,
-        title: str | None = None,
-        collate: Any = None,
-        check: bool = True,
-    ) -> Path:
-        """Write one HTML file to look at: every query with who helped and who harmed it.
+    def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write one HTML file that shows who helped and who harmed each query. The options are
+        those of `whence.report.write`."""
+        from whence import report
 
-        It opens from disk and needs no network. Images, texts and rows of tables are recognised;
-        anything else needs a ``renderer``.
-
-        Args:
-            path: the file.
-            train: the training data, or ``{stage: dataset}`` (default: the study's). Without it
-                examples are shown by their numbers.
-            query: the queries.
-            study: predicts and measures the queries with its final checkpoint.
-            queries: rows to show (default: the first 1,000).
-            k: examples at either end.
-            labels: of the training examples, in place of those in ``train``; or ``{stage: ...}``.
-            classes: names of the classes, by number.
-            columns: names of the features of tabular data.
-            tokenizer: makes text of token ids.
-            renderer: makes of an example what is to be shown: text, an array, a mapping, or
-                ``whence.report.HTML``.
-            tokens: what ``method.tokens(study, query, examples)`` returned: colours the tokens of
-                these examples.
-            title: of the page.
-            collate: the study's, where ``study`` is not given: the data is checked as batches.
-            check: whether ``train`` and ``query`` are compared with what the scores were made
-                with, content and order. False compares only lengths, and the page says so.
-        """
-        from whence.report.page import write_report
-
-        return write_report(
-            self,
-            path,
-            train=train,
-            query=query,
-            study=study,
-            queries=queries,
-            k=k,
-            labels=labels,
-            classes=classes,
-            columns=columns,
-            tokenizer=tokenizer,
-            renderer=renderer,
-            tokens=tokens,
-            title=title,
-            collate=collate,
-            check=check,
-        )
+        return report.write(self, path, **options)
 
     def table(self) -> Table:
         """What the scores are, as a sheet of facts."""
@@ -364,7 +341,7 @@ class Scores(Tabled):
                 **{name: meta[name] for name in _METADATA},
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise DamagedFile(
                 f"{path / 'scores.json'} is incomplete ({type(error).__name__}: {error}): "
                 "save the scores again"
             ) from error
@@ -402,29 +379,14 @@ class Scores(Tabled):
     def _kept(self) -> int:
         return self.shape[-1] if self.top is None else self.top.kept
 
-    def _row(self, query: int | None) -> int:
-        if self.is_self_influence:
-            if query is not None:
-                raise ValueError(
-                    f"query={query!r}, but self-influence has no queries: leave it out"
-                )
-            return 0
-        last = self.shape[0] - 1
-        if query is None:
-            raise ValueError(f"say which query: query=0..{last}")
-        row = operator.index(query)
-        if not 0 <= row <= last:
-            raise IndexError(f"query={row} is out of range: these scores have queries 0..{last}")
-        return row
-
     def _ranking(self, query: int | None, k: int, *, highest: bool) -> Ranking:
-        row, k = self._row(query), operator.index(k)
+        row, k = self.row_index(query), operator.index(k)
         if k < 1:
-            raise ValueError(f"k={k}: ask for at least one example")
+            raise InvalidInput(f"k={k}: ask for at least one example")
         k = min(k, self.shape[-1])
         if self.top is not None:
             if k > self._kept:
-                raise ValueError(
+                raise InvalidInput(
                     f"k={k}, but only the top {self._kept} of each query were kept: use "
                     f"k<={self._kept}, or attribute with top>={k} or without top="
                 )
@@ -433,7 +395,7 @@ class Scores(Tabled):
         else:
             every = np.atleast_2d(self.values)[row]
             if np.isnan(every).any():
-                raise ValueError(
+                raise InvalidInput(
                     f"query {row} has {int(np.isnan(every).sum())} scores that are not numbers: "
                     "they cannot be ranked"
                 )
@@ -462,31 +424,31 @@ class Scores(Tabled):
         if given.size == 0:
             return np.empty(0, np.int64)
         if given.dtype.kind not in "iu" or given.ndim != 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"examples must be training ids (a list of integers), not {given.dtype} of shape "
                 f"{given.shape}; for a mask use scores.train_ids[mask]"
             )
         unique, counts = np.unique(given, return_counts=True)
         if len(unique) != len(given):
-            raise ValueError(
+            raise InvalidInput(
                 f"examples names {_some(unique[counts > 1])} more than once: give each id once"
             )
         order = self._by_id
         if stage is not None:
             if self.stage is None or stage not in self.stage:
                 known = "none" if self.stage is None else ", ".join(dict.fromkeys(self.stage))
-                raise ValueError(f"stage={stage!r}, but the stages of these scores are: {known}")
+                raise InvalidInput(f"stage={stage!r}, but the stages of these scores are: {known}")
             order = order[np.array(self.stage)[order] == stage]
         ordered = self.train_ids[order]
         first, end = np.searchsorted(ordered, given), np.searchsorted(ordered, given, "right")
         if (first == end).any():
             where = "" if stage is None else f" of stage {stage!r}"
-            raise ValueError(
+            raise InvalidInput(
                 f"examples names {_some(given[first == end])}, not among the {len(ordered)} "
                 f"training ids{where} ({ordered[0]}..{ordered[-1]}): see scores.train_ids"
             )
         if (end - first > 1).any():
-            raise ValueError(
+            raise InvalidInput(
                 f"training id {_some(given[end - first > 1])} occurs in several stages: "
                 "say which with stage="
             )
@@ -510,19 +472,19 @@ def read_description(folder: Path) -> dict[str, Any]:
     file = folder / "scores.json"
     if not file.is_file():
         if (folder / "progress.json").is_file():
-            raise ValueError(
+            raise InvalidInput(
                 f"the scores in {folder} are not finished: make the same attribute(out=...) call "
                 "again to resume"
             )
         what = "has no scores.json" if folder.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{folder} {what}: give a folder that Scores.save wrote")
+        raise MissingFile(f"{folder} {what}: give a folder that Scores.save wrote")
     return read_json(file, schema=SCHEMA)
 
 
 def _ids(name: str, given: ArrayLike | None, count: int) -> Ints:
     ids = np.arange(count) if given is None else np.asarray(given)
     if ids.shape != (count,) or ids.dtype.kind not in "iu":
-        raise ValueError(
+        raise InvalidInput(
             f"{name} is {ids.dtype} of shape {ids.shape}: give {count} integers, one per score"
         )
     return ids.astype(np.int64, copy=False)
@@ -543,6 +505,6 @@ def _plain(name: str, given: object) -> Any:
             return item.tolist()
         if isinstance(item, os.PathLike):
             return os.fspath(item)
-        raise TypeError(f"{type(item).__name__} in {name} cannot be written as JSON")
+        raise InvalidType(f"{type(item).__name__} in {name} cannot be written as JSON")
 
     return json.loads(json.dumps(given, default=convert))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from whence.errors import DiskFull, FolderConflict, InvalidInput
 from whence.persist.files import (
     damaged,
     make_folder,
@@ -59,9 +60,9 @@ class ScoreWriter:
             ("top", top),
         ):
             if number is not None and number < 1:
-                raise ValueError(f"{name}={number}: there must be at least one")
+                raise InvalidInput(f"{name}={number}: there must be at least one")
         if top is not None and segments is not None:
-            raise ValueError(
+            raise InvalidInput(
                 f"top={top} together with by_segment: by_segment keeps a number for every query, "
                 "example and segment, which top is there to avoid; ask for one of the two"
             )
@@ -120,12 +121,12 @@ class ScoreWriter:
         found = self._checked("values", values, (r1 - r0, c1 - c0))
         if not np.isfinite(found).all():
             row, column = np.argwhere(~np.isfinite(found))[0]
-            raise ValueError(
+            raise InvalidInput(
                 f"the score of query {r0 + row} and example {c0 + column} is {found[row, column]} "
                 f"in {self._dtype}: check the losses there, raise the damping, or use a wider dtype"
             )
         if (by_segment is None) == ("by_segment" in self._shapes):
-            raise ValueError(
+            raise InvalidInput(
                 "by_segment must be given exactly when the writer was made with segments="
             )
         if self._top is not None:
@@ -152,7 +153,7 @@ class ScoreWriter:
         missing = _missing((0, self._queries, 0, self._examples), self._done)
         if missing:
             r0, r1, c0, c1 = missing[0]
-            raise ValueError(
+            raise InvalidInput(
                 f"finish() before all blocks were written: queries {r0}..{r1 - 1}, examples "
                 f"{c0}..{c1 - 1} are missing"
             )
@@ -208,7 +209,7 @@ class ScoreWriter:
         needed = sum(math.prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
         free = shutil.disk_usage(out).free
         if needed > free:
-            raise OSError(
+            raise DiskFull(
                 f"the scores need {_size(needed)} in {out}, where {_size(free)} "
                 "are free: choose another out, or keep only the strongest with top="
             )
@@ -258,7 +259,7 @@ class ScoreWriter:
             for name in self._calculation
             if known.get(name) != self._calculation[name]
         ]
-        raise ValueError(
+        raise FolderConflict(
             f"{out} holds the scores of another calculation (different: {', '.join(differs)}): "
             "choose another out, or delete that folder"
         )
@@ -287,11 +288,11 @@ class ScoreWriter:
 
     def _block(self, rows: slice | None, columns: slice) -> ScoreTile:
         if rows is None and not self._self:
-            raise ValueError("rows=None is for self-influence: say which queries the block holds")
+            raise InvalidInput("rows=None is for self-influence: say which queries the block holds")
         r0, r1, row_step = (rows or slice(None)).indices(self._queries)
         c0, c1, column_step = columns.indices(self._examples)
         if row_step != 1 or column_step != 1 or r0 >= r1 or c0 >= c1:
-            raise ValueError(
+            raise InvalidInput(
                 f"rows={rows}, columns={columns} is not a block of {self._queries} queries x "
                 f"{self._examples} examples: give non-empty slices with step 1"
             )
@@ -303,7 +304,7 @@ class ScoreWriter:
         if self._self and array.ndim == len(shape) - 1:
             array = array[..., None, :]
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, but the block is {shape}")
+            raise InvalidInput(f"{name} has shape {array.shape}, but the block is {shape}")
         return array
 
     def _rows(self, name: str) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from whence.data import Batches
 from whence.engine.workspace import Workspace
+from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
 from whence.persist.files import read_json
 from whence.run import Run
@@ -24,7 +25,7 @@ PROJECTIONS = ("random", "eigenbasis")
 
 def only_run(study: Study) -> Run:
     if len(study.runs) != 1:
-        raise ValueError(
+        raise InvalidInput(
             f"a store holds one run, and the study has {len(study.runs)}: make a store for each, "
             "and average their scores with whence.scores.ensemble"
         )
@@ -37,9 +38,9 @@ def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
     for name, value, options in given:
         if value not in options:
             known = ", ".join(map(repr, options))
-            raise ValueError(f"{name}={value!r} is not known: use one of {known}")
+            raise InvalidInput(f"{name}={value!r} is not known: use one of {known}")
     if not methods:
-        raise ValueError(f"methods is empty: name at least one of {', '.join(METHODS)}")
+        raise InvalidInput(f"methods is empty: name at least one of {', '.join(METHODS)}")
 
 
 def identity_of(workspace: Workspace) -> dict[str, Any]:
@@ -62,12 +63,12 @@ def read(folder: Path) -> dict[str, Any]:
     file = folder / "store.json"
     if not file.is_file():
         what = "has no store.json" if folder.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{folder} {what}: give a folder that GradientStore.build made")
+        raise MissingFile(f"{folder} {what}: give a folder that GradientStore.build made")
     about = read_json(file, schema=SCHEMA, remedy="delete the store, and build it again")
     known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
     missing = known - about.keys()
     if missing:
-        raise ValueError(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
+        raise DamagedFile(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
     return about
 
 
@@ -86,7 +87,7 @@ def check_same(
         differs = [k for k in mine if about[group].get(k) != mine[k]]
         if differs:
             said = [words.get(k, f"{k}={about[group].get(k)!r}, not {mine[k]!r}") for k in differs]
-            raise ValueError(
+            raise InvalidInput(
                 f"the store in {folder} was made with {'; '.join(said)}. Choose another path, or "
                 "delete that folder"
             )
@@ -96,7 +97,7 @@ def check_data(folder: Path, stage: str, known: Mapping[str, Any], data: Batches
     """The store's examples must be the first of the data's."""
     count = known["examples"]
     if len(data) < count or digest_of(data, count) != known["sha256"]:
-        raise ValueError(
+        raise InvalidInput(
             f"the store in {folder} was made of other data: the first {count} examples of "
             f"{data.name} are not those it was made of (the data may only grow at its end)"
         )

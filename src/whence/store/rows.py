@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.errors import InvalidInput, MissingFile
 from whence.persist.files import load_array, move_into_place
 
 CACHED = 8 * 2**20  # bytes of rows that meet the vectors at a time, out of the processor's cache
@@ -29,10 +30,10 @@ def finished(path: Path, dimension: int, dtype: np.dtype[np.floating]) -> int:
 def mapped(path: Path, examples: int, dimension: int, dtype: np.dtype[np.floating]) -> Tensor:
     """A finished matrix (n, d), not in memory. Its pages are private: nothing changes the file."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: the store is not whole. Build it again")
+        raise MissingFile(f"{path} is missing: the store is not whole. Build it again")
     array = _mapped(path, "c", dimension, dtype)
     if len(array) != examples:
-        raise ValueError(
+        raise InvalidInput(
             f"{path} has {len(array)} rows, but the store is of {examples} examples: it was cut "
             "off or exchanged. Delete it, and build the store again"
         )
@@ -44,7 +45,7 @@ def _mapped(
 ) -> NDArray[np.floating]:
     array = load_array(path, mode=mode, remedy="delete it, and build the store again")
     if array.ndim != 2 or array.shape[1] != dimension or array.dtype != dtype:
-        raise ValueError(
+        raise InvalidInput(
             f"{path} holds {array.dtype} of shape {array.shape}, not {dtype} of dimension "
             f"{dimension}: it belongs to another store. Delete it, and build the store again"
         )

@@ -33,6 +33,7 @@ from whence.engine.estimate import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension, random_projection, try_out
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace, scored_stages
+from whence.errors import DiskFull, InvalidInput, MissingFile, NotFinite
 from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
@@ -172,7 +173,7 @@ class GradientStore:
                 about["methods"] = [m for m in METHODS if m in {*about["methods"], *methods}]
             else:
                 if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                    raise ValueError(f"{folder} is not empty, and no store: choose another path")
+                    raise InvalidInput(f"{folder} is not empty, and no store: choose another path")
                 about = {"schema": SCHEMA, "settings": settings, "identity": identity}
                 about |= {"methods": [m for m in METHODS if m in methods]}
                 about |= {"data": {}, "partial": {}, "moments": {}}
@@ -199,7 +200,7 @@ class GradientStore:
         about = read(folder)
         run = only_run(study)
         if not about["complete"]:
-            raise ValueError(
+            raise InvalidInput(
                 f"the store in {folder} is not finished: make the same GradientStore.build call "
                 "again, and it goes on where it stopped"
             )
@@ -210,7 +211,7 @@ class GradientStore:
         for stage, data in study.data.items():
             check_data(folder, stage, about["data"][stage], data)
             if len(data) > about["data"][stage]["examples"]:
-                raise ValueError(
+                raise InvalidInput(
                     f"the store in {folder} is of {about['data'][stage]['examples']} examples, and "
                     f"{data.name} has {len(data)}: GradientStore.build adds the others"
                 )
@@ -242,7 +243,7 @@ class GradientStore:
             coupling: as in `Influence`; a joint projection couples layers by itself.
         """
         if damping == 0:
-            raise ValueError(f"damping={damping!r} must be positive, or 'source' for λ = 1/(η̄K)")
+            raise InvalidInput(f"damping={damping!r} must be positive, or 'source' for λ = 1/(η̄K)")
         method = Influence(damping, stage=stage, coupling=coupling)
         return self._answer("influence", method, query, how)
 
@@ -276,12 +277,12 @@ class GradientStore:
 
     def _answer(self, name: str, method: GradientMethod, query: Any, how: How) -> Scores:
         if name not in self._about["methods"]:
-            raise ValueError(
+            raise InvalidInput(
                 f"the store was built for {', '.join(self._about['methods'])}, not for {name}: "
                 f"build it again with methods=[..., {name!r}], and what is missing is added"
             )
         if query is None:
-            raise ValueError(
+            raise InvalidInput(
                 "a store answers queries: for self-influence use the method itself, as in "
                 "whence.Source().attribute(study)"
             )
@@ -426,7 +427,7 @@ class GradientStore:
         stored = self.rows(unit.stage, unit.checkpoint)[0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
         if not off < max(AGREES, 8 * torch.finfo(workspace.dtype).eps):
-            raise ValueError(
+            raise InvalidInput(
                 f"the store in {self.path} does not belong to this study: example 0 of {data.name} "
                 f"at step {unit.checkpoint.step} has another gradient now (off by {off:.1e})"
             )
@@ -503,7 +504,7 @@ class GradientStore:
         bad = indices[(~rows.isfinite().all(1)).cpu().numpy()]
         if len(bad):
             named = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-            raise FloatingPointError(
+            raise NotFinite(
                 f"checkpoint at step {checkpoint.step}: the projected gradient is NaN or infinite "
                 f"for {data.name} example {named}. Mend or leave out the example, or use float64"
             )
@@ -552,7 +553,7 @@ class GradientStore:
         )
         ranges = self._about["moments"].get(self._moments_name(unit, signal), [])
         if not ranges or ranges[-1][1] != self._about["data"][stage]["examples"]:
-            raise ValueError(
+            raise InvalidInput(
                 f"the store has no second moments of {signal.name} gradients of {stage} at step "
                 f"{checkpoint.step} (for TRAK: of this measurement). Build it again, and they are "
                 "added"
@@ -563,7 +564,7 @@ class GradientStore:
                 continue
             found = self._factors.get(key_of(self._moments_key(unit, signal, [first, last])))
             if found is None:
-                raise FileNotFoundError(
+                raise MissingFile(
                     f"the store in {self.path} is not whole: second moments at step "
                     f"{checkpoint.step} are missing. Delete it, and build it again"
                 )
@@ -591,7 +592,7 @@ class GradientStore:
         found = self._factors.get(key)
         if found is None:
             if self._about["partial"] or any((self.path / "gradients").iterdir()):
-                raise ValueError(
+                raise InvalidInput(
                     f"the eigenbasis of the store in {self.path} is missing: delete the store, and "
                     "build it again"
                 )
@@ -631,7 +632,7 @@ class GradientStore:
         needed = rows * d * self._dtype.itemsize + 8 * d * d
         free = shutil.disk_usage(self.path).free
         if needed > free:
-            raise OSError(
+            raise DiskFull(
                 f"the store needs {needed / 2**30:.1f} GiB in {self.path}, where "
                 f"{free / 2**30:.1f} GiB are free: choose another path, or a smaller dimension"
             )

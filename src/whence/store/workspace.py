@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whence.engine.scoring import Columns, Scoring
 from whence.engine.workspace import Queries, Workspace
+from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.store.rows import inner
@@ -56,7 +57,7 @@ class StoreWorkspace(Workspace):
         return self.store.decomposition(self, key, fit, on_disk="durations" in key)
 
     def check_preconditioner(self, optimizer: str) -> None:
-        raise ValueError(
+        raise InvalidInput(
             f"the store answers for SGD: the preconditioner of {optimizer!r} has no counterpart in "
             "the projected space. Use whence.Source itself, or the store's other methods "
             "(influence with a number as damping)"
@@ -155,7 +156,7 @@ class StoredScoring(Scoring):
         bad = chunk.indices[(~rows.isfinite().all(1)).numpy()]
         if len(bad):
             listed = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-            raise ValueError(
+            raise DamagedFile(
                 f"the stored gradients of {chunk.stage} example {listed} at step {checkpoint.step} "
                 "are NaN or infinite: the store is damaged. Delete it, and build it again"
             )

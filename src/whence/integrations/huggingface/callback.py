@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from whence.errors import MissingDependency
 from whence.integrations.trainer_recorder import TrainerRecorder, dataset_size
 
 
@@ -44,7 +45,7 @@ class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         if _TrainerCallback is object:
-            raise ImportError("RecorderCallback needs transformers: pip install transformers")
+            raise MissingDependency("RecorderCallback needs transformers: pip install transformers")
         self._run = TrainerRecorder(path, checkpoints, options)
 
     def on_train_begin(

@@ -1,4 +1,4 @@
-// The host of the one-file report: data embedded in the page, views from views.js.
+// The host of the one-file report: the data is embedded in the page, the views are in views.js.
 "use strict";
 
 (() => {
@@ -18,15 +18,15 @@
   const tabs = pages.map(([name, text]) => V.el("a", { href: `#${name}`, class: "tab" }, text));
   const list = overview.self ? null : V.queryList(queries, { overview, onSelect: (row) => { location.hash = `query=${row}`; } });
 
-  // Where a training example appears among what is shown.
+  // The displayed queries in which a training example appears.
   function related(column) {
-    const found = [];
+    const appearances = [];
     for (const view of queries) {
       for (const entry of [...view.helpful, ...view.harmful]) {
-        if (entry.column === column) found.push([view.row, entry.value]);
+        if (entry.column === column) appearances.push([view.row, entry.value]);
       }
     }
-    return found.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
+    return appearances.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
   }
 
   function open(column, entry) {
@@ -49,7 +49,7 @@
     tabs.forEach((tab, k) => tab.toggleAttribute("aria-current", pages[k][0] === page));
     document.body.dataset.page = page;
     if (page === "queries") {
-      main.replaceChildren(view ? V.query(view, ctx) : V.el("p", { class: "muted" }, "There is no such query in this report."));
+      main.replaceChildren(view ? V.query(view, ctx) : V.el("p", { class: "muted" }, "This report has no such query."));
     } else if (page === "harmful") main.replaceChildren(V.harmful(harmful, ctx));
     else if (page === "audit") main.replaceChildren(V.audit(audit, ctx));
     else main.replaceChildren(V.about(ctx));

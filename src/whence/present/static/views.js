@@ -1,16 +1,16 @@
 // Views of scores: plain data in, DOM out. Used by the one-file report and by the explorer.
 //
-// Nothing in the data is trusted: all of it goes in through textContent, but for `html`, which only
-// a user's own renderer can make (whence.report.HTML). Styles are set through the CSSOM, so that a
-// strict Content-Security-Policy holds.
+// Data is not trusted: it is inserted through textContent, except for `html`, which only the user's
+// own renderer can return (whence.report.HTML). Styles are set through the CSSOM, so that a strict
+// Content-Security-Policy works.
 //
-// ctx, what a host gives to every view:
-//   overview            what `overview(scores)` returned
-//   examples            {column: rendered example}; a column that is not there shows as its number
+// ctx, the context that a host passes to every view:
+//   overview            the result of `overview(scores)`
+//   examples            {column: rendered example}; other columns are shown by their index
 //   ids                 {column: [id, stage]} of columns that are not in examples (optional)
-//   onExample(column)   a training example was chosen (optional)
-//   onQuery(row)        a query was chosen (optional)
-//   extra(entry)        a node to add to an entry's card, or null (optional)
+//   onExample(column)   called when a training example is selected (optional)
+//   onQuery(row)        called when a query is selected (optional)
+//   extra(entry)        returns a node to add to an entry's card, or null (optional)
 "use strict";
 
 var Whence = (typeof Whence === "undefined") ? {} : Whence;
@@ -43,11 +43,11 @@ Whence.views = (() => {
   const svg = (tag, attributes, ...children) =>
     add(set(document.createElementNS(SVG, tag), attributes), children);
 
-  // Text of unknown direction, kept from reordering what stands beside it.
+  // Text of unknown direction, isolated so that it cannot reorder the text around it.
   const bdi = (text, attributes) => el("bdi", { dir: "auto", ...attributes }, text);
 
   function number(value, digits = 3) {
-    if (value === null || value === undefined) return "not a number";
+    if (value === null || value === undefined) return "not finite";
     if (value === 0) return "0";
     const size = Math.abs(value);
     let text;
@@ -79,44 +79,44 @@ Whence.views = (() => {
 
   // -- examples ------------------------------------------------------------------------------
 
-  // What an example looks like. `large` is for a query or a dialog, otherwise it is a thumbnail.
-  function example(shown, { large = false, lazy = false, entry = null, ctx = null } = {}) {
-    const box = el("div", { class: `example ${shown.kind}${large ? " large" : ""}` });
-    if (entry && entry.tokens && shown.pieces) {
+  // An example: large for a query or a dialog, otherwise a thumbnail.
+  function example(rendered, { large = false, lazy = false, entry = null, ctx = null } = {}) {
+    const box = el("div", { class: `example ${rendered.kind}${large ? " large" : ""}` });
+    if (entry && entry.tokens && rendered.pieces) {
       box.classList.add("text");
-      add(box, [tokens(shown.pieces, entry.tokens, ctx)]);
-    } else if (shown.kind === "image") {
+      add(box, [tokens(rendered.pieces, entry.tokens, ctx)]);
+    } else if (rendered.kind === "image") {
       const image = el("img", {
-        src: shown.image, alt: altText(shown), decoding: "async", loading: lazy ? "lazy" : null, draggable: "false",
+        src: rendered.image, alt: altText(rendered), decoding: "async", loading: lazy ? "lazy" : null, draggable: "false",
       });
       image.addEventListener("load", () => {
         if (image.naturalWidth <= 40 && image.naturalHeight <= 64) image.classList.add("pixels");
       });
       add(box, [image]);
-    } else if (shown.kind === "text") {
-      add(box, [el("p", { class: "words", dir: "auto" }, shown.text || "(empty text)")]);
-    } else if (shown.kind === "row") {
-      const rows = large ? shown.row : shown.row.slice(0, 12);
+    } else if (rendered.kind === "text") {
+      add(box, [el("p", { class: "words", dir: "auto" }, rendered.text || "(empty text)")]);
+    } else if (rendered.kind === "row") {
+      const rows = large ? rendered.row : rendered.row.slice(0, 12);
       add(box, [el("dl", { class: "cells" }, rows.map(([name, value]) =>
         el("div", {}, el("dt", {}, bdi(name)), el("dd", {}, bdi(value)))))]);
-      if (rows.length < shown.row.length) {
-        add(box, [el("p", { class: "muted small" }, `and ${shown.row.length - rows.length} more values`)]);
+      if (rows.length < rendered.row.length) {
+        add(box, [el("p", { class: "muted small" }, `and ${rendered.row.length - rows.length} more values`)]);
       }
-    } else if (shown.kind === "custom") {
-      box.innerHTML = shown.html; // made by the user's own renderer, and marked as HTML there
+    } else if (rendered.kind === "custom") {
+      box.innerHTML = rendered.html; // from the user's own renderer, which marked it as HTML
     } else {
-      add(box, [el("p", { class: "muted" }, `#${shown.id}`)]);
+      add(box, [el("p", { class: "muted" }, `#${rendered.id}`)]);
     }
-    if (large && shown.more) add(box, [el("p", { class: "muted small" }, `… ${shown.more}`)]);
-    if (shown.note && (large || shown.kind === "missing")) {
-      add(box, [el("p", { class: "muted small" }, bdi(shown.note))]);
+    if (large && rendered.more) add(box, [el("p", { class: "muted small" }, `… ${rendered.more}`)]);
+    if (rendered.note && (large || rendered.kind === "missing")) {
+      add(box, [el("p", { class: "muted small" }, bdi(rendered.note))]);
     }
     return box;
   }
 
-  const altText = (shown) => `image ${shown.id}${shown.label === null ? "" : `, label ${shown.label}`}`;
+  const altText = ({ id, label }) => `image ${id}${label === null ? "" : `, label ${label}`}`;
 
-  // A text whose tokens are marked by what they did: solid line helped, wavy line harmed.
+  // A text with its tokens marked: a solid line helped, a wavy line harmed.
   function tokens(pieces, values, ctx) {
     const most = Math.max(...values.map((v) => Math.abs(v || 0))) || 1;
     const text = el("p", { class: "words tokens", dir: "auto" });
@@ -131,46 +131,46 @@ Whence.views = (() => {
     return text;
   }
 
-  function shownOf(column, ctx) {
+  function renderedOf(column, ctx) {
     if (ctx.examples[column]) return ctx.examples[column];
     const [id, stage] = (ctx.ids && ctx.ids[column]) || [column, null];
     return { id, stage, kind: "missing", label: null };
   }
 
-  // Whether there is more to show of an example than its number.
-  const known = (shown) => shown.kind !== "missing" || Boolean(shown.note);
-  const naming = (shown) => `#${shown.id}${shown.stage ? ` of ${shown.stage}` : ""}`;
+  // Whether there is more to show of an example than its index.
+  const known = (rendered) => rendered.kind !== "missing" || Boolean(rendered.note);
+  const naming = ({ id, stage }) => `#${id}${stage ? ` of ${stage}` : ""}`;
 
   // One training example in a ranking.
   function card(entry, strongest, ctx) {
-    const shown = shownOf(entry.column, ctx);
+    const rendered = renderedOf(entry.column, ctx);
     const which = side(entry.value, ctx);
     const bar = el("span", { class: `bar ${which}`, "aria-hidden": "true" });
     bar.style.setProperty("--length", `${(100 * Math.abs(entry.value / strongest)).toFixed(1)}%`);
     const spread = entry.spread === undefined ? null
       : [" ", el("span", { class: "muted" }, `± ${entry.spread === null ? "∞" : number(entry.spread, 2)}`)];
     const open = ctx.onExample && (() => ctx.onExample(entry.column, entry));
-    return el("li", { class: `card ${shown.kind}` },
+    return el("li", { class: `card ${rendered.kind}` },
       el(open ? "button" : "div", {
         class: "card-face", type: open ? "button" : null, onclick: open || null,
-        "aria-label": `training example ${naming(shown)}, ${which === "helpful" ? "helped" : "harmed"}, `
-          + `score ${signed(entry.value)}${shown.label === null ? "" : `, label ${shown.label}`}`,
+        "aria-label": `training example ${naming(rendered)}, ${which === "helpful" ? "helped" : "harmed"}, `
+          + `score ${signed(entry.value)}${rendered.label === null ? "" : `, label ${rendered.label}`}`,
       },
-        known(shown) ? example(shown, { entry, ctx }) : null,
+        known(rendered) ? example(rendered, { entry, ctx }) : null,
         el("span", { class: "card-facts" },
           el("span", { class: "card-line" },
-            shown.label === null ? el("span", { class: "muted" }, naming(shown))
-              : el("span", { class: "label", title: `label ${shown.label}` }, bdi(shown.label)),
+            rendered.label === null ? el("span", { class: "muted" }, naming(rendered))
+              : el("span", { class: "label", title: `label ${rendered.label}` }, bdi(rendered.label)),
             el("span", { class: `value ${which}` }, signed(entry.value), spread)),
           el("span", { class: "track" }, bar),
           entry.segments ? timeline(entry.segments, ctx) : null,
-          shown.label === null ? null : el("span", { class: "card-id muted" }, naming(shown)))),
+          rendered.label === null ? null : el("span", { class: "card-id muted" }, naming(rendered)))),
       ctx.extra ? ctx.extra(entry) : null);
   }
 
   function ranking(title, mark, which, entries, empty, ctx) {
     const strongest = Math.max(...entries.map((entry) => Math.abs(entry.value)), 0) || 1;
-    const kinds = new Set(entries.map((entry) => shownOf(entry.column, ctx).kind));
+    const kinds = new Set(entries.map((entry) => renderedOf(entry.column, ctx).kind));
     const wide = kinds.has("text") || kinds.has("row") || kinds.has("custom");
     return el("section", { class: `ranking ${which}` },
       el("h3", {}, el("span", { class: `mark ${which}`, "aria-hidden": "true" }, mark), title),
@@ -181,18 +181,18 @@ Whence.views = (() => {
 
   // -- charts --------------------------------------------------------------------------------
 
-  // What each segment contributed: up helped, down harmed.
+  // The contribution of each segment: up helped, down harmed.
   function timeline(parts, ctx) {
     const width = 14 * parts.length, height = 20;
     const most = Math.max(...parts.map((part) => Math.abs(part || 0))) || 1;
     const names = ctx.overview.segments.map((segment) => segment.name);
     const step = width / parts.length;
-    const said = parts.map((part, k) => `${names[k]}: ${signed(part)}`).join("; ");
+    const summary = parts.map((part, k) => `${names[k]}: ${signed(part)}`).join("; ");
     const chart = svg("svg", {
       class: "timeline", width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
       preserveAspectRatio: "none",
-      "aria-label": `when it mattered: ${said}`,
-    }, svg("title", {}, `When it mattered\n${said.replaceAll("; ", "\n")}`));
+      "aria-label": `when it mattered: ${summary}`,
+    }, svg("title", {}, `When it mattered\n${summary.replaceAll("; ", "\n")}`));
     parts.forEach((part, k) => {
       const size = (Math.abs(part || 0) / most) * (height / 2 - 1);
       chart.append(svg("rect", {
@@ -204,10 +204,10 @@ Whence.views = (() => {
     return chart;
   }
 
-  // How many scores there are of each size; heights are logarithmic, for most are about zero.
-  function histogram(found, ctx) {
+  // Distribution of the scores. Heights are logarithmic, because most scores are close to zero.
+  function histogram(bins, ctx) {
     const width = 320, height = 120, bottom = 18;
-    const { low, width: step, counts } = found;
+    const { low, width: step, counts } = bins;
     const most = Math.log1p(Math.max(...counts));
     const total = counts.reduce((sum, n) => sum + n, 0);
     const at = (value) => ((value - low) / (step * counts.length)) * width;
@@ -237,7 +237,7 @@ Whence.views = (() => {
     return chart;
   }
 
-  // Labels of the examples shown, counted.
+  // Counts of the labels of the displayed examples.
   function mix(classes, ctx) {
     const most = Math.max(...["helpful", "harmful"].flatMap((s) => classes[s].map(([, n]) => n)), 1);
     const half = (which, title) => el("div", { class: "mix" },
@@ -248,11 +248,11 @@ Whence.views = (() => {
         return el("li", {}, el("span", { class: "mix-name" }, bdi(name)),
           el("span", { class: "track" }, bar), el("span", { class: "mix-count" }, n));
       })) : el("p", { class: "muted small" }, "none"));
-    const [first, second] = ctx.overview.self ? ["Memorised", "Other end"] : ["▲ Helped", "▼ Harmed"];
+    const [first, second] = ctx.overview.self ? ["Most memorised", "Least memorised"] : ["▲ Helped", "▼ Harmed"];
     return el("div", { class: "mixes" }, half("helpful", first), half("harmful", second));
   }
 
-  // When in training all examples together helped and harmed.
+  // How much all examples together helped and harmed in each segment.
   function when(parts, ctx) {
     const width = 320, height = 130, top = 2, bottom = 30;
     const middle = (height - bottom + top) / 2;
@@ -289,13 +289,13 @@ Whence.views = (() => {
   function charts(view, ctx) {
     const panels = [];
     if (view.histogram) {
-      panels.push(panel("Distribution of scores", "number of training examples (logarithmic) by score", histogram(view.histogram, ctx)));
+      panels.push(panel("Distribution of scores", "training examples by score (log scale)", histogram(view.histogram, ctx)));
     }
     if (view.segments) {
-      panels.push(panel("When it mattered", "sum over all training examples, by updates", when(view.segments, ctx)));
+      panels.push(panel("When it mattered", "sum over all training examples, per segment", when(view.segments, ctx)));
     }
     if (view.classes) {
-      panels.push(panel("Classes", "labels of the examples shown", mix(view.classes, ctx)));
+      panels.push(panel("Classes", "labels of the displayed examples", mix(view.classes, ctx)));
     }
     return panels.length ? el("div", { class: "charts" }, panels) : null;
   }
@@ -309,7 +309,7 @@ Whence.views = (() => {
     return el("div", { class: "fact" }, el("dt", {}, name), el("dd", {}, ...value));
   }
 
-  // One query: what it is, who helped, who harmed.
+  // One query: the query itself, the examples that helped it, those that harmed it.
   function query(view, ctx) {
     const { overview } = ctx;
     const facts = el("dl", { class: "facts" });
@@ -324,11 +324,11 @@ Whence.views = (() => {
     }
     if (view.helped !== null) {
       add(facts, [
-        fact("helped, in sum", el("span", { class: "value helpful" }, signed(view.helped))),
-        fact("harmed, in sum", el("span", { class: "value harmful" }, signed(view.harmed)))]);
+        fact("helped (sum)", el("span", { class: "value helpful" }, signed(view.helped))),
+        fact("harmed (sum)", el("span", { class: "value harmful" }, signed(view.harmed)))]);
     }
     const bad = view.not_numbers ? el("p", { class: "notice" },
-      `${plural(view.not_numbers, "score")} of this query ${view.not_numbers === 1 ? "is not a number" : "are not numbers"} and left out.`) : null;
+      `${plural(view.not_numbers, "score")} of this query ${view.not_numbers === 1 ? "is not finite and is" : "are not finite and are"} left out.`) : null;
     return el("article", { class: "query-view" },
       el("header", { class: "query-head" },
         known(view.query) ? example(view.query, { large: true }) : null,
@@ -341,16 +341,16 @@ Whence.views = (() => {
 
   const percent = (value) => `${(100 * value).toFixed(value > 0.9995 || value < 0.0005 ? 2 : 1)} %`;
 
-  // Self-influence: what the model had to memorise, strongest first.
+  // Self-influence: the examples that the model had to memorise, strongest first.
   function audit(view, ctx) {
-    const predicted = view.helpful.some((entry) => shownOf(entry.column, ctx).prediction !== undefined);
+    const predicted = view.helpful.some((entry) => renderedOf(entry.column, ctx).prediction !== undefined);
     const row = (entry, rank) => {
-      const shown = shownOf(entry.column, ctx);
+      const rendered = renderedOf(entry.column, ctx);
       return el("tr", {},
         el("td", { class: "rank" }, rank + 1),
-        exampleCell(entry, shown, ctx),
-        el("td", {}, shown.label === null ? "–" : bdi(shown.label)),
-        predicted ? el("td", {}, predictionOf(shown)) : null,
+        exampleCell(entry, rendered, ctx),
+        el("td", {}, rendered.label === null ? "–" : bdi(rendered.label)),
+        predicted ? el("td", {}, predictionOf(rendered)) : null,
         el("td", { class: "numeric" }, el("span", { class: `value ${side(entry.value, ctx)}` }, signed(entry.value)),
           entry.spread ? el("span", { class: "muted" }, ` ± ${number(entry.spread, 2)}`) : null),
         entry.segments ? el("td", {}, timeline(entry.segments, ctx)) : null);
@@ -358,24 +358,24 @@ Whence.views = (() => {
     const heads = ["", "example", "label", predicted && "prediction", "self-influence", view.segments && "when"].filter((head) => head !== false && head !== null);
     return el("article", {},
       el("header", { class: "plain-head" }, el("h2", {}, "Most memorised training examples"),
-        el("p", { class: "muted" }, "What having each example in the training set did to its own "
-          + `${ctx.overview.measurement.replaceAll("_", " ")}. At the top stand those that the model could not have got `
-          + "from the others: rare, hard, or mislabelled ones. Worth a look before trusting their labels.")),
+        el("p", { class: "muted" }, "How much training on each example changed its own "
+          + `${ctx.overview.measurement.replaceAll("_", " ")}. The top of the list has examples that the model could not `
+          + "learn from the others: rare, hard or mislabelled ones. Check their labels before you trust them.")),
       charts(view, ctx),
       table(heads, view.helpful.map(row), "most memorised training examples"));
   }
 
-  function predictionOf(shown) {
-    if (shown.prediction === undefined || shown.prediction === null) return "";
-    const differs = shown.comparable && shown.label !== null && shown.prediction !== shown.label;
-    return [bdi(shown.prediction), differs ? el("span", { class: "wrong" }, "✗ differs") : null];
+  function predictionOf(rendered) {
+    if (rendered.prediction === undefined || rendered.prediction === null) return "";
+    const differs = rendered.comparable && rendered.label !== null && rendered.prediction !== rendered.label;
+    return [bdi(rendered.prediction), differs ? el("span", { class: "wrong" }, "✗ differs") : null];
   }
 
-  function exampleCell(entry, shown, ctx) {
+  function exampleCell(entry, rendered, ctx) {
     return el("td", { class: "example-cell" }, el("button", {
       type: "button", class: "example-button", onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
-      "aria-label": `training example ${naming(shown)}`,
-    }, known(shown) ? example(shown) : null, el("span", { class: "muted small" }, naming(shown))));
+      "aria-label": `training example ${naming(rendered)}`,
+    }, known(rendered) ? example(rendered) : null, el("span", { class: "muted small" }, naming(rendered))));
   }
 
   function table(heads, rows, caption) {
@@ -388,15 +388,15 @@ Whence.views = (() => {
   // Most harmful over all queries: candidates for relabelling.
   function harmful(view, ctx) {
     const { overview } = ctx;
-    const predicted = view.entries.some((entry) => shownOf(entry.column, ctx).prediction !== undefined);
+    const predicted = view.entries.some((entry) => renderedOf(entry.column, ctx).prediction !== undefined);
     const rows = view.entries.map((entry, rank) => {
-      const shown = shownOf(entry.column, ctx);
+      const rendered = renderedOf(entry.column, ctx);
       const here = !ctx.hasQuery || ctx.hasQuery(entry.worst);
       return el("tr", {},
         el("td", { class: "rank" }, rank + 1),
-        exampleCell(entry, shown, ctx),
-        el("td", {}, shown.label === null ? "–" : bdi(shown.label)),
-        predicted ? el("td", {}, predictionOf(shown)) : null,
+        exampleCell(entry, rendered, ctx),
+        el("td", {}, rendered.label === null ? "–" : bdi(rendered.label)),
+        predicted ? el("td", {}, predictionOf(rendered)) : null,
         el("td", { class: "numeric" }, el("span", { class: "value harmful" }, signed(entry.value))),
         el("td", { class: "numeric" }, plural(entry.queries, "query")),
         el("td", {}, ctx.onQuery && here
@@ -410,25 +410,25 @@ Whence.views = (() => {
     return el("article", {},
       el("header", { class: "plain-head" }, el("h2", {}, "Most harmful over all queries"),
         el("p", { class: "muted" }, `Training examples with the worst mean score over ${plural(view.over, "query")}, `
-          + `in ${overview.unit}. Candidates for relabelling: look at the label before the score.`)),
+          + `in ${overview.unit}. They are candidates for relabelling: check the label first.`)),
       rows.length ? table(heads, rows, "most harmful training examples")
-        : el("p", { class: "muted" }, "No training example is harmful on the mean."));
+        : el("p", { class: "muted" }, "No training example is harmful on average."));
   }
 
-  // What the scores are.
+  // A description of the scores.
   function about(ctx) {
     const { overview } = ctx;
     const better = overview.higher_is_better ? "higher is better" : "lower is better";
     const facts = (rows) => el("dl", { class: "sheet" }, rows.map(([name, value]) =>
       [el("dt", {}, name), el("dd", {}, value instanceof Node ? value : bdi(value))]));
-    const shape = overview.self ? `${count(overview.examples)} training examples, each on itself`
+    const shape = overview.self ? `${count(overview.examples)} training examples, each scored on itself`
       : `${plural(overview.queries, "query")} × ${plural(overview.examples, "training example")}`;
     const segments = overview.segments.filter((segment) => segment.share !== null);
     const part = (title, node) => (node ? el("section", { class: "panel" }, el("h3", {}, title), node) : null);
     return el("article", { class: "about" },
       el("header", { class: "plain-head" }, el("h2", {}, "About these scores")),
       overview.notes.length ? el("ul", { class: "notices" }, overview.notes.map((note) => el("li", { class: "notice" }, note))) : null,
-      part("What the number means", facts([
+      part("Meaning of a score", facts([
         ["method", overview.method],
         ["measurement", `${overview.measurement.replaceAll("_", " ")}, ${better}`],
         ["unit", overview.unit],
@@ -439,27 +439,27 @@ Whence.views = (() => {
       part("Settings", overview.settings.length ? facts(overview.settings) : null),
       part("Segments", segments.length ? facts(segments.map((segment) =>
         [segment.name, `${percent(segment.share)} of the scores${segment.stage ? `, stage ${segment.stage}` : ""}`])) : null),
-      part("What was left out", overview.excluded.length ? facts(overview.excluded.map((left) =>
+      part("Excluded", overview.excluded.length ? facts(overview.excluded.map((left) =>
         [left.name, `${left.share === null ? "" : `${percent(left.share)} of the parameters`}${left.reason ? `: ${left.reason}` : ""}`]))
-        : el("p", { class: "muted" }, "Nothing: every parameter has a part in the scores.")),
+        : el("p", { class: "muted" }, "Nothing: every parameter contributes to the scores.")),
       part("Diagnostics", overview.diagnostics.length ? facts(overview.diagnostics) : null),
-      part("Where they come from", overview.provenance.length ? facts(overview.provenance) : null));
+      part("Provenance", overview.provenance.length ? facts(overview.provenance) : null));
   }
 
-  // A training example alone: large, with the queries it appears at. related: [[row, value], ...]
+  // One training example, large, with the queries it appears in. related: [[row, value], ...]
   function detail(column, related, ctx, entry = null) {
-    const shown = shownOf(column, ctx);
+    const rendered = renderedOf(column, ctx);
     const link = ([row, value]) => el("li", {},
       el("button", { type: "button", class: "link", onclick: () => ctx.onQuery(row) }, `query ${row}`),
       el("span", { class: `value ${side(value, ctx)}` }, ` ${signed(value)}`));
     const groups = [["▲ Among the most helpful for", related.filter(([, v]) => helps(v, ctx))],
       ["▼ Among the most harmful for", related.filter(([, v]) => !helps(v, ctx))]];
     return el("div", { class: "detail" },
-      el("h2", {}, `Training example ${naming(shown)}`),
-      known(shown) ? example(shown, { large: true, entry, ctx }) : null,
+      el("h2", {}, `Training example ${naming(rendered)}`),
+      known(rendered) ? example(rendered, { large: true, entry, ctx }) : null,
       el("dl", { class: "facts" },
-        shown.label === null ? null : fact("label", bdi(shown.label)),
-        shown.prediction ? fact("prediction", predictionOf(shown)) : null,
+        rendered.label === null ? null : fact("label", bdi(rendered.label)),
+        rendered.prediction ? fact("prediction", predictionOf(rendered)) : null,
         entry ? fact("score", el("span", { class: `value ${side(entry.value, ctx)}` }, signed(entry.value))) : null),
       groups.map(([title, rows]) => (rows.length && ctx.onQuery
         ? el("section", {}, el("h4", {}, `${title} ${plural(rows.length, "query")}`),
@@ -486,7 +486,7 @@ Whence.views = (() => {
     }
     const status = el("p", { class: "muted small", role: "status" });
     const direction = overview.higher_is_better ? 1 : -1;
-    let shown = [], current = null;
+    let visible = [], current = null;
 
     const words = (item) => [item.id, item.label, item.prediction, item.query.text,
       ...(item.query.row || []).flat()].filter((w) => w !== null && w !== undefined).join(" ").toLowerCase();
@@ -495,8 +495,8 @@ Whence.views = (() => {
 
     function button(item) {
       if (buttons.has(item.row)) return buttons.get(item.row);
-      const said = item.prediction === null || item.prediction === undefined ? "" : ` → ${item.prediction}`;
-      const made = el("li", {}, el("button", {
+      const arrow = item.prediction === null || item.prediction === undefined ? "" : ` → ${item.prediction}`;
+      const node = el("li", {}, el("button", {
         type: "button", class: "query-item", onclick: () => select(item.row),
         "aria-label": `query ${item.id}${item.label === null ? "" : `, label ${item.label}`}${wrong(item) ? ", wrong prediction" : ""}`,
       },
@@ -504,19 +504,19 @@ Whence.views = (() => {
         el("span", { class: "query-words" },
           el("span", { class: "query-name" }, `${item.id}`, wrong(item) ? el("span", { class: "wrong" }, "✗") : null),
           item.query.kind === "text" ? bdi(item.query.text.slice(0, 90), { class: "clip small" }) : null,
-          item.label === null && !said ? null : bdi(`${item.label === null ? "" : item.label}${said}`, { class: "clip small muted" }))));
-      buttons.set(item.row, made);
-      return made;
+          item.label === null && !arrow ? null : bdi(`${item.label === null ? "" : item.label}${arrow}`, { class: "clip small muted" }))));
+      buttons.set(item.row, node);
+      return node;
     }
 
     function filter() {
       const wanted = search.value.trim().toLowerCase();
       const rank = strength[order.value];
-      shown = items.filter((item) => (!onlyWrong.checked || wrong(item)) && (!wanted || words(item).includes(wanted)));
-      if (order.value !== "row") shown = [...shown].sort((a, b) => rank(a) - rank(b));
-      list.replaceChildren(...shown.map(button));
-      status.textContent = shown.length === items.length ? plural(items.length, "query")
-        : `${count(shown.length)} of ${count(items.length)} queries`;
+      visible = items.filter((item) => (!onlyWrong.checked || wrong(item)) && (!wanted || words(item).includes(wanted)));
+      if (order.value !== "row") visible = [...visible].sort((a, b) => rank(a) - rank(b));
+      list.replaceChildren(...visible.map(button));
+      status.textContent = visible.length === items.length ? plural(items.length, "query")
+        : `${count(visible.length)} of ${count(items.length)} queries`;
     }
 
     function mark(row, scroll = true) {
@@ -534,8 +534,8 @@ Whence.views = (() => {
     }
 
     function move(step) {
-      const at = shown.findIndex((item) => item.row === current);
-      const next = shown[at < 0 ? 0 : Math.min(Math.max(at + step, 0), shown.length - 1)];
+      const at = visible.findIndex((item) => item.row === current);
+      const next = visible[at < 0 ? 0 : Math.min(Math.max(at + step, 0), visible.length - 1)];
       if (next && next.row !== current) select(next.row);
     }
 
@@ -549,7 +549,7 @@ Whence.views = (() => {
           order.options.length > 1 ? order : null,
           any ? el("label", { class: "small" }, onlyWrong, " wrong only") : null), status),
       list);
-    return { node, select, mark, move, first: () => (shown[0] ? shown[0].row : null), focusFilter: () => search.focus() };
+    return { node, select, mark, move, first: () => (visible[0] ? visible[0].row : null), focusFilter: () => search.focus() };
   }
 
   // -- light and dark ------------------------------------------------------------------------
@@ -557,7 +557,7 @@ Whence.views = (() => {
   function themeButton() {
     const root = document.documentElement;
     const stored = () => { try { return localStorage.getItem("whence-theme"); } catch { return null; } };
-    const keep = (theme) => { try { localStorage.setItem("whence-theme", theme); } catch { /* not allowed: forget it */ } };
+    const keep = (theme) => { try { localStorage.setItem("whence-theme", theme); } catch { /* storage is not allowed */ } };
     const dark = () => root.dataset.theme === "dark"
       || (!root.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
     if (stored()) root.dataset.theme = stored();
@@ -569,5 +569,5 @@ Whence.views = (() => {
   }
 
   return { el, svg, bdi, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
-    charts, query, audit, harmful, about, detail, queryList, themeButton, shownOf };
+    charts, query, audit, harmful, about, detail, queryList, themeButton, renderedOf };
 })();

@@ -1,0 +1,101 @@
+"""Views of scores against plain sorting and counting."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import whence
+from whence.present.views import harmful_overall, histogram, overview, query_view, strongest
+
+
+def made(values: Any, higher_is_better: bool = True, **more: Any) -> whence.Scores:
+    about = {"method": "Made", "measurement": "margin", "unit": "logits"} | more
+    return whence.Scores(np.asarray(values), higher_is_better=higher_is_better, **about)
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_query_is_ranked_like_the_scores_do(higher: bool) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 40)).round(1)  # with ties
+    scores = made(values, higher)
+    view = query_view(scores, 1, 6)
+    for end, ranking in (("helpful", scores.helpful(1, 6)), ("harmful", scores.harmful(1, 6))):
+        assert [e["column"] for e in view[end]] == ranking.examples
+        assert [e["value"] for e in view[end]] == pytest.approx([e.value for e in ranking])
+    sign = 1 if higher else -1
+    assert view["helped"] == pytest.approx(values[1][sign * values[1] > 0].sum())
+    assert view["harmed"] == pytest.approx(values[1][sign * values[1] < 0].sum())
+
+
+def test_only_what_helped_is_called_helpful() -> None:
+    view = query_view(made([[3.0, 0.0, 1.0]]), 0, 5)
+    assert [e["column"] for e in view["helpful"]] == [0, 2]
+    assert view["harmful"] == []
+
+
+@pytest.mark.parametrize("values", [[0.3, -2.0, 5.0, 5.0], [1.0, 2.0], [-1.0], [0.0, 0.0]])
+def test_no_bin_has_two_signs(values: list[float]) -> None:
+    found = histogram(np.array(values))
+    edges = found["low"] + found["width"] * np.arange(len(found["counts"]) + 1)
+    assert sum(found["counts"]) == len(values)
+    assert np.abs(edges).min() < 1e-9 * found["width"] + 1e-12  # zero is an edge
+    for value in values:  # every value is in a bin that is counted
+        at = min(int(np.floor((value - found["low"]) / found["width"] + 1e-9)), len(edges) - 2)
+        assert found["counts"][at] > 0
+
+
+def test_strongest_is_a_stable_sort() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(50):
+        values = random.integers(0, 6, 30).astype(float)
+        k = int(random.integers(1, 40))
+        assert strongest(values, k).tolist() == np.argsort(-values, kind="stable")[:k].tolist()
+
+
+def test_the_class_mix_counts_the_shown() -> None:
+    labels = [str(c) for c in np.random.default_rng(0).integers(0, 3, 40)]
+    view = query_view(
+        made(np.random.default_rng(1).standard_normal((1, 40))), 0, 8, labels.__getitem__
+    )
+    for end in ("helpful", "harmful"):
+        expected = Counter(labels[entry["column"]] for entry in view[end])
+        assert dict(view["classes"][end]) == expected
+    nothing = query_view(made([[1.0, -1.0]]), 0, 2, lambda column: None)
+    assert nothing["classes"] is None  # no labels: no mix
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_most_harmful_over_all_queries(higher: bool) -> None:
+    values = np.random.default_rng(3).standard_normal((6, 30))
+    values[2, 4] = np.nan
+    scores = made(values, higher)
+    sign = 1 if higher else -1
+    mean = sign * np.nanmean(values, 0)
+    view = harmful_overall(scores, 5, near=3)
+    assert [e["column"] for e in view["entries"]] == np.argsort(mean)[:5].tolist()
+    filled = np.where(np.isnan(values), np.inf, sign * values)
+    near = np.argsort(filled, 1)[:, :3]
+    for entry in view["entries"]:
+        column = entry["column"]
+        assert entry["value"] == pytest.approx(np.nanmean(values[:, column]), rel=1e-4)
+        assert entry["queries"] == int((near == column).any(1).sum())
+        assert entry["worst"] == int(np.argmin(filled[:, column]))
+
+
+def test_numbers_that_are_none_are_counted_and_said() -> None:
+    values = np.array([[1.0, np.nan, -1.0, np.inf], [0.5, -np.inf, 2.0, -2.0]])
+    scores = made(values, spread=np.full((2, 4), np.inf))
+    view = query_view(scores, 0, 5)
+    assert view["not_numbers"] == 2
+    assert [e["column"] for e in view["helpful"]] == [0]
+    assert view["helpful"][0]["spread"] is None
+    assert sum(view["histogram"]["counts"]) == 2
+    assert any("3 scores are not finite" in note for note in overview(scores)["notes"])
+    json.dumps([view, overview(scores), harmful_overall(scores)], allow_nan=False)
+    hopeless = made(np.full((1, 3), np.nan))
+    view = query_view(hopeless, 0)
+    assert view["helpful"] == view["harmful"] == [] and view["histogram"] is None
