@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from whence.evaluate.lds import Floats, columns
+from whence.evaluate.groups import Floats, columns
 from whence.scores import Scores
 from whence.table import Table, Tabled
 
