@@ -20,10 +20,12 @@ from whence.present.check import by_stage
 from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
+from whence.table import estimate
 
 BINS = 40
 AT_ONCE = 2**24  # scores read at once when all queries are looked at
 LABELLED = 8  # classes of a mix that are named
+PER_QUERY = ("residual", "noise")  # of a calibration
 
 View = dict[str, Any]
 Floats = NDArray[np.floating[Any]]
@@ -84,6 +86,13 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         said.append(
             f"{bad:,} scores are not finite numbers; they are left out of all that follows."
         )
+    calibration = scores.diagnostics.get("calibration")
+    if calibration is not None:
+        said.append(
+            f"Calibrated on {calibration['subsets']} retrained subsets: real changes were "
+            f"{estimate(calibration['fitted'], calibration['interval'])} times the predicted ones, "
+            f"and these scores are multiplied by {calibration['slope']:.3g}."
+        )
     if scores.unit.startswith("none"):
         said.append("These scores have no unit: only their order means something.")
     share = sum(float(part.get("share", 0.0)) for part in scores.excluded)
@@ -114,7 +123,14 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
             }
             for part in scores.excluded
         ],
-        "diagnostics": _facts({k: v for k, v in scores.diagnostics.items() if k != "segments"}),
+        "diagnostics": _facts(
+            {
+                # each query shows its own
+                k: {n: x for n, x in v.items() if n not in PER_QUERY} if k == "calibration" else v
+                for k, v in scores.diagnostics.items()
+                if k != "segments"
+            }
+        ),
         "provenance": _facts(facts),
         "notes": said,
     }
@@ -134,7 +150,8 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
         `histogram` of all finite scores ({low, width, counts}, bins begin at multiples of the
         width) and `helped`, `harmed`, their sums by sign, None where only the top was kept;
         `segments`: the same two sums of each segment; `classes`: labels of the entries shown,
-        counted; `not_numbers`: how many scores are not finite.
+        counted; `not_numbers`: how many scores are not finite; `residual`: of calibrated scores,
+        the standard deviation of one retraining around its prediction.
     """
     place = scores._row(row)
     if k < 1:
@@ -151,7 +168,10 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
         "harmed": None,
         "segments": None,
         "classes": None,
+        "residual": None,
     }
+    if "calibration" in scores.diagnostics:
+        view["residual"] = number(scores.diagnostics["calibration"]["residual"][place])
     values, columns = values[finite], columns[finite]
     for name, sign in (("helpful", direction), ("harmful", -direction)):
         order = strongest(sign * values, k)

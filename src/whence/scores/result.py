@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
-from whence.table import Table, Tabled
+from whence.scores.uncertainty import half_widths
+from whence.table import Table, Tabled, estimate
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -205,6 +206,25 @@ class Scores(Tabled):
             values = np.array([kept[int(c)] for c in columns])
         return -float(np.sum(values, dtype=np.float64)) + 0.0  # + 0.0: never "-0.0"
 
+    def removal_interval(
+        self, query: int | None, examples: int | Iterable[int], *, stage: str | None = None
+    ) -> tuple[float, float]:
+        """95 % interval of the change that one retraining without ``examples`` measures.
+
+        It is centred on ``removal_effect``, and holds for groups that were not chosen by their
+        scores. Only calibrated scores have it (`whence.evaluate.calibrate` or `combine`).
+        """
+        calibration = self.diagnostics.get("calibration")
+        if calibration is None:
+            raise ValueError(
+                "these scores are not calibrated, so the error of a predicted change is not known: "
+                "use whence.evaluate.calibrate(scores, truth)"
+            )
+        chosen = list(examples) if isinstance(examples, Iterable) else [examples]
+        effect = self.removal_effect(query, chosen, stage=stage)
+        half = float(half_widths(calibration, effect, len(chosen))[self._row(query)])
+        return effect - half, effect + half
+
     def to_numpy(self) -> Floats:
         """A copy of ``values`` in memory."""
         return np.array(self.values)
@@ -320,6 +340,11 @@ class Scores(Tabled):
             ("shape", f"{self.shape}: {size}"),
             ("left out", left),
         ]
+        calibration = self.diagnostics.get("calibration")
+        if calibration is not None:
+            slope = estimate(calibration["fitted"], calibration["interval"])
+            known = f"on {calibration['subsets']} subsets, slope before {slope}"
+            facts.append(("calibrated", known))
         return Table(None, facts, title=f"Scores by {self.method}({settings})")
 
     def save(self, path: str | os.PathLike[str]) -> None:
