@@ -21,9 +21,10 @@ calibrate(scores)), so methods without a unit can be calibrated too.
 
     se²        = (M − 1) / M · Σ_j (β₋ⱼ − mean β₋)²   jackknife over subsets
     interval   = β ± t_{M−1, 0.975} · se
-    noise²     = variance of one training, within subsets, without what a seed does to all subsets
-    unknown²   = Σ_j (T − s β₋ⱼ P)² / (M − 1) − noise² / R,   at least 0               (q,)
-    residual²  = unknown² + noise²         of one training around the prediction       (q,)
+    noise²     = interaction² + seed²      variance of one training over seeds: what a seed does to
+                                           one subset, and what it does to all of them alike    (q,)
+    unknown²   = Σ_j (T − s β₋ⱼ P)² / (M − 1) − interaction² / R,   at least 0                  (q,)
+    residual²  = unknown² + noise²         of one training around its prediction                (q,)
 """
 
 from __future__ import annotations
@@ -164,9 +165,8 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
     left = b.sum() - c * b
     known = left > SAME * b.sum()  # without the only subset that differs, there is no slope
     without = np.where(known, (a.sum() - c * a) / np.where(known, left, 1.0), 0.0)  # (M,)
-    if not without.any():
-        return "only one subset differs from the others"
-    shrinkage = float(np.clip((without * a).sum() / (without**2 * b).sum(), 0.0, 1.0))
+    most = float((without**2 * b).sum())
+    shrinkage = float(np.clip((without * a).sum() / most, 0.0, 1.0)) if most > 0 else 0.0
     error = float(np.sqrt((m - 1) / m * ((without - without.mean()) ** 2).sum()))
     quantile = float(stdtrit(m - 1, 0.975))
     interval = (fitted - quantile * error, fitted + quantile * error)
@@ -179,11 +179,11 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
         )
     held_out = t - shrinkage * without * p
     variance = (held_out**2).sum(1) / (m - 1)
-    noise = _noise(truth, groups)
-    if noise is not None:
+    noise, interaction = _noise(truth, groups)
+    if noise is not None and interaction is not None:
         # a subset's mean is over the trainings that did not diverge
         per_mean = (1 / groups.valid[groups.valid.any(1)].sum(1)).mean()
-        variance = np.maximum(variance - noise * per_mean, 0.0) + noise
+        variance = np.maximum(variance - interaction * per_mean, 0.0) + noise
     return Fit(
         slope=shrinkage * fitted,
         fitted=fitted,
@@ -236,17 +236,19 @@ def fingerprint(truth: Truth) -> str:
     return sha.hexdigest()
 
 
-def _noise(truth: Truth, groups: Groups) -> Floats | None:
-    """(q,) the variance of one training within its subset; None with one seed.
-
-    Each seed's mean over the subsets is taken off, because it is no difference between subsets.
-    """
+def _noise(truth: Truth, groups: Groups) -> tuple[Floats | None, Floats | None]:
+    """(q,) the variance of one training within its subset, and (q,) the part of it that is not the
+    same for all subsets of a seed; None where the seeds are too few."""
     valid = groups.valid[:, :, None]
-    freedom = int(groups.valid.sum()) - groups.subsets - groups.valid.shape[1] + 1
-    if groups.valid.shape[1] < 2 or freedom < 1:
-        return None
+    repeats, trainings = groups.valid.shape[1], int(groups.valid.sum())
+    freedom = trainings - groups.subsets - repeats + 1
+    if repeats < 2 or freedom < 1:
+        return None, None
     within = np.where(valid, truth.measurements, 0.0)
-    for axis in (1, 0):
-        counts = np.maximum(valid.sum(axis, keepdims=True), 1)
-        within = np.where(valid, within - within.sum(axis, keepdims=True) / counts, 0.0)
-    return np.asarray((within**2).sum((0, 1)) / freedom)
+    means = within.sum(1, keepdims=True) / np.maximum(valid.sum(1, keepdims=True), 1)
+    within = np.where(valid, within - means, 0.0)
+    shared = within.sum(0, keepdims=True) / np.maximum(valid.sum(0, keepdims=True), 1)
+    rest = np.where(valid, within - shared, 0.0)
+    interaction = (rest**2).sum((0, 1)) / freedom
+    seeds = np.maximum((shared[0] ** 2).sum(0) / (repeats - 1) - interaction / groups.subsets, 0.0)
+    return interaction + seeds, interaction

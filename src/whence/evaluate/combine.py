@@ -69,7 +69,7 @@ class Candidate:
     resampled: Floats
 
     def report(self) -> dict[str, Any]:
-        return {"lds": self.lds, "interval": middle(self.resampled)}
+        return {"lds": self.lds, "interval": list(middle(self.resampled))}
 
 
 def combine(
@@ -84,17 +84,17 @@ def combine(
     """A weighted sum of several scores that predicts the truth better than each of them.
 
     Weights are shared by all queries and fitted by ridge regression, cross-validated over the
-    subsets; ten retrainings are enough to start with. The function returns whichever has the
-    highest cross-validated LDS: the combination, the equal-weight sum or the best input.
-    The result is calibrated: it is in the measurement's unit, and has
-    ``diagnostics["calibration"]`` as `calibrate` stores it.
+    subsets; ten retrainings are enough to start with. The function returns the combination, unless
+    its cross-validated LDS is below that of the best input, or of the equal-weight sum, beyond the
+    95 % interval of the difference: then it returns that one. The result is calibrated: it is in
+    the measurement's unit, and has ``diagnostics["calibration"]`` as `calibrate` stores it.
 
-    ``diagnostics["combination"]`` has ``returned`` (which of them was returned), ``weights`` (by
-    input), ``ridge``, and the cross-validated LDS with a 95 % interval of every input
-    (``inputs``), of the equal-weight sum (``equal``) and of the combination (``combined``),
-    and ``ahead``: by how much the combination is better than the best input, on the same
-    resamples. If the truth cannot tell a slope, this function warns and returns the first input
-    unchanged.
+    ``diagnostics["combination"]`` says which one was ``returned``, with the ``weights`` of the
+    standardized inputs and the ``ridge``. It has the LDS with a 95 % interval of all ``inputs``,
+    of the ``equal``-weight sum, and (cross-validated) of the ``combined`` scores. ``ahead`` is by
+    how much the combination is better than the ``best`` of the others, on the same resamples.
+
+    If the truth cannot tell a slope, this function warns and returns the first input unchanged.
 
     Args:
         scores: Scores (q, n) of several methods, settings or runs, all of the same training data,
@@ -143,10 +143,11 @@ def combine(
         )
     ]
     *singles, equal, combined = candidates
-    best = max(singles, key=lambda one: one.lds)
-    # with one input, all are the same: the input itself
-    chosen = best if count == 1 else max((combined, equal, best), key=lambda one: one.lds)
-    ahead = combined.resampled - best.resampled
+    best = max((*singles, equal), key=lambda one: one.lds)
+    # Picking the best of several is optimistic, held-out predictions are not: the combination is
+    # replaced only where it is worse beyond the interval.
+    behind = middle(combined.resampled - best.resampled)
+    chosen = best if behind[1] < 0 or count == 1 else combined
     about = {
         "returned": chosen.name,
         "weights": dict(zip(inputs, chosen.weights.tolist(), strict=True)),
@@ -154,7 +155,8 @@ def combine(
         "inputs": {one.name: one.report() for one in singles},
         "equal": equal.report(),
         "combined": combined.report(),
-        "ahead": {"lds": combined.lds - best.lds, "interval": middle(ahead)},
+        "best": best.name,
+        "ahead": {"lds": combined.lds - best.lds, "interval": list(behind)},
         "subsets": subsets,
     }
     if chosen in singles:

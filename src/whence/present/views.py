@@ -20,7 +20,7 @@ from whence.present.check import by_stage
 from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
-from whence.table import estimate
+from whence.scores.uncertainty import calibrated
 
 BINS = 40
 AT_ONCE = 2**24  # scores read at once when all queries are looked at
@@ -86,13 +86,8 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         said.append(
             f"{bad:,} scores are not finite numbers; they are left out of all that follows."
         )
-    calibration = scores.diagnostics.get("calibration")
-    if calibration is not None:
-        said.append(
-            f"Calibrated on {calibration['subsets']} retrained subsets: real changes were "
-            f"{estimate(calibration['fitted'], calibration['interval'])} times the predicted ones, "
-            f"and these scores are multiplied by {calibration['slope']:.3g}."
-        )
+    if "calibration" in scores.diagnostics:
+        said.append(f"Calibrated {calibrated(scores.diagnostics['calibration'])}.")
     if scores.unit.startswith("none"):
         said.append("These scores have no unit: only their order means something.")
     share = sum(float(part.get("share", 0.0)) for part in scores.excluded)

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
-from whence.scores.uncertainty import half_widths
-from whence.table import Table, Tabled, estimate
+from whence.scores.uncertainty import calibrated, half_widths
+from whence.table import Table, Tabled
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -340,11 +340,8 @@ class Scores(Tabled):
             ("shape", f"{self.shape}: {size}"),
             ("left out", left),
         ]
-        calibration = self.diagnostics.get("calibration")
-        if calibration is not None:
-            slope = estimate(calibration["fitted"], calibration["interval"])
-            known = f"on {calibration['subsets']} subsets, slope before {slope}"
-            facts.append(("calibrated", known))
+        if "calibration" in self.diagnostics:
+            facts.append(("calibrated", calibrated(self.diagnostics["calibration"])))
         return Table(None, facts, title=f"Scores by {self.method}({settings})")
 
     def save(self, path: str | os.PathLike[str]) -> None:

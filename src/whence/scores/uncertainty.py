@@ -43,3 +43,13 @@ def half_widths(
     relative = calibration["standard_error"] / calibration["slope"]
     deviation = np.sqrt(np.square(np.asarray(changes, np.float64) * relative) + rest)
     return np.asarray(calibration["quantile"] * deviation)
+
+
+def calibrated(calibration: Mapping[str, Any]) -> str:
+    """'on 20 subsets: real changes were 0.31 [0.25, 0.37] times the predicted ones, …'"""
+    low, high = calibration["interval"]
+    return (
+        f"on {calibration['subsets']} subsets: real changes were {calibration['fitted']:.3g} "
+        f"[{low:.3g}, {high:.3g}] times the predicted ones, and the scores are multiplied by "
+        f"{calibration['slope']:.3g}"
+    )
