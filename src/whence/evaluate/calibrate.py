@@ -167,15 +167,17 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
     without = np.where(known, (a.sum() - c * a) / np.where(known, left, 1.0), 0.0)  # (M,)
     most = float((without**2 * b).sum())
     shrinkage = float(np.clip((without * a).sum() / most, 0.0, 1.0)) if most > 0 else 0.0
-    error = float(np.sqrt((m - 1) / m * ((without - without.mean()) ** 2).sum()))
+    deviation = float(np.sqrt((m - 1) / m * ((without - without.mean()) ** 2).sum()))
     quantile = float(stdtrit(m - 1, 0.975))
-    interval = (fitted - quantile * error, fitted + quantile * error)
+    interval = (fitted - quantile * deviation, fitted + quantile * deviation)
     if fitted <= 0:
-        return f"real changes do not follow the predicted ones (slope {fitted:.3g} ± {error:.2g})"
+        return (
+            f"real changes do not follow the predicted ones (slope {fitted:.3g} ± {deviation:.2g})"
+        )
     if shrinkage == 0:
         return (
             "on held-out subsets, predicting no change is closer than any scale of the scores "
-            f"(slope {fitted:.3g} ± {error:.2g})"
+            f"(slope {fitted:.3g} ± {deviation:.2g})"
         )
     held_out = t - shrinkage * without * p
     variance = (held_out**2).sum(1) / (m - 1)
@@ -189,7 +191,7 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
         fitted=fitted,
         shrinkage=shrinkage,
         interval=interval,
-        standard_error=error,
+        standard_error=deviation,
         quantile=quantile,
         spread_ratio=float(np.sqrt(tt / b.sum())),
         r2=1 - float((held_out**2).sum()) / tt,

@@ -98,7 +98,7 @@ def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool)
 
 def centred(values: Floats) -> Floats:
     """``values`` (..., M) minus their mean over the subsets."""
-    return values - values.mean(-1, keepdims=True)
+    return np.asarray(values - values.mean(-1, keepdims=True))
 
 
 def locate(scores: Scores, truth: Truth) -> tuple[Ints, Ints]:

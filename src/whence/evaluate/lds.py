@@ -238,7 +238,7 @@ def recentred(resampled: Floats, value: float) -> Floats:
 
     Repeated subsets are ties, which lower a resample's correlations by about 1/M.
     """
-    return resampled - resampled.mean() + value
+    return np.asarray(resampled - resampled.mean() + value)
 
 
 def correlations(
