@@ -364,7 +364,7 @@ def test_digits_come_out_at_the_right_size() -> None:
     import whence
 
     runs = [
-        whence.Source(segments=1).attribute(judged.study(seed), judged.data()[1])
+        whence.Source.published(segments=1).attribute(judged.study(seed), judged.data()[1])
         for seed in (100, 101)
     ]
     scores = ensemble(runs)
