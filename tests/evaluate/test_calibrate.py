@@ -218,7 +218,7 @@ def test_the_interval_contains_what_retraining_measures() -> None:
 
 
 def test_tables_views_and_what_if_show_it(values: Array, truth: Truth) -> None:
-    from whence.explore.state import Explored
+    from whence.explore.scored_data import ScoredData
     from whence.explore.whatif import what_if
     from whence.present.views import overview, query_view
 
@@ -231,7 +231,7 @@ def test_tables_views_and_what_if_show_it(values: Array, truth: Truth) -> None:
     assert "calibration · slope" in facts and "calibration · residual" not in facts
     assert query_view(result, 1)["residual"] == pytest.approx(fit(result)["residual"][1], rel=1e-4)
     assert query_view(scores, 1)["residual"] is None
-    sets = what_if(Explored({"raw": scores, "calibrated": result}), [3, 14])["sets"]
+    sets = what_if(ScoredData({"raw": scores, "calibrated": result}), [3, 14])["sets"]
     low, high = result.removal_interval(4, [3, 14])
     assert sets["calibrated"]["within"][4] == pytest.approx((high - low) / 2, rel=1e-4)
     assert sets["raw"]["within"] is None
