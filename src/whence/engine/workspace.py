@@ -258,6 +258,7 @@ class Workspace:
         """Where scores come from, as it is stored with them."""
         return {
             "run": self.run.fingerprint,
+            "recipe": self.run.origin.get("recipe"),
             "train": self.data_fingerprints(),
             "collated": self.study.collate is not None,
             "query": None if self.query is None else self.query.fingerprint(),

@@ -1,6 +1,8 @@
 """Judging scores by what really happens: retrain on known subsets, and look."""
 
+from whence.evaluate.calibrate import calibrate
 from whence.evaluate.calibration import Calibration, calibration
+from whence.evaluate.combine import combine
 from whence.evaluate.lds import LDS, Comparison, Difference, compare, lds
 from whence.evaluate.mislabeled import Mislabeled, mislabeled
 from whence.evaluate.removal import SubsetRemoval, subset_removal
@@ -14,7 +16,9 @@ __all__ = [
     "Mislabeled",
     "SubsetRemoval",
     "Truth",
+    "calibrate",
     "calibration",
+    "combine",
     "compare",
     "ground_truth",
     "lds",

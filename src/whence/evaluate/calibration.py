@@ -17,17 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
-from whence.evaluate.lds import (
-    AT_ONCE,
-    SAME,
-    Floats,
-    Given,
-    check_bootstrap,
-    judged,
-    reliability,
-    resamples,
-    split,
-)
+from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
+from whence.evaluate.lds import check_bootstrap, reliability, resamples, split
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
@@ -120,8 +111,8 @@ def calibration(
         exclude_diverged: leave out trainings that diverged, rather than refuse.
     """
     check_bootstrap(bootstrap)
-    found = judged(scores, truth, exclude_diverged)
-    p, t = (x - x.mean(1, keepdims=True) for x in (found.predicted.mean(0), found.measured))
+    groups = group(scores, truth, exclude_diverged)
+    p, t = centred(groups.predicted.mean(0)), centred(groups.measured)
     pp, pt, tt = (float((x * y).sum()) for x, y in ((p, p), (p, t), (t, t)))
     if pp == 0:
         raise InvalidInput("the scores predict the same for all subsets: there is no slope")
@@ -137,19 +128,19 @@ def calibration(
         interval=_interval(p, t, resamples(p.shape[1], bootstrap, random)),
         r2=1 - float(((t - p) ** 2).sum()) / tt,
         r2_line=pt * pt / (pp * tt),
-        ceiling=_ceiling(truth, found.kept, random),
+        ceiling=_ceiling(truth, groups.valid, random),
         slopes=np.where(own > 0, (p * t).sum(1) / np.where(own > 0, own, 1.0), np.nan),
         predicted=p,
         real=t,
-        method=found.method,
+        method=groups.method,
         measurement=truth.measurement,
         unit=truth.unit,
-        subsets=found.subsets,
+        subsets=groups.subsets,
         seeds=truth.measurements.shape[1],
         alpha=float(truth.alpha),
-        diverged=found.diverged,
-        lost=found.lost,
-        runs=found.runs,
+        diverged=groups.diverged,
+        lost=groups.lost,
+        runs=groups.runs,
     )
 
 
@@ -168,11 +159,11 @@ def _interval(p: Floats, t: Floats, drawn: NDArray[np.float32]) -> tuple[float, 
     return float(low), float(high)
 
 
-def _ceiling(truth: Truth, kept: NDArray[np.bool_], random: np.random.Generator) -> float | None:
+def _ceiling(truth: Truth, valid: NDArray[np.bool_], random: np.random.Generator) -> float | None:
     """The reliability of the mean over seeds, from halves of them, all queries together."""
     sums = np.zeros(3)
-    for halves in split(truth, kept, random):
+    for halves in split(truth, valid, random):
         a, b = (half - half.mean(0) for half in halves)
         sums += [(a * b).sum(), (a * a).sum(), (b * b).sum()]
     ab, aa, bb = sums
-    return reliability(float(ab / np.sqrt(aa * bb)), kept.shape[1]) if aa * bb > 0 else None
+    return reliability(float(ab / np.sqrt(aa * bb)), valid.shape[1]) if aa * bb > 0 else None

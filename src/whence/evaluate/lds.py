@@ -19,18 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import InvalidInput, MissingDependency, MissingKey
-from whence.scores import Scores
+from whence.evaluate.groups import Floats, Given, group
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
     from whence.retrain import Truth
 
-Floats = NDArray[np.float64]
-Given = Scores | NDArray[Any]  # scores, or a plain array (q, n)
-
-AT_ONCE = 2**23  # numbers of a score matrix that are held in float64 at a time
 SPLITS = 10  # random halvings of the seeds for the noise ceiling
-SAME = 1e-13  # group predictions closer than this, relative to Σ|values|, differ by rounding alone
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class LDS(Tabled):
                 f"the LDS of {self.method} and that of {other.method} do not share their "
                 "resamples: make both with the same truth, bootstrap and seed"
             )
-        return Difference(self.value - other.value, _ends(mine - its))
+        return Difference(self.value - other.value, middle(mine - its))
 
     def table(self) -> Table:
         """The score with its interval, and all that it stands on."""
@@ -177,43 +172,41 @@ def lds(
             than refuse.
     """
     check_bootstrap(bootstrap)
-    found = judged(scores, truth, exclude_diverged)
+    groups = group(scores, truth, exclude_diverged)
     random = np.random.default_rng(seed)
-    several = len(found.predicted) > 1
+    several = len(groups.predicted) > 1
     # rows: the ensemble, whose prediction is the mean of the runs', then the runs
-    ensemble = [found.predicted.mean(0)] if several else []
-    predicted = np.stack([*ensemble, *found.predicted])
-    per_query, resampled = _correlated(found.measured, predicted, bootstrap, random)
-    ceiling = noise_ceiling(truth, found.kept, random)
+    ensemble = [groups.predicted.mean(0)] if several else []
+    predicted = np.stack([*ensemble, *groups.predicted])
+    per_query, resampled = correlations(groups.measured, predicted, bootstrap, random)
+    ceiling = noise_ceiling(truth, groups.valid, random)
     defined = ~np.isnan(per_query[0])
     flat = np.ptp(predicted, axis=2) == 0
 
     def result(rows: slice, **more: Any) -> LDS:
-        values, around = per_query[rows].mean(0), resampled[rows].mean(0)
+        values = per_query[rows].mean(0)
         value = float(values[defined].mean())
-        # Repeated subsets are ties, which lower a resample's correlations by about 1/M. The
-        # resamples are moved by that much, to be about the value.
-        around = around - around.mean() + value
+        around = recentred(resampled[rows].mean(0), value)
         return LDS(
             value=value,
-            interval=_ends(around),
+            interval=middle(around),
             per_query=values,
             ceiling=ceiling,
-            method=found.method,
+            method=groups.method,
             queries=int(defined.sum()),
             undefined=int((~defined).sum()),
             unranked=int((flat[rows].all(0) & defined).sum()),
-            subsets=found.subsets,
+            subsets=groups.subsets,
             seeds=truth.measurements.shape[1],
             alpha=float(truth.alpha),
-            diverged=found.diverged,
-            lost=found.lost,
+            diverged=groups.diverged,
+            lost=groups.lost,
             resampled=around,
             **more,
         )
 
     single = result(slice(1, None)) if several else None
-    return result(slice(0, 1), runs=found.runs, single=single)
+    return result(slice(0, 1), runs=groups.runs, single=single)
 
 
 def compare(
@@ -235,13 +228,21 @@ def compare(
     )
 
 
-def _ends(resampled: Floats) -> tuple[float, float]:
-    """Of the middle 95 %."""
+def middle(resampled: Floats) -> tuple[float, float]:
+    """The ends of the middle 95 % of resampled values (B,)."""
     low, high = np.percentile(resampled, [2.5, 97.5])
     return float(low), float(high)
 
 
-def _correlated(
+def recentred(resampled: Floats, value: float) -> Floats:
+    """Resampled scores (B,), moved so that their mean is the score itself.
+
+    Repeated subsets are ties, which lower a resample's correlations by about 1/M.
+    """
+    return np.asarray(resampled - resampled.mean() + value)
+
+
+def correlations(
     measured: Floats, predicted: Floats, bootstrap: int, random: np.random.Generator
 ) -> tuple[Floats, Floats]:
     """Correlations (K, q) of measurements (q, M) with predictions (K, q, M); and their means over
@@ -313,76 +314,18 @@ def _ranks(x: Floats, weights: NDArray[np.float32]) -> NDArray[np.float32]:
     return found
 
 
-@dataclass(frozen=True)
-class Judged:
-    """Predictions beside measurements of the same subsets and queries."""
-
-    predicted: Floats  # (K, q, M)
-    measured: Floats  # (q, M): mean over the seeds
-    kept: NDArray[np.bool_]  # (M of the truth, R): trainings that count
-    method: str
-    runs: int
-    diverged: int
-    lost: int
-
-    @property
-    def subsets(self) -> int:
-        return int(self.measured.shape[1])
-
-
-def judged(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool) -> Judged:
-    """Check that scores and truth are about the same, and lay them side by side."""
-    runs = list(scores) if isinstance(scores, Sequence) else [scores]
-    if not runs:
-        raise InvalidInput("scores is an empty list: give the scores of at least one run")
-    methods = list(dict.fromkeys(run.method for run in runs if isinstance(run, Scores)))
-    if len(methods) > 1:
-        raise InvalidInput(
-            f"scores is a list of runs, but of several methods ({', '.join(methods)}): give one "
-            "method's runs at a time, or a dict of them to compare()"
-        )
-    kept = np.asarray(np.isfinite(truth.measurements).all(2))
-    diverged = int((~kept).sum())
-    if diverged and not exclude_diverged:
-        raise InvalidInput(
-            f"{diverged} of the truth's {kept.size} trainings diverged or are not done: finish "
-            "them, or leave them out with exclude_diverged=True"
-        )
-    whole = kept.any(1)
-    if whole.sum() < 3:
-        lost = f" ({int((~whole).sum())} more were left out)" if diverged else ""
-        raise InvalidInput(
-            f"the truth has {int(whole.sum())} subsets{lost}: a correlation over subsets needs at "
-            "least 3, and 100 to be worth something"
-        )
-    measured = truth.means
-    if diverged:
-        counted = np.where(kept[:, :, None], truth.measurements, 0.0).sum(1)
-        measured = counted[whole] / kept[whole].sum(1)[:, None]
-    masks = np.asarray(truth.masks[whole].T, dtype=np.float64)  # (n, M)
-    return Judged(
-        predicted=np.stack([_group_predictions(run, truth, masks) for run in runs]),
-        measured=np.ascontiguousarray(measured.T, dtype=np.float64),
-        kept=kept,
-        method=methods[0] if methods else "an array of scores",
-        runs=sum(_runs(run) for run in runs),
-        diverged=diverged,
-        lost=int((~whole).sum()),
-    )
-
-
 def noise_ceiling(
-    truth: Truth, kept: NDArray[np.bool_], random: np.random.Generator
+    truth: Truth, valid: NDArray[np.bool_], random: np.random.Generator
 ) -> float | None:
     """How well the mean over seeds correlates with the mean over endlessly many, at most: the root
-    of its `reliability`, with r the rank correlation of two halves. ``kept`` (M, R) are the
+    of its `reliability`, with r the rank correlation of two halves. ``valid`` (M, R) are the
     trainings that count."""
     try:
         from scipy.stats import rankdata
     except ImportError as error:
-        raise MissingDependency("lds needs SciPy: pip install 'whence-tda[eval]'") from error
+        raise MissingDependency("lds needs SciPy: pip install 'whence[eval]'") from error
     found = []
-    for halves in split(truth, kept, random):
+    for halves in split(truth, valid, random):
         u, v = (rankdata(half, axis=0) - (len(half) + 1) / 2 for half in halves)
         lengths = np.linalg.norm(u, axis=0) * np.linalg.norm(v, axis=0)
         varies = lengths > 0
@@ -390,28 +333,28 @@ def noise_ceiling(
     together = np.concatenate(found) if found else np.empty(0)
     if together.size == 0:
         return None
-    return math.sqrt(reliability(float(together.mean()), kept.shape[1]))
+    return math.sqrt(reliability(float(together.mean()), valid.shape[1]))
 
 
 def split(
-    truth: Truth, kept: NDArray[np.bool_], random: np.random.Generator
+    truth: Truth, valid: NDArray[np.bool_], random: np.random.Generator
 ) -> Iterator[tuple[Floats, Floats]]:
     """The mean measurements (M, q) of two halves of the seeds, for several random halvings.
 
     Subsets that have no training in one of the halves are left out. An odd seed is left out too.
     """
-    seeds = kept.shape[1]
+    seeds = valid.shape[1]
     half = seeds // 2
     for _ in range(1 if seeds == 2 else SPLITS if half else 0):
         order = random.permutation(seeds)
         first, second = order[:half], order[half : 2 * half]
-        both = kept[:, first].any(1) & kept[:, second].any(1)
+        both = valid[:, first].any(1) & valid[:, second].any(1)
         if both.sum() < 3:
             continue
         means = []
         for one in (first, second):
             place = np.ix_(both, one)
-            here = kept[place][:, :, None]
+            here = valid[place][:, :, None]
             means.append(np.where(here, truth.measurements[place], 0.0).sum(1) / here.sum(1))
         yield means[0], means[1]
 
@@ -421,104 +364,3 @@ def reliability(r: float, seeds: int) -> float:
     and a little more for an odd R, whose halves are smaller."""
     r, times = max(0.0, r), seeds / (seeds // 2)
     return times * r / (1 + (times - 1) * r)
-
-
-def columns(scores: Scores, stage: str | None, examples: int, whose: str) -> NDArray[np.int64]:
-    """Where the scores of examples 0 .. n-1 of a stage stand, (n,)."""
-    stages = [] if scores.stage is None else list(dict.fromkeys(scores.stage))
-    if stage is None and len(stages) > 1:
-        raise InvalidInput(
-            f"the scores are about the stages {', '.join(stages)}, but {whose} does not say which "
-            "of them it is about"
-        )
-    if stage is not None and stages and stage not in stages:
-        raise InvalidInput(
-            f"{whose} is about stage {stage!r}, but the scores about {', '.join(stages)}: "
-            f"attribute with stage={stage!r}, or without stage="
-        )
-    found = np.arange(scores.shape[-1])
-    if stage is not None and len(stages) > 1:
-        found = np.flatnonzero(np.array(scores.stage) == stage)
-    if len(found) != examples:
-        raise InvalidInput(
-            f"the scores are about {len(found)} training examples, but {whose} about {examples}: "
-            "they must be of the same training data"
-        )
-    return found[by_number("train_ids", scores.train_ids[found], whose)]
-
-
-def by_number(name: str, ids: NDArray[np.int64], whose: str) -> NDArray[np.int64]:
-    """Where the ids 0, 1, 2, ... stand."""
-    order = np.argsort(ids, kind="stable")
-    if not np.array_equal(ids[order], np.arange(len(ids))):
-        raise InvalidInput(
-            f"the scores' {name} are not 0..{len(ids) - 1}, the numbers that {whose} counts by: "
-            "give an array of scores, with rows and columns in that order"
-        )
-    return order
-
-
-def _group_predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
-    """g (q, M): sums of scores over the subsets whose ``masks`` are (n, M)."""
-    n, queries = masks.shape[0], truth.measurements.shape[2]
-    if isinstance(scores, Scores):
-        if scores.is_self_influence:
-            raise InvalidInput(
-                "these are self-influence scores (n,): they say nothing of queries; attribute with "
-                "query="
-            )
-        for name in ("measurement", "higher_is_better"):
-            ours, theirs = getattr(scores, name), getattr(truth, name)
-            if ours != theirs:
-                raise InvalidInput(
-                    f"the scores have {name}={ours!r}, the truth {name}={theirs!r}: attribute with "
-                    "the task that the truth was measured with"
-                )
-        asked = scores.provenance.get("query")
-        if asked and truth.query and asked != truth.query:
-            raise InvalidInput(
-                "the scores were made for other queries than the truth (their contents differ, or "
-                "their order): attribute the queries that the truth was measured on"
-            )
-        values: NDArray[Any] = scores.values
-        across = columns(scores, truth.stage, n, "the truth")
-        down = by_number("query_ids", scores.query_ids, "the truth")
-    else:
-        values = np.asarray(scores)
-        if values.ndim != 2:
-            raise InvalidInput(f"an array of scores must be (q, n), not of shape {values.shape}")
-        if values.shape[1] != n:
-            raise InvalidInput(
-                f"the scores are about {values.shape[1]} training examples, but the truth about "
-                f"{n}: they must be of the same training data"
-            )
-        across, down = np.arange(n), np.arange(len(values))
-    if len(values) != queries:
-        raise InvalidInput(
-            f"the scores are of {len(values)} queries, but the truth of {queries}: attribute the "
-            "queries that the truth was measured on"
-        )
-    everything = values.shape[1] == n and np.array_equal(across, np.arange(n))
-    predicted = np.empty((queries, masks.shape[1]))
-    step = max(1, AT_ONCE // n)
-    for start in range(0, queries, step):
-        rows = down[start : start + step]
-        block = values[rows] if everything else values[rows][:, across]
-        block = block.astype(np.float64)
-        bad = ~np.isfinite(block)
-        if bad.any():
-            row = int(bad.any(1).argmax())
-            raise InvalidInput(
-                f"{int(bad.sum())} scores are not finite numbers, the first of query "
-                f"{start + row} and example {int(bad[row].argmax())}: they cannot be judged"
-            )
-        sums = block @ masks
-        flat = np.ptp(sums, axis=1) <= SAME * np.abs(block).sum(1)
-        sums[flat] = 0.0
-        predicted[start : start + step] = sums
-    return predicted
-
-
-def _runs(scores: Given) -> int:
-    """How many runs' scores these are the mean of."""
-    return int(scores.diagnostics.get("runs", 1)) if isinstance(scores, Scores) else 1

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from whence.errors import InvalidInput
-from whence.evaluate.lds import Floats, columns
+from whence.evaluate.groups import Floats, columns
 from whence.scores import Scores
 from whence.table import Table, Tabled
 

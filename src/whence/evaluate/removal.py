@@ -24,7 +24,8 @@ from torch.utils.data import Subset
 from whence.data import Batches
 from whence.engine.labels import Labels, classes
 from whence.errors import InvalidInput, InvalidType
-from whence.evaluate.lds import Difference, Floats, by_number, columns
+from whence.evaluate.groups import Floats, Ints, by_number, columns
+from whence.evaluate.lds import Difference
 from whence.methods.random import draws
 from whence.retrain import Training, measure
 from whence.retrain.recipe import Recipe
@@ -33,8 +34,6 @@ from whence.table import Table, Tabled, estimate
 
 RANDOM = "Random"  # the floor's name among the methods
 Z = 1.959964  # a normal variable is within ± Z with 95 %
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

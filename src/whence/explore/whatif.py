@@ -17,6 +17,7 @@ from whence.explore.reading import Floats, Ints
 from whence.explore.scored_data import ScoredData
 from whence.present.views import number
 from whence.scores import Scores
+from whence.scores.uncertainty import half_widths
 
 MARGIN = "margin"  # a measurement that is positive if the prediction is right
 
@@ -79,7 +80,14 @@ def _prediction(data: ScoredData, name: str, places: Ints) -> dict[str, Any]:
         note = (
             f"{lost} of {len(change)} queries have no prediction: scores of ticked examples {why}"
         )
-    return {"change": _list(change), "unknown": unknown.tolist(), "note": note}
+    calibration = data.scores(name).diagnostics.get("calibration")
+    within = None if calibration is None else half_widths(calibration, change, len(places))
+    return {
+        "change": _list(change),
+        "within": _list(within),  # half of the 95 % interval, of calibrated scores
+        "unknown": unknown.tolist(),
+        "note": note,
+    }
 
 
 def judged(data: ScoredData, job: Job, outcome: Outcome, places: Ints) -> dict[str, Any]:

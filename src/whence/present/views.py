@@ -21,10 +21,12 @@ from whence.present.check import by_stage
 from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
+from whence.scores.uncertainty import calibrated
 
 BINS = 40
 CHUNK = 2**24  # scores in memory at a time
 CLASSES = 8  # classes that a class mix names
+PER_QUERY = ("residual", "noise")  # of a calibration
 
 View = dict[str, Any]
 Floats = NDArray[np.floating[Any]]
@@ -82,6 +84,8 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
     not_finite = count_not_finite(scores)
     if not_finite:
         notes.append(f"{not_finite:,} scores are not finite and are left out.")
+    if "calibration" in scores.diagnostics:
+        notes.append(f"Calibrated {calibrated(scores.diagnostics['calibration'])}.")
     if scores.unit.startswith("none"):
         notes.append("These scores have no unit: only their order is meaningful.")
     share = sum(float(part.get("share", 0.0)) for part in scores.excluded)
@@ -112,7 +116,14 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
             }
             for part in scores.excluded
         ],
-        "diagnostics": _facts({k: v for k, v in scores.diagnostics.items() if k != "segments"}),
+        "diagnostics": _facts(
+            {
+                # each query shows its own
+                k: {n: x for n, x in v.items() if n not in PER_QUERY} if k == "calibration" else v
+                for k, v in scores.diagnostics.items()
+                if k != "segments"
+            }
+        ),
         "provenance": _facts(facts),
         "notes": notes,
     }
@@ -132,7 +143,8 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
         all finite scores ({low, width, counts}, bins start at multiples of the width); `helped` and
         `harmed`: their sums by sign, None if only the top was kept; `segments`: these two sums per
         segment; `classes`: the labels of the entries, counted; `not_numbers`: the number of scores
-        that are not finite.
+        that are not finite; `residual`: of calibrated scores, the standard deviation of one
+        retraining around its prediction.
     """
     place = scores.row_index(row)
     if k < 1:
@@ -149,7 +161,10 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
         "harmed": None,
         "segments": None,
         "classes": None,
+        "residual": None,
     }
+    if "calibration" in scores.diagnostics:
+        view["residual"] = number(scores.diagnostics["calibration"]["residual"][place])
     values, columns = values[finite], columns[finite]
     for name, sign in (("helpful", direction), ("harmful", -direction)):
         order = strongest(sign * values, k)

@@ -27,6 +27,7 @@ from whence.errors import (
     MissingFile,
 )
 from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
+from whence.scores.uncertainty import calibrated, half_widths
 from whence.table import Table, Tabled
 
 SCHEMA = 1
@@ -239,6 +240,25 @@ class Scores(Tabled):
             values = np.array([kept[int(c)] for c in columns])
         return -float(np.sum(values, dtype=np.float64)) + 0.0  # + 0.0: never "-0.0"
 
+    def removal_interval(
+        self, query: int | None, examples: int | Iterable[int], *, stage: str | None = None
+    ) -> tuple[float, float]:
+        """95 % interval of the change that one retraining without ``examples`` measures.
+
+        It is centred on ``removal_effect``, and holds for groups that were not chosen by their
+        scores. Only calibrated scores have it (`whence.evaluate.calibrate` or `combine`).
+        """
+        calibration = self.diagnostics.get("calibration")
+        if calibration is None:
+            raise InvalidInput(
+                "these scores are not calibrated, so the error of a predicted change is not known: "
+                "use whence.evaluate.calibrate(scores, truth)"
+            )
+        chosen = list(examples) if isinstance(examples, Iterable) else [examples]
+        effect = self.removal_effect(query, chosen, stage=stage)
+        half = float(half_widths(calibration, effect, len(chosen))[self._row(query)])
+        return effect - half, effect + half
+
     def to_numpy(self) -> Floats:
         """A copy of ``values`` in memory."""
         return np.array(self.values)
@@ -297,6 +317,8 @@ class Scores(Tabled):
             ("shape", f"{self.shape}: {size}"),
             ("left out", left),
         ]
+        if "calibration" in self.diagnostics:
+            facts.append(("calibrated", calibrated(self.diagnostics["calibration"])))
         return Table(None, facts, title=f"Scores by {self.method}({settings})")
 
     def save(self, path: str | os.PathLike[str]) -> None:

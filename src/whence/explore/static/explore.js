@@ -566,7 +566,8 @@
       selected.note ? notice(`${selected.note}.`) : null,
       await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].unit === selected.unit ? one : `${one} (${answer.sets[one].unit})`))], (row) => [
         answer.measured ? el("td", { class: "numeric" }, number(answer.measured[row])) : null,
-        el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher)),
+        el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher),
+          selected.within && selected.within[row] !== null ? el("span", { class: "muted", title: "95 % interval of one retraining" }, ` ± ${number(selected.within[row], 2)}`) : null),
         !answer.measured ? null : el("td", { class: "numeric" }, after(row) === null ? "–" : number(after(row)), flips(row) ? el("span", { class: "wrong" }, after(row) > 0 ? "✓ becomes right" : "✗ becomes wrong") : null),
         ...others.map((one) => el("td", { class: "numeric" }, answer.sets[one].change[row] === null ? unknown(answer.sets[one].unknown[row]) : valueOf(answer.sets[one].change[row], higher))),
       ]));

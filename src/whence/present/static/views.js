@@ -327,6 +327,9 @@ Whence.views = (() => {
         fact("helped (sum)", el("span", { class: "value helpful" }, signed(view.helped))),
         fact("harmed (sum)", el("span", { class: "value harmful" }, signed(view.harmed)))]);
     }
+    if (view.residual !== null && view.residual !== undefined) {
+      add(facts, [fact("one retraining differs by", `± ${number(view.residual, 2)}`, el("span", { class: "muted" }, ` ${overview.unit}`))]);
+    }
     const bad = view.not_numbers ? el("p", { class: "notice" },
       `${plural(view.not_numbers, "score")} of this query ${view.not_numbers === 1 ? "is not finite and is" : "are not finite and are"} left out.`) : null;
     return el("article", { class: "query-view" },

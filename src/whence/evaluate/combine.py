@@ -1,0 +1,345 @@
+"""Combined scores: a weighted sum of several scores, with weights from a few retrainings.
+
+Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``K`` inputs.
+
+    Z_k[q, m] = values_k[q, m] / sd_k[q]       sd_k[q] over the training examples
+    X_k[q, j] = Σ_{m ∈ S_j} Z_k[q, m]          (K, q, M), each input scaled to unit mean square
+    Y[q, j]   = T[q, j] / sd of T[q]           both centred per query over the subsets
+
+    w(λ) = argmin ‖Y − Σ_k w_k X_k‖² + λ ‖X‖² ‖w − w̄ 1‖²      weights shared by all queries
+
+w̄ is the slope of Y on the equal-weight sum Σ_k X_k: the ridge shrinks towards the equal-weight sum,
+which needs no retraining, and λ says how far the truth may move away from it. λ is chosen by
+cross-validation over subsets. All reported numbers of the combination come from an outer
+cross-validation that repeats this choice without the held-out subsets, so that no subset judges
+weights, a λ or a slope that it helped to fit.
+
+The weights fix the shape of each query's scores. Their size is that of the inputs,
+
+    size[q]      = Π_k (sd_k[q] / mean_q sd_k)^(|w_k| / Σ|w|)
+    values[q, m] = slope · size[q] · Σ_k w_k Z_k[q, m]
+
+with one slope, fitted as in `calibrate` to the held-out predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.errors import InvalidInput, InvalidType
+from whence.evaluate.calibrate import (
+    check_scores,
+    check_subsets,
+    fit_slope,
+    scaled,
+    warn_unchanged,
+)
+from whence.evaluate.groups import Floats, centred, group, locate
+from whence.evaluate.lds import check_bootstrap, correlations, middle, recentred
+from whence.scores import Scores
+
+if TYPE_CHECKING:
+    from whence.retrain import Truth
+
+RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # λ, relative to ‖X_k‖²
+FOLDS = 10  # of the cross-validation; with fewer subsets, one subset each
+EQUAL, RIDGE = "equal-weight sum", "combination"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to predict the truth's subsets, and how well it does.
+
+    Attributes:
+        name: an input's name, "equal-weight sum" or "combination".
+        weights: (K,) of the standardized inputs.
+        predicted: (q, M), held out where anything was fitted.
+        lds: cross-validated.
+        resampled: (B,) the LDS of resampled subsets.
+    """
+
+    name: str
+    weights: Floats
+    predicted: Floats
+    lds: float
+    resampled: Floats
+
+    def report(self) -> dict[str, Any]:
+        return {"lds": self.lds, "interval": list(middle(self.resampled))}
+
+
+def combine(
+    scores: Sequence[Scores] | Mapping[str, Scores],
+    truth: Truth,
+    *,
+    parts: bool = False,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    exclude_diverged: bool = False,
+) -> Scores:
+    """A weighted sum of several scores that predicts the truth better than each of them.
+
+    Weights are shared by all queries and fitted by ridge regression, cross-validated over the
+    subsets; ten retrainings are enough to start with. The function returns the combination, unless
+    its cross-validated LDS is below that of the best input, or of the equal-weight sum, beyond the
+    95 % interval of the difference: then it returns that one. The result is calibrated: it is in
+    the measurement's unit, and has ``diagnostics["calibration"]`` as `calibrate` stores it.
+
+    ``diagnostics["combination"]`` says which one was ``returned``, with the ``weights`` of the
+    standardized inputs and the ``ridge``. It has the LDS with a 95 % interval of all ``inputs``,
+    of the ``equal``-weight sum, and (cross-validated) of the ``combined`` scores. ``ahead`` is by
+    how much the combination is better than the ``best`` of the others, on the same resamples.
+
+    If the truth cannot tell a slope, this function warns and returns the first input unchanged.
+
+    Args:
+        scores: Scores (q, n) of several methods, settings or runs, all of the same training data,
+            queries and measurement; or a dict of them by name.
+        truth: measurements on at least 5 subsets, of the recipe that trained the attributed runs.
+            Judge the result by another truth.
+        parts: combine the segments of each input that has them (``by_segment``), rather than their
+            sum.
+        bootstrap: the number of resamples of the subsets for the intervals.
+        seed: of the resamples.
+        exclude_diverged: leave out trainings that diverged, rather than refuse.
+    """
+    check_bootstrap(bootstrap)
+    inputs = _inputs(scores, truth, parts)
+    first = next(iter(inputs.values()))
+    groups = [group(one, truth, exclude_diverged) for one in inputs.values()]
+    measured, subsets = groups[0].measured, groups[0].subsets
+    check_subsets(groups[0])
+    deviations = np.stack([_deviations(one, truth) for one in inputs.values()])  # (K, q)
+    scales = np.where(deviations > 0, deviations, 1.0)
+    x = centred(np.stack([one.predicted[0] for one in groups]) / scales[:, :, None])
+    squares = np.sqrt((x**2).mean((1, 2)))  # (K,) to unit mean square
+    if not squares.any() or not np.ptp(measured, axis=1).any():
+        same = "measurements are" if squares.any() else "scores predict"
+        warn_unchanged(f"the {same} the same for all subsets", first)
+        return first
+    squares[squares == 0] = 1.0
+    x /= squares[:, None, None]
+    ridge, weights, held_out = _cross_validated(x, measured)
+    count = len(inputs)
+    shapes = [*np.eye(count), np.ones(count) / count, weights]
+    predictions = [*x, x.mean(0), held_out]
+    per_query, resampled = correlations(
+        measured, np.stack(predictions), bootstrap, np.random.default_rng(seed)
+    )
+    defined = ~np.isnan(per_query[0])
+    candidates = [
+        Candidate(name, shape, predicted, value, recentred(around, value))
+        for name, shape, predicted, value, around in zip(
+            [*inputs, EQUAL, RIDGE],
+            shapes,
+            predictions,
+            per_query[:, defined].mean(1).tolist(),
+            resampled,
+            strict=True,
+        )
+    ]
+    *singles, equal, combined = candidates
+    best = max((*singles, equal), key=lambda one: one.lds)
+    # Picking the best of several is optimistic, held-out predictions are not: the combination is
+    # replaced only where it is worse beyond the interval.
+    behind = middle(combined.resampled - best.resampled)
+    chosen = best if behind[1] < 0 or count == 1 else combined
+    about = {
+        "returned": chosen.name,
+        "weights": dict(zip(inputs, chosen.weights.tolist(), strict=True)),
+        "ridge": ridge if chosen is combined else None,
+        "inputs": {one.name: one.report() for one in singles},
+        "equal": equal.report(),
+        "combined": combined.report(),
+        "best": best.name,
+        "ahead": {"lds": combined.lds - best.lds, "interval": list(behind)},
+        "subsets": subsets,
+    }
+    if chosen in singles:
+        place = singles.index(chosen)
+        source, predicted = list(inputs.values())[place], groups[place].predicted[0]
+    else:
+        sizes = _sizes(deviations, chosen.weights)
+        per_input = chosen.weights[:, None] * sizes / (scales * squares[:, None])  # (K, q)
+        source = _sum(inputs.values(), per_input, truth)
+        predicted = chosen.predicted * sizes[:, None]
+    fit = fit_slope(predicted, groups[0], truth)
+    if isinstance(fit, str):
+        warn_unchanged(fit, first)
+        return first
+    result = scaled(source, truth, fit)
+    result.diagnostics["combination"] = about
+    return result
+
+
+def _inputs(
+    scores: Sequence[Scores] | Mapping[str, Scores], truth: Truth, parts: bool
+) -> dict[str, Scores]:
+    """The inputs by name, after a check that they can be added up."""
+    if isinstance(scores, Scores) or not isinstance(scores, Sequence | Mapping):
+        raise InvalidType(
+            f"scores is a {type(scores).__name__}: give a list of Scores, or a dict of them by name"
+        )
+    given = list(scores.values() if isinstance(scores, Mapping) else scores)
+    if not given:
+        raise InvalidInput("scores is empty: give the Scores of at least one method")
+    for place, one in enumerate(given):
+        check_scores(one, truth, f"scores[{place}]")
+    names = list(scores) if isinstance(scores, Mapping) else [one.method for one in given]
+    if len(set(names)) < len(names):
+        names = [f"{name} {place}" for place, name in enumerate(names)]
+    _check_same_study(names, given, truth)
+    if not parts:
+        return dict(zip(names, given, strict=True))
+    if all(one.by_segment is None for one in given):
+        raise InvalidInput(
+            "parts=True, but no input has parts (by_segment): attribute with a method that stores "
+            "them, such as Source with several segments, or use parts=False"
+        )
+    split = {}
+    for name, one in zip(names, given, strict=True):
+        pieces = [one.values] if one.by_segment is None else list(one.by_segment)
+        for number, values in enumerate(pieces, 1):
+            label = name if one.by_segment is None else f"{name}, segment {number}"
+            split[label] = _with_values(one, values)
+    return split
+
+
+def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Truth) -> None:
+    """Refuse scores of different data. Where a fingerprint is missing, nothing is compared."""
+    known: dict[str, tuple[str, Any]] = {}
+    for name, one in zip(names, given, strict=True):
+        train = one.provenance.get("train") or {}
+        data = train.get(truth.stage) if truth.stage in train else next(iter(train.values()), None)
+        facts = {"training data": data, "queries": one.provenance.get("query")}
+        for what, value in facts.items():
+            if not value:
+                continue
+            other, theirs = known.setdefault(what, (name, value))
+            if theirs != value:
+                raise InvalidInput(
+                    f"{name} and {other} are scores of different studies: their {what} differ; "
+                    "combine scores of the same training data and queries"
+                )
+
+
+def _with_values(scores: Scores, values: Any) -> Scores:
+    """Other values for the same queries and training examples."""
+    return Scores(
+        values,
+        method=scores.method,
+        settings=scores.settings,
+        measurement=scores.measurement,
+        unit=scores.unit,
+        higher_is_better=scores.higher_is_better,
+        query_ids=None if scores.is_self_influence else scores.query_ids,
+        train_ids=scores.train_ids,
+        stage=scores.stage,
+        diagnostics={k: v for k, v in scores.diagnostics.items() if k == "runs"},
+        provenance=scores.provenance,
+        excluded=scores.excluded,
+    )
+
+
+def _deviations(scores: Scores, truth: Truth) -> Floats:
+    """(q,) standard deviation of each query's scores over the training examples."""
+    down, across = locate(scores, truth)
+    return np.array([np.std(scores.values[row][across], dtype=np.float64) for row in down])
+
+
+def _sizes(deviations: Floats, weights: Floats) -> Floats:
+    """(q,) the geometric mean of the inputs' deviations (K, q), each relative to its mean over the
+    queries, weighted by |w|. Inputs that are constant for a query do not count there."""
+    present = deviations > 0
+    shares = np.abs(weights)[:, None] * present
+    totals = shares.sum(0)
+    relative = deviations / np.maximum(deviations.mean(1, keepdims=True), np.finfo(float).tiny)
+    logs = np.log(np.where(present, relative, 1.0))
+    sizes = np.exp((shares * logs).sum(0) / np.where(totals > 0, totals, 1.0))
+    return np.where(totals > 0, sizes, 0.0)
+
+
+def _sum(inputs: Iterable[Scores], weights: Floats, truth: Truth) -> Scores:
+    """Σ_k weights[k, q] values_k[q, m], in the truth's order of queries and examples."""
+    total: Floats | None = None
+    every = list(inputs)
+    for one, per_query in zip(every, weights, strict=True):
+        down, across = locate(one, truth)
+        part = per_query[:, None] * one.values[np.ix_(down, across)]
+        total = part if total is None else total + part
+    assert total is not None
+    first = every[0]
+    excluded = {str(part.get("name")): part for one in every for part in one.excluded}
+    return Scores(
+        total.astype(np.result_type(*(one.values.dtype for one in every))),
+        method="Combination",
+        settings={"inputs": list(dict.fromkeys(one.method for one in every))},
+        measurement=first.measurement,
+        unit=truth.unit,
+        higher_is_better=first.higher_is_better,
+        stage=None if first.stage is None else [truth.stage or first.stage[0]] * total.shape[1],
+        provenance=first.provenance,
+        excluded=list(excluded.values()),
+    )
+
+
+def _cross_validated(x: Floats, measured: Floats) -> tuple[float, Floats, Floats]:
+    """The ridge, the weights (K,) on all subsets, and held-out predictions (q, M)."""
+    ridge, weights = _fit(x, measured)
+    predicted = np.empty_like(measured)
+    for fold in _folds(x.shape[2]):
+        _, without = _fit(x[:, :, ~fold], measured[:, ~fold])
+        held_out = x[:, :, fold] - x[:, :, ~fold].mean(2, keepdims=True)
+        predicted[:, fold] = np.tensordot(without, held_out, 1)
+    return ridge, weights, predicted
+
+
+def _fit(x: Floats, measured: Floats) -> tuple[float, Floats]:
+    """The ridge with the least held-out error on these subsets, and its weights (K,)."""
+    gains = np.zeros(len(RIDGES))  # how much of ‖Y‖² held-out predictions explain
+    for fold in _folds(x.shape[2]):
+        mean, middle_of = x[:, :, ~fold].mean(2, keepdims=True), measured[:, ~fold].mean(1)
+        y = measured[:, ~fold] - middle_of[:, None]
+        deviation = y.std(1, keepdims=True)
+        scale = np.where(deviation > 0, 1 / np.where(deviation > 0, deviation, 1.0), 0.0)
+        gram, moment = _moments(x[:, :, ~fold] - mean, scale * y)
+        there, along = _moments(
+            x[:, :, fold] - mean, scale * (measured[:, fold] - middle_of[:, None])
+        )
+        weights = _ridge(gram, moment)  # (Λ, K)
+        gains += 2 * weights @ along - np.einsum("lk,kj,lj->l", weights, there, weights)
+    y = centred(measured)
+    deviation = y.std(1, keepdims=True)
+    y = np.where(deviation > 0, y / np.where(deviation > 0, deviation, 1.0), 0.0)
+    best = len(RIDGES) - 1 - int(np.argmax(gains[::-1]))  # of equals, the strongest
+    return RIDGES[best], _ridge(*_moments(centred(x), y))[best]
+
+
+def _moments(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Σ X Xᵀ (K, K) and Σ X Y (K,) over queries and subsets."""
+    flat = x.reshape(len(x), -1)
+    return flat @ flat.T, flat @ y.ravel()
+
+
+def _ridge(gram: Floats, moment: Floats) -> Floats:
+    """Weights (Λ, K) for each of `RIDGES`, shrunk towards the equal-weight sum's."""
+    count = len(moment)
+    equal = moment.sum() / max(float(gram.sum()), np.finfo(float).tiny)
+    weights = []
+    for ridge in RIDGES:
+        strength = max(ridge * float(np.trace(gram)) / count, np.finfo(float).tiny)
+        matrix = gram + strength * np.eye(count)
+        weights.append(np.linalg.solve(matrix, moment + strength * equal))
+    return np.array(weights)
+
+
+def _folds(subsets: int) -> Iterator[NDArray[np.bool_]]:
+    """Masks (M,) of the subsets that are held out together."""
+    number = np.arange(subsets) % min(FOLDS, subsets)
+    for fold in range(number.max() + 1):
+        yield number == fold

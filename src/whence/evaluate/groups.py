@@ -1,0 +1,215 @@
+"""Group predictions: what scores predict for the truth's subsets, aligned with the measurements.
+
+    g[q, j] = Σ_{m ∈ S_j} values[q, m]               predicted, up to a constant of the query
+    T[q, j] = mean over seeds r of f(q; S_j, r)      measured
+
+Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``R`` seeds, ``K`` inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.errors import InvalidInput
+from whence.scores import Scores
+
+if TYPE_CHECKING:
+    from whence.retrain import Truth
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Given = Scores | NDArray[Any]  # scores, or a plain array (q, n)
+
+AT_ONCE = 2**23  # numbers of a score matrix that are converted to float64 at a time
+SAME = 1e-13  # group predictions closer than this, relative to Σ|values|, differ by rounding alone
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Predictions and measurements of the same subsets and queries.
+
+    Attributes:
+        predicted: (K, q, M), one prediction for each entry of the list of scores.
+        measured: (q, M), the mean over the seeds.
+        valid: (M of the truth, R), the trainings that did not diverge.
+        method: the name of the method.
+        runs: the number of runs behind the scores.
+        diverged: the number of trainings left out.
+        lost: the number of subsets left out, because all of their trainings diverged.
+    """
+
+    predicted: Floats
+    measured: Floats
+    valid: NDArray[np.bool_]
+    method: str
+    runs: int
+    diverged: int
+    lost: int
+
+    @property
+    def subsets(self) -> int:
+        return int(self.measured.shape[1])
+
+
+def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool) -> Groups:
+    """Check that scores and truth fit each other, and sum the scores over the truth's subsets."""
+    runs = list(scores) if isinstance(scores, Sequence) else [scores]
+    if not runs:
+        raise InvalidInput("scores is an empty list: give the scores of at least one run")
+    methods = list(dict.fromkeys(run.method for run in runs if isinstance(run, Scores)))
+    if len(methods) > 1:
+        raise InvalidInput(
+            f"scores is a list of runs, but of several methods ({', '.join(methods)}): give one "
+            "method's runs at a time, or a dict of them to compare()"
+        )
+    valid = np.asarray(np.isfinite(truth.measurements).all(2))
+    diverged = int((~valid).sum())
+    if diverged and not exclude_diverged:
+        raise InvalidInput(
+            f"{diverged} of the truth's {valid.size} trainings diverged or are not done: finish "
+            "them, or leave them out with exclude_diverged=True"
+        )
+    whole = valid.any(1)
+    if whole.sum() < 3:
+        lost = f" ({int((~whole).sum())} more were left out)" if diverged else ""
+        raise InvalidInput(
+            f"the truth has {int(whole.sum())} subsets{lost}: a correlation over subsets needs at "
+            "least 3; use 100 for a narrow interval"
+        )
+    measured = truth.means
+    if diverged:
+        totals = np.where(valid[:, :, None], truth.measurements, 0.0).sum(1)
+        measured = totals[whole] / valid[whole].sum(1)[:, None]
+    masks = np.asarray(truth.masks[whole].T, dtype=np.float64)  # (n, M)
+    return Groups(
+        predicted=np.stack([_predictions(run, truth, masks) for run in runs]),
+        measured=np.ascontiguousarray(measured.T, dtype=np.float64),
+        valid=valid,
+        method=methods[0] if methods else "an array of scores",
+        runs=sum(_runs(run) for run in runs),
+        diverged=diverged,
+        lost=int((~whole).sum()),
+    )
+
+
+def centred(values: Floats) -> Floats:
+    """``values`` (..., M) minus their mean over the subsets."""
+    return np.asarray(values - values.mean(-1, keepdims=True))
+
+
+def locate(scores: Scores, truth: Truth) -> tuple[Ints, Ints]:
+    """The rows of the truth's queries 0 … q − 1 and the columns of its training examples
+    0 … n − 1. Refuses scores of other queries, training data, stages or measurements."""
+    if scores.is_self_influence:
+        raise InvalidInput(
+            "these are self-influence scores (n,), which are not about queries: attribute with "
+            "query="
+        )
+    for name in ("measurement", "higher_is_better"):
+        ours, theirs = getattr(scores, name), getattr(truth, name)
+        if ours != theirs:
+            raise InvalidInput(
+                f"the scores have {name}={ours!r}, the truth {name}={theirs!r}: attribute with "
+                "the task that the truth was measured with"
+            )
+    attributed = scores.provenance.get("query")
+    if attributed and truth.query and attributed != truth.query:
+        raise InvalidInput(
+            "the scores were made for other queries than the truth (their contents differ, or "
+            "their order): attribute the queries that the truth was measured on"
+        )
+    across = columns(scores, truth.stage, truth.masks.shape[1], "the truth")
+    _check_queries(scores.shape[0], truth)
+    return by_number("query_ids", scores.query_ids, "the truth"), across
+
+
+def columns(scores: Scores, stage: str | None, examples: int, whose: str) -> Ints:
+    """The columns of examples 0 … n − 1 of a stage, (n,)."""
+    stages = [] if scores.stage is None else list(dict.fromkeys(scores.stage))
+    if stage is None and len(stages) > 1:
+        raise InvalidInput(
+            f"the scores are about the stages {', '.join(stages)}, but {whose} does not say which "
+            "of them it is about"
+        )
+    if stage is not None and stages and stage not in stages:
+        raise InvalidInput(
+            f"{whose} is about stage {stage!r}, but the scores about {', '.join(stages)}: "
+            f"attribute with stage={stage!r}, or without stage="
+        )
+    chosen = np.arange(scores.shape[-1])
+    if stage is not None and len(stages) > 1:
+        chosen = np.flatnonzero(np.array(scores.stage) == stage)
+    if len(chosen) != examples:
+        raise InvalidInput(
+            f"the scores are about {len(chosen)} training examples, but {whose} about {examples}: "
+            "they must be of the same training data"
+        )
+    return chosen[by_number("train_ids", scores.train_ids[chosen], whose)]
+
+
+def by_number(name: str, ids: Ints, whose: str) -> Ints:
+    """The positions of the ids 0, 1, 2, …"""
+    order = np.argsort(ids, kind="stable")
+    if not np.array_equal(ids[order], np.arange(len(ids))):
+        raise InvalidInput(
+            f"the scores' {name} are not 0..{len(ids) - 1}, the numbers that {whose} counts by: "
+            "give an array of scores, with rows and columns in that order"
+        )
+    return order
+
+
+def _check_queries(rows: int, truth: Truth) -> None:
+    queries = truth.measurements.shape[2]
+    if rows != queries:
+        raise InvalidInput(
+            f"the scores are of {rows} queries, but the truth of {queries}: attribute the "
+            "queries that the truth was measured on"
+        )
+
+
+def _predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
+    """g (q, M): sums of scores over the subsets whose ``masks`` are (n, M)."""
+    n = masks.shape[0]
+    if isinstance(scores, Scores):
+        values: NDArray[Any] = scores.values
+        down, across = locate(scores, truth)
+    else:
+        values = np.asarray(scores)
+        if values.ndim != 2:
+            raise InvalidInput(f"an array of scores must be (q, n), not of shape {values.shape}")
+        if values.shape[1] != n:
+            raise InvalidInput(
+                f"the scores are about {values.shape[1]} training examples, but the truth about "
+                f"{n}: they must be of the same training data"
+            )
+        _check_queries(len(values), truth)
+        down, across = np.arange(len(values)), np.arange(n)
+    everything = values.shape[1] == n and np.array_equal(across, np.arange(n))
+    predicted = np.empty((len(values), masks.shape[1]))
+    step = max(1, AT_ONCE // n)
+    for start in range(0, len(values), step):
+        rows = down[start : start + step]
+        block = values[rows] if everything else values[rows][:, across]
+        block = block.astype(np.float64)
+        bad = ~np.isfinite(block)
+        if bad.any():
+            row = int(bad.any(1).argmax())
+            raise InvalidInput(
+                f"{int(bad.sum())} scores are not finite numbers, the first of query "
+                f"{start + row} and example {int(bad[row].argmax())}: they cannot be judged"
+            )
+        sums = block @ masks
+        flat = np.ptp(sums, axis=1) <= SAME * np.abs(block).sum(1)
+        sums[flat] = 0.0
+        predicted[start : start + step] = sums
+    return predicted
+
+
+def _runs(scores: Given) -> int:
+    """How many runs' scores these are the mean of."""
+    return int(scores.diagnostics.get("runs", 1)) if isinstance(scores, Scores) else 1
