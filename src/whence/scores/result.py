@@ -256,7 +256,7 @@ class Scores(Tabled):
             )
         chosen = list(examples) if isinstance(examples, Iterable) else [examples]
         effect = self.removal_effect(query, chosen, stage=stage)
-        half = float(half_widths(calibration, effect, len(chosen))[self._row(query)])
+        half = float(half_widths(calibration, effect, len(chosen))[self.row_index(query)])
         return effect - half, effect + half
 
     def to_numpy(self) -> Floats:
