@@ -60,8 +60,10 @@ def forms(stages: int, stage: str | None) -> dict[str, Callable[[], Any]]:
     return named
 
 
-def evaluate(task: str, scale: Scale, options: argparse.Namespace) -> dict[str, Any]:
-    """All forms on one task."""
+def evaluate(
+    task: str, scale: Scale, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]
+) -> None:
+    """All forms on one task, saved one by one."""
     experiment = TASKS[task]
     work = Reproduction(
         experiment,
@@ -111,12 +113,12 @@ def evaluate(task: str, scale: Scale, options: argparse.Namespace) -> dict[str, 
                 gap = one.minus(other)
                 row[f"gain, {kind}"] = [gap.value, *gap.interval]
         rows[name] = row
+        save(rows)
         print(
             f"{task:15s} {name:50s} {single.value:.3f}/{together.value:.3f} slope {real.slope:.2f} "
             f"spread {spread:.2f} {seconds:.1f}s",
             flush=True,
         )
-    return rows
 
 
 def main() -> None:
@@ -137,16 +139,19 @@ def main() -> None:
     )
     file = options.results / "forms.json"
     stored = json.loads(file.read_text()) if file.exists() else {}
+    sizes = {k: getattr(options, k) for k in ("subsets", "seeds", "runs", "queries", "alpha")}
+    about = {"of": sizes, "machine": machine(), "device": options.device}
+    options.results.mkdir(parents=True, exist_ok=True)
     for task in options.tasks:
+        known = stored.get(task, {}).get("forms", {})
+
+        def save(rows: dict[str, Any], task: str = task, known: dict[str, Any] = known) -> None:
+            stored[task] = {"forms": known | rows, "chosen_on": task in CHOSEN_ON, **about}
+            write_json(file, stored)
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rows = evaluate(task, scale, options)
-        sizes = {k: getattr(options, k) for k in ("subsets", "seeds", "runs", "queries", "alpha")}
-        about = {"of": sizes, "machine": machine(), "device": options.device}
-        known = stored.get(task, {}).get("forms", {})
-        stored[task] = {"forms": known | rows, "chosen_on": task in CHOSEN_ON, **about}
-        options.results.mkdir(parents=True, exist_ok=True)
-        write_json(file, stored)
+            evaluate(task, scale, options, save)
 
 
 if __name__ == "__main__":
