@@ -15,21 +15,21 @@ from whence.errors import InvalidInput, InvalidType
 from whence.persist.identity import digest, sha256_of
 
 Collate = Callable[[list[Any]], Any]
-HASHED_AT_ONCE = 256
+HASH_BATCH = 256  # examples per digest
 
 
 class Batches:
     """A dataset cut into batches of consecutive (or chosen) examples, on a device and in a dtype.
 
     Args:
-        name: what the dataset is, for error messages ("train", "query").
+        name: of the dataset, for error messages ("train", "query").
         dataset: map-style: `len(dataset)` and `dataset[index]`.
         collate: turns a list of examples into a batch (default: torch's).
     """
 
     def __init__(self, name: str, dataset: Any, collate: Collate | None = None) -> None:
-        listed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not listed or isinstance(dataset, IterableDataset):
+        indexable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not indexable or isinstance(dataset, IterableDataset):
             raise InvalidType(
                 f"{name} is a {type(dataset).__name__}: it must be a map-style dataset, "
                 "with len(dataset) and dataset[index] (a TensorDataset, a list of examples, ...)"
@@ -43,13 +43,13 @@ class Batches:
         return len(self.dataset)
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Any:
-        """The batch of these examples, as the dataset gives it."""
+        """The batch of these examples, on the dataset's own device and in its own dtype."""
         if self._sliceable:
             order = np.asarray(indices, dtype=np.int64)
             where: Any = torch.from_numpy(order)
             if len(order) and (np.diff(order) == 1).all():
                 where = slice(int(order[0]), int(order[-1]) + 1)
-            # a copy, because a model may work on its input in place
+            # a copy, because a model may change its input in place
             return tuple(tensor[where].clone() for tensor in self.dataset.tensors)
         rows = [self.dataset[int(k)] for k in indices]
         if self.collate is not None:
@@ -58,8 +58,8 @@ class Batches:
         lists = [name for name, value in fields if isinstance(value, list)]
         if lists:
             raise InvalidType(
-                f"{self.name} examples hold lists ({', '.join(lists)}), of which torch makes no "
-                "batch: give Study(collate=...), such as transformers.default_data_collator or, "
+                f"{self.name} examples hold lists ({', '.join(lists)}), which torch cannot "
+                "collate: give Study(collate=...), such as transformers.default_data_collator or, "
                 "with padding, transformers.DataCollatorWithPadding(tokenizer)"
             )
         return default_collate(rows)
@@ -85,33 +85,33 @@ class Batches:
             batch_sampler=[block.tolist() for block in blocks],
             collate_fn=self.collate,
             num_workers=workers,
-            generator=torch.Generator(),  # of its own: the user's stays as it is
+            generator=torch.Generator(),  # leaves the global generator unchanged
         )
         for block, batch in zip(blocks, loader, strict=True):
             yield block, place(batch, device, dtype)
 
     @property
     def steady(self) -> bool:
-        """Whether the first example is the same when it is read again."""
+        """Whether two reads of the first example give the same content."""
         first, again = (digest(self.take([0])) for _ in range(2))
         return first == again
 
     def refresh(self) -> None:
-        """Forget the fingerprint: the data may have been changed since."""
+        """Discard the cached fingerprint, because the data may have changed."""
         self._fingerprint = None
 
     def fingerprint(self) -> str:
         """SHA-256 of every example. A Hugging Face dataset's own fingerprint is trusted."""
-        own = getattr(self.dataset, "_fingerprint", None)
-        if isinstance(own, str) and self.collate is None:
-            return own
+        recorded = getattr(self.dataset, "_fingerprint", None)
+        if isinstance(recorded, str) and self.collate is None:
+            return recorded
         if self._fingerprint is None:
-            starts = range(0, len(self), HASHED_AT_ONCE)
-            blocks = [np.arange(s, min(s + HASHED_AT_ONCE, len(self))) for s in starts]
+            starts = range(0, len(self), HASH_BATCH)
+            blocks = [np.arange(s, min(s + HASH_BATCH, len(self))) for s in starts]
             if not self.steady:
                 warnings.warn(
                     f"{self.name}[0] differs between two reads: the data is random (augmented?). "
-                    "Scores then hang on the draw; give the dataset without augmentation",
+                    "Scores then depend on the draw; give the dataset without augmentation",
                     stacklevel=2,
                 )
             digests = [digest(self.take(block)) for block in blocks]
@@ -132,14 +132,14 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def batch_length(batch: Any) -> int:
-    """How many examples a batch holds: the length of its first tensor."""
+    """The number of examples in a batch: the length of its first tensor."""
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return len(batch)
 
 
 def structure(batch: Any) -> Any:
-    """What a batch is made of, whatever its size: for comparing training and query batches."""
+    """The fields of a batch, independent of its size, to compare training and query batches."""
     if isinstance(batch, Tensor):
         return "float" if batch.is_floating_point() else "integer"
     if isinstance(batch, Mapping):

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: each depends on its own key alone, on every device the same.
+"""Counter-based random numbers: each depends only on its key, and is the same on every device.
 
-Batches, order, workers, and how many models are trained at once then change no draw. SplitMix64 on
-int64 tensors, whose arithmetic wraps modulo 2^64.
+So no draw depends on batches, order, workers, or how many models train at once. The generator is
+SplitMix64 on int64 tensors, whose arithmetic wraps modulo 2^64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """A logical shift to the right: torch's own drags the sign along."""
+    """A logical shift to the right: torch's `>>` copies the sign bit."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -42,7 +42,7 @@ def keys(*parts: int | Ids, device: torch.device | None = None) -> Tensor:
     key = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
         counter = (
-            _signed(part)  # no tensor, which a GPU would have to wait for
+            _signed(part)  # a tensor would make a GPU wait for the copy
             if isinstance(part, int)
             else torch.as_tensor(part, dtype=torch.int64, device=device)
         )
@@ -61,7 +61,7 @@ class Uniform:
     """Uniform draws keyed by (seed, step, example id, position).
 
     `Uniform(seed, step, ids)(positions)` has shape (n, positions), float64 in (0, 1). `seed` may be
-    one per example.
+    a tensor with one seed per example.
     """
 
     def __init__(

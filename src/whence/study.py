@@ -1,4 +1,4 @@
-"""Study: model, task, training data and runs; all a method needs to know."""
+"""Study: the model, task, training data and runs that a method needs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ PROBED = 2  # examples on which captured gradients are checked against autograd
 
 
 class Study:
-    """What an attribution method is given.
+    """The input of every attribution method.
 
     Args:
-        model: the trained architecture, or `{stage: model}` where it changed (another head). It is
-            copied, never changed; its current weights do not matter, the run's checkpoints do.
-        task: what training minimised and what is measured; one for all stages, or `{stage: Task}`.
-        train: the training data, map-style; `{stage: dataset}` for a run of several stages. Without
-            augmentation.
+        model: the trained architecture, or `{stage: model}` where it changed (another head). The
+            library works on a copy, with the weights of the run's checkpoints.
+        task: the training loss and the measurement; one for all stages, or `{stage: Task}`.
+        train: the training data, map-style and without augmentation; `{stage: dataset}` for a run
+            of several stages.
         runs: a Run, the path of one, or a list of them (an ensemble).
         collate: turns a list of examples into a batch (default: torch's).
-        cache: folder for fitted factors (default: beside the run; in memory for a run that is not
+        cache: folder for fitted factors (default: the run's folder; memory for a run that is not
             on disk).
         layers: which layers to track: names as shell patterns, or a chooser such as
             `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`; None tracks all.
@@ -59,8 +59,8 @@ class Study:
         layers: Sequence[str] | str | Chooser | None = None,
     ) -> None:
         several = isinstance(runs, Sequence) and not isinstance(runs, (str, os.PathLike))
-        listed: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
-        self.runs = [run if isinstance(run, Run) else Run.open(run) for run in listed]
+        each: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
+        self.runs = [run if isinstance(run, Run) else Run.open(run) for run in each]
         if not self.runs:
             raise InvalidInput("runs is empty: give at least one Run")
         self.collate = collate
@@ -85,7 +85,7 @@ class Study:
         self._exclusions_reported = False
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
-        """One thing for all stages, or a mapping that has one for each."""
+        """`given` as a mapping with one value per stage; a single value holds for all stages."""
         mapped = isinstance(given, Mapping)
         if mapped and set(given) != set(self.stages):
             raise InvalidInput(
@@ -96,15 +96,15 @@ class Study:
                 f"the run has the stages {self.stages}: "
                 f"give train={{{self.stages[0]!r}: dataset, ...}}"
             )
-        found = {name: given[name] if mapped else given for name in self.stages}
+        by_stage = {name: given[name] if mapped else given for name in self.stages}
         expected = {"task": Task, "model": nn.Module}.get(what, object)
-        for value in found.values():
+        for value in by_stage.values():
             if not isinstance(value, expected):
                 name = {"task": "whence.Task (such as Classification())"}.get(
                     what, "torch.nn.Module"
                 )
                 raise InvalidType(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
-        return found
+        return by_stage
 
     def _check(self, run: Run) -> None:
         names = [stage.name for stage in run.stages]
@@ -145,42 +145,44 @@ class Study:
         shared: bool = True,
         frozen: bool = False,
     ) -> dict[str, Passes]:
-        """A copy of the model on a device, its layers found and checked; one `Passes` per stage.
+        """Copy the model to a device, find and check its layers; one `Passes` per stage.
 
-        The last stage's layers are those that a query can see, so of other stages only what they
-        share with it is tracked; unless `shared` is False (self-influence). Layers that the run
-        never moved are not, unless `frozen`.
+        A query sees only the last stage's layers. Of other stages, only the layers they share with
+        it are tracked, unless `shared` is False (self-influence). Layers that the run never moved
+        are tracked only if `frozen` is True.
         """
         copies: dict[int, WeightLoader] = {}
-        found: dict[tuple[int, int], Tracked] = {}
-        made: dict[str, Passes] = {}
+        layers: dict[tuple[int, int], Tracked] = {}
+        passes: dict[str, Passes] = {}
         clock = Clock(device)
         for stage in reversed(self.stages):
-            own, task = self.models[stage], self.tasks[stage]
-            if id(own) not in copies:
-                model = cast(copied(own), device, dtype).eval()
+            original, task = self.models[stage], self.tasks[stage]
+            if id(original) not in copies:
+                model = cast(copied(original), device, dtype).eval()
                 for parameter in model.parameters():
                     parameter.grad = None
-                copies[id(own)] = WeightLoader(model)
-            loaded = copies[id(own)]
-            own_checkpoints = [c for c in run.checkpoints if c.stage == stage]
-            if not own_checkpoints:
-                raise RunError(f"{run!r} has no checkpoint in stage {stage!r} yet: let it train on")
-            loaded.load(own_checkpoints[-1])
+                copies[id(original)] = WeightLoader(model)
+            loaded = copies[id(original)]
+            checkpoints = [c for c in run.checkpoints if c.stage == stage]
+            if not checkpoints:
+                raise RunError(
+                    f"{run!r} has no checkpoint in stage {stage!r} yet: let training reach one"
+                )
+            loaded.load(checkpoints[-1])
             count = min(PROBED, len(self.data[stage]))
             several, one = (
                 place(self.data[stage].take(range(k)), device, dtype) for k in (count, 1)
             )
-            if (id(own), id(task)) not in found:
+            if (id(original), id(task)) not in layers:
                 trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
                 tracked = find(loaded.model, task, several, one, self.layers, trained)
-                last = next(iter(found.values()), tracked)
-                found[id(own), id(task)] = tracked.shared_with(last) if shared else tracked
+                last = next(iter(layers.values()), tracked)
+                layers[id(original), id(task)] = tracked.shared_with(last) if shared else tracked
             self.probe[stage] = self._probed(loaded.model, task, several)
-            made[stage] = Passes(
+            passes[stage] = Passes(
                 loaded,
                 task,
-                found[id(own), id(task)],
+                layers[id(original), id(task)],
                 clock,
                 dtype=dtype,
                 workers=workers,
@@ -188,41 +190,42 @@ class Study:
             )
         if not quiet and not self._exclusions_reported:
             self._exclusions_reported = True
-            report(made[self.stages[-1]].tracked)
-        return {stage: made[stage] for stage in self.stages}
+            report(passes[self.stages[-1]].tracked)
+        return {stage: passes[stage] for stage in self.stages}
 
     @staticmethod
     def _probed(model: nn.Module, task: Task, batch: Any) -> dict[str, list[str]]:
-        """What the task makes of a few examples, in few digits: a changed forward or loss shows."""
+        """Outputs and losses of a few examples, in few digits, to detect a change of either."""
         with torch.no_grad():
             outputs = task.outputs(model, batch)
-            found = {
+            probe = {
                 "outputs": outputs.reshape(len(outputs), -1).double().norm(dim=1),
                 "losses": task.losses(outputs, batch),
                 "measurements": task.measurements(outputs, batch),
             }
-        return {name: [f"{float(x):.3e}" for x in values] for name, values in found.items()}
+        return {name: [f"{float(x):.3e}" for x in values] for name, values in probe.items()}
 
     def query(self, query: Any) -> Batches:
-        """The query set as batches, after a look at whether it is built like the training data."""
+        """The query set as batches; they must have the fields of the training batches."""
         data = Batches("query", query, self.collate)
-        own, theirs = structure(data.take([0])), structure(self.data[self.stages[-1]].take([0]))
-        if own != theirs:
+        expected = structure(self.data[self.stages[-1]].take([0]))
+        fields = structure(data.take([0]))
+        if fields != expected:
             raise InvalidInput(
-                f"query batches are built like {own}, training batches like {theirs}: "
+                f"query batches are built like {fields}, training batches like {expected}: "
                 "both must have the same fields in the same order"
             )
         return data
 
     def store(self, run: Run) -> FactorCache:
-        """Where the run's factors are kept."""
+        """The cache of the run's factors."""
         folder = self.cache
         if folder is None and run.path is not None:
             folder = Path(run.path) / "factors"
         return self._stores.setdefault(str(folder), FactorCache(folder))
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
-        """What, besides weights and settings, makes two fits the same."""
+        """Everything that a fit depends on, except weights and settings."""
         task = self.tasks[stage]
         return {
             "data": self.data[stage].fingerprint(),
@@ -235,7 +238,7 @@ class Study:
         }
 
     def describe(self) -> str:
-        """Tracked layers, their sizes, what is left out, and what a pass over the data costs."""
+        """Tracked layers and their sizes, excluded layers, and the cost of a pass over the data."""
         with precision_as_asked():
             passes = self.passes(
                 self.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
@@ -263,15 +266,15 @@ class Study:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy; activations and the like that the model keeps hold of come without history."""
-    kept = {
+    """A deep copy. Activations that the model stores are detached from their graph."""
+    detached = {
         id(value): value.detach()
         for module in model.modules()
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    made = copy.deepcopy(model, kept)
-    for module in list(made.modules()):
+    duplicate = copy.deepcopy(model, detached)
+    for module in list(duplicate.modules()):
         for name, child in module._modules.items():
             inner = getattr(child, "_orig_mod", None)
             if name != "_orig_mod" and isinstance(inner, nn.Module):
@@ -279,17 +282,17 @@ def copied(model: nn.Module) -> nn.Module:
         # accelerate's mixed precision puts an autocast around forward
         if "_original_forward" in vars(module):
             module.forward = vars(module).pop("_original_forward")
-    return made
+    return duplicate
 
 
 def cast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model on a device and in a dtype.
 
-    Tables that no checkpoint holds (the frequencies of rotary embeddings) do not go below float32
-    if the model has them wider than its weights, or by their usual name.
+    Buffers that no checkpoint holds (the frequencies of rotary embeddings) stay in float32 if the
+    model stores them wider than its weights, or under their usual name.
     """
     weights = {p.dtype for p in model.parameters()}
-    kept = [
+    tables = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
@@ -300,7 +303,7 @@ def cast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modul
         and (name.endswith("inv_freq") or torch.float32 not in weights)
     ]
     model = model.to(device=device, dtype=dtype)
-    for module, name, buffer in kept:
+    for module, name, buffer in tables:
         module._buffers[name] = buffer.to(device)
     return model
 

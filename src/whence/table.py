@@ -1,6 +1,6 @@
-"""Tables as plain text, Markdown and HTML: how results print, in a terminal, a notebook, a page.
+"""Tables as plain text, Markdown and HTML, and lists shortened for messages.
 
-It knows rows and cells, and nothing else of whence: every room may use it.
+This module knows nothing else of whence, so every room may use it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from whence.errors import InvalidInput, InvalidType
 
 
 class Table:
-    """Rows of cells. Text to the left in the first columns, numbers to the right in the others.
+    """Rows of cells: text columns first, aligned left, then number columns, aligned right.
 
     Args:
-        heads: names of the columns; None for a sheet of facts: (name, text) rows, without a head.
-        rows: cells, as many as there are heads; None prints as a dash.
+        heads: names of the columns; None for (name, text) rows without a header.
+        rows: one cell per column; None prints as a dash.
         title: a line above the table.
-        texts: how many columns are text.
+        texts: the number of text columns.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Table:
         columns = 2 if self.heads is None else len(self.heads)
         for row in self.rows:
             if len(row) != columns:
-                raise InvalidInput(f"a row has {len(row)} cells, but the table {columns} columns")
+                raise InvalidInput(f"a row has {len(row)} cells; the table has {columns} columns")
 
     def __str__(self) -> str:
         lines = self.rows if self.heads is None else [self.heads, *self.rows]
@@ -53,7 +53,7 @@ class Table:
         return "\n".join(line.rstrip() for line in drawn)
 
     def markdown(self) -> str:
-        """As a Markdown table, without the title."""
+        """The table in Markdown, without the title."""
         heads = ["", ""] if self.heads is None else self.heads
         rules = ["---" if self._left(k) else "---:" for k in range(len(heads))]
         lines = [heads, rules, *self.rows]
@@ -63,12 +63,12 @@ class Table:
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: Sequence[str]) -> str:
-            made = (
+            tagged = (
                 f'<{tag} style="text-align:{"left" if self._left(k) else "right"}">'
                 f"{escape(cell)}</{tag}>"
                 for k, cell in enumerate(cells)
             )
-            return f"<tr>{''.join(made)}</tr>"
+            return f"<tr>{''.join(tagged)}</tr>"
 
         caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         head = "" if self.heads is None else f"<thead>{line('th', self.heads)}</thead>"
@@ -86,7 +86,7 @@ class Tabled:
     """A result that prints as its table, in a terminal and in a notebook."""
 
     def table(self) -> Table:
-        """What the result says, as a table."""
+        """The result as a table."""
         raise InvalidType(f"{type(self).__name__} must define table()")
 
     def __repr__(self) -> str:
@@ -107,3 +107,10 @@ def estimate(value: float, interval: Sequence[float], digits: int = 3) -> str:
     """'0.412 [0.381, 0.441]'"""
     low, high = interval
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def listed(values: Iterable[object], most: int = 5) -> str:
+    """The first `most` values and a count of the rest: '3, 14, 15 and 2 more'."""
+    names = [str(value) for value in values]
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -1,8 +1,8 @@
 """What training minimised and what we measure.
 
-A `Task` says, for a batch, what the model puts out, each example's training loss, each example's
-measurement, and how to draw the pseudo-losses whose gradients have the Gauss-Newton matrix as their
-covariance. Subclass one, or one of the ready ones, and override what differs.
+For a batch, a `Task` defines the model's outputs, each example's training loss, each example's
+measurement, and the pseudo-losses whose gradients have the Gauss-Newton matrix as their covariance.
+Subclass it, or one of the ready-made tasks, and override what differs.
 
 Shapes: `n` examples, `t` positions, `c` classes or outputs.
 """
@@ -50,8 +50,10 @@ class Task:
     higher_is_better: bool = True
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Curvature follows the loss: who defines other `losses` and no `pseudo_losses` or
-        `output_factor` of its own gets those that work for any loss, not its parent's."""
+        """Reset `pseudo_losses` and `output_factor` in a subclass that defines only `losses`.
+
+        Its parent's belong to another loss. The defaults of `Task` work for any loss.
+        """
         super().__init_subclass__(**settings)
         if "losses" in vars(cls):
             for name in ("pseudo_losses", "output_factor"):
@@ -61,9 +63,9 @@ class Task:
     def outputs(self, model: nn.Module, batch: Any) -> Tensor:
         """The model's outputs for a batch, (n, ...).
 
-        Tuples: every element but the last goes to the model (a lone element too). Mappings:
-        everything but the labels goes to the model by name. `.logits` of the result is taken if
-        there is one.
+        From a tuple, the model receives every element but the last (a single element is passed
+        too). From a mapping, it receives everything but the labels, by name. If the result has
+        `.logits`, these are the outputs.
         """
         if isinstance(batch, Mapping):
             result = model(**{k: v for k, v in batch.items() if k not in LABEL_KEYS})
@@ -82,13 +84,13 @@ class Task:
     def targets(self, batch: Any) -> Tensor:
         """The labels in a batch: the last element of a tuple, or the entry named like a label."""
         if isinstance(batch, Mapping):
-            found = [k for k in LABEL_KEYS if k in batch]
-            if not found:
+            label_keys = [k for k in LABEL_KEYS if k in batch]
+            if not label_keys:
                 raise MissingKey(
                     f"no labels in the batch (it has {sorted(batch)}): name them one of "
                     f"{LABEL_KEYS}, or override targets(batch) in your Task"
                 )
-            return torch.as_tensor(batch[found[0]])
+            return torch.as_tensor(batch[label_keys[0]])
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
             return torch.as_tensor(batch[-1])
         raise InvalidType(
@@ -112,14 +114,14 @@ class Task:
         return None
 
     def representations(self, model: nn.Module, batch: Any) -> Tensor | None:
-        """What `RepSim` compares examples by, (n, r), or (n, t, r) to be averaged over positions.
+        """The vectors that `RepSim` compares: (n, r), or (n, t, r) to average over positions.
 
-        None, the default, leaves it to `RepSim`: the input of the last tracked linear layer.
+        The default, None, selects the input of the last tracked linear layer.
         """
         return None
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
-        """Losses (n,) at drawn pseudo-targets, for the sampled Fisher.
+        """Losses (n,) at randomly drawn pseudo-targets, for the sampled Fisher.
 
         Their gradient in the outputs must have mean zero and covariance equal to the Hessian of
         `losses` in the outputs. This default draws Gaussian directions with exactly that covariance
@@ -275,7 +277,7 @@ class LanguageModeling(Task):
     padding have no loss. The logits at position t predict the label at t + 1.
 
     Args:
-        reduction: "mean" or "sum" over a document's tokens; say how *training* weighed documents.
+        reduction: "mean" or "sum" over a document's tokens, as in *training*.
         measurement: "loss" or "log_prob" (its negative).
     """
 
@@ -293,8 +295,8 @@ class LanguageModeling(Task):
     def targets(self, batch: Any) -> Tensor:
         """Labels moved one position back, under the logits that predict them, (n, t)."""
         if isinstance(batch, Mapping):
-            named = [k for k in LABEL_KEYS if k in batch]
-            labels = batch[named[0]] if named else batch["input_ids"]
+            label_keys = [k for k in LABEL_KEYS if k in batch]
+            labels = batch[label_keys[0]] if label_keys else batch["input_ids"]
         else:
             labels = batch[-1] if isinstance(batch, (tuple, list)) else batch
         mask = self.mask(batch)
@@ -312,7 +314,7 @@ class LanguageModeling(Task):
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
         draws, mask = draw(uniform, outputs[..., 0]), self.mask(batch)
-        if mask is not None:  # a token's own number, wherever padding has moved it
+        if mask is not None:  # padding must not change a token's draw
             draws = draws.gather(1, (mask.cumsum(1) - 1).clamp_min(0))
         drawn = _sample(outputs, draws)
         drawn = drawn.masked_fill(self.targets(batch) == IGNORED, IGNORED)

@@ -395,7 +395,7 @@ def test_random_prefers_the_querys_class(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kstest(scores.values.ravel() % 1, "uniform").pvalue > 0.01
     order = np.corrcoef(scores.values % 1) - np.eye(30)
     assert np.abs(order).max() < 0.4  # each query has an order of its own
-    monkeypatch.setattr(random_method, "AT_ONCE", 1)
+    monkeypatch.setattr(random_method, "DRAWS_PER_BLOCK", 1)
     again = Random(seed=3).attribute(study, query, dtype=torch.float64, progress=False)
     np.testing.assert_array_equal(again.values, scores.values)
     few = TensorDataset(*(tensor[:4] for tensor in query.tensors))

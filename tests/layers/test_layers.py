@@ -780,7 +780,7 @@ def test_the_short_cut_for_3_by_3_convolutions_is_the_gram_of_the_patches(
     x = torch.randn(n, c, h, w, generator=generator, dtype=torch.float64)
     layer, kind = nn.Conv2d(c, 2, 3, padding=1), Conv2d()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whence.layers.conv2d.WORTHWHILE", 1)
+        patch.setattr("whence.layers.conv2d.MIN_CHANNELS", 1)
         total = torch.zeros(9 * c, 9 * c, dtype=torch.float64)
         sums = kind.add_gram(layer, x, total)
     (patches,) = kind.inputs(layer, x)

@@ -64,7 +64,7 @@ def test_a_difference_of_means_and_its_standard_error() -> None:
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Downsampling(noisy()).attribute()
-    monkeypatch.setattr("whence.methods.downsampling.AT_ONCE", 90)
+    monkeypatch.setattr("whence.retrain.contrast.NUMBERS_PER_BLOCK", 90)
     blocks = Downsampling(noisy()).attribute()
     close(blocks.values, whole.values, 1e-9)
     close(blocks.spread, whole.spread, 1e-9)

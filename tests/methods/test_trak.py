@@ -459,7 +459,7 @@ def test_projecting_goes_on_where_it_stopped(
 ) -> None:
     it = case("mlp")
     monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
-    monkeypatch.setattr(signs, "GATHERED", {"cpu": 8, "cuda": 8})
+    monkeypatch.setattr(signs, "PREFERRED_BATCH", {"cpu": 8, "cuda": 8})
     options = EXACT | {"batch_size": 8}
     plain = Trak(12).attribute(
         whence.Study(it.model, it.task, train=TRAIN, runs=it.history.run.save(tmp_path / "a")),

@@ -459,7 +459,7 @@ def test_batches_and_blocks_change_nothing(
     assert sum(shares) == pytest.approx(1) and min(shares) > 0
     top = method.attribute(study, query, top=2, **DOUBLE)
     assert top.helpful(1, 2).examples == whole.helpful(1, 2).examples
-    monkeypatch.setattr(unrolling, "PENDING", 2)
+    monkeypatch.setattr(unrolling, "MAX_PENDING", 2)
     # so much for an example that a mebibyte is enough for two queries
     monkeypatch.setattr(unrolling.cost, "per_example_numbers", lambda tracked: 30_000)
     cuts: list[int] = []
@@ -544,8 +544,8 @@ def test_a_sweep_of_another_calculation_is_not_taken_up(
     wrong = unrolling.QueryBlock(
         slice(0, 5), slice(0, 10), query, "train", np.arange(5), {"train": np.arange(10)}
     )
-    saved = unrolling.Saved(tmp_path / "sweep.safetensors")
-    total = unrolling.Sum(wrong, [3, 6, 9], apart=False)
+    saved = unrolling.SweepSnapshot(tmp_path / "sweep.safetensors")
+    total = unrolling.CreditSum(wrong, [3, 6, 9], apart=False)
     saved.save("another", total, 3, {"x": {WEIGHT: torch.zeros(1)}}, {})
     found = Unrolled().attribute(study, query, out=tmp_path, **DOUBLE).values
     assert (found == Unrolled().attribute(study, query, **DOUBLE).values).all()
@@ -812,7 +812,7 @@ def test_a_head_that_came_later(tmp_path: Path) -> None:
             made = whence.Run.from_checkpoints([weights], [1], 0.1).final
             run.checkpoints[k] = type(c)(c.step, c.stage, made.files)
     study = whence.Study({"pretrain": first, "finetune": second}, TASK, train=train, runs=run)
-    refused(study, r"stage 'finetune' has parameters .*2\.weight.*how they started is not recorded")
+    refused(study, r"stage 'finetune' has parameters .*2\.weight.*initial values are not recorded")
 
 
 def test_a_query_that_is_not_a_number(case: Any) -> None:

@@ -17,7 +17,7 @@ from whence.persist.files import DamagedFile
 from whence.persist.snapshots import Throttle
 from whence.persist.tensors import load_tensors, save_tensors, serialize
 from whence.retrain.grid import Grid
-from whence.retrain.unfinished import Kept
+from whence.retrain.unfinished import StackCheckpoint
 from whence.run import Run
 
 
@@ -139,10 +139,10 @@ def test_an_old_factor_cache(tmp_path: Path) -> None:
 def test_an_old_unfinished_training(tmp_path: Path) -> None:
     content = {"weights/w": torch.ones(2, 2), "state/w/exp_avg": torch.zeros(2, 2)}
     save_file(content, tmp_path / "a.safetensors", {"stage": "1", "step": "12"})
-    begun = Kept.open(tmp_path / "a.safetensors")
+    begun = StackCheckpoint.open(tmp_path / "a.safetensors")
     assert (begun.stage, begun.step) == (1, 12)
-    assert same(begun.kept.weights, {"w": torch.ones(2, 2)})
-    assert same(begun.kept.state, {"w/exp_avg": torch.zeros(2, 2)})
+    assert same(begun.checkpoint.weights, {"w": torch.ones(2, 2)})
+    assert same(begun.checkpoint.state, {"w/exp_avg": torch.zeros(2, 2)})
 
 
 def test_an_old_sweep(tmp_path: Path) -> None:
@@ -159,8 +159,9 @@ def test_an_old_sweep(tmp_path: Path) -> None:
         magnitudes: Any = None
 
     total: Any = Total()
-    assert whence.replay.sweep.Saved(path).load("another", total) is None and total.values is None
-    found = whence.replay.sweep.Saved(path).load("k", total)
+    snapshot = whence.replay.sweep.SweepSnapshot(path)
+    assert snapshot.load("another", total) is None and total.values is None
+    found = snapshot.load("k", total)
     assert found is not None
     step, adjoint, account = found
     assert step == 5 and account == {"x": 1} and total.segment == 1

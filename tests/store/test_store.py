@@ -373,7 +373,7 @@ def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
     leading = every.sort(descending=True).values[:10]
     (part,) = store.projection(workspace).parts
     kept = []
-    for name, own in part.kept.items():  # type: ignore[union-attr]
+    for name, own in part.entries.items():  # type: ignore[union-attr]
         basis = fitted[name].basis
         assert basis is not None
         outputs = [_column(basis.outputs, c) for c in own.basis.outputs.T]
@@ -445,20 +445,20 @@ def test_a_store_that_cannot_be_written_to_answers(
 
     shutil.rmtree(tmp_path / "s" / "decompositions")
     opened = GradientStore.open(tmp_path / "s", it.study)
-    monkeypatch.setattr(opened._made, "put", refuse)
-    with pytest.warns(UserWarning, match="cannot be kept with the store"):
+    monkeypatch.setattr(opened._decompositions, "put", refuse)
+    with pytest.warns(UserWarning, match="cannot be saved with the store"):
         assert (opened.source(QUERY, **QUIET).values == expected).all()
 
 
 def test_decompositions_make_room(
     it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEPT", 3 * 12 * 12 * 8)
+    monkeypatch.setattr(module, "DECOMPOSITION_BYTES", 3 * 12 * 12 * 8)
     store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
     first = store.influence(QUERY, 0.1, **QUIET).values
     for damping in (0.2, 0.3, 0.4, 0.5):
         store.influence(QUERY, damping, **QUIET)
-    assert len(store._kept) <= 3
+    assert len(store._in_memory) <= 3
     assert (store.influence(QUERY, 0.1, **QUIET).values == first).all()
     assert not (tmp_path / "s" / "decompositions").exists()  # cheap ones are not kept on disk
 
@@ -513,7 +513,7 @@ class Interrupted(BaseException):
 @pytest.fixture
 def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
-    monkeypatch.setattr("whence.projections.random.GATHERED", {"cpu": 8, "cuda": 8})
+    monkeypatch.setattr("whence.projections.random.PREFERRED_BATCH", {"cpu": 8, "cuda": 8})
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
@@ -628,11 +628,11 @@ class Doubled(whence.Classification):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_weights, "made with other weights or rates of the run"),
-        (other_data, "other data: the first 24 examples of train are not those"),
-        (lambda it: changed(it, train=TensorDataset(*TRAIN[:20])), "was made of other data"),
-        (lambda it: changed(it, layers=["0", "2"]), "made with other layers"),
-        (lambda it: changed(it, task=Doubled()), "made with another task"),
+        (other_weights, "built with other weights or rates of the run"),
+        (other_data, "other data: the first 24 examples of train are not its own"),
+        (lambda it: changed(it, train=TensorDataset(*TRAIN[:20])), "was built from other data"),
+        (lambda it: changed(it, layers=["0", "2"]), "built with other layers"),
+        (lambda it: changed(it, task=Doubled()), "built with another task"),
     ],
 )
 def test_another_study(it: Case, tmp_path: Path, make: Any, message: str) -> None:
@@ -656,7 +656,7 @@ def test_a_changed_loss_is_noticed(it: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dimension": 13}, "made with dimension=12, not 13"),
+        ({"dimension": 13}, "built with dimension=12, not 13"),
         ({"seed": 1}, "seed=0, not 1"),
         ({"fisher": "sampled"}, "fisher='exact', not 'sampled'"),
         (
@@ -695,8 +695,8 @@ def shortened(path: Path) -> None:
     [
         (cut_off, ValueError, r"is damaged \(truncated"),
         (emptied, ValueError, "belongs to another store"),
-        (shortened, ValueError, "has 20 rows, but the store is of 24 examples"),
-        (Path.unlink, FileNotFoundError, "is missing: the store is not whole"),
+        (shortened, ValueError, "has 20 rows, but the store has 24 examples"),
+        (Path.unlink, FileNotFoundError, "is missing, so the store is incomplete"),
     ],
 )
 def test_damaged_rows(it: Case, tmp_path: Path, damage: Any, error: Any, message: str) -> None:
@@ -710,7 +710,7 @@ def test_missing_second_moments(it: Case, tmp_path: Path) -> None:
     GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
     for file in (tmp_path / "s" / "factors").iterdir():
         file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"is not whole: second moments .* are missing"):
+    with pytest.raises(FileNotFoundError, match=r"is incomplete: second moments .* are missing"):
         GradientStore.open(tmp_path / "s", it.study).source(QUERY, **QUIET)
 
 
@@ -739,7 +739,7 @@ def test_no_store(it: Case, tmp_path: Path) -> None:
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(FileNotFoundError, match=r"has no store\.json"):
         GradientStore.open(tmp_path / "other", it.study)
-    with pytest.raises(ValueError, match="is not empty, and no store"):
+    with pytest.raises(ValueError, match="is not empty and is not a store"):
         GradientStore.build(it.study, tmp_path / "other", 12, **BUILD)
     for text, message in (
         ("{", "is damaged"),

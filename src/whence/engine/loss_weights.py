@@ -16,7 +16,7 @@ from whence.run import Run
 
 
 def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
-    """Q averaged over the study's runs, (n,) per stage; None if not needed, or not defined."""
+    """Q averaged over the study's runs, (n,) per stage; None if it is not needed or not defined."""
     runs = workspace.study.runs
     if len(runs) == 1:
         return None
@@ -26,13 +26,13 @@ def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
             weights, along = _weights(workspace, run, stage)
             if not along:
                 task = workspace.study.tasks[stage]
-                said = (
+                message = (
                     f"the loss of {task!r} is not a function of its measurement, so that TRAK's Q "
                     "is not defined: scores are averaged over runs as they are, with -∇L in place "
                     "of Q∇f"
                 )
-                warnings.warn(said, stacklevel=2)
-                workspace.ledger.diagnostics["ensemble"] = said
+                warnings.warn(message, stacklevel=2)
+                workspace.ledger.diagnostics["ensemble"] = message
                 return None
             share = weights / len(runs)
             means[stage] = means[stage] + share if stage in means else share
@@ -42,13 +42,13 @@ def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
 def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
     """A run's Q of a stage's examples (n,), and whether the loss is a function of the measurement.
 
-    Kept with the run's factors, because every run of an ensemble asks for all of them.
+    It is cached with the run's factors, because every run of an ensemble needs all of them.
     """
     passes, study = workspace.passes[stage], workspace.study
     identity = study.identity(run, stage, passes.tracked)
     settings = {
         "what": "loss by measurement",
-        # not "used": all examples are; nor the probe, which is of the run that is at work
+        # "used" does not matter, because all examples count; the probe is of the current run
         "identity": {k: v for k, v in identity.items() if k not in ("used", "probe")},
         "task": repr(study.tasks[stage]),
         "weights": run.final.sha256,
@@ -82,7 +82,7 @@ def loss_by_measurement(passes: Passes, batch: Any) -> tuple[Tensor, Tensor]:
         loss, measured = (
             torch.autograd.grad(value, outputs)[0].flatten(1).to(wide) for value in values
         )
-    # in units of the largest entry: the squares of small ones would be zero
+    # in units of the largest entry, because squares of small numbers would underflow
     unit = measured.abs().amax(1, keepdim=True)
     unit = torch.where(unit > 0, unit, 1.0)
     loss, measured = loss / unit, measured / unit

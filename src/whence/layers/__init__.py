@@ -1,4 +1,4 @@
-"""Which layers are tracked, and what one forward and backward pass says about each."""
+"""Which layers are tracked, and their factors (a, s) from a forward and a backward pass."""
 
 from whence.layers import conv1d, conv2d, linear  # noqa: F401  (each registers its kind)
 from whence.layers.capture import LayerFactors, ParameterBlock, Tape, TrackedLayer

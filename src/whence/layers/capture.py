@@ -1,8 +1,8 @@
 """One forward pass, any number of backward passes, and every tracked layer's (a, s).
 
-Hooks note each call's input and the *gradient edge* of its output, before an in-place activation
-can touch it; the backward pass asks autograd for the gradients at those edges only, so no parameter
-gradient is ever computed.
+Hooks record each call's input and the *gradient edge* of its output, before an in-place activation
+can change it. The backward pass asks autograd for the gradients at those edges only, so no
+parameter gradient is ever computed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ParameterBlock:
 class LayerFactors:
     """Inputs `a` (n, t, i) and output gradients `s` (n, t, o) of one block; mask (n, t) or None.
 
-    `a` is made when it is first asked for: a convolution's patches are large, and not every use
-    needs them.
+    `a` is computed on first access, because a convolution's patches are large and not every use
+    needs them. The positions of several calls (`calls`) follow one another.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LayerFactors:
         s: Tensor,
         mask: Tensor | None = None,
         add_gram: Callable[[Tensor], Tensor | None] | None = None,
-        calls: int = 1,  # the positions are those of so many calls, one after the other
+        calls: int = 1,
     ) -> None:
         self.calls = calls
         self.block, self.s, self.mask = block, s, mask
@@ -70,7 +70,7 @@ class LayerFactors:
         return self._inputs()
 
     def add_gram(self, total: Tensor) -> Tensor | None:
-        """Σ a aᵀ by a short cut of the layer's kind; None where there is none (see `Kind`)."""
+        """Add Σ a aᵀ by the shortcut of the layer's kind; None if it has none (see `Kind`)."""
         return None if self._add_gram is None else self._add_gram(total)
 
 
@@ -105,15 +105,15 @@ class _Call:
 
 
 class Tape:
-    """Records a forward pass made inside the `with`; then `backward` as often as needed.
+    """Records a forward pass inside the `with`; call `backward` as often as needed afterwards.
 
-    For the duration only the tracked weights require gradients (the model is the library's own
-    copy): that makes autograd build the graph, and nothing else.
+    Inside the `with`, only the tracked weights require gradients, so that autograd builds the
+    graph. The model is the library's own copy.
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[TrackedLayer]) -> None:
-        self.model, self.layers = model, sites
-        self.calls: dict[str, list[_Call]] = {site.name: [] for site in sites}
+    def __init__(self, model: nn.Module, layers: Sequence[TrackedLayer]) -> None:
+        self.model, self.layers = model, layers
+        self.calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
         self._failures: dict[str, str] = {}
         self._count = 0
 
@@ -121,10 +121,10 @@ class Tape:
         self._handles: list[RemovableHandle] = []
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
-        for site in self.layers:
-            for module in site.modules:
+        for layer in self.layers:
+            for module in layer.modules:
                 module._parameters["weight"].requires_grad_(True)  # type: ignore[union-attr]
-                self._handles.append(module.register_forward_hook(self._hook(site)))
+                self._handles.append(module.register_forward_hook(self._hook(layer)))
         return self
 
     def __exit__(
@@ -136,13 +136,13 @@ class Tape:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, site: TrackedLayer) -> Any:
+    def _hook(self, layer: TrackedLayer) -> Any:
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
-                self._failures[site.name] = "it is not called with one tensor, or returns none"
+                self._failures[layer.name] = "it is not called with one tensor, or returns none"
                 return
             if not output.requires_grad:
-                self._failures[site.name] = (
+                self._failures[layer.name] = (
                     "it is called without gradients (torch.no_grad in the model?)"
                 )
                 return
@@ -153,15 +153,15 @@ class Tape:
             x = inputs[0].detach()
             call = _Call(module, x, x._version, edge, output.shape, self._count)
             self._count += 1
-            self.calls[site.name].append(call)
+            self.calls[layer.name].append(call)
 
         return note
 
-    def problem(self, site: TrackedLayer, n: int) -> str | None:
-        """Why this site's calls cannot be used for n examples; None when they can."""
-        if site.name in self._failures:
-            return self._failures[site.name]
-        calls = self.calls[site.name]
+    def problem(self, layer: TrackedLayer, n: int) -> str | None:
+        """Why this layer's calls cannot be used for n examples; None if they can."""
+        if layer.name in self._failures:
+            return self._failures[layer.name]
+        calls = self.calls[layer.name]
         if not calls:
             return "its forward is never called (unused, or its weight is used directly)"
         shapes = [tuple(call.x.shape) for call in calls if len(call.x) != n or call.x.dim() < 2]
@@ -171,8 +171,8 @@ class Tape:
             return "its input is changed in place after it is read"
         return None
 
-    def first_call(self, site: TrackedLayer) -> int:
-        return self.calls[site.name][0].order
+    def first_call(self, layer: TrackedLayer) -> int:
+        return self.calls[layer.name][0].order
 
     def backward(
         self,
@@ -181,58 +181,58 @@ class Tape:
         mask: Tensor | None = None,
         keep: bool = True,
     ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
-        """Each site's pairs for d(output)/d(...), in forward order.
+        """Each layer's factors for d(output)/d(...), in forward order.
 
         Args:
             output: a scalar (summed losses), or the outputs when `gradient` is given.
             mask: positions that exist, (n, t).
-            keep: whether another backward pass will follow.
+            keep: whether to keep the graph for another backward pass.
         """
-        calls = [call for site in self.layers for call in self.calls[site.name]]
-        found = torch.autograd.grad(
+        calls = [call for layer in self.layers for call in self.calls[layer.name]]
+        at_edges = torch.autograd.grad(
             output, [call.edge for call in calls], gradient, retain_graph=keep, allow_unused=True
         )
-        gradients = dict(zip(map(id, calls), found, strict=True))
+        gradients = dict(zip(map(id, calls), at_edges, strict=True))
         mask = None if mask is None or bool(mask.all()) else mask
-        for site in self.layers:
-            mine = [(call, gradients.pop(id(call))) for call in self.calls[site.name]]
-            yield site, self._pairs(site, mine, mask)
+        for layer in self.layers:
+            its_calls = [(call, gradients.pop(id(call))) for call in self.calls[layer.name]]
+            yield layer, self._factors(layer, its_calls, mask)
 
-    def _pairs(
-        self, site: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
+    def _factors(
+        self, layer: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
     ) -> list[LayerFactors]:
-        parts = cache(lambda: [site.kind.inputs(call.module, call.x) for call, _ in calls])
+        parts = cache(lambda: [layer.kind.inputs(call.module, call.x) for call, _ in calls])
         slopes: list[list[Tensor]] = []
         for (call, gradient), k in zip(calls, range(len(calls)), strict=True):
             if gradient is None:  # the loss does not depend on this call
-                o = site.blocks[0].o
+                o = layer.blocks[0].o
                 slopes.append([a.new_zeros(*a.shape[:2], o) for a in parts()[k]])
             else:
-                slopes.append(site.kind.gradients(call.module, gradient.reshape(call.shape)))
+                slopes.append(layer.kind.gradients(call.module, gradient.reshape(call.shape)))
         shortcut = None
-        if len(calls) == 1 and len(site.blocks) == 1:
-            shortcut = partial(site.kind.add_gram, calls[0][0].module, calls[0][0].x)
-        pairs = []
-        for k, block in enumerate(site.blocks):
+        if len(calls) == 1 and len(layer.blocks) == 1:
+            shortcut = partial(layer.kind.add_gram, calls[0][0].module, calls[0][0].x)
+        factors = []
+        for k, block in enumerate(layer.blocks):
             s = [slope[k] for slope in slopes]
             inputs = partial(lambda k: _joined([part[k] for part in parts()]), k)
-            pairs.append(
+            factors.append(
                 LayerFactors(
                     block, inputs, _joined(s), _mask_for(calls, s, mask), shortcut, len(calls)
                 )
             )
-        return pairs
+        return factors
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """A layer that is called several times simply has the positions of all its calls."""
+    """The positions of all calls, one after another."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _mask_for(
     calls: Sequence[tuple[_Call, Tensor | None]], parts: list[Tensor], mask: Tensor | None
 ) -> Tensor | None:
-    """The mask of the pair, when the task's positions are this layer's positions."""
+    """The task's mask for the calls whose positions it describes; ones for the others."""
     if mask is None:
         return None
     columns = [
@@ -244,12 +244,12 @@ def _mask_for(
     return _joined(columns)
 
 
-def gradients_of(pairs: list[LayerFactors]) -> list[Tensor]:
-    """Whole per-example gradients (n, o, width) of each block of a site, built plainly."""
-    built = []
-    for pair in pairs:
-        gradient = pair.s.mT @ pair.a
-        if pair.block.bias:
-            gradient = torch.cat([gradient, pair.s.sum(1).unsqueeze(2)], 2)
-        built.append(gradient)
-    return built
+def gradients_of(blocks: list[LayerFactors]) -> list[Tensor]:
+    """Whole per-example gradients (n, o, width) of each block of a layer."""
+    gradients = []
+    for factors in blocks:
+        gradient = factors.s.mT @ factors.a
+        if factors.block.bias:
+            gradient = torch.cat([gradient, factors.s.sum(1).unsqueeze(2)], 2)
+        gradients.append(gradient)
+    return gradients

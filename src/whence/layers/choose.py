@@ -1,6 +1,6 @@
-"""Choosing layers: what `Study(layers=...)` takes besides names.
+"""Choosers for `Study(layers=...)`.
 
-A chooser is given all trackable layers, {name: module}, and returns the names of those to track.
+A chooser receives all trackable layers, {name: module}, and returns the names of those to track.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def by_name(patterns: Sequence[str]) -> Chooser:
     """Layers whose names match one of these shell patterns ("blocks.*.mlp.*")."""
 
     def choose(layers: Mapping[str, nn.Module]) -> set[str]:
-        found = {p: {n for n in layers if fnmatchcase(n, p)} for p in patterns}
-        unmatched = sorted(p for p, names in found.items() if not names)
+        matches = {p: {n for n in layers if fnmatchcase(n, p)} for p in patterns}
+        unmatched = sorted(p for p, names in matches.items() if not names)
         if unmatched:
             known = ", ".join(name or "(model)" for name in layers)
             raise InvalidInput(f"layers={unmatched} match no layer: the model has {known}")
-        return set().union(*found.values())
+        return set().union(*matches.values())
 
     return choose
 
@@ -37,14 +37,14 @@ def by_type(*types: type[nn.Module]) -> Chooser:
 
 
 def mlp_only(layers: Mapping[str, nn.Module]) -> set[str]:
-    """Layers inside the numbered blocks of a transformer that are not its attention's."""
+    """Layers inside the numbered blocks of a transformer, except attention layers."""
     return {n for n in layers if _NUMBERED.match(n) and not re.search("attn|attention", n.lower())}
 
 
 def last_blocks(count: int) -> Chooser:
     """Layers of the last `count` of a model's numbered blocks ("h.10.*", "h.11.*"), and all after.
 
-    The blocks are those of the container that has most of them.
+    The blocks are those of the container that has the most.
     """
     if count < 1:
         raise InvalidInput(f"last_blocks({count}): choose at least one")
@@ -60,7 +60,7 @@ def last_blocks(count: int) -> Chooser:
         chosen = set(sorted(numbers[container])[-count:])
         names = list(layers)
         last = max(names.index(n) for n, (c, _) in places.items() if c == container)
-        kept = {n for n, (c, number) in places.items() if c == container and number in chosen}
-        return kept | set(names[last + 1 :])
+        inside = {n for n, (c, number) in places.items() if c == container and number in chosen}
+        return inside | set(names[last + 1 :])
 
     return choose

@@ -10,8 +10,6 @@ from whence.layers.kind import Kind, register
 
 
 class Conv1D(Kind):
-    label = "Conv1D"
-
     def claims(self, module: nn.Module) -> bool:
         # by name, so that transformers need not be imported
         return any(c.__name__ == "Conv1D" for c in type(module).__mro__) and hasattr(module, "nf")

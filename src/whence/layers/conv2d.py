@@ -1,8 +1,8 @@
 """`nn.Conv2d` with any stride, padding (all modes), dilation and groups.
 
-A position is a place of the kernel on the image, its input the patch under the kernel in the order
-(row, column, channel): with channels last, a patch is a few contiguous runs, so cutting patches is
-a plain copy.
+A position is a place of the kernel on the image. Its input is the patch under the kernel in the
+order (row, column, channel): with channels last, a patch is a few contiguous runs, so extracting
+patches is a plain copy.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from torch.nn import functional as F
 from whence.layers.kind import Kind, register, same_forward
 from whence.layers.shifted import add_shifted_gram, patch_sums
 
-WORTHWHILE = 16  # channels from which many small products beat one large one
+MIN_CHANNELS = 16  # from here on, many small products are faster than one large one
 
 
 class Conv2d(Kind):
-    label = "Conv2d"
-
     def claims(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Conv2d)
 
@@ -28,7 +26,7 @@ class Conv2d(Kind):
             and getattr(type(module), "_conv_forward", None) is nn.Conv2d._conv_forward
         ):
             return None
-        return f"{type(module).__name__} is a subclass of Conv2d with a forward of its own"
+        return f"{type(module).__name__} is a subclass of Conv2d with its own forward"
 
     def shape(self, module: nn.Conv2d) -> tuple[int, int, int]:
         rows, columns = module.kernel_size
@@ -58,7 +56,7 @@ class Conv2d(Kind):
             and module.groups == 1
             and module.padding in ((1, 1), "same")
             and module.padding_mode == "zeros"
-            and module.in_channels >= WORTHWHILE
+            and module.in_channels >= MIN_CHANNELS
         )
         if not plain or total.dtype != x.dtype:
             return None

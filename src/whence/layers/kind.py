@@ -2,34 +2,31 @@
 
 Every tracked layer is linear in its parameters: at each position it maps an input `a` (i) to an
 output `W a` (o). Its per-example gradient is therefore Σ_t s_t a_tᵀ, with `s` the gradient of the
-loss in the output. A kind turns what the module saw, (x, dloss/dy), into `a` (n, t, i) and `s` (n,
-t, o); a layer that is really several independent ones (a grouped convolution) gives one such pair
-per block.
+loss in the output. A kind turns the module's input x and the gradient at its output, dloss/dy, into
+`a` (n, t, i) and `s` (n, t, o). A layer that consists of several independent ones (a grouped
+convolution) gives one pair (a, s) per block.
 
-To support another layer: write a subclass, and `register` it.
+To support another layer, write a subclass and `register` it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 
 class Kind(ABC):
-    """How one kind of layer is captured. All methods are pure."""
-
-    #: class names the kind is for, for messages
-    label: ClassVar[str]
+    """How to capture one kind of layer. All methods are pure."""
 
     @abstractmethod
     def claims(self, module: nn.Module) -> bool:
-        """Whether the module is of this kind, or a subclass that may have changed it."""
+        """Whether the module is of this kind, or of a subclass that may compute something else."""
 
     @abstractmethod
     def refusal(self, module: nn.Module) -> str | None:
-        """Why this module cannot be captured after all; None when it can."""
+        """Why this module cannot be captured; None if it can."""
 
     @abstractmethod
     def shape(self, module: Any) -> tuple[int, int, int]:
@@ -42,7 +39,7 @@ class Kind(ABC):
     def add_gram(self, module: Any, x: Tensor, total: Tensor) -> Tensor | None:
         """Add Σ a aᵀ over all positions to the upper triangle of total (i, i) without forming `a`.
 
-        Returns Σ a (i,), or None, with nothing added, where there is no such short cut.
+        Returns Σ a (i,), or None, with nothing added, if the kind has no such shortcut.
         """
         return None
 
@@ -63,12 +60,12 @@ KINDS: list[Kind] = []
 
 
 def register(kind: Kind) -> None:
-    """Make layers of this kind known to every Study from now on. Later kinds are asked first."""
+    """Track layers of this kind in every later Study. Kinds registered later take precedence."""
     KINDS.insert(0, kind)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind that claims a module."""
+    """The first kind that claims the module, if any."""
     return next((kind for kind in KINDS if kind.claims(module)), None)
 
 

@@ -8,15 +8,13 @@ from whence.layers.kind import Kind, register, same_forward
 
 
 class Linear(Kind):
-    label = "Linear"
-
     def claims(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
 
     def refusal(self, module: nn.Module) -> str | None:
         if same_forward(module, nn.Linear):
             return None
-        return f"{type(module).__name__} is a subclass of Linear with a forward of its own"
+        return f"{type(module).__name__} is a subclass of Linear with its own forward"
 
     def shape(self, module: nn.Linear) -> tuple[int, int, int]:
         return 1, module.out_features, module.in_features

@@ -18,6 +18,7 @@ from whence.data import Batches
 from whence.errors import InvalidInput, NotFinite
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.tracked import Tracked
+from whence.table import listed
 from whence.task import Task, Uniform
 
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
@@ -36,7 +37,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """One backward pass of one batch; only the "exact" signal has several a batch."""
+    """One backward pass of one batch; only the "exact" signal has several per batch."""
 
     indices: np.ndarray
     first: bool
@@ -75,7 +76,7 @@ class Clock:
 
 
 class Weights(Protocol):
-    """What a pass needs of a checkpoint."""
+    """The part of a checkpoint that a pass needs."""
 
     @property
     def step(self) -> int: ...
@@ -85,9 +86,9 @@ class Weights(Protocol):
 
 
 class WeightLoader:
-    """A model and which weights are in it; recent checkpoints are kept, within a few gigabytes."""
+    """Loads checkpoints into a model, and caches the most recent ones in memory."""
 
-    KEPT = 4 * 2**30
+    CACHE_BYTES = 4 * 2**30
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -104,8 +105,8 @@ class WeightLoader:
         load_weights(self.model, weights, checkpoint.step)
         self._current = key
         self._recent[key] = weights
-        sizes = [sum(t.nbytes for t in held.values()) for held in self._recent.values()]
-        while sum(sizes) > self.KEPT and sizes:
+        sizes = [sum(t.nbytes for t in cached.values()) for cached in self._recent.values()]
+        while sum(sizes) > self.CACHE_BYTES and sizes:
             self._recent.pop(next(iter(self._recent)))
             sizes.pop(0)
 
@@ -128,23 +129,23 @@ class Passes:
         self.task, self.tracked = task, tracked
         self.clock, self.device = clock, clock.device
         self.dtype, self.workers, self.progress = dtype, workers, progress
-        self.step = -1  # of the weights that are loaded
+        self.step = -1  # of the loaded weights
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, and how products of it are rounded: scores of one kind are not continued, nor
-        factors used, in another."""
+        """The dtype and the rounding of its products. Scores and factors computed with one are not
+        resumed or reused with another."""
         return str(self.dtype) + rounded_products(self.dtype, self.device)
 
     def load(self, checkpoint: Weights) -> None:
-        """From now on, pass at this checkpoint's weights."""
+        """Use this checkpoint's weights in the following passes."""
         self.loaded.load(checkpoint)
         self.step = checkpoint.step
 
     def backward_passes(
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
     ) -> Iterator[BackwardPass]:
-        """Every backward pass over these blocks of examples; a label makes a progress bar."""
+        """Every backward pass over these blocks of examples; a label shows a progress bar."""
         silent = label is None or not self.progress
         bar = tqdm(total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False)
         with bar:
@@ -164,20 +165,20 @@ class Passes:
                 directions = [(outputs, column.reshape(outputs.shape)) for column in columns]
             else:
                 directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
-        for site in self.tracked.layers:
-            problem = tape.problem(site, len(indices))
+        for layer in self.tracked.layers:
+            problem = tape.problem(layer, len(indices))
             if problem:
                 raise InvalidInput(
-                    f"layer {site.name}: {problem}. Leave it out with Study(layers=...)"
+                    f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
                 )
         seen = [output for output, _ in directions[:1]]
         seen += [call.x for calls in tape.calls.values() for call in calls]
         mask = self.task.mask(batch)
         for k, (output, gradient) in enumerate(directions, 1):
             last = k == len(directions)
-            found = tape.backward(output, gradient, mask, keep=not last)
-            culprit = partial(self._culprit, data, indices, batch, signal)
-            yield BackwardPass(indices, k == 1, last, self._checked(found, seen, culprit))
+            factors = tape.backward(output, gradient, mask, keep=not last)
+            diagnosis = partial(self._diagnosis, data, indices, batch, signal)
+            yield BackwardPass(indices, k == 1, last, self._checked(factors, seen, diagnosis))
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":
@@ -196,63 +197,63 @@ class Passes:
 
     @staticmethod
     def _checked(
-        found: Iterator[tuple[TrackedLayer, list[LayerFactors]]],
+        layers: Iterator[tuple[TrackedLayer, list[LayerFactors]]],
         seen: list[Tensor],
-        culprit: Callable[[], str],
+        diagnosis: Callable[[], str],
     ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
-        """The pairs as they come, and then an error if any of them was not finite."""
+        """Pass every layer's factors on, then raise an error if any of them was not finite."""
         sums = [x.detach().sum() for x in seen]
-        for site, pairs in found:
-            sums += [pair.s.sum() for pair in pairs]
-            yield site, pairs
+        for layer, blocks in layers:
+            sums += [factors.s.sum() for factors in blocks]
+            yield layer, blocks
         if not bool(torch.stack([x.float() for x in sums]).isfinite().all()):
-            raise NotFinite(culprit())
+            raise NotFinite(diagnosis())
 
-    def _culprit(self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal) -> str:
-        """Run a bad batch again, to name the layer and the examples where it goes wrong."""
-        where = f"checkpoint at step {self.step}"
+    def _diagnosis(self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal) -> str:
+        """Run a bad batch again, and name the first layer and examples that are not finite."""
         plain = Signal("loss") if signal.name == "exact" else signal
         with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
             values = self._values(outputs, batch, indices, plain)
             total = values.sum()
-        for site in self.tracked.layers:
-            for call in tape.calls[site.name]:
+        for layer in self.tracked.layers:
+            for call in tape.calls[layer.name]:
                 bad = ~call.x.flatten(1).isfinite().all(1)
                 if bad.any():
-                    return self._said(data, indices, bad, f"the input of layer {site.name}", where)
-        slopes = {site.name: pairs for site, pairs in tape.backward(total)}
-        for site in reversed(self.tracked.layers):  # the backward pass met the last layer first
-            for pair in slopes[site.name]:
-                bad = ~pair.s.flatten(1).isfinite().all(1)
+                    return self._not_finite(data, indices, bad, f"the input of layer {layer.name}")
+        slopes = {layer.name: blocks for layer, blocks in tape.backward(total)}
+        for layer in reversed(self.tracked.layers):  # the backward pass met the last layer first
+            for factors in slopes[layer.name]:
+                bad = ~factors.s.flatten(1).isfinite().all(1)
                 if bad.any():
-                    what = f"the gradient at layer {site.name}"
-                    return self._said(data, indices, bad, what, where)
-        return self._said(data, indices, ~values.isfinite(), f"the {NAMES[plain.name]}", where)
+                    what = f"the gradient at layer {layer.name}"
+                    return self._not_finite(data, indices, bad, what)
+        return self._not_finite(data, indices, ~values.isfinite(), f"the {NAMES[plain.name]}")
 
-    @staticmethod
-    def _said(data: Batches, indices: np.ndarray, bad: Tensor, what: str, where: str) -> str:
-        examples = indices[bad.cpu().numpy()]
-        named = ", ".join(map(str, examples[:5])) + (", ..." if len(examples) > 5 else "")
+    def _not_finite(self, data: Batches, indices: np.ndarray, bad: Tensor, what: str) -> str:
+        examples = listed(indices[bad.cpu().numpy()])
         return (
-            f"{where}: {what} is NaN or infinite for {data.name} example {named}. "
-            "Mend or leave out the example; if all are affected, the checkpoint itself has diverged"
+            f"checkpoint at step {self.step}: {what} is NaN or infinite for {data.name} example "
+            f"{examples}. Mend or leave out the example; if all are affected, the checkpoint "
+            "itself has diverged"
         )
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> None:
-    """Load a checkpoint strictly, saying in plain words what does not fit."""
-    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    held = {own[k].data_ptr() for k in own.keys() & weights.keys()}  # a tied name may be left out
-    missing = sorted(k for k in own.keys() - weights.keys() if own[k].data_ptr() not in held)
-    unknown = sorted(weights.keys() - own.keys())
+    """Load a checkpoint strictly; an error names what does not fit."""
+    state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    shared = state.keys() & weights.keys()
+    loaded = {state[k].data_ptr() for k in shared}  # of tied weights, one name is enough
+    missing = sorted(k for k in state.keys() - shared if state[k].data_ptr() not in loaded)
+    unknown = sorted(weights.keys() - state.keys())
     shapes = [
-        f"{k} is {tuple(weights[k].shape)} in the checkpoint and {tuple(own[k].shape)} in the model"
-        for k in own.keys() & weights.keys()
-        if weights[k].shape != own[k].shape
+        f"{k} is {tuple(weights[k].shape)} in the checkpoint and "
+        f"{tuple(state[k].shape)} in the model"
+        for k in shared
+        if weights[k].shape != state[k].shape
     ]
-    problems = [f"missing {', '.join(missing[:3])}"] if missing else []
-    problems += [f"not in the model: {', '.join(unknown[:3])}"] if unknown else []
+    problems = [f"missing {listed(missing, 3)}"] if missing else []
+    problems += [f"not in the model: {listed(unknown, 3)}"] if unknown else []
     problems += sorted(shapes)[:3]
     if problems:
         raise InvalidInput(
@@ -261,12 +262,12 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
             + ". Give Study the model that was trained, or the run that trained it"
         )
     with torch.no_grad():
-        for name in own.keys() & weights.keys():
-            own[name].copy_(weights[name])
+        for name in shared:
+            state[name].copy_(weights[name])
 
 
 def rounded_products(dtype: torch.dtype, device: torch.device) -> str:
-    """ "" if products are as exact as the dtype; else what a GPU was asked to round them to."""
+    """ "" if products are as exact as the dtype; else the precision set for the GPU."""
     if dtype != torch.float32 or device.type != "cuda":
         return ""
     return {"high": ", TF32 products", "medium": ", bfloat16 products"}.get(
@@ -287,9 +288,9 @@ def products_as(precision: str) -> Iterator[None]:
 
 @contextmanager
 def precision_as_asked() -> Iterator[None]:
-    """No autocast around us, and convolutions in the precision the user chose for products.
+    """Disable autocast, and run convolutions in the precision the user chose for products.
 
-    Left alone, a GPU convolves float32 in TF32 even where products are asked for in full float32.
+    By default a GPU convolves float32 in TF32, even where products are in full float32.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"

@@ -20,14 +20,14 @@ def add_shifted_gram(total: Tensor, image: Tensor) -> None:
 
     Args:
         image: (n, h + 2, w + 2, c), contiguous, with a border of zeros one pixel wide. Two zeros
-            then stand between neighbouring rows and images in memory, so that a correlation over
-            the flat image never pairs pixels that are not neighbours.
+            then separate adjacent rows and images in memory, so that a correlation over the flat
+            image never pairs pixels that are not neighbours.
     """
     _, h, w, c = image.shape
     whole = {(0, d): _correlation(image, d) for d in range(KERNEL)}
     for down, right in product((1, 2), range(-2, 3)):
         whole[down, right] = _correlation(image, down * w + right)
-    # A kernel place sees all of the image but its last (place 0) or first (place 2) row or column.
+    # Kernel place 0 never reaches the image's last row or column, place 2 never its first.
     edge = {0: (h - 2, w - 2), 2: (1, 1)}
     rows = {(u, d): _correlation(image[:, edge[u][0]], d) for u, d in product(edge, range(KERNEL))}
     columns = {

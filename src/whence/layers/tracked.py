@@ -1,8 +1,8 @@
-"""Which layers are tracked: found by kind, then checked against autograd on real examples.
+"""Which layers are tracked: selected by kind, then checked against autograd on real examples.
 
-A layer is tracked only if its captured gradient Σ_t s_t a_tᵀ equals what autograd says. So weight
-sharing, odd subclasses, weights that are also used outside their module and in-place surprises are
-either handled exactly or left out by name; nothing is captured wrongly in silence.
+A layer is tracked only if its captured gradient Σ_t s_t a_tᵀ equals autograd's. So shared weights,
+unusual subclasses, weights that are also used outside their module, and in-place changes are either
+handled exactly or excluded by name. No gradient is silently wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FROZEN = "frozen: no update of the run moved it"
 
 @dataclass(frozen=True)
 class Excluded:
-    """Parameters that no score sees, and why."""
+    """Parameters that no score includes, and why."""
 
     name: str
     parameters: int
@@ -37,27 +37,27 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Tracked:
-    """The tracked layers of one model, in the order in which the forward pass met them."""
+    """The tracked layers of one model, in the order of the forward pass."""
 
     layers: tuple[TrackedLayer, ...]
     excluded: tuple[Excluded, ...]
     parameters: int
-    positions: dict[str, int]  # t of each block, on the examples the layers were checked on
-    outputs: int  # numbers the model puts out for one of them
+    positions: dict[str, int]  # t of each block, on the examples that the check used
+    outputs: int  # numbers in the model's output for one example
 
     @property
     def blocks(self) -> list[ParameterBlock]:
-        return [block for site in self.layers for block in site.blocks]
+        return [block for layer in self.layers for block in layer.blocks]
 
     def shared_with(self, other: Tracked) -> Tracked:
         """The layers of the same name and shape in another model (or stage)."""
-        theirs = {(b.name, b.shape) for b in other.blocks}
-        kept = [s for s in self.layers if {(b.name, b.shape) for b in s.blocks} <= theirs]
-        return replace(self, layers=tuple(kept))
+        others = {(b.name, b.shape) for b in other.blocks}
+        shared = [s for s in self.layers if {(b.name, b.shape) for b in s.blocks} <= others]
+        return replace(self, layers=tuple(shared))
 
     @property
     def unseen(self) -> list[Excluded]:
-        """What is left out although training moved it."""
+        """The excluded parameters that training moved."""
         return [e for e in self.excluded if e.reason != FROZEN]
 
     @property
@@ -66,16 +66,17 @@ class Tracked:
         return 1.0 - sum(e.share for e in self.excluded)
 
     def summary(self) -> str:
-        """One line on what is left out: names, and share of the total."""
+        """One line: the tracked share of the parameters, and the names of the excluded layers."""
         if not self.excluded:
             return f"all {self.parameters:,} parameters are tracked"
-        told = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
-        still = [e for e in self.excluded if e.reason == FROZEN]
-        if still:
-            what = still[0].name if len(still) == 1 else f"{len(still)} layers"
-            told.append(f"{what} ({sum(e.share for e in still):.1%}: {FROZEN})")
-        left = ", ".join(told)
-        return f"{self.share:.1%} of {self.parameters:,} parameters are tracked; left out: {left}"
+        parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
+        frozen = [e for e in self.excluded if e.reason == FROZEN]
+        if frozen:
+            what = frozen[0].name if len(frozen) == 1 else f"{len(frozen)} layers"
+            parts.append(f"{what} ({sum(e.share for e in frozen):.1%}: {FROZEN})")
+        excluded = ", ".join(parts)
+        total = f"{self.parameters:,} parameters"
+        return f"{self.share:.1%} of {total} are tracked; left out: {excluded}"
 
 
 def find(
@@ -92,20 +93,20 @@ def find(
         batch: a few examples, on the model's device, to check captured gradients on.
         single: the first of them alone, to check that examples do not mix.
         choose: which of the trackable layers to track; None is all.
-        trained: whether training moved a parameter, by its name. Layers that it did not move do not
-            respond to the data, so their gradients are not taken; unless it moved none at all,
-            which a method can say more about.
+        trained: whether training moved the parameter of this name. Layers that it did not move do
+            not respond to the data, so they are not tracked. If it moved none, all are tracked, and
+            the method reports the problem.
     """
     reasons: dict[str, str] = {}
     frozen: set[str] = set()
-    sites = _candidates(model, choose, reasons)
+    layers = _candidates(model, choose, reasons)
     if trained is not None:
-        moved = [s for s in sites if any(map(trained, s.parameter_names()))]
+        moved = [s for s in layers if any(map(trained, s.parameter_names()))]
         if moved:
-            sites = moved
+            layers = moved
             names = [name for name, _ in model.named_parameters()]
             frozen = {name for name in names if not trained(name)}
-    with torch.enable_grad(), Tape(model, sites) as tape:
+    with torch.enable_grad(), Tape(model, layers) as tape:
         outputs = task.outputs(model, batch)
         losses = task.losses(outputs, batch)
     n = batch_length(batch)
@@ -115,23 +116,24 @@ def find(
                 f"{type(task).__name__}.{what} must return one number per example, shape ({n},); "
                 f"for {n} examples it returned shape {tuple(values.shape)}"
             )
-    kept = []
-    for site in sites:
-        problem = tape.problem(site, n)
+    usable = []
+    for layer in layers:
+        problem = tape.problem(layer, n)
         if problem:
-            reasons.update(dict.fromkeys(site.parameter_names(), problem))
+            reasons.update(dict.fromkeys(layer.parameter_names(), problem))
         else:
-            kept.append(site)
-    kept.sort(key=tape.first_call)
+            usable.append(layer)
+    usable.sort(key=tape.first_call)
     _check_separate(model, task, losses, single)
-    kept, positions = _verified(model, task, batch, kept, reasons)
+    verified, positions = _verified(model, task, batch, usable, reasons)
     reasons.update(dict.fromkeys(frozen, FROZEN))
-    if not kept:
+    if not verified:
         raise InvalidInput(
             "no layer of the model can be tracked: "
             + "; ".join(f"{k}: {v}" for k, v in reasons.items())
         )
-    return Tracked(tuple(kept), *_left_out(model, kept, reasons), positions, outputs[0].numel())
+    excluded, total = _excluded(model, verified, reasons)
+    return Tracked(tuple(verified), excluded, total, positions, outputs[0].numel())
 
 
 def _candidates(
@@ -147,14 +149,14 @@ def _candidates(
                 owners.setdefault(id(parameter), []).append((path, module))
     trackable = {path: m for path, m in model.named_modules() if kind_of(m)}
     chosen = trackable if choose is None else choose(trackable)
-    sites: dict[tuple[int, int | None], TrackedLayer] = {}
+    layers: dict[tuple[int, int | None], TrackedLayer] = {}
     for path, module in trackable.items():
         kind = kind_of(module)
         assert kind is not None
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        own = [names[id(p)] for p in (weight, bias) if p is not None and id(p) in names]
+        parameters = [names[id(p)] for p in (weight, bias) if p is not None and id(p) in names]
         if path not in chosen:
-            reasons.update(dict.fromkeys(own, "not chosen"))
+            reasons.update(dict.fromkeys(parameters, "not chosen"))
             continue
         reason = kind.refusal(module)
         if weight is None:
@@ -170,11 +172,11 @@ def _candidates(
             ):
                 reason = "shares its weight or its bias, but not both, with another layer"
         if reason:
-            reasons.update(dict.fromkeys(own, reason))
+            reasons.update(dict.fromkeys(parameters, reason))
             continue
         assert weight is not None
         key = (id(weight), None if bias is None else id(bias))
-        site = sites.setdefault(
+        layer = layers.setdefault(
             key,
             TrackedLayer(
                 path or "(model)",
@@ -183,12 +185,12 @@ def _candidates(
                 names[id(bias)] if bias is not None else None,
             ),
         )
-        site.modules.append(module)
-    return list(sites.values())
+        layer.modules.append(module)
+    return list(layers.values())
 
 
 def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -> None:
-    """An example alone must have the loss that it has among others."""
+    """Check that an example has the same loss alone as in a batch."""
     mixed = (
         "attribution needs examples that do not mix (batch norm without running statistics? a "
         "collate function that changes examples? random augmentation?)"
@@ -207,17 +209,17 @@ def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -
 
 
 def _verified(
-    model: nn.Module, task: Task, batch: Any, sites: list[TrackedLayer], reasons: dict[str, str]
+    model: nn.Module, task: Task, batch: Any, layers: list[TrackedLayer], reasons: dict[str, str]
 ) -> tuple[list[TrackedLayer], dict[str, int]]:
-    """Sites whose captured gradients equal autograd's, example by example; each block's positions.
+    """Layers whose captured gradients equal autograd's, per example; and each block's positions.
 
-    What is differentiated is a random combination of the outputs: losses that are nearly zero
-    would prove nothing.
+    The check differentiates a random combination of the outputs, because losses that are nearly
+    zero would prove nothing.
     """
-    if not sites:
+    if not layers:
         return [], {}
-    weights = [p for site in sites for p in _parameters(site)]
-    with torch.enable_grad(), Tape(model, sites) as tape:
+    weights = [p for layer in layers for p in _parameters(layer)]
+    with torch.enable_grad(), Tape(model, layers) as tape:
         for parameter in weights:
             parameter.requires_grad_(True)
         outputs = task.outputs(model, batch)
@@ -226,62 +228,62 @@ def _verified(
         singles = totals.unbind()
     truths = []
     for total in singles:
-        found = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
-        truths.append(dict(zip(map(id, weights), found, strict=True)))
+        gradients = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
+        truths.append(dict(zip(map(id, weights), gradients, strict=True)))
     tolerance = 3e-2 if totals.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    kept, positions = [], {}
-    for site, pairs in tape.backward(totals, torch.ones_like(totals)):
-        captured = gradients_of(pairs)
+    verified, positions = [], {}
+    for layer, blocks in tape.backward(totals, torch.ones_like(totals)):
+        captured = gradients_of(blocks)
         wrong = any(
             bool((g[k] - w).norm() > tolerance * w.norm())
             for k, truth in enumerate(truths)
-            for g, w in zip(captured, _expected_matrices(site, truth), strict=True)
+            for g, w in zip(captured, _expected_matrices(layer, truth), strict=True)
         )
         if wrong:
             reason = (
                 "its gradient is not that of its calls (is its weight used outside the module?)"
             )
-            reasons.update(dict.fromkeys(site.parameter_names(), reason))
+            reasons.update(dict.fromkeys(layer.parameter_names(), reason))
         else:
-            kept.append(site)
-            positions.update({pair.block.name: pair.a.shape[1] for pair in pairs})
-    return kept, positions
+            verified.append(layer)
+            positions.update({factors.block.name: factors.a.shape[1] for factors in blocks})
+    return verified, positions
 
 
-def _parameters(site: TrackedLayer) -> list[nn.Parameter]:
-    module: Any = site.modules[0]
-    return [module.weight] + ([module.bias] if site.bias else [])
+def _parameters(layer: TrackedLayer) -> list[nn.Parameter]:
+    module: Any = layer.modules[0]
+    return [module.weight] + ([module.bias] if layer.bias else [])
 
 
-def _expected_matrices(site: TrackedLayer, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
-    """Autograd's gradient of a site as its blocks' matrices."""
-    module: Any = site.modules[0]
+def _expected_matrices(layer: TrackedLayer, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
+    """Autograd's gradient of a layer as its blocks' matrices."""
+    module: Any = layer.modules[0]
 
     def of(parameter: nn.Parameter) -> Tensor:
-        found = gradients[id(parameter)]
-        return torch.zeros_like(parameter) if found is None else found
+        gradient = gradients[id(parameter)]
+        return torch.zeros_like(parameter) if gradient is None else gradient
 
-    matrices = site.kind.matrices(module, of(module.weight))
-    if not site.bias:
+    matrices = layer.kind.matrices(module, of(module.weight))
+    if not layer.bias:
         return matrices
-    columns = site.kind.vectors(module, of(module.bias))
+    columns = layer.kind.vectors(module, of(module.bias))
     return [torch.cat([m, c.unsqueeze(1)], 1) for m, c in zip(matrices, columns, strict=True)]
 
 
-def _left_out(
-    model: nn.Module, sites: list[TrackedLayer], reasons: dict[str, str]
+def _excluded(
+    model: nn.Module, layers: list[TrackedLayer], reasons: dict[str, str]
 ) -> tuple[tuple[Excluded, ...], int]:
-    tracked = {name for site in sites for name in site.parameter_names()}
+    tracked = {name for layer in layers for name in layer.parameter_names()}
     parameters = dict(model.named_parameters())
     total = sum(p.numel() for p in parameters.values())
     excluded = []
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
-        own = [prefix + k for k in module._parameters if prefix + k in parameters]
-        own = [name for name in own if name not in tracked]
-        if own:
-            count = sum(parameters[name].numel() for name in own)
-            moved = [k for k in own if reasons.get(k) != FROZEN]  # the others lack nothing
+        names = [prefix + k for k in module._parameters if prefix + k in parameters]
+        names = [name for name in names if name not in tracked]
+        if names:
+            count = sum(parameters[name].numel() for name in names)
+            moved = [k for k in names if reasons.get(k) != FROZEN]
             reason = next((reasons[k] for k in moved if k in reasons), type(module).__name__)
             reason = reason if moved else FROZEN
             excluded.append(Excluded(path or "(model)", count, count / total, reason))
@@ -289,6 +291,6 @@ def _left_out(
 
 
 def report(tracked: Tracked) -> None:
-    """Say once, as a warning, what is left out; not if training left it alone."""
+    """Warn about excluded parameters, unless training never moved them."""
     if tracked.unseen:
         warnings.warn(tracked.summary(), stacklevel=3)

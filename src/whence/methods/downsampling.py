@@ -1,10 +1,10 @@
-"""Empirical influence (Feldman & Zhang, 2020), or Downsampling: what retraining itself says.
+"""Empirical influence (Feldman & Zhang, 2020), or Downsampling: an estimate from retraining alone.
 
     values[q, m] = mean of f(q) over the subsets with m - mean of f(q) over those without it
 
 (appendix B.4, with the other sign: this is f(with m) - f(without m)). Nothing is approximated, but
-whatever else differs between two subsets is noise: hundreds of trainings give a rough answer. All
-subsets have one size, so that an example's presence is another's absence: scores are relative to
+every other difference between two subsets is noise: hundreds of trainings give a rough answer. All
+subsets have the same size, so one example's presence is another's absence: scores are relative to
 the mean of the others'.
 """
 
@@ -17,24 +17,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.data import Batches, cut
+from whence.data import Batches
 from whence.errors import InvalidInput
 from whence.retrain import Truth
-from whence.retrain.contrast import Floats, differences
+from whence.retrain.contrast import Floats, differences, mean_of_sound
 from whence.scores import Scores
 from whence.study import Study
-
-AT_ONCE = 2**22  # numbers of a block of scores
+from whence.table import listed
 
 
 class Downsampling:
     """The difference between models that were trained with and without an example.
 
     Args:
-        truth: measurements on random subsets (`whence.evaluate.ground_truth`), or their folder. Not
-            the one that the scores will be judged by.
-        exclude_diverged: leave out trainings that diverged (and subsets of which all did), rather
-            than refuse.
+        truth: measurements on random subsets (`whence.evaluate.ground_truth`), or their folder. Do
+            not use the truth that will judge the scores.
+        exclude_diverged: skip trainings that diverged (and subsets of which all did) instead of
+            raising an error.
     """
 
     def __init__(
@@ -50,18 +49,18 @@ class Downsampling:
         *,
         out: str | os.PathLike[str] | None = None,
     ) -> Scores:
-        """Scores of every example of the truth's stage for every query that the truth measured.
+        """Scores of every example of the truth's stage for every query of the truth.
 
-        `spread` holds their standard errors, of a difference of two means. An example that is in
-        all subsets, or in none, scores 0 with an infinite standard error, and is named.
+        `spread` holds the standard errors of the difference of two means. An example in all
+        subsets, or in none, scores 0 with an infinite standard error; a warning lists these.
 
         Args:
-            study, query: only to be sure that the truth is of this training data and these queries.
+            study, query: checked against the truth's training data and queries, if given.
             out: folder to save the scores in.
         """
         truth = self.truth
         self._check(study, query)
-        masks, measured, lost = self._kept()
+        masks, measured, diverged = self._sound()
         subsets, examples = masks.shape
         counts = masks.sum(0)
         known = (counts > 0) & (counts < subsets)
@@ -76,17 +75,13 @@ class Downsampling:
             )
         for where, which in unknown.items():
             if which:
-                listed = ", ".join(map(str, which[:5])) + (", ..." if len(which) > 5 else "")
                 warnings.warn(
                     f"{len(which)} of {examples} examples are {where.replace('_', ' ')} (of "
-                    f"{subsets}), so nothing is known about them: {listed}. They score 0; use a "
-                    "truth with more subsets",
+                    f"{subsets}), so nothing is known about them: {listed(which)}. They score 0; "
+                    "use a truth with more subsets",
                     stacklevel=2,
                 )
-        queries = measured.shape[1]
-        values, errors = np.empty((queries, examples)), np.empty((queries, examples))
-        for columns in cut(examples, max(1, AT_ONCE // max(queries, subsets))):
-            values[:, columns], errors[:, columns] = differences(masks[:, columns], measured)
+        values, errors = differences(masks, measured)
         values[:, ~known], errors[:, ~known] = 0.0, np.inf
         scores = Scores(
             values,
@@ -102,7 +97,7 @@ class Downsampling:
                 "subsets": subsets,
                 "seeds": truth.seeds,
                 "alpha": truth.alpha,
-                "diverged": lost,
+                "diverged": diverged,
                 **unknown,
             },
             provenance={"recipe": truth.recipe, "query": truth.query},
@@ -112,7 +107,7 @@ class Downsampling:
         return scores
 
     def _check(self, study: Study | None, query: Any) -> None:
-        """Refuse a study or queries that the truth is not of."""
+        """Refuse a study or queries other than the truth's."""
         truth = self.truth
         examples, queries = truth.masks.shape[1], truth.measurements.shape[2]
         if study is not None:
@@ -131,24 +126,23 @@ class Downsampling:
             if len(data) != queries or (truth.query and data.fingerprint() != truth.query):
                 raise InvalidInput(
                     f"the truth has measured {queries} other queries than these {len(data)}: make "
-                    "one with them, or leave query out for those it has"
+                    "one with them, or leave query out to use its own"
                 )
 
-    def _kept(self) -> tuple[NDArray[np.bool_], Floats, int]:
-        """(masks (M, n), mean measurements (M, q), trainings left out)."""
+    def _sound(self) -> tuple[NDArray[np.bool_], Floats, int]:
+        """(masks (M, n), mean measurements (M, q), number of diverged trainings)."""
         truth = self.truth
-        sound = ~truth.diverged
-        lost = int((~sound).sum())
-        if not lost:
+        diverged = int(truth.diverged.sum())
+        if not diverged:
             return truth.masks, truth.means, 0
         if not self.exclude_diverged:
             raise InvalidInput(
-                f"{lost} of the truth's {sound.size} trainings diverged: leave them out with "
-                "exclude_diverged=True"
+                f"{diverged} of the truth's {truth.diverged.size} trainings diverged: leave them "
+                "out with exclude_diverged=True"
             )
+        sound = ~truth.diverged
         left = sound.any(1)
-        sums = np.where(sound[:, :, None], truth.measurements, 0.0).sum(1)
-        return truth.masks[left], sums[left] / sound[left].sum(1)[:, None], lost
+        return truth.masks[left], mean_of_sound(truth.measurements[left], sound[left]), diverged
 
     def __repr__(self) -> str:
         return f"Downsampling({self.truth!r}, exclude_diverged={self.exclude_diverged})"

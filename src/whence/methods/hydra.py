@@ -4,8 +4,8 @@ For plain SGD (the last equation of appendix B.4, with the sign and scale of a p
 
     values[q, m] = - Σ_t (η_t/B_t) [m in batch t] ∇f(q, θ_T) · ∇L(m, θ_t)
 
-What the optimizer makes of a gradient after update t (momentum, weight decay, Adam's averages) is
-carried along, coordinate by coordinate: one vector c_t for all queries, in place of -η_t.
+For other optimizers, one vector c_t for all queries replaces -η_t. It carries, per coordinate, the
+optimizer's response to a gradient after update t (momentum, weight decay, Adam's averages).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from whence.replay.updates import WEIGHT
 
 
 class Hydra(Unrolling):
-    """What each update on an example added to the final measurement, had nothing come after it.
+    """The effect of each update on the final measurement, without the Hessian of later updates.
 
-    Needs a run that has recorded its batches (`recorder.step(indices)`). Weights that were kept
-    (`every_step=True`) are used, others are replayed.
+    The run must have recorded its batches (`recorder.step(indices)`). HYDRA uses recorded weights
+    (`every_step=True`), and replays the others.
 
     Args:
         stage: attribute to this stage's examples only (default: all stages').

@@ -1,9 +1,9 @@
-"""The floor that every method must beat: random examples of the query's class.
+"""The baseline that every method must beat: random examples of the query's class.
 
     values[q, m] = u_qm + [class of m is the class of q]       u uniform in (0, 1)
 
-Where the task has no classes, u alone. The sign is that of f(with m) - f(without m): positive for a
-measurement that is better high, negative for one that is better low.
+Without classes, the score is u alone. The sign is that of f(with m) - f(without m): positive for a
+measurement where higher is better, negative where lower is better.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
 
-AT_ONCE = 2**22  # draws held at a time
+DRAWS_PER_BLOCK = 2**22
 
 
 class Random:
     """Examples of the query's class in random order, then all others.
 
-    An example's draw depends on (seed, stage, query, example) alone.
+    A draw depends only on (seed, stage, query, example).
 
     Args:
         seed: of the draws.
@@ -58,8 +58,8 @@ class Random:
                 (n,).
             device: where to draw (default: the CPU). The draws are the same everywhere.
             dtype: float32 or float64.
-            out: folder for the scores; the same call again finds them there.
-            top: keep only each query's so many most helpful and most harmful examples.
+            out: folder for the scores; rerun the same call to load them.
+            top: keep only the `top` most helpful and most harmful examples of each query.
         """
         if dtype not in (torch.float32, torch.float64):
             raise InvalidInput(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
@@ -68,12 +68,12 @@ class Random:
         stages = study.stages if self.stage is None else [self.stage]
         data, last = {stage: study.data[stage] for stage in stages}, study.stages[-1]
         task, queries = study.tasks[last], None if query is None else study.query(query)
-        sizes = {stage: len(own) for stage, own in data.items()}
-        for own in data.values():
-            own.refresh()
+        sizes = {stage: len(batches) for stage, batches in data.items()}
+        for batches in data.values():
+            batches.refresh()
         key = {
             "method": repr(self),
-            "train": {stage: own.fingerprint() for stage, own in data.items()},
+            "train": {stage: batches.fingerprint() for stage, batches in data.items()},
             "query": None if queries is None else queries.fingerprint(),
             "tasks": {stage: repr(study.tasks[stage]) for stage in [*stages, last]},
         }
@@ -89,17 +89,19 @@ class Random:
             return writer.already
         where = None if device is None else torch.device(device)
         sign, start = 1.0 if task.higher_is_better else -1.0, 0
-        theirs = None if queries is None else classes(task, queries)
+        query_classes = None if queries is None else classes(task, queries)
         for stage, size in sizes.items():
             columns, place = slice(start, start + size), study.stages.index(stage)
-            if queries is None:  # every example is of its own class
+            if queries is None:  # an example always shares its own class
                 values = Uniform(self.seed, place, np.arange(size), where)(1)[:, 0].cpu().numpy()
                 writer.write(None, columns, sign * values)
             else:
-                ours = classes(study.tasks[stage], data[stage])
-                blocks = cut(len(queries), max(1, AT_ONCE // size))
+                train_classes = classes(study.tasks[stage], data[stage])
+                blocks = cut(len(queries), max(1, DRAWS_PER_BLOCK // size))
                 for rows in tqdm(blocks, desc="draws", disable=not progress, leave=False):
-                    values = draws(self.seed, place, rows, theirs, size, ours, where)
+                    values = draws(
+                        self.seed, place, rows, query_classes, size, train_classes, where
+                    )
                     writer.write(slice(int(rows[0]), int(rows[-1]) + 1), columns, sign * values)
             start = columns.stop
         return writer.finish(
@@ -138,10 +140,10 @@ def draws(
     Args:
         stage: the number of the examples' stage.
         queries: the numbers of the queries, (q,).
-        query_classes, example_classes: the class of every query and of every example; None where
+        query_classes, example_classes: the class of every query and of every example; None if
             there are no classes.
     """
-    found: NDArray[np.float64] = Uniform(seed, stage, queries, device)(examples).cpu().numpy()
+    values: NDArray[np.float64] = Uniform(seed, stage, queries, device)(examples).cpu().numpy()
     if query_classes is not None and example_classes is not None:
-        found += query_classes[queries, None] == example_classes
-    return found
+        values += query_classes[queries, None] == example_classes
+    return values

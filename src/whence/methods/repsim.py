@@ -3,9 +3,10 @@
     values[q, m] = ± similarity(h(q, θ_T), h(m, θ_T))
 
 with h the input of the last linear layer at the final model, averaged over positions. A similarity
-knows nothing of the measurement: more similar counts as more helpful. So the sign is + where the
-measurement is better high and - where it is better low (a loss, an error), as for every other
-method: `helpful` ranks the most similar first, and f(S) ≈ const + Σ values has the right sign.
+does not depend on the measurement: more similar counts as more helpful. So the sign is + for a
+measurement where higher is better and - where lower is better (a loss, an error). As for every
+other method, `helpful` ranks the most similar first, and f(S) ≈ const + Σ values has the right
+sign.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from whence.layers.representation import representations
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.scores import Scores
+from whence.table import listed
 
-AT_ONCE = 2**22  # scores
-SELVES = 256  # examples whose scores on each other are made for their scores on themselves
+SCORES_PER_BLOCK = 2**22
+SELF_BLOCK = 256  # examples compared with each other to find each one's similarity to itself
 
 
 def cosine(left: Tensor, right: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def negative_squared_distance(left: Tensor, right: Tensor) -> Tensor:
-    """In float64 inside: the distance of near duplicates is a small difference."""
+    """Computed in float64, because the distance of near duplicates is a small difference."""
     a, b = left.double(), right.double()
     squares = a.square().sum(1, keepdim=True) + b.square().sum(1)
     return torch.addmm(-squares, a, b.T, alpha=2).clamp_max(0).to(left.dtype)
@@ -55,13 +57,12 @@ METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class RepSim(Method):
-    """How alike the final model finds a query and a training example.
+    """The similarity of a query and a training example in the final model.
 
     Args:
         metric: "cosine" (as in the paper), "dot", or "l2", the negative squared distance.
-        layer: the module whose input is compared, by its name in the model. Default: what
-            `Task.representations` returns if it is overridden, else the input of the last tracked
-            linear layer.
+        layer: the name of the module whose input to compare. Default: `Task.representations` if
+            the task defines it, else the input of the last tracked linear layer.
         stage: attribute to this stage's examples only (default: all stages').
     """
 
@@ -87,13 +88,13 @@ class RepSim(Method):
         sign = 1.0 if workspace.final_passes.task.higher_is_better else -1.0
         similarity, last = METRICS[self.metric], workspace.study.stages[-1]
         with workspace.clock("scores"):
-            queries, rows, step = None, None, SELVES
+            queries, rows, step = None, None, SELF_BLOCK
             if workspace.query is not None:
-                queries = self._of(
+                queries = self._representations(
                     workspace, last, workspace.query, np.arange(len(workspace.query))
                 )
                 rows = slice(0, len(queries))
-                step = max(workspace.batch_size, AT_ONCE // len(queries))
+                step = max(workspace.batch_size, SCORES_PER_BLOCK // len(queries))
             start = 0
             for stage in workspace.stages:
                 data = workspace.study.data[stage]
@@ -103,33 +104,34 @@ class RepSim(Method):
                     start = columns.stop
                     if writer.done(rows, columns):
                         continue
-                    examples = self._of(workspace, stage, data, indices)
+                    examples = self._representations(workspace, stage, data, indices)
                     if queries is None:
                         values = similarity(examples, examples).diagonal()
                     else:
                         self._check_widths(workspace, queries, examples, stage)
                         values = similarity(queries, examples)
-                    found = (sign * values).cpu().numpy()
-                    writer.write(rows, columns, found, found[None] if by_segment else None)
+                    scores = (sign * values).cpu().numpy()
+                    writer.write(rows, columns, scores, scores[None] if by_segment else None)
         return writer.finish(**self.metadata(workspace))
 
-    def _of(self, workspace: Workspace, stage: str, data: Batches, indices: np.ndarray) -> Tensor:
+    def _representations(
+        self, workspace: Workspace, stage: str, data: Batches, indices: np.ndarray
+    ) -> Tensor:
         """h at the final model, (n, r)."""
-        passes, found = workspace.passes[stage], []
+        passes, parts = workspace.passes[stage], []
         passes.load(workspace.run.final)
         blocks = [indices[b] for b in cut(len(indices), workspace.batch_size)]
         for block, batch in data.stream(blocks, passes.device, passes.dtype, passes.workers):
             h, place = representations(passes, batch, self.layer)
             bad = block[(~h.isfinite().all(1)).cpu().numpy()]
             if len(bad):
-                named = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
                 raise NotFinite(
                     f"the representation at {place} is NaN or infinite for {data.name} example "
-                    f"{named}: mend or leave out the example"
+                    f"{listed(bad)}: mend or leave out the example"
                 )
-            found.append(h)
+            parts.append(h)
             workspace.ledger.diagnostics.setdefault("representation", {})[stage] = place
-        return torch.cat(found)
+        return torch.cat(parts)
 
     @staticmethod
     def _check_widths(workspace: Workspace, queries: Tensor, examples: Tensor, stage: str) -> None:

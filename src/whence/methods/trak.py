@@ -9,11 +9,11 @@ Q φ(m) = -P ∇L(m) wherever the loss is a function of the measurement, one run
     values[q, m] = -⟨w_q, ∇L(m, θ_T)⟩        w_q = Pᵀ (ΦᵀΦ)⁻¹ φ(q)
 
 which needs no Q and is also defined where the loss is not such a function. So the projected
-gradients are never kept: one pass adds up ΦᵀΦ, another takes inner products with the few w_q.
+gradients are never stored: one pass adds up ΦᵀΦ, another takes inner products with the w_q.
 
 Over several runs the two factors are averaged separately, as published: (mean of φᵀ(ΦᵀΦ)⁻¹Φᵀ) times
-(mean of Q). Each run, and so each P, sees all examples, also those it was not trained on. Stages
-are pooled, as the paper does. The sign is that of f(with m) - f(without m).
+(mean of Q). Each run, and so each P, includes all examples, also those it was not trained on.
+Stages are pooled, as in the paper. The sign is that of f(with m) - f(without m).
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from whence.persist.identity import key_of
 
 @dataclass(frozen=True)
 class Prepared:
-    """The projected space, Cholesky factors of ΦᵀΦ (one per part of P), and Q (None for one run:
-    see above)."""
+    """The projected space, Cholesky factors of ΦᵀΦ per part of P, and Q (None for one run)."""
 
     space: Space
     factors: list[Tensor]
@@ -50,12 +49,12 @@ class Trak(GradientMethod):
     """TRAK with any number of runs; the paper's ensembles are of runs on half the data.
 
     Args:
-        dimension: of the projection. More is nearer to the gradients themselves, up to where ΦᵀΦ
-            becomes ill-conditioned; at most the number of training examples.
+        dimension: of the projection. A larger one is closer to the gradients themselves, until
+            ΦᵀΦ becomes ill-conditioned; at most the number of training examples.
         seed: of the projection; every run has its own.
         stage: attribute to this stage's examples only (default: all stages').
-        joint: one projection for all layers together, or one for each, which takes ΦᵀΦ as
-            block-diagonal and shares the dimension equally.
+        joint: whether to use one projection for all layers. False uses one per layer: ΦᵀΦ is then
+            block-diagonal, and layers share the dimension equally.
         damping: λ in (ΦᵀΦ + NλI)⁻¹. 0 as published.
     """
 
@@ -131,7 +130,7 @@ def cholesky(gram: Tensor, damping: float, examples: int, dtype: torch.dtype) ->
     factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(damped)
     pivots = factor.diagonal().square()
-    # what rounding errors of φ in its own precision, and of ΦᵀΦ in float64, would leave of a zero
+    # the size of a zero pivot after rounding φ in its own precision and ΦᵀΦ in float64
     noise = max((8 * torch.finfo(dtype).eps) ** 2, 8 * d * torch.finfo(torch.float64).eps)
     if bool(failed) or not bool(pivots.min() > noise * pivots.max()):
         raise InvalidInput(

@@ -1,7 +1,7 @@
-"""What Unrolled and HYDRA share: how a sweep over the updates becomes scores.
+"""The base of Unrolled and HYDRA: a sweep over the updates becomes scores.
 
-A method says how it carries a block of queries from the end of training to its start, and yields
-on the way what each update gave to its examples.
+A method defines how to propagate a block of queries from the end of training to its start. It
+yields the credit of each update to its examples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.persist.identity import key_of
 from whence.replay.objective import Tensors, twice_differentiable
-from whence.replay.sweep import Credit, QueryBlock, ReplayWorkspace, Saved, Sum
+from whence.replay.sweep import Credit, CreditSum, QueryBlock, ReplayWorkspace, SweepSnapshot
 from whence.replay.training import Adjoint, Indices, Replay
 from whence.run import Run
 from whence.scores import Scores
@@ -32,12 +32,12 @@ from whence.study import Study
 
 
 class Unrolling(Method):
-    """A method that goes back through a run's training, update by update."""
+    """A method that propagates backwards through a run's training, update by update."""
 
     _quiet = True  # every trained parameter counts, tracked or not
-    _modelled = True  # whether what the model does in training alone must be known
+    _modelled = True  # whether to refuse dropout and the like, which a replay cannot repeat
 
-    # -- what a method defines -----------------------------------------------------------------
+    # -- defined by each method ----------------------------------------------------------------
 
     @abstractmethod
     def sweep(
@@ -52,14 +52,14 @@ class Unrolling(Method):
 
         Args:
             gradients: ∇f(q, θ_T) of the block's queries, (q, ...).
-            adjoint: what an interrupted sweep had come to at `last`; None at the end of training.
+            adjoint: of an interrupted sweep at `last`; None at the end of training.
         """
 
     @abstractmethod
     def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
-        """What the sweep of so many queries costs, for the estimate."""
+        """The operations of a sweep with this many queries, for the estimate."""
 
-    # -- what both do --------------------------------------------------------------------------
+    # -- shared --------------------------------------------------------------------------------
 
     def lay_out(
         self, study: Study, run: Run, query: Any, options: ComputeOptions
@@ -68,18 +68,18 @@ class Unrolling(Method):
         with twice_differentiable():
             replay = Replay(workspace, options.batch_size, self._modelled or not run.trajectory)
         if replay.unmodelled:
-            listed = "; ".join(dict.fromkeys(replay.unmodelled))
-            workspace.ledger.diagnostics["unmodelled"] = listed
-            warnings.warn(f"{listed}: gradients are taken without", stacklevel=3)
+            modules = "; ".join(dict.fromkeys(replay.unmodelled))
+            workspace.ledger.diagnostics["unmodelled"] = modules
+            warnings.warn(f"{modules}: gradients are taken without", stacklevel=3)
         return ReplayWorkspace(**vars(workspace), replay=replay)
 
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
         assert isinstance(workspace, ReplayWorkspace)
         ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
         writer = self.writer(workspace, out, top, len(ends) if by_segment else None)
-        saved = Saved(None if out is None else Path(out) / "sweep.safetensors")
+        snapshot = SweepSnapshot(None if out is None else Path(out) / "sweep.safetensors")
         if writer.already is not None:
-            saved.forget()
+            snapshot.discard()
             return writer.already
         blocks = self._blocks(workspace, len(ends) if by_segment else 1)
         self._estimate(workspace, blocks)
@@ -95,14 +95,14 @@ class Unrolling(Method):
                 if writer.done(block.rows, block.columns):
                     bar.update(workspace.replay.steps - block.first(workspace.run))
                     continue
-                total = Sum(block, ends, by_segment)
-                self._fill(workspace, block, total, saved, bar)
+                total = CreditSum(block, ends, by_segment)
+                self._fill(workspace, block, total, snapshot, bar)
                 before = workspace.ledger.tallies.get("magnitudes", [0.0] * len(ends))
                 added = [x + y for x, y in zip(before, total.magnitudes, strict=True)]
                 workspace.ledger.tallies["magnitudes"] = added
                 parts = total.values if by_segment else None
                 writer.write(block.rows, block.columns, total.values.sum(0), parts)
-                saved.forget()
+                snapshot.discard()
         workspace.replay.warn(workspace.ledger.tallies["deviations"])
         return writer.finish(**self.metadata(workspace))
 
@@ -110,17 +110,17 @@ class Unrolling(Method):
         self,
         workspace: ReplayWorkspace,
         block: QueryBlock,
-        total: Sum,
-        saved: Saved,
+        total: CreditSum,
+        snapshot: SweepSnapshot,
         bar: tqdm[Any],
     ) -> None:
-        """Add up all credits of a block, from where an earlier call has left it."""
+        """Add up all credits of a block; resumes from the snapshot of an earlier call."""
         place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}
         key = key_of({"scores": self.key(workspace), **place})
         step, adjoint = workspace.replay.steps, None
-        found = saved.load(key, total)
-        if found is not None:
-            step, adjoint, account = found
+        resumed = snapshot.load(key, total)
+        if resumed is not None:
+            step, adjoint, account = resumed
             workspace.ledger.tallies.update(account)
             bar.update(workspace.replay.steps - step)
             adjoint = {
@@ -133,10 +133,10 @@ class Unrolling(Method):
             if credit.adjoint is not None:
                 bar.update(step - credit.step)
                 step = credit.step
-                if saved.due():
+                if snapshot.due():
                     total.settle()
                     self._note_deviations(workspace)
-                    saved.save(key, total, step, credit.adjoint, workspace.ledger.tallies)
+                    snapshot.save(key, total, step, credit.adjoint, workspace.ledger.tallies)
         total.settle()
         total.close()
         self._note_deviations(workspace)
@@ -150,26 +150,26 @@ class Unrolling(Method):
         """∇f(q, θ_T), (q, ...)."""
         replay, count = workspace.replay, len(block.indices)
         weights, objective = replay.final().weights, replay.objectives[block.stage]
-        found = {name: w.new_zeros(count, *w.shape) for name, w in weights.items()}
+        gradients = {name: w.new_zeros(count, *w.shape) for name, w in weights.items()}
         singles = block.data.stream(
             [block.indices[k : k + 1] for k in range(count)], replay.device, replay.dtype
         )
         for k, (index, batch) in enumerate(singles):
             for name, g in objective.gradient(weights, weights, batch, "measurements", 1).items():
-                found[name][k] = g
-            if not all(bool(part[k].isfinite().all()) for part in found.values()):
+                gradients[name][k] = g
+            if not all(bool(part[k].isfinite().all()) for part in gradients.values()):
                 raise NotFinite(
                     f"the gradient of the measurement is NaN or infinite for {block.data.name} "
                     f"example {int(index[0])}: mend or leave out the example"
                 )
-        return found
+        return gradients
 
     def _blocks(self, workspace: ReplayWorkspace, segments: int) -> list[QueryBlock]:
-        """The queries, so many at once as memory allows, their scores of so many segments too."""
+        """The queries, in blocks that fit in memory together with their scores per segment."""
         study, replay, query = workspace.study, workspace.replay, workspace.query
         everyone = {stage: np.arange(len(study.data[stage])) for stage in workspace.stages}
-        # adjoints of weight and state before and after; pulls, products, as much again on the
-        # way, and what CUDA graphs hold of them
+        # adjoints of weight and state, before and after; pulls, products, temporaries of the same
+        # size, and the memory of CUDA graphs
         numbers = (2 * replay.slots + 10) * replay.numbers + cost.per_example_numbers(
             workspace.tracked
         )
@@ -183,13 +183,15 @@ class Unrolling(Method):
                 QueryBlock(_slice(rows), whole, query, study.stages[-1], rows, everyone)
                 for rows in cut(len(query), at_once)
             ]
-        found, start = [], 0
+        blocks, start = [], 0
         for stage, indices in everyone.items():
             for part in cut(len(indices), at_once):
                 place = slice(start + int(part[0]), start + int(part[-1]) + 1)
-                found.append(QueryBlock(None, place, study.data[stage], stage, part, {stage: part}))
+                blocks.append(
+                    QueryBlock(None, place, study.data[stage], stage, part, {stage: part})
+                )
             start += len(indices)
-        return found
+        return blocks
 
     def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
         queries = max(len(block.indices) for block in blocks)
@@ -201,8 +203,8 @@ class Unrolling(Method):
         announce(self, workspace, {"updates": per_update}, {"updates": steps}, numbers)
 
     def _note_deviations(self, workspace: ReplayWorkspace) -> None:
-        noted = workspace.ledger.tallies.setdefault("deviations", {})
-        noted |= {str(step): value for step, value in workspace.replay.deviations.items()}
+        deviations = workspace.ledger.tallies.setdefault("deviations", {})
+        deviations |= {str(step): value for step, value in workspace.replay.deviations.items()}
 
     def key(self, workspace: Workspace) -> str:
         assert isinstance(workspace, ReplayWorkspace)
@@ -210,7 +212,7 @@ class Unrolling(Method):
 
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
         assert isinstance(workspace, ReplayWorkspace)
-        about, replay = super().metadata(workspace), workspace.replay
+        metadata, replay = super().metadata(workspace), workspace.replay
         sizes, ends = (
             workspace.ledger.tallies["magnitudes"],
             [c.step for c in workspace.run.checkpoints],
@@ -227,7 +229,7 @@ class Unrolling(Method):
                 for end, size in zip(ends, sizes, strict=True)
             ],
         }
-        return about | {"diagnostics": workspace.ledger.diagnostics, "excluded": []}
+        return metadata | {"diagnostics": workspace.ledger.diagnostics, "excluded": []}
 
 
 def _slice(rows: Indices) -> slice:

@@ -1,7 +1,7 @@
-"""What the work costs, counted: operations and numbers held, per block and example.
+"""Cost of the work: operations and numbers in memory, per block and example.
 
-The same counts choose between equivalent orders of multiplication and make the estimate shown
-before long work.
+The same counts choose between equivalent orders of multiplication, and give the estimate before
+long work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whence.layers.tracked import Tracked
 
 
 def covariance(block: ParameterBlock, t: int) -> float:
-    """Multiply-adds ×2 of both covariances of one example, by halves (symmetric)."""
+    """Operations of both covariances of one example; symmetry halves them."""
     return t * (block.width**2 + block.o**2)
 
 
@@ -44,12 +44,12 @@ def inner(block: ParameterBlock, t: int, queries: int, factored: bool = False) -
 
 
 def rotate_examples(block: ParameterBlock, t: int, examples: int) -> float:
-    """Operations of turning the (a, s) of examples into a basis."""
+    """Operations of rotating the (a, s) of examples into a basis."""
     return 2.0 * examples * t * (block.width**2 + block.o**2)
 
 
 def rotate_queries(block: ParameterBlock, queries: int) -> float:
-    """Operations of turning whole (o, width) matrices into another basis."""
+    """Operations of rotating whole (o, width) matrices into another basis."""
     return 2.0 * queries * block.size * (block.o + block.width)
 
 
@@ -64,14 +64,14 @@ def products_along(block: ParameterBlock, t: int, queries: int) -> float:
 
 
 def products_by_columns(block: ParameterBlock, t: int, queries: int, outputs: int) -> float:
-    """The same, by one gradient for each output: its inner product with, and share of, each."""
+    """The same products, computed from one gradient per output."""
     return 4.0 * block.size * outputs * (t + queries)
 
 
 def per_example_numbers(tracked: Tracked) -> int:
-    """Numbers held for one example during a pass: captures, as many beside them, and outputs."""
-    held = sum(3 * tracked.positions[b.name] * (b.i + b.o) for b in tracked.blocks)
-    return held + 6 * tracked.outputs
+    """Numbers in memory for one example during a pass: captures, temporaries, and outputs."""
+    captures = sum(3 * tracked.positions[b.name] * (b.i + b.o) for b in tracked.blocks)
+    return captures + 6 * tracked.outputs
 
 
 def factor_numbers(tracked: Tracked) -> int:

@@ -1,12 +1,12 @@
-"""The heavy arithmetic on (a, s): pure functions of tensors, no model in sight.
+"""The heavy arithmetic on (a, s): pure functions of tensors.
 
 Letters: `n` examples, `q` queries, `t` positions, `i` inputs, `o` outputs; a is (n, t, i), s is (n,
 t, o), and the per-example gradient Σ_t s_t a_tᵀ is (o, i), with a last column Σ_t s_t when there is
-a bias. The bias coordinate is never concatenated to `a`: it enters as the algebra says. `width` is
+a bias. The bias coordinate is never concatenated to `a`; its terms are added separately. `width` is
 i, plus one with a bias.
 
-What each product costs is counted in `curvature/cost.py`; where two orders of multiplication give
-the same result, the one with fewer operations is taken.
+`operators/cost.py` counts the cost of each product. Where two orders of multiplication give the
+same result, these functions choose the one with fewer operations.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from whence.layers.capture import LayerFactors
 from whence.operators.space import Basis
 
-#: numbers in a scratch buffer that is read back at once (it should stay in a CPU's cache) ...
+#: numbers in a scratch buffer that is read back immediately (it should stay in a CPU's cache) ...
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
 #: ... or that feeds one large product (it should be wide enough for the product to run fast)
 LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
-#: a symmetric product is made in so many row blocks, each at least so high
+#: (number of row blocks, least height of one) in which a symmetric product is computed
 ROW_BLOCKS = {"cpu": (8, 128), "cuda": (4, 1024)}
 
 
@@ -33,19 +33,19 @@ _local = threading.local()
 
 
 def buffer(like: Tensor, *shape: int) -> Tensor:
-    """Uninitialised memory that the next call in this thread will overwrite.
+    """Uninitialised memory that the next call in this thread overwrites.
 
-    On a CPU a fresh large allocation costs more than the product written to it (page by page, from
-    the system); a GPU's allocator keeps its own.
+    On a CPU, allocating a large tensor costs more than computing the product written to it. A GPU's
+    allocator reuses memory by itself.
     """
     if like.device.type != "cpu":
         return like.new_empty(shape)
     size, name = math.prod(shape), str(like.dtype)
-    found: Tensor | None = getattr(_local, name, None)
-    if found is None or found.numel() < size:
-        found = torch.empty(size, dtype=like.dtype)
-        setattr(_local, name, found)
-    return found[:size].view(shape)
+    scratch: Tensor | None = getattr(_local, name, None)
+    if scratch is None or scratch.numel() < size:
+        scratch = torch.empty(size, dtype=like.dtype)
+        setattr(_local, name, scratch)
+    return scratch[:size].view(shape)
 
 
 def add_gram(total: Tensor, x: Tensor) -> None:
@@ -176,8 +176,8 @@ def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Tensor, bias: boo
     for start in range(0, len(weights), step):
         part = weights[start : start + step]
         weighted = torch.mul(part.unsqueeze(1), short.mT, out=buffer(a, len(part), *short.mT.shape))
-        found = (weighted.view(-1, n) @ long).view(len(part), short.shape[1], -1)
-        total[start : start + step, :, :i] += found if o <= i else found.mT
+        sums = (weighted.view(-1, n) @ long).view(len(part), short.shape[1], -1)
+        total[start : start + step, :, :i] += sums if o <= i else sums.mT
 
 
 def squared_norms(a: Tensor, s: Tensor, bias: bool) -> Tensor:
@@ -186,12 +186,12 @@ def squared_norms(a: Tensor, s: Tensor, bias: bool) -> Tensor:
     gram = t * (i + o) <= o * i  # Σ_{t,t'} (s_t · s_t')(a_t · a_t' + 1) is less than Σ_t s_t a_tᵀ
     step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // (t * t if gram else o * i))
     wide = torch.promote_types(a.dtype, torch.float32)
-    found = []
+    norms = []
     for start in range(0, n, step):
         x, y = a[start : start + step], s[start : start + step]
         products = (y @ y.mT) * (x @ x.mT + bias) if gram else build(x, y, None, bias).square()
-        found.append(products.sum((1, 2), dtype=wide))
-    return torch.cat(found)
+        norms.append(products.sum((1, 2), dtype=wide))
+    return torch.cat(norms)
 
 
 @dataclass(frozen=True)

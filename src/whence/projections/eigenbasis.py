@@ -1,8 +1,8 @@
 """The leading coordinates in the eigenbasis of each layer's curvature (as LoGra, Choe et al. 2024).
 
-Q_Sᵀ G Q_A holds a gradient in the eigenbasis of A and S; kept are the d entries, of all layers
-together, in which the gradients' second moment (EK-FAC's eigenvalue) is largest. The map has
-orthonormal rows: what it keeps it keeps exactly. Only the few eigenvectors that occur are held.
+Q_Sᵀ G Q_A is a gradient in the eigenbasis of A and S. The projection keeps the d entries, of all
+layers together, in which the gradients' second moment (EK-FAC's eigenvalue) is largest. It has
+orthonormal rows, so these entries are exact. Only the eigenvectors that they need are stored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from whence.projections.gradients import Gradients
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The kept entries of one block: eigenvectors as columns, and which pairs of them."""
+class LeadingEntries:
+    """The leading entries of one block: its eigenvectors as columns, and pairs of their indices."""
 
     basis: Basis  # outputs (o, R), inputs (width, C)
     rows: Tensor  # (k,) in 0..R-1
@@ -44,54 +44,54 @@ class Kept:
 
 
 class Eigenbasis:
-    """The projection onto kept entries of some blocks' gradients."""
+    """The projection onto the leading entries of some blocks' gradients."""
 
-    gathers = 1
+    preferred_batch = 1
 
-    def __init__(self, kept: Mapping[str, Kept]) -> None:
-        self.kept = dict(kept)
+    def __init__(self, entries: Mapping[str, LeadingEntries]) -> None:
+        self.entries = dict(entries)
 
     @property
     def dimension(self) -> int:
-        return sum(len(kept.rows) for kept in self.kept.values())
+        return sum(len(block.rows) for block in self.entries.values())
 
     def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
         """(n, d)"""
         n = max(map(len, gradients.values()))
         parts = [
-            kept.of(gradients[name])
+            block.of(gradients[name])
             if name in gradients
-            else kept.basis.outputs.new_zeros(n, len(kept.rows))
-            for name, kept in self.kept.items()
+            else block.basis.outputs.new_zeros(n, len(block.rows))
+            for name, block in self.entries.items()
         ]
-        found = torch.cat(parts, 1)
-        return found.to(accumulator(found.dtype))
+        coordinates = torch.cat(parts, 1)
+        return coordinates.to(accumulator(coordinates.dtype))
 
     def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
-        """A number per block as one per coordinate, (d,)."""
-        counts = torch.tensor([len(kept.rows) for kept in self.kept.values()])
-        values = torch.tensor([by_block[name] for name in self.kept], dtype=torch.float64)
-        device = next(iter(self.kept.values())).rows.device
+        """One number per coordinate, (d,), from one number per block."""
+        counts = torch.tensor([len(block.rows) for block in self.entries.values()])
+        values = torch.tensor([by_block[name] for name in self.entries], dtype=torch.float64)
+        device = next(iter(self.entries.values())).rows.device
         return values.repeat_interleave(counts).to(device)
 
 
 def leading(
     curvature: Mapping[str, EigenFactors], blocks: Sequence[ParameterBlock], dimension: int
-) -> dict[str, Kept]:
+) -> dict[str, LeadingEntries]:
     """The `dimension` entries with the largest eigenvalues over all blocks."""
     values = [curvature[block.name].eigenvalues.flatten() for block in blocks]
     order = torch.cat(values).sort(descending=True, stable=True).indices[:dimension]
     order = order.sort().values
-    kept, start = {}, 0
+    entries, start = {}, 0
     for block in blocks:
-        mine = order[(order >= start) & (order < start + block.size)] - start
+        inside = order[(order >= start) & (order < start + block.size)] - start
         start += block.size
         basis = curvature[block.name].basis
-        if len(mine) and basis is not None:
-            outputs, rows = torch.unique(mine // block.width, return_inverse=True)
-            inputs, columns = torch.unique(mine % block.width, return_inverse=True)
+        if len(inside) and basis is not None:
+            outputs, rows = torch.unique(inside // block.width, return_inverse=True)
+            inputs, columns = torch.unique(inside % block.width, return_inverse=True)
             few = Basis(
                 basis.outputs[:, outputs].contiguous(), basis.inputs[:, inputs].contiguous()
             )
-            kept[block.name] = Kept(few, rows, columns)
-    return kept
+            entries[block.name] = LeadingEntries(few, rows, columns)
+    return entries

@@ -1,7 +1,7 @@
-"""Per-example gradients on their way into few dimensions: gathered, kept small, projected.
+"""Per-example gradients, gathered over several batches and then projected.
 
-A random projection is made anew, block by block, whenever it is used; so examples are gathered
-until making it costs little beside using it. What is held of a layer is (a, s), or the gradients
+Every use of a random projection generates its signs again, block by block. Gathering enough
+examples first makes that cost small. Gathered are the factors (a, s) of a layer, or the gradients
 Σ_t s_t a_tᵀ themselves where these are smaller.
 """
 
@@ -31,13 +31,13 @@ class Gradients:
     block: ParameterBlock
     pieces: list[Piece] = field(default_factory=list)
 
-    def add(self, pair: LayerFactors) -> int:
-        """Take a batch's gradients; returns how many numbers that holds."""
-        n, t = pair.s.shape[:2]
+    def add(self, factors: LayerFactors) -> int:
+        """Add a batch's gradients; returns the count of numbers that they take in memory."""
+        n, t = factors.s.shape[:2]
         if t * (self.block.i + self.block.o) <= self.block.size:
-            self.pieces.append((pair.a, pair.s))
+            self.pieces.append((factors.a, factors.s))
             return n * t * (self.block.i + self.block.o)
-        self.pieces.append((build(pair.a, pair.s, None, self.block.bias), None))
+        self.pieces.append((build(factors.a, factors.s, None, self.block.bias), None))
         return n * self.block.size
 
     def __len__(self) -> int:
@@ -46,10 +46,10 @@ class Gradients:
     def rows(self, first: int, last: int) -> Tensor:
         """Rows first..last-1 of every gradient, (n, last - first, width)."""
         like, i = self.pieces[0][0], self.block.i
-        made = like.new_empty(len(self), last - first, self.block.width)
+        rows = like.new_empty(len(self), last - first, self.block.width)
         start = 0
         for a, s in self.pieces:
-            out = made[start : start + len(a)]
+            out = rows[start : start + len(a)]
             start += len(a)
             if s is None:
                 out.copy_(a[:, first:last])
@@ -61,7 +61,7 @@ class Gradients:
                 out[..., :i] = torch.bmm(part.mT, a)
             if self.block.bias:
                 out[..., i] = part.sum(1)
-        return made
+        return rows
 
     def squared_norms(self) -> Tensor:
         """‖G_n‖², (n,)."""
@@ -71,20 +71,20 @@ class Gradients:
 def gather(
     passes: Passes, data: Batches, indices: NDArray[np.int64], signal: Signal
 ) -> dict[str, Gradients]:
-    """The gradients of a few examples, as they are."""
-    held: dict[str, Gradients] = {}
-    for sweep in passes.backward_passes(data, [indices], signal):
-        for pair in sweep.factors():
-            held.setdefault(pair.block.name, Gradients(pair.block)).add(pair)
-    return held
+    """The gradients of a few examples, not projected."""
+    gradients: dict[str, Gradients] = {}
+    for backward_pass in passes.backward_passes(data, [indices], signal):
+        for factors in backward_pass.factors():
+            gradients.setdefault(factors.block.name, Gradients(factors.block)).add(factors)
+    return gradients
 
 
 class Projects(Protocol):
-    """What a projection must do here."""
+    """A projection of gathered gradients."""
 
     @property
-    def gathers(self) -> int:
-        """How many examples it wants at once, at least."""
+    def preferred_batch(self) -> int:
+        """The number of examples from which projecting them together is efficient."""
         ...
 
     def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
@@ -96,7 +96,7 @@ class Projects(Protocol):
 class Projected:
     """Some examples' projected gradients.
 
-    `done` is how many batches are finished with these; None when a batch is only begun.
+    `done` counts the batches finished so far; None inside a batch.
     """
 
     indices: NDArray[np.int64]
@@ -117,19 +117,20 @@ def projected(
 
     Args:
         signal: what is differentiated; the "exact" one gives several rows per example.
-        memory: bytes that gathered gradients may take.
+        memory: bytes for the gathered gradients.
     """
-    held: dict[str, Gradients] = {}
+    gathered: dict[str, Gradients] = {}
     indices: list[NDArray[np.int64]] = []
     examples = numbers = done = 0
-    for sweep in passes.backward_passes(data, batches, signal, label):
-        for pair in sweep.factors():
-            numbers += held.setdefault(pair.block.name, Gradients(pair.block)).add(pair)
-        indices.append(sweep.indices)
-        examples += len(sweep.indices)
-        done += sweep.last
-        full = examples >= projection.gathers or numbers * passes.dtype.itemsize >= memory
-        if full or (sweep.last and done == len(batches)):
-            rows = projection.project(held)
-            yield Projected(np.concatenate(indices), rows, done if sweep.last else None)
-            held, indices, examples, numbers = {}, [], 0, 0
+    for backward_pass in passes.backward_passes(data, batches, signal, label):
+        for factors in backward_pass.factors():
+            block = factors.block
+            numbers += gathered.setdefault(block.name, Gradients(block)).add(factors)
+        indices.append(backward_pass.indices)
+        examples += len(backward_pass.indices)
+        done += backward_pass.last
+        full = examples >= projection.preferred_batch or numbers * passes.dtype.itemsize >= memory
+        if full or (backward_pass.last and done == len(batches)):
+            rows = projection.project(gathered)
+            yield Projected(np.concatenate(indices), rows, done if backward_pass.last else None)
+            gathered, indices, examples, numbers = {}, [], 0, 0

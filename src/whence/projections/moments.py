@@ -30,16 +30,17 @@ def moments(
 ) -> list[Tensor]:
     """Σ φφᵀ over the examples of all parts, (d, d) in float64 for each part of the projection.
 
-    In float64, because their smallest eigenvalues matter, and because beside projecting it costs
-    little.
+    The sums are in float64, because their smallest eigenvalues matter. That costs little compared
+    with projecting.
 
     Args:
-        store: where they are found again under `settings`, and where a killed pass goes on.
+        store: caches them under `settings`, and holds the snapshots from which an interrupted pass
+            resumes.
     """
     key = key_of(settings)
     names = [f"{k}" for k in range(len(projection.parts))]
-    found = store.get(key)
-    if found is None:
+    sums = store.get(key)
+    if sums is None:
         passes = parts[0].passes
         with passes.clock("projection"):
             totals = {
@@ -49,10 +50,11 @@ def moments(
                 for name, part in zip(names, projection.parts, strict=True)
             }
             done = 0
-            left = store.snapshot(key)
-            if left is not None:
-                done, batch_size = left[1]["done"], left[1]["batch_size"]
-                totals = {name: value.to(passes.device) for name, value in left[0].items()}
+            snapshot = store.snapshot(key)
+            if snapshot is not None:
+                tensors, progress = snapshot
+                done, batch_size = progress["done"], progress["batch_size"]
+                totals = {name: value.to(passes.device) for name, value in tensors.items()}
             skip = done
             for part in parts:
                 batches = [part.indices[b] for b in cut(len(part.indices), batch_size)]
@@ -69,6 +71,6 @@ def moments(
                     if piece.done is not None:
                         done = before + piece.done
                         store.offer_snapshot(key, totals, {"done": done, "batch_size": batch_size})
-            found = {name: mirror(total) for name, total in totals.items()}
-            store.put(key, found, settings)
-    return [found[name].to(parts[0].passes.device) for name in names]
+            sums = {name: mirror(total) for name, total in totals.items()}
+            store.put(key, sums, settings)
+    return [sums[name].to(parts[0].passes.device) for name in names]

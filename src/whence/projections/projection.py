@@ -12,13 +12,13 @@ from whence.projections.eigenbasis import Eigenbasis
 from whence.projections.gradients import Gradients
 from whence.projections.random import Random
 
-CHANCE = 8.0  # standard deviations that chance is granted
-PROBED = 8  # examples a projection is tried on ...
-TRIED = 256  # ... in so many dimensions at least
+TOLERANCE = 8.0  # standard deviations by which a squared length may change
+PROBED = 8  # examples that test a projection ...
+PROBED_DIMENSIONS = 256  # ... and the least dimension they are projected to
 
 
 class Projection:
-    """Parts whose coordinates stand side by side; second moments are kept within parts only."""
+    """Parts whose coordinates are concatenated; second moments stay within each part."""
 
     def __init__(self, parts: Sequence[Random] | Sequence[Eigenbasis]) -> None:
         self.parts: list[Random | Eigenbasis] = [*parts]
@@ -27,31 +27,31 @@ class Projection:
         self.dimension = ends[-1]
 
     @property
-    def gathers(self) -> int:
-        return max(part.gathers for part in self.parts)
+    def preferred_batch(self) -> int:
+        return max(part.preferred_batch for part in self.parts)
 
     def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
         """(n, d)"""
-        found = [part.project(gradients) for part in self.parts]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        rows = [part.project(gradients) for part in self.parts]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
-        """A number per block as one per coordinate, (d,)."""
+        """One number per coordinate, (d,), from one number per block."""
         return torch.cat([part.per_coordinate(by_block) for part in self.parts])
 
 
 def check(projection: Projection, gradients: Mapping[str, Gradients]) -> None:
-    """Refuse a random projection that does not keep lengths as chance allows, layer by layer.
+    """Refuse a random projection that changes lengths by more than chance, layer by layer.
 
-    ‖Pg‖²/‖g‖² has mean 1 and a variance of at most 2/d. Zeros, a wrong scale and a layer that is
-    left out all show, before any time is spent. A small d, for which chance allows much, is tried
-    as the first part of a larger one, which it is.
+    ‖Pg‖²/‖g‖² has mean 1 and a variance of at most 2/d. The check detects zeros, a wrong scale and
+    a missing layer before any time is spent. For a small d chance allows large deviations, so the
+    check uses the larger projection of which it is the first part.
     """
     for part in projection.parts:
         assert isinstance(part, Random)
-        d = max(part.dimension, TRIED)
+        d = max(part.dimension, PROBED_DIMENSIONS)
         wide = Random(part.blocks, d, part.key, part.device, part.dtype)
-        allowed = CHANCE * (2 / d) ** 0.5
+        allowed = TOLERANCE * (2 / d) ** 0.5
         for block in part.blocks:
             if block.name not in gradients:
                 continue
@@ -60,8 +60,8 @@ def check(projection: Projection, gradients: Mapping[str, Gradients]) -> None:
             ratio = (wide.project(alone).double().square().sum(1) / before)[before > 0]
             if bool(((ratio - 1).abs() > allowed).any()):
                 raise RuntimeError(
-                    f"the random projection does not work on {part.device}: it makes gradients of "
-                    f"layer {block.name} {float(ratio.min()):.3g} to {float(ratio.max()):.3g} "
-                    f"times as long (squared), where chance allows 1 ± {allowed:.2g}. Please "
+                    f"the random projection does not work on {part.device}: it multiplies squared "
+                    f"gradient norms of layer {block.name} by {float(ratio.min()):.3g} to "
+                    f"{float(ratio.max()):.3g}, where chance allows 1 ± {allowed:.2g}. Please "
                     "report this"
                 )

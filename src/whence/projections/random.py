@@ -1,10 +1,10 @@
 """Random signs: P = R/√d with independent R_kj = ±1, so that E[PᵀP] = I (Achlioptas, 2003).
 
-R is never there as a whole. Sixty-four of its entries are one hash of (key, layer, parameter, which
-sixty-four), so any block of it can be made at any time, on any device the same; and the R of a
+R is never stored as a whole. Each hash of (key, layer, parameter, word) gives sixty-four of its
+entries, so any block of it can be generated at any time and is the same on every device. The R of a
 smaller d is the left part of the R of a larger one.
 
-Projecting n gradients of p parameters costs 2npd operations, plus pd signs to be made, each of
+Projecting n gradients of p parameters costs 2npd operations, plus generating pd signs, each of
 which costs a CPU about as much as 16 multiplications.
 """
 
@@ -25,17 +25,18 @@ from whence.persist.identity import sha256_of
 from whence.projections.gradients import Gradients
 
 WORD = 64  # signs in one hash
-GATHERED = {"cpu": 512, "cuda": 4096}  # examples for which making the signs costs a few percent
+#: examples for which generating the signs costs a few percent of projecting
+PREFERRED_BATCH = {"cpu": 512, "cuda": 4096}
 
 
 class Random:
     """A random projection of some blocks' gradients, taken as one long vector, to d numbers.
 
     Args:
-        blocks: whose gradients. Others, and none for a block, count as zero.
+        blocks: whose gradients to project. A block without gradients counts as zero.
         dimension: d.
         key: seeds the signs.
-        dtype: of the products; sums are kept in float32 at least.
+        dtype: of the products; sums are in float32 or wider.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Random:
         return f"Random({[block.name for block in self.blocks]}, {self.dimension}, {self.key})"
 
     @property
-    def gathers(self) -> int:
-        return GATHERED.get(self.device.type, GATHERED["cuda"])
+    def preferred_batch(self) -> int:
+        return PREFERRED_BATCH.get(self.device.type, PREFERRED_BATCH["cuda"])
 
     def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
         """P g of every example, (n, d)."""
@@ -79,25 +80,25 @@ class Random:
 
     def lift(self, values: Tensor) -> dict[str, Tensor]:
         """Pᵀ v of every row of values (q, d), as matrices (q, o, width) of the blocks."""
-        found = {}
+        matrices = {}
         values = values.to(self.dtype) / self.dimension**0.5
         for block in self.blocks:
             flat = values.new_empty(len(values), block.size, dtype=accumulator(self.dtype))
             for columns, signs in self._signs(block, range(block.size)):
                 flat[:, columns.start : columns.stop] = values @ signs.mT
-            found[block.name] = flat.view(-1, *block.shape)
-        return found
+            matrices[block.name] = flat.view(-1, *block.shape)
+        return matrices
 
     def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
-        """A number per block as one per coordinate, (d,): they must agree, for P mixes blocks."""
-        found = {by_block[block.name] for block in self.blocks}
-        if len(found) > 1:
+        """One number per coordinate, (d,). P mixes blocks, so theirs must all be equal."""
+        rates = {by_block[block.name] for block in self.blocks}
+        if len(rates) > 1:
             raise InvalidInput(
-                f"the layers' learning rates differ (η̄K from {min(found):.3g} to {max(found):.3g})"
+                f"the layers' learning rates differ (η̄K from {min(rates):.3g} to {max(rates):.3g})"
                 ", and a joint random projection mixes layers: use joint=False, or the projection "
                 "'eigenbasis'"
             )
-        return torch.full((self.dimension,), found.pop(), dtype=torch.float64, device=self.device)
+        return torch.full((self.dimension,), rates.pop(), dtype=torch.float64, device=self.device)
 
     @property
     def _limit(self) -> int:
@@ -117,7 +118,7 @@ class Random:
 
 
 def signs_of(some: Tensor, dtype: torch.dtype) -> Tensor:
-    """The eight signs of every byte, (n, 8), lowest bit first: overwritten by the next call."""
+    """The eight signs of every byte, (n, 8), lowest bit first; the next call overwrites them."""
     return (looked_up if some.device.type == "cpu" else compared)(some, dtype)
 
 
@@ -128,7 +129,7 @@ def looked_up(some: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def compared(some: Tensor, dtype: torch.dtype) -> Tensor:
-    """For GPUs, which look up rows as short as a table's with a block of threads for each."""
+    """For GPUs: a lookup of rows this short would take a block of threads for each."""
     plus, minus = byte_signs(some.device, dtype)[-1, 0], byte_signs(some.device, dtype)[0, 0]
     bits = (2 ** torch.arange(8, device=some.device)).to(torch.uint8)
     signs = buffer(plus, len(some), 8)
@@ -137,15 +138,15 @@ def compared(some: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def byte_signs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Those of all bytes, (256, 8)."""
+    """The signs of all 256 byte values, (256, 8)."""
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
     return (2 * (bits & 1) - 1).to(dtype)
 
 
 def shares(blocks: Sequence[ParameterBlock], dimension: int) -> list[int]:
-    """`dimension` shared out equally; no block gets more than half its parameters' number.
+    """Divide `dimension` equally, with at most half its number of parameters for each block.
 
-    (With more, its projected gradients would soon be linearly dependent.)
+    With more, a block's projected gradients would soon be linearly dependent.
     """
     most = [max(1, block.size // 2) for block in blocks]
     if not len(blocks) <= dimension <= sum(most):
@@ -154,9 +155,9 @@ def shares(blocks: Sequence[ParameterBlock], dimension: int) -> list[int]:
             "joint=False each gets at least 1 and at most half the number of its parameters, so "
             f"use {len(blocks)} to {sum(most)}"
         )
-    left, found = dimension, [0] * len(blocks)
+    left, each = dimension, [0] * len(blocks)
     smallest_first = sorted(range(len(blocks)), key=lambda k: most[k])
     for place, k in enumerate(smallest_first):
-        found[k] = min(left // (len(blocks) - place), most[k])
-        left -= found[k]
-    return found
+        each[k] = min(left // (len(blocks) - place), most[k])
+        left -= each[k]
+    return each

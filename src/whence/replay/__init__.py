@@ -1,1 +1,1 @@
-"""Replaying a recorded training: what Hydra and Unrolled share."""
+"""Replay of a recorded training, which Hydra and Unrolled share."""

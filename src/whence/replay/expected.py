@@ -1,8 +1,8 @@
-"""Expected unrolling: every example counts at every update by its share 1/N.
+"""Expected unrolling: every example counts at every update with its share 1/N.
 
-What is common to trainings that draw their batches anew: the curvature of an update is that of a
-fresh batch, and all examples are credited, over stretches of updates within which weights count as
-constant.
+This is what trainings with different random batches have in common. Each update has the curvature
+of a fresh batch. All examples receive credit, over stretches of updates within which the weights
+are taken as constant.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from whence.replay.training import Adjoint, Indices, Update
 from whence.run import Stage
 
 CURVATURE_BATCH = 512
-STRETCHES = 32  # of a stage, with a pass over its data for each
+STRETCHES = 32  # per stage; each takes a pass over its data
 
 
 class ExpectedCredits:
-    """Draws curvature batches, and credits everyone at the end of each stretch.
+    """Draws curvature batches, and credits every example once per stretch.
 
     Args:
-        curvature_batch: examples whose curvature each update has (default 512, or all).
+        curvature_batch: examples that give each update its curvature (default 512, or all).
         credit_every: updates in a stretch (default: a 32nd of the stage).
         seed: of the draws.
     """
@@ -46,14 +46,14 @@ class ExpectedCredits:
         self._middle: Tensors = {}  # ... and the weights in its middle
 
     def draw(self, t: int) -> Indices:
-        """A fresh batch for an update's curvature, without replacement, the same by seed."""
+        """A fresh batch for an update's curvature, without replacement; it depends on the seed."""
         used = self.workspace.used(self.workspace.replay.stage(t).name)
         count = min(self.batch, len(used))
         order = keys(self.seed, t, torch.from_numpy(used)).numpy()
         return np.sort(used[np.argpartition(order, count - 1)[:count]])
 
     def stretch(self, stage: Stage, t: int) -> tuple[int, int]:
-        """The updates, from and up to, over which weights count as constant around update t."""
+        """The first update of the stretch around update t, and the first after it."""
         length = min(stage.end, self.workspace.replay.steps) - stage.start
         count = math.ceil(length / (self.credit_every or math.ceil(length / STRETCHES)))
         ends = [stage.start + length * k // count for k in range(count + 1)]
@@ -63,7 +63,7 @@ class ExpectedCredits:
     def credits(
         self, block: QueryBlock, update: Update, pulls: Tensors, adjoint: Adjoint
     ) -> Iterator[Credit]:
-        """What an update adds to its stretch, and the stretch's credits at its first update."""
+        """Add an update to its stretch; yield the stretch's credits at its first update."""
         start, end = self.stretch(update.stage, update.step)
         for name, pull in pulls.items():
             known = self._pulled.get(name)
@@ -75,7 +75,7 @@ class ExpectedCredits:
             self._pulled = {}
 
     def _everyone(self, block: QueryBlock, update: Update, adjoint: Adjoint) -> Iterator[Credit]:
-        """(1/N) ⟨Σ_t ḡ_t, ∇L(m, θ)⟩ of every example m that is asked for."""
+        """(1/N) ⟨Σ_t ḡ_t, ∇L(m, θ)⟩ of every example m of the block."""
         replay, stage = self.workspace.replay, update.stage.name
         wanted, share = block.wanted.get(stage), 1 / len(self.workspace.used(stage))
         if wanted is None or not self._pulled:
@@ -90,7 +90,7 @@ class ExpectedCredits:
             yield Credit(stage, indices, share * slopes, update.step, ready, update.step)
 
     def counts(self) -> tuple[int, int]:
-        """Examples that curvature is taken of, and that are credited, in all."""
+        """The total numbers of curvature examples and of credited examples."""
         curved = credited = 0
         for stage in self.workspace.run.stages:
             steps = range(stage.start, min(stage.end, self.workspace.replay.steps))

@@ -1,4 +1,4 @@
-"""How much the derivative of a training grows on its way back: a sign of chaos."""
+"""Growth of the derivative of a training, from its end to its start: a sign of chaos."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CHAOS = 1e3  # growth of the adjoint beyond which one trajectory says little abo
 
 
 def norms(vectors: Tensors) -> Tensor:
-    """(q,); in the same order every time, for the same bits."""
+    """Norms (q,), summed in a fixed order, so that the bits are always the same."""
     parts = [torch.linalg.vector_norm(vectors[k].flatten(1), dim=1) for k in sorted(vectors)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(parts).double(), dim=0)
     return total
 
 
 def note_growth(workspace: ReplayWorkspace, step: int, adjoint: Adjoint, before: Tensor) -> None:
-    """Note how the adjoint has grown by the time the sweep comes to a checkpoint."""
+    """Record the growth of the adjoint between the end of training and a checkpoint."""
     now = norms({name: state[WEIGHT] for name, state in adjoint.items()})
     if not bool(now.isfinite().all()):
         raise NotFinite(
@@ -35,13 +35,13 @@ def note_growth(workspace: ReplayWorkspace, step: int, adjoint: Adjoint, before:
             "curvature='gauss-newton', or dtype=torch.float64"
         )
     logs = (now / before)[before > 0].log()
-    noted = workspace.ledger.tallies.setdefault("growth", {}).setdefault(str(step), [0.0, 0])
-    noted[0] += float(logs.sum())
-    noted[1] += len(logs)
+    tally = workspace.ledger.tallies.setdefault("growth", {}).setdefault(str(step), [0.0, 0])
+    tally[0] += float(logs.sum())
+    tally[1] += len(logs)
 
 
 def growth_summary(tallies: dict[str, Any]) -> dict[str, float]:
-    """The (geometric) mean growth at each step; warns of chaos."""
+    """The geometric mean growth at each step; warns of chaos."""
     growth = {
         int(step): math.exp(logs / count) if count else 1.0
         for step, (logs, count) in tallies.get("growth", {}).items()

@@ -1,8 +1,8 @@
 """A model's losses as functions of its weights, and their derivatives along many directions.
 
 Directions are tensors (q, ...), one for each parameter that they move: q directions at once.
-Whatever does not depend on a direction is computed once for all of them; the rest is, for each
-layer, a few large products.
+Everything that does not depend on a direction is computed once for all of them. The rest is a few
+large products per layer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Objective:
         self._module, self._replayed = _Outputs(model, task), Graphs()
 
     def outputs(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """What the model puts out with these weights in place of its own."""
+        """The model's outputs with these weights in place of its own."""
         renamed = {f"model.{name}": weight for name, weight in weights.items()}
-        own = tree_map_only(Tensor, Tensor.clone, batch)  # a model may work on its input in place
-        found: Tensor = functional_call(self._module, renamed, (own,))
-        return found
+        copied = tree_map_only(Tensor, Tensor.clone, batch)  # a model may change its input in place
+        outputs: Tensor = functional_call(self._module, renamed, (copied,))
+        return outputs
 
     def losses(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
         """(n,)"""
@@ -46,8 +46,10 @@ class Objective:
     def gradient(
         self, weights: Tensors, names: Iterable[str], batch: Any, of: str, count: int
     ) -> Tensors:
-        """∇ (1/count) Σ losses, or of the measurements, in the parameters named. One that they do
-        not depend on is absent, as its .grad would be None."""
+        """∇ (1/count) Σ losses, or Σ measurements, in the named parameters.
+
+        A parameter that they do not depend on is absent, as its .grad would be None.
+        """
         names = tuple(names)
 
         def descent(weights: Tensors, batch: Any) -> Tensors:
@@ -55,8 +57,8 @@ class Objective:
                 leaves = {name: weights[name].detach().requires_grad_() for name in names}
                 values = self._one_each(of, self.outputs(weights | leaves, batch), batch)
                 mean = values.sum() / count
-                found = torch.autograd.grad(mean, list(leaves.values()), allow_unused=True)
-            return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+                slopes = torch.autograd.grad(mean, list(leaves.values()), allow_unused=True)
+            return {name: g for name, g in zip(leaves, slopes, strict=True) if g is not None}
 
         return self._replayed(("gradient", names, of, count), descent, weights, batch)
 
@@ -67,16 +69,18 @@ class Objective:
             def along(v: Tensors) -> Any:
                 return _along(lambda w: self.losses(weights | w, batch), _only(weights, v), v)
 
-            found: Tensor = vmap(along)(directions)
-            return found
+            values: Tensor = vmap(along)(directions)
+            return values
 
         return self._replayed("slopes", slopes, weights, directions, batch)
 
     def hessian(
         self, weights: Tensors, directions: Tensors, batch: Any, share: float
     ) -> tuple[Tensors, Tensor]:
-        """(H v (q, ...), slopes (q, n)) with H the Hessian of share · Σ losses: the derivative of a
-        backward pass."""
+        """(H v (q, ...), slopes (q, n)) with H the Hessian of share · Σ losses.
+
+        It is the derivative of a backward pass.
+        """
 
         def product(weights: Tensors, directions: Tensors, batch: Any) -> tuple[Tensors, Tensor]:
             def total(w: Tensors) -> tuple[Tensor, Tensor]:
@@ -88,15 +92,15 @@ class Objective:
             def along(v: Tensors) -> Any:
                 return _along(lambda w: slope(weights | w), _only(weights, v), v)
 
-            found: tuple[Tensors, Tensor] = vmap(along)(directions)
-            return found
+            products: tuple[Tensors, Tensor] = vmap(along)(directions)
+            return products
 
         return self._replayed(("hessian", share), product, weights, directions, batch)
 
     def gauss_newton(
         self, weights: Tensors, directions: Tensors, batch: Any, share: float
     ) -> tuple[Tensors, Tensor]:
-        """(G v, slopes) with G = share · Σ Jᵀ ∇²L J: the Hessian as if outputs were linear in θ."""
+        """(G v, slopes) with G = share · Σ Jᵀ ∇²L J: the Hessian for outputs linear in θ."""
 
         def product(weights: Tensors, directions: Tensors, batch: Any) -> tuple[Tensors, Tensor]:
             def total(outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +115,8 @@ class Objective:
                 bent, slopes = _along(slope, outputs, moved)
                 return back(bent)[0], slopes
 
-            found: tuple[Tensors, Tensor] = vmap(along)(directions)
-            return found
+            products: tuple[Tensors, Tensor] = vmap(along)(directions)
+            return products
 
         return self._replayed(("gauss-newton", share), product, weights, directions, batch)
 
@@ -146,7 +150,7 @@ def _only(weights: Tensors, names: Iterable[str]) -> Tensors:
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Attention as plain products: its fused kernels have no second derivative."""
+    """Compute attention by plain products, because fused kernels have no second derivative."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

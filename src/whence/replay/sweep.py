@@ -1,5 +1,8 @@
-"""A sweep over the updates of a training, from the last to the first: its queries, what each
-update gave to its examples, and its state on disk, from which an interrupted sweep resumes."""
+"""A sweep over the updates of a training, from the last to the first.
+
+This module holds its queries, the credit of each update to its examples, and the snapshots from
+which an interrupted sweep resumes.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,33 @@ from whence.persist.tensors import load_tensors, save_tensors
 from whence.replay.training import Adjoint, Indices, Replay, Update
 from whence.run import Run
 
-SAVED_EVERY = 60.0  # seconds between two notes of where a sweep stands
-PENDING = 64  # credits that wait on the device before they are fetched
+SNAPSHOT_SECONDS = 60.0  # between two snapshots of a sweep
+MAX_PENDING = 64  # credits on the device before they are fetched
 
 
 @dataclass
 class ReplayWorkspace(Workspace):
-    """A workspace with the run's training laid out for being replayed."""
+    """A workspace with a replay of the run's training."""
 
     replay: Replay = field(kw_only=True)
 
     def at_once(self, queries: int) -> int:
-        """How many examples may meet that many queries at a time."""
+        """The number of examples per pass that fits in memory with this many queries."""
         each = queries * cost.per_example_numbers(self.tracked) * self.replay.dtype.itemsize
         return min(self.batch_size, max(1, self.memory // 4 // each))
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What an update, or a stretch of them, gave to some examples.
+    """The credit that an update, or a stretch of updates, gives to some examples.
 
     Attributes:
         stage, indices: the examples.
-        values: (q, n), what they did to the queries.
-        update: the one that it is counted with.
-        adjoint: what the sweep goes on with once this is added; None when more must come first.
-        step: how many updates are left then.
+        values: their effects on the queries, (q, n).
+        update: the update that decides the segment of the credit.
+        adjoint: the adjoint to resume from once this credit is added; None if more credits of the
+            same update follow.
+        step: the number of updates that remain then.
     """
 
     stage: str
@@ -57,7 +61,7 @@ class Credit:
 
 
 def update_credits(update: Update, slopes: list[Tensor], adjoint: Adjoint) -> Iterator[Credit]:
-    """(1/B_t) ⟨ḡ_t, ∇L(m, θ_t)⟩ of an update's own examples, from their slopes part by part."""
+    """(1/B_t) ⟨ḡ_t, ∇L(m, θ_t)⟩ of an update's examples, from the slopes of each part."""
     for k, ((indices, _), slope) in enumerate(zip(update.parts, slopes, strict=False), 1):
         ready = adjoint if k == len(slopes) else None
         yield Credit(
@@ -67,11 +71,10 @@ def update_credits(update: Update, slopes: list[Tensor], adjoint: Adjoint) -> It
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Some queries, and the examples whose part in them is asked for.
+    """Some queries, and the examples to score for them.
 
     Attributes:
-        rows, columns: their place among the scores; no rows where queries and examples are the same
-            ones, each asked about itself.
+        rows, columns: their place among the scores; no rows for self-influence.
         data, stage, indices: the queries.
         wanted: {stage: examples}.
     """
@@ -84,16 +87,17 @@ class QueryBlock:
     wanted: dict[str, Indices]
 
     def first(self, run: Run) -> int:
-        """How many updates come before the first that used the examples."""
+        """The number of updates before the first stage of the examples."""
         return min(stage.start for stage in run.stages if stage.name in self.wanted)
 
 
-class Sum:
-    """Credits of a block, added up in float64, segment by segment as the sweep goes back.
+class CreditSum:
+    """The sum of a block's credits in float64, segment by segment.
 
     Args:
-        ends: where the L segments end.
-        apart: keep them apart, (L, q, n); else add them up, (1, q, n). No axis q for selves.
+        ends: the steps at which the L segments end.
+        apart: whether to keep the segments apart, (L, q, n), or to add them up, (1, q, n).
+            Self-influence has no axis q.
     """
 
     def __init__(self, block: QueryBlock, ends: list[int], apart: bool) -> None:
@@ -103,53 +107,53 @@ class Sum:
         self._offsets = dict(zip(block.wanted, starts.tolist(), strict=True))
         queries = [] if block.rows is None else [len(block.indices)]
         self.values = np.zeros([len(ends) if apart else 1, *queries, sum(sizes)])
-        self.here = np.zeros_like(self.values[0])  # of the segment that the sweep is in
+        self.here = np.zeros_like(self.values[0])  # of the current segment
         self.segment = len(ends) - 1
         self.magnitudes = [0.0] * len(ends)  # Σ |credit| of each segment
         self._pending: list[Credit] = []
 
     def add(self, credit: Credit) -> None:
         if credit.stage in self.block.wanted:
-            self._pending.append(replace(credit, adjoint=None))  # which would hold memory
-            if len(self._pending) >= PENDING:
+            self._pending.append(replace(credit, adjoint=None))  # to free the adjoint's memory
+            if len(self._pending) >= MAX_PENDING:
                 self.settle()
 
     def settle(self) -> None:
-        """Fetch what waits on the device; added in order, so the same bits come out every time."""
+        """Fetch pending credits from the device, and add them in order, for the same bits."""
         for credit in self._pending:
             segment = int(np.searchsorted(self.ends, credit.update, side="right"))
             if segment != self.segment:
                 self.close()
                 self.segment = segment
-            wanted, found = self.block.wanted[credit.stage], credit.values.cpu().numpy()
+            wanted, values = self.block.wanted[credit.stage], credit.values.cpu().numpy()
             columns = credit.indices - wanted[0] + self._offsets[credit.stage]
             if self.block.rows is None:
-                own = np.flatnonzero((columns >= 0) & (columns < len(wanted)))
-                np.add.at(self.here, columns[own], found[columns[own], own])
+                inside = np.flatnonzero((columns >= 0) & (columns < len(wanted)))
+                np.add.at(self.here, columns[inside], values[columns[inside], inside])
             elif len(np.unique(columns)) == len(columns):
-                self.here[:, columns] += found
+                self.here[:, columns] += values
             else:  # an example may be drawn twice
-                np.add.at(self.here.T, columns, found.T)
+                np.add.at(self.here.T, columns, values.T)
         self._pending.clear()
 
     def close(self) -> None:
-        """Add up the segment that the sweep was in."""
+        """Add the current segment to the total."""
         self.magnitudes[self.segment] += float(np.abs(self.here).sum())
         self.values[self.segment if self.apart else 0] += self.here
         self.here[...] = 0.0
 
 
-class Saved:
-    """Where a sweep stands, on disk, so that an interrupted one goes on with the same bits."""
+class SweepSnapshot:
+    """The state of a sweep on disk, from which an interrupted one resumes with the same bits."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self._throttle = path, Throttle(SAVED_EVERY)
+        self.path, self._throttle = path, Throttle(SNAPSHOT_SECONDS)
 
     def due(self) -> bool:
         return self.path is not None and self._throttle.due()
 
     def save(
-        self, key: str, total: Sum, step: int, adjoint: Adjoint, account: dict[str, Any]
+        self, key: str, total: CreditSum, step: int, adjoint: Adjoint, account: dict[str, Any]
     ) -> None:
         assert self.path is not None
         tensors = {
@@ -158,7 +162,7 @@ class Saved:
             for slot, value in state.items()
         }
         tensors |= {"values": torch.from_numpy(total.values), "here": torch.from_numpy(total.here)}
-        about = {
+        progress = {
             "key": key,
             "step": step,
             "segment": total.segment,
@@ -166,32 +170,35 @@ class Saved:
             "account": account,
         }
         with self._throttle.saving():
-            save_tensors(self.path, tensors, about)
+            save_tensors(self.path, tensors, progress)
 
-    def load(self, key: str, total: Sum) -> tuple[int, Adjoint, dict[str, Any]] | None:
-        """What an earlier call with the same key has saved, if anything; the sum is filled in."""
+    def load(self, key: str, total: CreditSum) -> tuple[int, Adjoint, dict[str, Any]] | None:
+        """The step, adjoint and tallies that an earlier call with the same key saved.
+
+        Fills in `total`. None if there is no such snapshot.
+        """
         if self.path is None or not self.path.exists():
             return None
-        tensors, about = load_tensors(
+        tensors, progress = load_tensors(
             self.path, remedy="delete it to start over", checksum_required=False
         )
-        if about.get("key") != key:
+        if progress.get("key") != key:
             return None
         total.values, total.here = (tensors.pop(name).numpy() for name in ("values", "here"))
-        total.segment, total.magnitudes = about["segment"], about["magnitudes"]
+        total.segment, total.magnitudes = progress["segment"], progress["magnitudes"]
         adjoint: Adjoint = {}
         for name, tensor in tensors.items():
             slot, parameter = name.split("/", 1)
             adjoint.setdefault(parameter, {})[slot] = tensor
-        return about["step"], adjoint, about["account"]
+        return progress["step"], adjoint, progress["account"]
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         self._throttle.restart()
 
 
 def forward_operations(workspace: Workspace) -> float:
-    """Of one example's forward pass, in the layers that are counted."""
+    """Operations of one example's forward pass through the tracked layers."""
     tracked = workspace.tracked
     return sum(cost.forward_backward(b, tracked.positions[b.name]) / 2 for b in tracked.blocks)

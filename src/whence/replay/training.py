@@ -1,10 +1,10 @@
-"""Replaying a recorded training: every point it went through, and every update from last to first.
+"""Replay of a recorded training: every point it went through, and its updates in reverse.
 
-Initial weights, batches, rates and hyperparameters are enough to make a training again. It is made
-twice: once to keep every √T-th point, and then stretch by stretch, from the last to the first, each
-from the point it starts at; so that about 2√T points are held at a time and no weights are needed
-on disk. At the run's checkpoints the replay takes the recorded weights and optimizer state, and
-how far it had strayed from them is noted.
+Initial weights, batches, rates and hyperparameters are enough to repeat a training. The replay runs
+twice: first to keep every √T-th point, then stretch by stretch, from the last to the first, each
+from its first point. So about 2√T points are in memory at a time, and no weights are needed on
+disk. At each checkpoint of the run the replay records its deviation, and resumes from the recorded
+weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from whence.run import Run, RunError, Stage
 from whence.run.checkpoint import Checkpoint
 from whence.run.optimizers import NUMBER
 from whence.study import Study
+from whence.table import listed
 
-Adjoint = dict[str, State]  # of the weight and optimizer state of every parameter, (q, ...) each
+Adjoint = dict[str, State]  # of every parameter's weight and optimizer state, (q, ...) each
 Indices = NDArray[np.int64]
 MiniBatch = tuple[Indices, Any]  # examples and their batch
 Draw = Callable[[int], Indices]  # the examples of an update
 Load = Callable[[Sequence[int]], Iterator[list[MiniBatch]]]
 
-STRAYED = 1e-2  # of the way since the last checkpoint: more than rounding does
+MAX_DEVIATION = 1e-2  # of the way since the last checkpoint: more than rounding explains
 
 
 @dataclass(frozen=True)
 class Point:
-    """The training after `step` updates; `counts`: how many of them each parameter took part in."""
+    """The training after `step` updates; `counts` has the number of updates of each parameter."""
 
     step: int
     states: dict[str, State]
@@ -63,10 +64,10 @@ class Update:
     """The update that follows a point.
 
     Attributes:
-        rules: of the parameters that it changed.
+        rules: of the parameters that it changes.
         gradients: of the batch's mean loss in those parameters, before clipping.
-        clip_norm: the most that the gradient's norm may be.
-        parts: examples and their batches; cut from the update's batch.
+        clip_norm: the largest norm of the gradient.
+        parts: the update's batch in parts: examples and their data.
     """
 
     point: Point
@@ -95,8 +96,8 @@ class Update:
         return Point(self.step + 1, states, counts)
 
     def pull_back(self, adjoint: Adjoint) -> tuple[Adjoint, Tensors]:
-        """The adjoint before the update, but for what goes through the gradient; and what does:
-        the derivative (q, ...) of the measurements in the gradient that was applied."""
+        """The adjoint before the update, without its dependence on the gradient; and the derivative
+        (q, ...) of the measurements in the gradient that was applied."""
         clipping, _ = self._clipping()
         before, pulls = dict(adjoint), {}
         linear: dict[Any, Table] = {}  # a group's parameters share theirs
@@ -107,10 +108,10 @@ class Update:
             table = linear.get(key) or rule.table(state, g)
             if rule.linear:
                 linear[key] = table
-            found = pull_back(table, adjoint[name])
-            if GRADIENT in found:
-                pulls[name] = found.pop(GRADIENT)
-            before[name] = found
+            entering = pull_back(table, adjoint[name])
+            if GRADIENT in entering:
+                pulls[name] = entering.pop(GRADIENT)
+            before[name] = entering
         return before, pulls
 
     def unclip(self, pulls: Tensors) -> Tensors:
@@ -126,7 +127,7 @@ class Update:
         }
 
     def _clipping(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the gradient is multiplied by, c; and its slope b: dc = -b ⟨g, dg⟩."""
+        """The factor c of the gradient, and its slope b: dc = -b ⟨g, dg⟩."""
         if self.clip_norm is None:
             return None, None
         norms = torch.stack([torch.linalg.vector_norm(g) for g in self.gradients.values()])
@@ -137,12 +138,13 @@ class Update:
 
 
 class Replay:
-    """A run's training, made again on one device and in one precision.
+    """Repeats a run's training on one device and in one precision.
 
     Args:
         workspace: the run, its data and the library's own copy of the model.
-        batch_size: examples per pass; an update's batch is cut into as many (default: not at all).
-        modelled: whether all that the model does in training must be known (dropout, batch norm).
+        batch_size: the most examples per pass (default: an update's whole batch).
+        modelled: whether to refuse models that draw or measure something in training mode (dropout,
+            batch norm).
     """
 
     def __init__(self, workspace: Workspace, batch_size: int | None, modelled: bool = True) -> None:
@@ -158,7 +160,7 @@ class Replay:
         self.batches, self.steps = run.batches, run.final.step
         self.anchors: dict[int, Checkpoint] = {c.step: c for c in run.trajectory[1:]}
         self.anchors |= {c.step: c for c in run.checkpoints}
-        self.deviations: dict[int, float] = {}  # at each of them
+        self.deviations: dict[int, float] = {}  # at each anchor
         self.objectives: dict[str, Objective] = {}
         self.unmodelled: list[str] = []
         initial, known = run.initial.weights(), {name for names in run.groups for name in names}
@@ -171,9 +173,9 @@ class Replay:
             trained |= dict.fromkeys(n for n, _ in passes.model.named_parameters() if n in known)
         if self.unmodelled and modelled:
             raise InvalidInput(
-                f"{'; '.join(dict.fromkeys(self.unmodelled))}: what was drawn there, or measured "
-                "in a batch, is not recorded, so training cannot be replayed. Train with dropout "
-                "off and batch norm in eval mode (or LayerNorm); or use Source"
+                f"{'; '.join(dict.fromkeys(self.unmodelled))}: the run does not record random "
+                "draws or batch statistics, so training cannot be replayed. Train with dropout off "
+                "and batch norm in eval mode (or LayerNorm); or use Source"
             )
         self.trained = list(trained)
         self.numbers = sum(initial[name].numel() for name in self.trained)
@@ -183,13 +185,13 @@ class Replay:
     # -- forwards ------------------------------------------------------------------------------
 
     def first(self) -> Point:
-        """Before the first update."""
+        """The point before the first update."""
         assert self.run.initial is not None
         weights = self.run.initial.weights()
         return Point(0, {name: {WEIGHT: self._put(weights[name])} for name in self.trained}, {})
 
     def final(self) -> Point:
-        """After the last update, as recorded."""
+        """The recorded point after the last update."""
         return self._anchored(replace(self.first(), step=self.steps), compare=False)
 
     def forward(self, point: Point, last: int) -> Iterator[tuple[Update, Point]]:
@@ -226,8 +228,10 @@ class Replay:
         return Update(point, stage, rules, gradients, clip)
 
     def _entering(self, point: Point) -> Point:
-        """The point, without the state of an optimizer that the stage begun here does not go on
-        with: one that goes on keeps its parameter groups."""
+        """The point, without optimizer state if the stage that starts here has a new optimizer.
+
+        A stage that continues with the same optimizer shares parameter groups with its predecessor.
+        """
         stages = self.run.stages
         k = next((k for k, s in enumerate(stages) if s.start == point.step), 0)
         columns = self.run.columns
@@ -237,7 +241,7 @@ class Replay:
         return Point(point.step, states, {})
 
     def _anchored(self, point: Point, compare: bool = True) -> Point:
-        """The point with what the run has recorded there, if it has."""
+        """The point with the run's recorded weights and optimizer state, if there are any."""
         checkpoint = self.anchors.get(point.step)
         if checkpoint is None:
             return point
@@ -248,7 +252,7 @@ class Replay:
         if compare and point.step not in self.deviations:
             self.deviations[point.step] = self._deviation(point, states, weights)
         if state is not None:
-            states = {name: {WEIGHT: held[WEIGHT]} for name, held in states.items()}
+            states = {name: {WEIGHT: slots[WEIGHT]} for name, slots in states.items()}
             for key, value in state.items():
                 name, what = key.removesuffix(NUMBER).rsplit("/", 1)
                 if name in states and what == "step":
@@ -258,7 +262,7 @@ class Replay:
         return Point(point.step, states, counts)
 
     def _deviation(self, point: Point, states: Mapping[str, State], recorded: Tensors) -> float:
-        """How far the replay has strayed, as a share of the way since the checkpoint before."""
+        """The replay's error, as a share of the way since the previous checkpoint."""
         before = max((step for step in self.anchors if step < point.step), default=0)
         start = (self.anchors[before] if before else self.run.initial).weights()  # type: ignore[union-attr]
         stray = way = size = 0.0
@@ -274,9 +278,9 @@ class Replay:
         if not np.isfinite(stray):
             raise NotFinite(
                 f"the replay is NaN or infinite between the updates {before} and {point.step}: "
-                "mend or leave out the examples that are, in the data and in the training"
+                "mend or leave out the examples that cause it, in the data and in the training"
             )
-        # where training hardly moved, rounding must not look like straying
+        # where training hardly moved, rounding must not look like an error
         return float(np.sqrt(stray) / (np.sqrt(way) + 1e3 * coarse * np.sqrt(size) or 1.0))
 
     # -- backwards -----------------------------------------------------------------------------
@@ -284,11 +288,11 @@ class Replay:
     def backward(
         self, last: int, first: int = 0, draw: Draw | None = None, size: int | None = None
     ) -> Iterator[Update]:
-        """The updates from number `last` down to the one after `first` others.
+        """The updates from number `last` down to number `first` + 1.
 
         Args:
-            draw: other examples to load with each of them than its own batch.
-            size: into parts of how many (default: all at once).
+            draw: the examples to load with each update (default: its own batch).
+            size: the most examples per part (default: all in one).
         """
         load = partial(self._loaded, draw=draw or self._drawn, size=size)
         for update in self._sweep(self._since(first), last, load):
@@ -296,7 +300,7 @@ class Replay:
                 yield update
 
     def _since(self, first: int) -> Point:
-        """The last point recorded whole, with the optimizer's state, from which to replay."""
+        """The last recorded point with optimizer state, from which to start the replay."""
         at = [c.step for c in self.run.checkpoints if c.step <= first and self.run.resumable]
         point = self.first()
         return self._anchored(replace(point, step=at[-1]), compare=False) if at else point
@@ -304,9 +308,9 @@ class Replay:
     def _sweep(self, point: Point, last: int, load: Load) -> Iterator[Update]:
         length = last - point.step
         if length <= self.width:
-            held = [update for update, _ in self.forward(point, last)]
+            updates = [update for update, _ in self.forward(point, last)]
             for parts in load(range(last - 1, point.step - 1, -1)):
-                yield replace(held.pop(), parts=parts)
+                yield replace(updates.pop(), parts=parts)
             return
         ends = [point.step + length * k // self.width for k in range(1, self.width + 1)]
         points = [point]
@@ -317,8 +321,10 @@ class Replay:
             yield from self._sweep(points.pop(), end, load)
 
     def _width(self, memory: int) -> int:
-        """How many points each level of the sweep holds: √T, or less where that is too many, with
-        more levels, of which each replays the training once more."""
+        """The number of points per level of the sweep: √T, or fewer where these do not fit.
+
+        Fewer points need more levels, and each level replays the training once more.
+        """
         each = (2 + self.slots) * self.numbers * self.dtype.itemsize  # with weight and gradient
         levels = 2
         while True:
@@ -328,37 +334,37 @@ class Replay:
             levels += 1
 
     def warn(self, deviations: Mapping[str, float]) -> None:
-        """Say when the replay was not the training that was recorded, by these {step: share}."""
+        """Warn if the replay deviates from the recorded training, given {step: deviation}."""
         worst = max(deviations, key=lambda step: deviations[step], default=None)
-        if worst is not None and deviations[worst] > STRAYED and not self.unmodelled:
+        if worst is not None and deviations[worst] > MAX_DEVIATION and not self.unmodelled:
             warnings.warn(
                 f"the replay misses the recorded weights at update {worst} by "
-                f"{deviations[worst]:.1%} of the way since the checkpoint before it. It "
-                "supposes that each update descended on the mean of its batch's losses, on the "
-                "data as it is now; augmentation, another reduction or clipping that was not "
-                "noted would show like this. The scores are of the replayed training",
+                f"{deviations[worst]:.1%} of the way since the checkpoint before it. The replay "
+                "assumes that each update minimises the mean of its batch's losses, on the current "
+                "data. Augmentation, another reduction, or clipping that was not recorded cause "
+                "such a deviation. The scores are of the replayed training",
                 stacklevel=2,
             )
 
     def _in_training_only(self, stage: str) -> list[str]:
-        """What a stage's model does in training and not in evaluation, by name."""
-        model, found, frozen = self.objectives[stage].model, [], []
+        """Modules of a stage's model that act differently in training mode, as messages."""
+        model, messages, frozen = self.objectives[stage].model, [], []
         assert self.run.initial is not None
         weights = self.run.initial.weights(), self.run.final.weights()
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and module.p > 0:
-                found.append(f"{name} is {type(module).__name__}(p={module.p})")
+                messages.append(f"{name} is {type(module).__name__}(p={module.p})")
             elif isinstance(module, _BatchNorm):
-                before, after = (held[f"{name}.running_mean"] for held in weights)
+                before, after = (state[f"{name}.running_mean"] for state in weights)
                 if torch.equal(before, after):
                     frozen.append(module)
                 else:
-                    found.append(
+                    messages.append(
                         f"{name} is a {type(module).__name__} whose running statistics changed: it "
                         "was in training mode"
                     )
-        if found:
-            return found
+        if messages:
+            return messages
         batch = place(self.study.data[stage].take([0]), self.device, self.dtype)
         objective = self.objectives[stage]
         devices = [self.device] if self.device.type == "cuda" else []
@@ -376,7 +382,7 @@ class Replay:
     # -- data ----------------------------------------------------------------------------------
 
     def stage(self, t: int) -> Stage:
-        """The stage of the update after t others."""
+        """The stage of update t + 1."""
         return next(s for s in self.run.stages if s.start <= t < s.end)
 
     def _drawn(self, t: int) -> Indices:
@@ -400,7 +406,7 @@ class Replay:
         return tensor.to(self.device, self.dtype)
 
     def fingerprint(self) -> str:
-        """Of what the run's own does not cover: where it began, and its batches."""
+        """A hash of the initial weights, notes and batches, which the run's own does not cover."""
         assert self.run.initial is not None
         notes = json.dumps(self.run.notes, sort_keys=True)
         batches = (part for b in self.batches for part in (np.asarray(b, np.int64), "|"))
@@ -408,7 +414,7 @@ class Replay:
 
 
 def _refuse(study: Study, run: Run, dtype: torch.dtype) -> None:
-    """Raise for runs that cannot be replayed, saying what would make them so."""
+    """Refuse a run that cannot be replayed; the error says what it lacks."""
     if dtype not in (torch.float32, torch.float64):
         raise InvalidInput(f"dtype={dtype}: a training is replayed in torch.float32 or float64")
     if run.batches is None:
@@ -416,8 +422,8 @@ def _refuse(study: Study, run: Run, dtype: torch.dtype) -> None:
         raise RunError(
             f"{run!r} has not recorded which examples each update used: call "
             "recorder.step(indices) before every optimizer.step() (8 bytes for each), or give "
-            "Run.from_checkpoints(batches=...). Weights need not be kept, the training is "
-            "replayed; every_step=True keeps them too, if replaying is out of the question: "
+            "Run.from_checkpoints(batches=...). Weights need not be recorded, because the training "
+            "is replayed; every_step=True records them too, if you cannot replay it: "
             f"{(run.steps + 1) * size / 2**30:.3g} GiB for this run's {run.steps:,} updates"
         )
     if run.initial is None:
@@ -472,7 +478,7 @@ def _check_batches(study: Study, run: Run, stage: Stage) -> None:
 
 
 def _check_parameters(model: nn.Module, stage: str, initial: Mapping[str, Tensor]) -> None:
-    """Raise where a stage's model has parameters of which nobody knows how they started."""
+    """Refuse a stage's model with parameters whose initial values are not recorded."""
     new = [
         name
         for name, p in model.named_parameters()
@@ -480,7 +486,7 @@ def _check_parameters(model: nn.Module, stage: str, initial: Mapping[str, Tensor
     ]
     if new:
         raise InvalidInput(
-            f"the model of stage {stage!r} has parameters that the run's first weights have not, "
-            f"or in another shape ({', '.join(new[:3])}): how they started is not recorded. Make "
-            "the whole model before the first stage"
+            f"the model of stage {stage!r} has parameters that the run's first weights lack, or "
+            f"have in another shape ({listed(new, 3)}): their initial values are not recorded. "
+            "Create the whole model before the first stage"
         )

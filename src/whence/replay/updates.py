@@ -1,10 +1,9 @@
-"""The updates of torch's optimizers as pure functions, and their derivatives read backwards.
+"""The updates of torch's optimizers as pure functions, and their transposed derivatives.
 
     state' = rule(state, g)            state = {"weight": θ, "momentum_buffer": b, ...}
 
 Every optimizer here is elementwise, so its Jacobian is a table of diagonals, one for each pair of
-something that leaves an update and something that enters it: the gradients of what leaves, summed.
-All queries share it:
+an output and an input of the update. All queries share it:
 
     adjoint[in] = Σ_out  ∂out/∂in · adjoint[out]                                adjoint[in] (q, ...)
 """
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: what is kept of one parameter: its weight and its optimizer's tensors, under torch's names; what
-#: an optimizer has not begun to keep is absent, and as good as zero
+#: a parameter's weight and its optimizer's tensors, under torch's names; a tensor that the
+#: optimizer has not created yet is absent, and counts as zero
 State = dict[str, Tensor]
 WEIGHT, GRADIENT = "weight", "gradient"
-#: the optimizers that are known, and how many tensors each keeps of a parameter, at most
+#: the supported optimizers, and the most tensors that each stores per parameter
 SLOTS = {"sgd": 1, "adam": 3, "adamw": 3, "rmsprop": 3}
 
 Table = dict[tuple[str, str], float | Tensor]
@@ -36,8 +35,8 @@ class Rule:
         kind: one of `SLOTS`.
         rate: the learning rate of this update.
         momentum: SGD's and RMSprop's momentum, or Adam's β₁, of this update.
-        settings: the group's other hyperparameters, as torch calls them.
-        count: how many updates the parameter has had, this one included (Adam's `step`).
+        settings: the group's other hyperparameters, under torch's names.
+        count: the number of updates of the parameter, including this one (Adam's `step`).
     """
 
     kind: str
@@ -48,11 +47,11 @@ class Rule:
 
     @property
     def linear(self) -> bool:
-        """Whether the derivative is the same everywhere, and in every coordinate."""
+        """Whether the derivative is the same number at every point and in every coordinate."""
         return self.kind == "sgd"
 
     def __call__(self, state: State, gradient: Tensor) -> State:
-        """The state after the update; nothing is changed in place."""
+        """The state after the update, as new tensors."""
         if self.kind == "sgd":
             return self._sgd(state, gradient)
         if self.kind == "rmsprop":
@@ -75,11 +74,11 @@ class Rule:
             θ = θ.mul(1 - self.rate * self._number("weight_decay", 0.01))
         else:
             g = self._decayed(θ, g)
-        m = _kept(state, "exp_avg").lerp(g, 1 - β1)
-        v = second = _kept(state, "exp_avg_sq").mul(β2).addcmul(g, g, value=1 - β2)
+        m = _slot(state, "exp_avg").lerp(g, 1 - β1)
+        v = second = _slot(state, "exp_avg_sq").mul(β2).addcmul(g, g, value=1 - β2)
         after = {"exp_avg": m, "exp_avg_sq": v}
         if self.settings.get("amsgrad"):
-            after["max_exp_avg_sq"] = second = _kept(state, "max_exp_avg_sq").maximum(v)
+            after["max_exp_avg_sq"] = second = _slot(state, "max_exp_avg_sq").maximum(v)
         correction = 1 - β1**self.count, (1 - β2**self.count) ** 0.5
         below = self._below(second, second, correction[1])
         return state | after | {WEIGHT: θ.addcdiv(m, below, value=-self.rate / correction[0])}
@@ -87,16 +86,16 @@ class Rule:
     def _rmsprop(self, state: State, g: Tensor) -> State:
         θ, α = state[WEIGHT], self._number("alpha", 0.99)
         g = self._decayed(θ, g)
-        v = variance = _kept(state, "square_avg").mul(α).addcmul(g, g, value=1 - α)
+        v = variance = _slot(state, "square_avg").mul(α).addcmul(g, g, value=1 - α)
         after = {"square_avg": v}
         if self.settings.get("centered"):
-            after["grad_avg"] = mean = _kept(state, "grad_avg").lerp(g, 1 - α)
+            after["grad_avg"] = mean = _slot(state, "grad_avg").lerp(g, 1 - α)
             variance = v.addcmul(mean, mean, value=-1)
         below = self._below(v, variance)
         if not self.momentum:
             return state | after | {WEIGHT: θ.addcdiv(g, below, value=-self.rate)}
         after["momentum_buffer"] = b = (
-            _kept(state, "momentum_buffer").mul(self.momentum).addcdiv(g, below)
+            _slot(state, "momentum_buffer").mul(self.momentum).addcdiv(g, below)
         )
         return state | after | {WEIGHT: θ.add(b, alpha=-self.rate)}
 
@@ -105,10 +104,10 @@ class Rule:
         return g.add(θ, alpha=decay) if decay else g
 
     def _below(self, seen: Tensor, variance: Tensor, correction: float = 1.0) -> Tensor:
-        """√variance / correction + ε, what a step is divided by; ∞ where there was no gradient yet.
+        """The denominator √variance / correction + ε of a step; ∞ where there was no gradient yet.
 
-        There the step is zero whatever divides it. Its slope would be 1/ε, true only for gradients
-        far below ε: nothing that an example could have done.
+        There the step is zero for any denominator. Its slope would be 1/ε, which holds only for
+        gradients far below ε, smaller than any example's.
         """
         positive = variance > 0
         root = torch.where(positive, torch.where(positive, variance, 1.0).sqrt(), 0.0)
@@ -121,7 +120,7 @@ class Rule:
     def table(self, state: State, gradient: Tensor) -> Table:
         """{(out, in): ∂out/∂in}, elementwise; absent pairs are zero. A linear rule's are floats."""
         inputs = state | {GRADIENT: gradient}
-        if self.linear:  # what a one makes of it, among zeros
+        if self.linear:  # the response to a one among zeros
             zero, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
             return {
                 (leaving, entering): float(result)
@@ -133,7 +132,7 @@ class Rule:
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
             results = self._of(leaves)
-        found: Table = {}
+        table: Table = {}
         for leaving, result in results.items():
             slopes = torch.autograd.grad(
                 result,
@@ -143,17 +142,17 @@ class Rule:
                 allow_unused=True,
             )
             named = zip(leaves, slopes, strict=True)
-            found |= {(leaving, name): slope for name, slope in named if slope is not None}
-        return found
+            table |= {(leaving, name): slope for name, slope in named if slope is not None}
+        return table
 
     def _of(self, inputs: State) -> State:
         return self({k: v for k, v in inputs.items() if k != GRADIENT}, inputs[GRADIENT])
 
 
 def pull_back(table: Table, adjoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adjoints of what entered an update, from those of what left it; absent ones are zero.
+    """The adjoints of an update's inputs, from those of its outputs; absent ones are zero.
 
-    A tensor that is only passed on is returned as it is, not copied.
+    An adjoint that the update does not change is returned without a copy.
     """
     terms: dict[str, list[tuple[float | Tensor, Tensor]]] = {}
     for (leaving, entering), slope in table.items():
@@ -177,6 +176,7 @@ def _combined(parts: list[tuple[float | Tensor, Tensor]]) -> Tensor:
     return total
 
 
-def _kept(state: State, name: str) -> Tensor:
-    held = state.get(name)
-    return torch.zeros_like(state[WEIGHT]) if held is None else held
+def _slot(state: State, name: str) -> Tensor:
+    """One of the optimizer's tensors; zeros if it does not exist yet."""
+    tensor = state.get(name)
+    return torch.zeros_like(state[WEIGHT]) if tensor is None else tensor

@@ -1,15 +1,20 @@
-"""What models trained with an example have over models trained without it."""
+"""Differences between models trained with an example and models trained without it."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from whence.data import cut
 from whence.errors import InvalidInput
+from whence.retrain.training import Training
+from whence.table import listed
 
 Floats = NDArray[np.float64]
+NUMBERS_PER_BLOCK = 2**22  # in memory at a time
 
 
 def differences(masks: NDArray[np.bool_], measured: Floats) -> tuple[Floats, Floats]:
@@ -17,16 +22,21 @@ def differences(masks: NDArray[np.bool_], measured: Floats) -> tuple[Floats, Flo
 
     And its standard error s √(1/M_m + 1/(M - M_m)), s² the variance within both groups together.
     """
-    inside = masks.astype(np.float64)
-    subsets = len(masks)
+    subsets, examples = masks.shape
+    shape = measured.shape[1], examples
+    values, errors = np.empty(shape), np.empty(shape)
     centred = measured - measured.mean(0)
-    k = inside.sum(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        there, missing = centred.T @ inside / k, centred.T @ (1 - inside) / (subsets - k)
-        total = np.square(centred).sum(0)[:, None]
-        within = total - k * there**2 - (subsets - k) * missing**2
-        variance = np.maximum(within, 0.0) / (subsets - 2) if subsets > 2 else np.inf
-        return there - missing, np.sqrt(variance * (1 / k + 1 / (subsets - k)))
+    total = np.square(centred).sum(0)[:, None]
+    for columns in cut(examples, max(1, NUMBERS_PER_BLOCK // max(shape[0], subsets))):
+        inside = masks[:, columns].astype(np.float64)
+        k = inside.sum(0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            there, missing = centred.T @ inside / k, centred.T @ (1 - inside) / (subsets - k)
+            within = total - k * there**2 - (subsets - k) * missing**2
+            variance = np.maximum(within, 0.0) / (subsets - 2) if subsets > 2 else np.inf
+            values[:, columns] = there - missing
+            errors[:, columns] = np.sqrt(variance * (1 / k + 1 / (subsets - k)))
+    return values, errors
 
 
 def without(example: int, count: int) -> NDArray[np.bool_]:
@@ -36,9 +46,30 @@ def without(example: int, count: int) -> NDArray[np.bool_]:
     return mask
 
 
+def leave_one_out_trainings(
+    seeds: Sequence[int], examples: NDArray[np.int64], count: int, stage: str
+) -> list[Training]:
+    """One training per seed on all `count` examples, then one per seed and example without it."""
+    whole = [Training(seed) for seed in seeds]
+    removed = examples.tolist()
+    return whole + [Training(s, without(m, count), stage) for s in seeds for m in removed]
+
+
+def leave_one_out_effects(measured: Floats, seeds: int, examples: int) -> Floats:
+    """f(all data) - f(all but m), (seeds, q, examples), from `leave_one_out_trainings`."""
+    whole, parts = measured[:seeds, None], measured[seeds:].reshape(seeds, examples, -1)
+    return (whole - parts).swapaxes(1, 2)
+
+
+def mean_of_sound(measurements: Floats, sound: NDArray[np.bool_]) -> Floats:
+    """The mean (M, q) of measurements (M, seeds, q) over the seeds where `sound` (M, seeds)."""
+    sums = np.where(sound[:, :, None], measurements, 0.0).sum(1)
+    return np.asarray(sums / sound.sum(1)[:, None])
+
+
 def standard_errors(effects: Floats, counted: NDArray[np.int64]) -> Floats:
     """Of the mean over seeds, from effects (seeds, ..., examples); infinite for a single pair."""
-    with warnings.catch_warnings():  # nothing is known from the one pair that is left
+    with warnings.catch_warnings():  # a single pair has no deviation
         warnings.simplefilter("ignore", RuntimeWarning)
         deviation = np.nanstd(effects, 0, ddof=1)
     return np.asarray(np.nan_to_num(deviation, nan=np.inf) / np.sqrt(counted))
@@ -47,7 +78,7 @@ def standard_errors(effects: Floats, counted: NDArray[np.int64]) -> Floats:
 def sound_pairs(
     sound: NDArray[np.bool_], examples: NDArray[np.int64], exclude_diverged: bool
 ) -> NDArray[np.int64]:
-    """How many seeds count for each example: those whose measurements (seeds, q, examples) are."""
+    """The number of seeds per example for which all of `sound` (seeds, q, examples) holds."""
     sound = np.asarray(sound.all(1))
     lost = int((~sound).sum())
     if lost and not exclude_diverged:
@@ -58,9 +89,8 @@ def sound_pairs(
     counted = sound.sum(0)
     if not counted.all():
         none = examples[counted == 0]
-        listed = ", ".join(map(str, none[:5])) + (", ..." if len(none) > 5 else "")
         raise InvalidInput(
-            f"no pair of trainings is left of {len(none)} examples ({listed}), all diverged: use "
-            "more seeds, or leave them out of examples="
+            f"no pair of trainings is left of {len(none)} examples ({listed(none)}), all diverged: "
+            "use more seeds, or leave them out of examples="
         )
     return np.asarray(counted)

@@ -11,15 +11,15 @@ from whence.scores.result import Scores
 
 
 def ensemble(runs: Iterable[Scores]) -> Scores:
-    """The mean over runs, with `spread` their standard deviation; the runs are taken one by one."""
+    """The mean over runs, with their standard deviation as `spread`; reads one run at a time."""
     last: Scores | None = None
     mean = squares = segments = np.zeros(())
     count = 0
     for count, scores in enumerate(runs, 1):
         values = np.asarray(scores.values, dtype=np.float64)
-        before = values - mean
-        mean = mean + before / count
-        squares = squares + before * (values - mean)
+        deviation = values - mean
+        mean = mean + deviation / count
+        squares = squares + deviation * (values - mean)
         if scores.by_segment is not None:
             share = np.asarray(scores.by_segment, dtype=np.float64)
             segments = segments + (share - segments) / count

@@ -1,6 +1,6 @@
-"""The result of an attribution: what each training example did to each query's measurement.
+"""The result of an attribution: the effect of each training example on each query's measurement.
 
-Axes: ``n`` training examples, ``q`` queries, ``L`` segments, ``k`` kept entries.
+Axes: ``n`` training examples, ``q`` queries, ``L`` segments, ``k`` strongest entries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whence.errors import (
 )
 from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
 from whence.scores.uncertainty import calibrated, half_widths
-from whence.table import Table, Tabled
+from whence.table import Table, Tabled, listed
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -36,7 +36,7 @@ SIGN = "values[q, m] estimates f(with m) - f(without m)"
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
-# Every array that a Scores folder may hold, each as NAME.npy.
+# Every array that a Scores folder may contain, each as NAME.npy.
 ARRAYS = (
     "scores",
     "by_segment",
@@ -76,8 +76,9 @@ class Ranking(list[Entry]):
 
 @dataclass(frozen=True)
 class Top:
-    """The strongest entries at both ends of each query's row: ``[0]`` highest first, ``[1]`` lowest
-    first, ties to the lower column.
+    """The strongest entries at both ends of each query's row.
+
+    ``[0]`` has the highest first, ``[1]`` the lowest first; ties go to the lower column.
 
     ``values`` and ``columns`` are (2, q, k), or (2, k) for self-influence; a column is a position
     in ``train_ids``.
@@ -94,9 +95,9 @@ class Top:
 class Scores(Tabled):
     """Query x train scores, with ids, unit, direction, provenance and diagnostics.
 
-    ``values[q, m]`` estimates what having training example ``m`` did to the measurement of query
-    ``q``: f(with m) - f(without m). Shape (q, n), or (n,) for self-influence. A method that was
-    asked for ``top=k`` gives ``top`` in place of ``values``.
+    ``values[q, m]`` estimates the effect of training example ``m`` on the measurement of query
+    ``q``: f(with m) - f(without m). Its shape is (q, n), or (n,) for self-influence. With
+    ``attribute(top=k)`` there is ``top`` instead of ``values``.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Scores(Tabled):
         self.diagnostics: dict[str, Any] = _plain("diagnostics", diagnostics or {})
         self.provenance: dict[str, Any] = _plain("provenance", provenance or {})
         self.excluded: list[dict[str, Any]] = _plain("excluded", list(excluded or []))
-        # What a ScoreWriter was asked for, so that the same call finds its finished work again.
+        # The ScoreWriter's arguments, so that the same call reuses its finished work.
         self._calculation = None if calculation is None else dict(calculation)
 
     @property
@@ -170,7 +171,7 @@ class Scores(Tabled):
         """All scores, (q, n) or (n,); memory-mapped when loaded from disk."""
         if self._values is None:
             raise InvalidInput(
-                f"these scores keep only each query's top {self._kept} entries: "
+                f"these scores keep only each query's top {self._entries} entries: "
                 "attribute without top= to have all values"
             )
         return self._values
@@ -180,11 +181,11 @@ class Scores(Tabled):
         return len(self.shape) == 1
 
     def helpful(self, query: int | None = None, k: int = 10) -> Ranking:
-        """The ``k`` training examples that did most for the measurement of ``query`` (a row)."""
+        """The ``k`` training examples that most improved the measurement of ``query`` (a row)."""
         return self._ranking(query, k, highest=self.higher_is_better)
 
     def harmful(self, query: int | None = None, k: int = 10) -> Ranking:
-        """The ``k`` training examples that did most against the measurement of ``query``."""
+        """The ``k`` training examples that most worsened the measurement of ``query``."""
         return self._ranking(query, k, highest=not self.higher_is_better)
 
     def row_index(self, query: int | None = None) -> int:
@@ -216,8 +217,10 @@ class Scores(Tabled):
     def removal_effect(
         self, query: int | None, examples: int | Iterable[int], *, stage: str | None = None
     ) -> float:
-        """Predicted change of the measurement of ``query`` had ``examples`` (training ids) not been
-        trained on: minus the sum of their scores. ``stage`` tells apart ids that occur in several.
+        """The predicted change of the measurement of ``query`` after removing ``examples``.
+
+        It is minus the sum of their scores. ``examples`` are training ids; ``stage`` selects one of
+        several stages with the same ids.
         """
         row = self.row_index(query)
         columns = self._columns(examples, stage)
@@ -230,14 +233,14 @@ class Scores(Tabled):
         if self.top is None:
             values = np.atleast_2d(self.values)[row, columns]
         else:
-            kept = self._kept_values(row)
-            lost = [int(c) for c in columns if int(c) not in kept]
+            by_column = self._top_by_column(row)
+            lost = [int(c) for c in columns if int(c) not in by_column]
             if lost:
                 raise InvalidInput(
-                    f"the scores of {_some(self.train_ids[lost])} were not kept: only the top "
-                    f"{self._kept} of each query were; attribute with a larger top=, or without"
+                    f"the scores of {listed(self.train_ids[lost])} were not kept: only the top "
+                    f"{self._entries} of each query were; attribute with a larger top=, or without"
                 )
-            values = np.array([kept[int(c)] for c in columns])
+            values = np.array([by_column[int(c)] for c in columns])
         return -float(np.sum(values, dtype=np.float64)) + 0.0  # + 0.0: never "-0.0"
 
     def removal_interval(
@@ -267,8 +270,10 @@ class Scores(Tabled):
         return np.array(self.values, dtype=dtype, copy=copy)
 
     def to_pandas(self) -> Any:
-        """A DataFrame: one row per query, one column per training example, (stage, example) where
-        stages are known. Self-influence: one row per training example."""
+        """A DataFrame with one row per query and one column per training example.
+
+        With stages, columns are (stage, example). Self-influence has one row per training example.
+        """
         try:
             import pandas as pd
         except ImportError as error:
@@ -287,43 +292,48 @@ class Scores(Tabled):
         )
 
     def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write one HTML file that shows who helped and who harmed each query. The options are
-        those of `whence.report.write`."""
+        """Write one HTML file that shows each query with its most helpful and harmful examples.
+
+        The options are those of `whence.report.write`.
+        """
         from whence import report
 
         return report.write(self, path, **options)
 
     def table(self) -> Table:
-        """What the scores are, as a sheet of facts."""
+        """A table that describes the scores."""
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         if self.is_self_influence:
             size = f"{self.shape[0]} training examples, each on its own measurement"
         else:
             size = f"{self.shape[0]} queries x {self.shape[1]} training examples"
         if self.top is not None:
-            size += f"; only the top {self._kept} at either end are kept"
+            size += f"; only the top {self._entries} at either end are kept"
         else:
             size += f", {self.values.dtype}"
-        left = "nothing"
+        excluded = "nothing"
         if self.excluded:
             share = sum(float(part.get("share", 0.0)) for part in self.excluded)
             names = [part.get("name", "?") for part in self.excluded]
-            left = f"{share:.1%} of the parameters: {_some(names)}"
+            excluded = f"{share:.1%} of the parameters: {listed(names, 3)}"
         better = "higher" if self.higher_is_better else "lower"
         facts = [
             ("measurement", f"{self.measurement}, {better} is better"),
             ("unit", self.unit),
             ("sign", SIGN),
             ("shape", f"{self.shape}: {size}"),
-            ("left out", left),
+            ("left out", excluded),
         ]
         if "calibration" in self.diagnostics:
             facts.append(("calibrated", calibrated(self.diagnostics["calibration"])))
         return Table(None, facts, title=f"Scores by {self.method}({settings})")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a folder: scores.npy and the like, and last scores.json. Scores that are already
-        there are replaced, each file at once, also those that this object is mapped from."""
+        """Write a folder with the arrays (scores.npy, ...) and, last, scores.json.
+
+        Existing scores in the folder are replaced, one file at a time. This also works for the
+        folder from which this object was loaded.
+        """
         path = Path(path)
         make_folder(path)
         arrays = self._arrays()
@@ -336,8 +346,7 @@ class Scores(Tabled):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scores:
-        """Open what ``save`` or ``attribute(out=...)`` wrote; large arrays stay on disk until they
-        are used."""
+        """Open scores written by ``save`` or ``attribute(out=...)``. Arrays are memory-mapped."""
         path = Path(path)
         meta = read_description(path)
         try:
@@ -369,7 +378,7 @@ class Scores(Tabled):
             ) from error
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        found = {
+        arrays = {
             "scores": self._values,
             "by_segment": self.by_segment,
             "spread": self.spread,
@@ -378,7 +387,7 @@ class Scores(Tabled):
             "query_ids": None if self.is_self_influence else self.query_ids,
             "train_ids": self.train_ids,
         }
-        return {name: array for name, array in found.items() if array is not None}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def _save_json(self, path: Path) -> None:
         runs = None
@@ -398,7 +407,8 @@ class Scores(Tabled):
         write_json(path / "scores.json", meta)
 
     @property
-    def _kept(self) -> int:
+    def _entries(self) -> int:
+        """Entries per query at either end."""
         return self.shape[-1] if self.top is None else self.top.kept
 
     def _ranking(self, query: int | None, k: int, *, highest: bool) -> Ranking:
@@ -407,10 +417,10 @@ class Scores(Tabled):
             raise InvalidInput(f"k={k}: ask for at least one example")
         k = min(k, self.shape[-1])
         if self.top is not None:
-            if k > self._kept:
+            if k > self._entries:
                 raise InvalidInput(
-                    f"k={k}, but only the top {self._kept} of each query were kept: use "
-                    f"k<={self._kept}, or attribute with top>={k} or without top="
+                    f"k={k}, but only the top {self._entries} of each query were kept: use "
+                    f"k<={self._entries}, or attribute with top>={k} or without top="
                 )
             values, columns = self._top_row(row, 0 if highest else 1)
             values, columns = values[:k], columns[:k]
@@ -432,7 +442,7 @@ class Scores(Tabled):
         assert self.top is not None
         return np.atleast_2d(self.top.values[end])[row], np.atleast_2d(self.top.columns[end])[row]
 
-    def _kept_values(self, row: int) -> dict[int, float]:
+    def _top_by_column(self, row: int) -> dict[int, float]:
         ends = [self._top_row(row, end) for end in (0, 1)]
         return {int(c): float(v) for values, cs in ends for v, c in zip(values, cs, strict=True)}
 
@@ -453,7 +463,7 @@ class Scores(Tabled):
         unique, counts = np.unique(given, return_counts=True)
         if len(unique) != len(given):
             raise InvalidInput(
-                f"examples names {_some(unique[counts > 1])} more than once: give each id once"
+                f"examples names {listed(unique[counts > 1])} more than once: give each id once"
             )
         order = self._by_id
         if stage is not None:
@@ -466,12 +476,12 @@ class Scores(Tabled):
         if (first == end).any():
             where = "" if stage is None else f" of stage {stage!r}"
             raise InvalidInput(
-                f"examples names {_some(given[first == end])}, not among the {len(ordered)} "
+                f"examples names {listed(given[first == end])}, not among the {len(ordered)} "
                 f"training ids{where} ({ordered[0]}..{ordered[-1]}): see scores.train_ids"
             )
         if (end - first > 1).any():
             raise InvalidInput(
-                f"training id {_some(given[end - first > 1])} occurs in several stages: "
+                f"training id {listed(given[end - first > 1])} occurs in several stages: "
                 "say which with stage="
             )
         return order[first]
@@ -512,15 +522,8 @@ def _ids(name: str, given: ArrayLike | None, count: int) -> Ints:
     return ids.astype(np.int64, copy=False)
 
 
-def _some(items: Iterable[object], show: int = 3) -> str:
-    """'3, 14, 15 and 2 more'"""
-    names = [str(item) for item in items]
-    more = f" and {len(names) - show} more" if len(names) > show else ""
-    return ", ".join(names[:show]) + more
-
-
 def _plain(name: str, given: object) -> Any:
-    """``given`` as it will read after a trip through JSON."""
+    """``given`` after conversion to JSON and back."""
 
     def convert(item: object) -> object:
         if isinstance(item, np.generic | np.ndarray):

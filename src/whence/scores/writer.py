@@ -1,4 +1,4 @@
-"""Scores on their way: block by block to disk or memory, resumable, or only the strongest."""
+"""Collects scores block by block, on disk or in memory; resumable."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end c
 
 
 class ScoreWriter:
-    """Takes scores block by block and ends as a Scores.
+    """Collects blocks of scores and returns a Scores at the end.
 
-    With ``out`` they go to disk as they come, and a call that was killed goes on where it stopped
-    when it is made again with the same ``key`` (whatever identifies the calculation). With ``top``
-    only the strongest entries of each query are held, O(q k), whatever the order of the blocks.
+    With ``out`` every block is written to disk. ``key`` identifies the calculation: a later call
+    with the same key resumes where an interrupted one stopped. With ``top`` only the strongest
+    entries of each query stay in memory, O(q k); the order of the blocks does not matter.
     ``queries=None`` is self-influence.
 
-    ``account`` is a dict of plain values that is kept with the progress: what the caller adds up on
-    the way is there again, as it was for the blocks that are done, when a call goes on.
+    ``account`` is a dict of plain values that is saved with the progress. In a resumed call it
+    holds the caller's tallies for the blocks that are done.
 
-    ``already`` holds the finished Scores when an earlier call with the same key wrote them.
+    ``already`` is the finished Scores if an earlier call with the same key wrote them.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ScoreWriter:
             self._shapes["by_segment"] = (segments, *self._shape)
         self._data: dict[str, NDArray[Any]] = {}
         self._done: list[ScoreTile] = []
-        self._throttle = Throttle(0.0)  # a block that was not noted is simply computed again
+        self._throttle = Throttle(0.0)  # a block that is not recorded is computed again
         if self._top is not None:
             ends = np.array([-np.inf, np.inf], self._dtype)[:, None, None]
             self._top_values = np.tile(ends, (1, self._queries, self._top))
@@ -103,7 +103,7 @@ class ScoreWriter:
             self._open(self._out)
 
     def done(self, rows: slice | None, columns: slice) -> bool:
-        """Whether this block was written, by this call or by an earlier one that was killed."""
+        """Whether this block is written, by this call or by an interrupted earlier one."""
         return self.already is not None or not _missing(self._block(rows, columns), self._done)
 
     def write(
@@ -113,26 +113,26 @@ class ScoreWriter:
         values: ArrayLike,
         by_segment: ArrayLike | None = None,
     ) -> None:
-        """Keep ``values`` (q_b, n_b), or (n_b,), and ``by_segment`` (L, q_b, n_b). Writing a block
-        again changes nothing."""
+        """Write ``values`` (q_b, n_b), or (n_b,), and ``by_segment`` (L, q_b, n_b).
+
+        Writing a block again changes nothing.
+        """
         if self.already is not None:
             return
         r0, r1, c0, c1 = block = self._block(rows, columns)
-        found = self._checked("values", values, (r1 - r0, c1 - c0))
-        if not np.isfinite(found).all():
-            row, column = np.argwhere(~np.isfinite(found))[0]
+        scores = self._checked("values", values, (r1 - r0, c1 - c0))
+        if not np.isfinite(scores).all():
+            row, column = np.argwhere(~np.isfinite(scores))[0]
             raise InvalidInput(
-                f"the score of query {r0 + row} and example {c0 + column} is {found[row, column]} "
+                f"the score of query {r0 + row} and example {c0 + column} is {scores[row, column]} "
                 f"in {self._dtype}: check the losses there, raise the damping, or use a wider dtype"
             )
         if (by_segment is None) == ("by_segment" in self._shapes):
-            raise InvalidInput(
-                "by_segment must be given exactly when the writer was made with segments="
-            )
+            raise InvalidInput("give by_segment exactly when the writer has segments=")
         if self._top is not None:
-            self._keep_strongest(block, found)
+            self._keep_strongest(block, scores)
         else:
-            self._rows("scores")[r0:r1, c0:c1] = found
+            self._rows("scores")[r0:r1, c0:c1] = scores
         if by_segment is not None:
             length = self._shapes["by_segment"][0]
             parts = self._checked("by_segment", by_segment, (length, r1 - r0, c1 - c0))
@@ -145,9 +145,9 @@ class ScoreWriter:
         *,
         query_ids: ArrayLike | None = None,
         train_ids: ArrayLike | None = None,
-        **about: Any,
+        **metadata: Any,
     ) -> Scores:
-        """The Scores; ``about`` is what its constructor takes besides the numbers."""
+        """The Scores; ``metadata`` holds the other arguments of its constructor."""
         if self.already is not None:
             return self.already
         missing = _missing((0, self._queries, 0, self._examples), self._done)
@@ -168,7 +168,7 @@ class ScoreWriter:
             query_ids=query_ids,
             train_ids=np.arange(self._examples) if train_ids is None else train_ids,
             calculation=self._calculation,
-            **about,
+            **metadata,
         )
         if self._out is None:
             return scores
@@ -202,7 +202,7 @@ class ScoreWriter:
         if (out / "scores.json").exists():
             self._same_calculation(out, read_description(out).get("calculation"))
             self.already = Scores.load(out)
-            self._progress.unlink(missing_ok=True)  # killed at the very last line of finish()
+            self._progress.unlink(missing_ok=True)  # interrupted at the last line of finish()
             return
         if self._progress.exists() and self._resume(out):
             return
@@ -220,7 +220,7 @@ class ScoreWriter:
         self._note()
 
     def _resume(self, out: Path) -> bool:
-        """Take up an earlier call's work; False when its data is gone and all must be redone."""
+        """Resume an earlier call's work; False if its data is gone and all must be redone."""
         remedy = f"delete the folder {out} to start over"
         progress = read_json(self._progress, remedy=remedy)
         try:
@@ -229,12 +229,12 @@ class ScoreWriter:
             account = dict(progress["account"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(self._progress, error, remedy) from error
-        if not done:  # nothing is lost by starting another calculation here
+        if not done:  # starting another calculation here loses nothing
             return False
         self._same_calculation(out, calculation)
         for name, shape in self._shapes.items():
             file = self._partial(name)
-            if not file.exists():  # killed inside finish(), after the renaming
+            if not file.exists():  # interrupted inside finish(), after the renaming
                 file = out / f"{name}.npy"
             try:
                 data = np.lib.format.open_memmap(file, mode="r+")
@@ -249,10 +249,10 @@ class ScoreWriter:
         self._done, self.account = done, account
         return True
 
-    def _same_calculation(self, out: Path, found: object) -> None:
-        if found == self._calculation:
+    def _same_calculation(self, out: Path, recorded: object) -> None:
+        if recorded == self._calculation:
             return
-        known = found if isinstance(found, dict) else {}
+        known = recorded if isinstance(recorded, dict) else {}
         words = {"key": "method, weights or data"}
         differs = [
             words.get(name, name)
@@ -265,7 +265,7 @@ class ScoreWriter:
         )
 
     def _note(self) -> None:
-        """Write down which blocks are done, after their data."""
+        """Record which blocks are done, after their data."""
         if self._out is None or not self._throttle.due():
             return
         with self._throttle.saving():
@@ -276,7 +276,7 @@ class ScoreWriter:
             assert isinstance(data, np.memmap)
             data.flush()
         state = {}
-        if self._top is not None:  # in the same file, so that the two cannot disagree
+        if self._top is not None:  # in the same file, so that both always agree
             state = {"values": self._top_values, "columns": self._top_columns}
         progress = {
             "calculation": self._calculation,
@@ -317,14 +317,18 @@ class ScoreWriter:
         for end, sign in enumerate((1, -1)):
             strength = sign * values
             columns = _strongest_columns(strength, min(self._top, c1 - c0))
-            kept, kept_columns = self._top_values[end, r0:r1], self._top_columns[end, r0:r1]
-            # Of a block that comes again, what is kept already must not be counted twice.
-            again = (kept_columns >= c0) & (kept_columns < c1)
+            old_values, old_columns = self._top_values[end, r0:r1], self._top_columns[end, r0:r1]
+            # If the block is written again, its earlier entries must not count twice.
+            again = (old_columns >= c0) & (old_columns < c1)
             strength = np.concatenate(
-                [np.where(again, -np.inf, sign * kept), np.take_along_axis(strength, columns, 1)], 1
+                [
+                    np.where(again, -np.inf, sign * old_values),
+                    np.take_along_axis(strength, columns, 1),
+                ],
+                1,
             )
             columns = np.concatenate(
-                [np.where(again, self._examples, kept_columns), columns + c0], 1
+                [np.where(again, self._examples, old_columns), columns + c0], 1
             )
             order = np.lexsort((columns, -strength), axis=1)[:, : self._top]
             self._top_values[end, r0:r1] = sign * np.take_along_axis(strength, order, 1)

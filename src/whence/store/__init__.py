@@ -1,4 +1,4 @@
-"""Projected gradients kept on disk, and the methods that answer from them."""
+"""Projected gradients on disk, and the methods that answer from them."""
 
 from whence.store.store import GradientStore
 

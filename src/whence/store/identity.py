@@ -1,4 +1,4 @@
-"""What a store is of, and whether a folder holds just that."""
+"""What a store was built from, and whether a folder matches it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROJECTIONS = ("random", "eigenbasis")
 def only_run(study: Study) -> Run:
     if len(study.runs) != 1:
         raise InvalidInput(
-            f"a store holds one run, and the study has {len(study.runs)}: make a store for each, "
+            f"a store holds one run, and the study has {len(study.runs)}: build a store for each, "
             "and average their scores with whence.scores.ensemble"
         )
     return study.runs[0]
@@ -44,7 +44,7 @@ def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
 
 
 def identity_of(workspace: Workspace) -> dict[str, Any]:
-    """Weights, model, task and layers; the data is compared apart, for it may grow."""
+    """Weights, model, task and layers. The data is compared separately, because it may grow."""
     study = workspace.study
     tasks = {}
     for stage in study.stages:
@@ -63,19 +63,19 @@ def read(folder: Path) -> dict[str, Any]:
     file = folder / "store.json"
     if not file.is_file():
         what = "has no store.json" if folder.is_dir() else "does not exist"
-        raise MissingFile(f"{folder} {what}: give a folder that GradientStore.build made")
-    about = read_json(file, schema=SCHEMA, remedy="delete the store, and build it again")
+        raise MissingFile(f"{folder} {what}: give a folder that GradientStore.build wrote")
+    description = read_json(file, schema=SCHEMA, remedy="delete the store, and build it again")
     known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
-    missing = known - about.keys()
+    missing = known - description.keys()
     if missing:
         raise DamagedFile(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
-    return about
+    return description
 
 
 def check_same(
-    folder: Path, about: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]
+    folder: Path, description: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuse a store that was made of something else, naming what."""
+    """Refuse a store that was built from something else, and name the differences."""
     words = {
         "run": "other weights or rates of the run",
         "models": "another model",
@@ -83,23 +83,26 @@ def check_same(
         "layers": "other layers",
     }
     for group, values in wanted.items():
-        mine = json.loads(json.dumps(values))
-        differs = [k for k in mine if about[group].get(k) != mine[k]]
+        expected = json.loads(json.dumps(values))
+        differs = [k for k in expected if description[group].get(k) != expected[k]]
         if differs:
-            said = [words.get(k, f"{k}={about[group].get(k)!r}, not {mine[k]!r}") for k in differs]
+            differences = [
+                words.get(k, f"{k}={description[group].get(k)!r}, not {expected[k]!r}")
+                for k in differs
+            ]
             raise InvalidInput(
-                f"the store in {folder} was made with {'; '.join(said)}. Choose another path, or "
-                "delete that folder"
+                f"the store in {folder} was built with {'; '.join(differences)}. Choose another "
+                "path, or delete that folder"
             )
 
 
 def check_data(folder: Path, stage: str, known: Mapping[str, Any], data: Batches) -> None:
-    """The store's examples must be the first of the data's."""
+    """Check that the store's examples are the first of the data's."""
     count = known["examples"]
     if len(data) < count or digest_of(data, count) != known["sha256"]:
         raise InvalidInput(
-            f"the store in {folder} was made of other data: the first {count} examples of "
-            f"{data.name} are not those it was made of (the data may only grow at its end)"
+            f"the store in {folder} was built from other data: the first {count} examples of "
+            f"{data.name} are not its own (the data may only grow at its end)"
         )
 
 

@@ -1,7 +1,7 @@
 """A large matrix on disk, one row per training example: written once, block by block; then mapped.
 
-NAME.npy is a finished one. While it is made, or made longer, NAME.npy.partial holds the new one,
-and a note how many of its rows are good is kept elsewhere (the store's own file).
+NAME.npy is a finished matrix. While it is written or extended, NAME.npy.partial holds the new one.
+The store's own file records how many of its rows are complete.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 from whence.errors import InvalidInput, MissingFile
 from whence.persist.files import load_array, move_into_place
 
-CACHED = 8 * 2**20  # bytes of rows that meet the vectors at a time, out of the processor's cache
+CACHE_BYTES = 8 * 2**20  # of rows per product, so that they stay in the processor's cache
 
 
 def finished(path: Path, dimension: int, dtype: np.dtype[np.floating]) -> int:
-    """How many rows a finished matrix has; 0 if there is none."""
+    """The number of rows of a finished matrix; 0 if there is none."""
     if not path.exists():
         return 0
     return len(_mapped(path, "r", dimension, dtype))
 
 
 def mapped(path: Path, examples: int, dimension: int, dtype: np.dtype[np.floating]) -> Tensor:
-    """A finished matrix (n, d), not in memory. Its pages are private: nothing changes the file."""
+    """A finished matrix (n, d), memory-mapped. Its pages are private: nothing changes the file."""
     if not path.exists():
-        raise MissingFile(f"{path} is missing: the store is not whole. Build it again")
+        raise MissingFile(f"{path} is missing, so the store is incomplete: build it again")
     array = _mapped(path, "c", dimension, dtype)
     if len(array) != examples:
         raise InvalidInput(
-            f"{path} has {len(array)} rows, but the store is of {examples} examples: it was cut "
-            "off or exchanged. Delete it, and build the store again"
+            f"{path} has {len(array)} rows, but the store has {examples} examples: the file was "
+            "truncated or replaced. Delete it, and build the store again"
         )
     return torch.from_numpy(array)
 
@@ -53,26 +53,26 @@ def _mapped(
 
 
 class Rows:
-    """A matrix (n, d) that is being made.
+    """A matrix (n, d) while it is written.
 
     Args:
-        path: of the finished matrix. If there is one with fewer rows, it is made longer.
-        good: rows of a partial matrix that are known to be good.
+        path: of the finished matrix. An existing one with fewer rows is extended.
+        complete: rows of a partial matrix that are complete.
     """
 
     def __init__(
-        self, path: Path, examples: int, dimension: int, dtype: np.dtype[np.floating], good: int
+        self, path: Path, examples: int, dimension: int, dtype: np.dtype[np.floating], complete: int
     ) -> None:
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         old = finished(path, dimension, dtype)
         self.array: np.memmap | None = None
-        if self.partial.exists() and good > old:
+        if self.partial.exists() and complete > old:
             try:
-                found = np.lib.format.open_memmap(self.partial, mode="r+")
-            except ValueError:
-                found = None
-            if found is not None and found.shape == (examples, dimension) and found.dtype == dtype:
-                self.array, self.start = found, good
+                partial = np.lib.format.open_memmap(self.partial, mode="r+")
+                if partial.shape == (examples, dimension) and partial.dtype == dtype:
+                    self.array, self.start = partial, complete
+            except ValueError:  # not an array: start over
+                pass
         if self.array is None:
             self.array = np.lib.format.open_memmap(
                 self.partial, mode="w+", dtype=dtype, shape=(examples, dimension)
@@ -96,11 +96,11 @@ class Rows:
 
 
 def inner(rows: Tensor, vectors: Tensor) -> Tensor:
-    """vectors (q, d) times rows (n, d): (q, n), at the speed of memory for a few vectors."""
+    """Inner products (q, n) of vectors (q, d) with rows (n, d)."""
     if rows.device.type != "cpu" or len(vectors) == 1:
         return vectors @ rows.T
-    found = vectors.new_empty(len(vectors), len(rows))
-    step = max(1, CACHED // (rows.shape[1] * rows.element_size()))
+    products = vectors.new_empty(len(vectors), len(rows))
+    step = max(1, CACHE_BYTES // (rows.shape[1] * rows.element_size()))
     for start in range(0, len(rows), step):
-        found[:, start : start + step] = vectors @ rows[start : start + step].T
-    return found
+        products[:, start : start + step] = vectors @ rows[start : start + step].T
+    return products

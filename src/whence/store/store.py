@@ -1,15 +1,14 @@
 """GradientStore: every training example's gradient in few dimensions, written once.
 
     store/
-      store.json                 settings, fingerprints, what is done
+      store.json                 settings, fingerprints, progress
       gradients/0-00000188.npy   P∇L(m, θ_c), (n, d), of stage 0 at step 188
       factors/                   second moments (d, d), and the eigenbasis
-      decompositions/            what answers have made of the second moments
+      decompositions/            decompositions of the second moments
 
-Gradients are projected in the order of the data, a block at a time; a build that was killed goes on
-where it stopped, and one that is made again after the data has grown at its end adds the rows that
-are missing. Afterwards TracIn, influence functions, TRAK and SOURCE answer queries from the rows
-and the second moments alone (see `answers`).
+`build` projects gradients in the order of the data, a block at a time. Rerun the same call to
+resume an interrupted build, or to add examples appended to the data. TracIn, influence functions,
+TRAK and SOURCE then answer queries from the rows and the second moments alone (see `workspace`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from whence.persist.files import make_folder, write_json
 from whence.persist.identity import key_of
 from whence.persist.snapshots import Throttle
 from whence.projections import Eigenbasis, Projection, moments, projected
-from whence.projections.eigenbasis import Kept, leading
+from whence.projections.eigenbasis import LeadingEntries, leading
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
 from whence.scores import Scores
@@ -62,14 +61,15 @@ from whence.store.identity import (
 from whence.store.rows import Rows, finished, mapped
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
+from whence.table import listed
 
-NOTED_EVERY = 5.0  # seconds between two notes of progress
-KEPT = 4 * 2**30  # bytes of decompositions that are held in memory
-AGREES = 1e-3  # relative: how well a row that is made again must agree with the stored one
+PROGRESS_SECONDS = 5.0  # between two records of progress
+DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
+ROW_TOLERANCE = 1e-3  # relative difference of a recomputed row from the stored one
 
 
-class How(TypedDict, total=False):
-    """What every answer takes besides its own settings: see `Method.attribute`."""
+class AnswerOptions(TypedDict, total=False):
+    """The options that every answer takes, as in `Method.attribute`."""
 
     device: torch.device | str | None
     batch_size: int | None
@@ -83,7 +83,7 @@ class How(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Unit:
-    """One matrix of rows: a stage's examples at a checkpoint."""
+    """One matrix of rows: the examples of a stage at a checkpoint."""
 
     stage: str
     checkpoint: Checkpoint
@@ -93,23 +93,21 @@ class Unit:
 class GradientStore:
     """Projected per-example gradients of one run, on disk, and the methods that answer from them.
 
-    Made by `build`, found again by `open`. It holds one run: for an ensemble make one store for
-    each, and average their scores with `whence.scores.ensemble`.
+    Create it with `build`, and reopen it with `open`. A store holds one run. For an ensemble, build
+    one store per run and average their scores with `whence.scores.ensemble`.
     """
 
-    def __init__(self, path: Path, study: Study, about: dict[str, Any]) -> None:
-        self.path, self.study, self._about = path, study, about
-        self._workspaces: dict[str, StoreWorkspace] = {}  # by how they compute
-        self._factors, self._made = (
-            FactorCache(path / "factors"),
-            FactorCache(path / "decompositions"),
-        )
+    def __init__(self, path: Path, study: Study, description: dict[str, Any]) -> None:
+        self.path, self.study, self._description = path, study, description
+        self._workspaces: dict[str, StoreWorkspace] = {}  # by their compute options
+        self._factors = FactorCache(path / "factors")
+        self._decompositions = FactorCache(path / "decompositions")
         self._projections: dict[str, Projection] = {}
         self._rows: dict[str, Tensor] = {}
-        self._kept: dict[str, list[Tensor]] = {}
+        self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
         self._verified: set[str] = set()
 
-    # -- making and finding --------------------------------------------------------------------
+    # -- building and opening ------------------------------------------------------------------
 
     @classmethod
     def build(
@@ -130,21 +128,21 @@ class GradientStore:
         progress: bool = True,
         workers: int = 0,
     ) -> GradientStore:
-        """Project the gradients of all training examples, or what is missing of them.
+        """Project the gradients of all training examples that are not stored yet.
 
         Args:
-            path: a folder. If it holds a store of the same run, data and settings, it is completed:
-                after an interruption, for further methods, or for examples that were added at the
-                end of the data.
+            path: a folder. An existing store of the same run, data and settings is completed: after
+                an interruption, for further methods, or for examples appended to the data.
             dimension: d, of all layers together.
             projection: "random" signs, or "eigenbasis": the d leading coordinates in the
                 eigenbases of the layers' curvature, which is far cheaper to apply.
             joint: one curvature matrix (and random projection) for all layers, or one for each.
-            fisher: how the curvature is measured. "empirical" needs no pass of its own, because
-                the rows are what it is made of; "sampled" and "exact" as in `Source`.
+            fisher: how to measure the curvature. "empirical" uses the rows and needs no further
+                pass; "sampled" and "exact" are as in `Source`.
             seed: of the random signs, and of the pseudo-targets.
-            methods: what the store must be able to answer. "tracin" and "source" need all
-                checkpoints, "influence" and "trak" the last; all but "tracin" second moments.
+            methods: the methods that the store can answer. "tracin" and "source" need all
+                checkpoints, "influence" and "trak" only the last; all but "tracin" need second
+                moments.
             device, dtype, batch_size, memory, progress, workers: as in `Method.attribute`.
         """
         run = only_run(study)
@@ -166,65 +164,72 @@ class GradientStore:
             settings |= {"rounded": rounded} if rounded else {}
             identity = identity_of(workspace)
             if (folder / "store.json").exists():
-                about = read(folder)
-                check_same(folder, about, {"settings": settings, "identity": identity})
+                description = read(folder)
+                check_same(folder, description, {"settings": settings, "identity": identity})
                 for stage, data in study.data.items():
-                    check_data(folder, stage, about["data"][stage], data)
-                about["methods"] = [m for m in METHODS if m in {*about["methods"], *methods}]
+                    check_data(folder, stage, description["data"][stage], data)
+                description["methods"] = [
+                    m for m in METHODS if m in {*description["methods"], *methods}
+                ]
             else:
                 if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                    raise InvalidInput(f"{folder} is not empty, and no store: choose another path")
-                about = {"schema": SCHEMA, "settings": settings, "identity": identity}
-                about |= {"methods": [m for m in METHODS if m in methods]}
-                about |= {"data": {}, "partial": {}, "moments": {}}
-            before = about["data"]
-            about["data"] = {
+                    raise InvalidInput(
+                        f"{folder} is not empty and is not a store: choose another path"
+                    )
+                description = {"schema": SCHEMA, "settings": settings, "identity": identity}
+                description |= {"methods": [m for m in METHODS if m in methods]}
+                description |= {"data": {}, "partial": {}, "moments": {}}
+            before = description["data"]
+            description["data"] = {
                 stage: {"examples": len(data), "sha256": digest_of(data, len(data))}
                 for stage, data in study.data.items()
             }
-            if before != about["data"]:  # what answers made of fewer examples is of no use
+            if before != description["data"]:  # decompositions of fewer examples are of no use
                 shutil.rmtree(folder / "decompositions", ignore_errors=True)
-            about["complete"] = False
-            store = cls(folder, study, about)
+            description["complete"] = False
+            store = cls(folder, study, description)
             store._complete(workspace)
         return store
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], study: Study) -> GradientStore:
-        """A store that was built, for the study it was built from.
+        """Open a finished store, for the study it was built from.
 
-        Model, task, run and data are compared with what the store was made of, once; later queries
-        do not touch the training data.
+        This compares model, task, run and data with those of the store once. Later queries do not
+        read the training data.
         """
         folder = Path(path)
-        about = read(folder)
+        description = read(folder)
         run = only_run(study)
-        if not about["complete"]:
+        if not description["complete"]:
             raise InvalidInput(
                 f"the store in {folder} is not finished: make the same GradientStore.build call "
-                "again, and it goes on where it stopped"
+                "again to resume"
             )
-        dtype = getattr(torch, about["settings"]["dtype"])
+        dtype = getattr(torch, description["settings"]["dtype"])
         with torch.no_grad(), precision_as_asked():
             workspace = Workspace.lay_out(study, run, ComputeOptions(dtype=dtype, progress=False))
-            check_same(folder, about, {"identity": identity_of(workspace)})
+            check_same(folder, description, {"identity": identity_of(workspace)})
         for stage, data in study.data.items():
-            check_data(folder, stage, about["data"][stage], data)
-            if len(data) > about["data"][stage]["examples"]:
+            check_data(folder, stage, description["data"][stage], data)
+            stored = description["data"][stage]["examples"]
+            if len(data) > stored:
                 raise InvalidInput(
-                    f"the store in {folder} is of {about['data'][stage]['examples']} examples, and "
-                    f"{data.name} has {len(data)}: GradientStore.build adds the others"
+                    f"the store in {folder} is of {stored} examples, and {data.name} has "
+                    f"{len(data)}: GradientStore.build adds the others"
                 )
-        store = cls(folder, study, about)
+        store = cls(folder, study, description)
         for unit in store._units(run):
             store.rows(unit.stage, unit.checkpoint)
         return store
 
     # -- answers -------------------------------------------------------------------------------
 
-    def tracin(self, query: Any, *, stage: str | None = None, **how: Unpack[How]) -> Scores:
+    def tracin(
+        self, query: Any, *, stage: str | None = None, **options: Unpack[AnswerOptions]
+    ) -> Scores:
         """`TracIn` in the projected space."""
-        return self._answer("tracin", TracIn(stage), query, how)
+        return self._answer("tracin", TracIn(stage), query, options)
 
     def influence(
         self,
@@ -233,7 +238,7 @@ class GradientStore:
         *,
         coupling: bool = True,
         stage: str | None = None,
-        **how: Unpack[How],
+        **options: Unpack[AnswerOptions],
     ) -> Scores:
         """`Influence` in the projected space, where the curvature is a whole matrix.
 
@@ -245,15 +250,20 @@ class GradientStore:
         if damping == 0:
             raise InvalidInput(f"damping={damping!r} must be positive, or 'source' for λ = 1/(η̄K)")
         method = Influence(damping, stage=stage, coupling=coupling)
-        return self._answer("influence", method, query, how)
+        return self._answer("influence", method, query, options)
 
     def trak(
-        self, query: Any, damping: float = 0.0, *, stage: str | None = None, **how: Unpack[How]
+        self,
+        query: Any,
+        damping: float = 0.0,
+        *,
+        stage: str | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> Scores:
         """`Trak`: the same scores, from a random store of the same dimension and seed."""
-        s = self._about["settings"]
+        s = self._description["settings"]
         method = Trak(s["dimension"], s["seed"], stage, s["joint"], damping)
-        return self._answer("trak", method, query, how)
+        return self._answer("trak", method, query, options)
 
     def source(
         self,
@@ -263,7 +273,7 @@ class GradientStore:
         coupling: bool = True,
         query_at: str = "run",
         stage: str | None = None,
-        **how: Unpack[How],
+        **options: Unpack[AnswerOptions],
     ) -> Scores:
         """`Source` in the projected space (SGD, with or without momentum).
 
@@ -273,22 +283,26 @@ class GradientStore:
             query_at: as in `Source`.
         """
         method = Source(segments, stage=stage, coupling=coupling, query_at=query_at)
-        return self._answer("source", method, query, how)
+        return self._answer("source", method, query, options)
 
-    def _answer(self, name: str, method: GradientMethod, query: Any, how: How) -> Scores:
-        if name not in self._about["methods"]:
+    def _answer(
+        self, name: str, method: GradientMethod, query: Any, options: AnswerOptions
+    ) -> Scores:
+        known = self._description["methods"]
+        if name not in known:
             raise InvalidInput(
-                f"the store was built for {', '.join(self._about['methods'])}, not for {name}: "
-                f"build it again with methods=[..., {name!r}], and what is missing is added"
+                f"the store was built for {', '.join(known)}, not for {name}: build it "
+                f"again with methods=[..., {name!r}] to add what is missing"
             )
         if query is None:
             raise InvalidInput(
                 "a store answers queries: for self-influence use the method itself, as in "
                 "whence.Source().attribute(study)"
             )
-        out, top, by_segment = how.get("out"), how.get("top"), how.get("by_segment", False)
-        compute: Any = {k: v for k, v in how.items() if k not in ("out", "top", "by_segment")}
-        dtype = getattr(torch, self._about["settings"]["dtype"])
+        compute: dict[str, Any] = dict(options)
+        out, top = compute.pop("out", None), compute.pop("top", None)
+        by_segment = compute.pop("by_segment", False)
+        dtype = getattr(torch, self._description["settings"]["dtype"])
         with torch.no_grad(), precision_as_asked():
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
@@ -297,7 +311,7 @@ class GradientStore:
             return method.score(workspace, out, top, by_segment)
 
     def _workspace(self, options: ComputeOptions) -> StoreWorkspace:
-        """Laid out once for all queries: copying and checking the model takes longer than one."""
+        """One workspace for all queries, because copying and checking the model takes long."""
         key = repr(options)
         if key not in self._workspaces:
             laid_out = Workspace.lay_out(self.study, only_run(self.study), options)
@@ -308,46 +322,46 @@ class GradientStore:
         clock.cpu_seconds.clear()
         return self._workspaces[key]
 
-    # -- what the answers are made of ----------------------------------------------------------
+    # -- the parts of an answer ----------------------------------------------------------------
 
     @property
     def dimension(self) -> int:
-        return int(self._about["settings"]["dimension"])
+        return int(self._description["settings"]["dimension"])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the store was built with."""
-        return dict(self._about["settings"])
+        """The settings that the store was built with."""
+        return dict(self._description["settings"])
 
     @property
     def data(self) -> dict[str, dict[str, Any]]:
-        """Of each stage how many examples there are, and their SHA-256."""
-        return dict(self._about["data"])
+        """The number of examples and their SHA-256, per stage."""
+        return dict(self._description["data"])
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that its numbers depend on."""
-        return key_of({k: self._about[k] for k in ("settings", "identity", "data")})
+        """A hash of everything that the stored numbers depend on."""
+        return key_of({k: self._description[k] for k in ("settings", "identity", "data")})
 
     def projection(self, workspace: Workspace) -> Projection:
         """P, on the workspace's device."""
         place = str(workspace.device)
         if place not in self._projections:
-            s = self._about["settings"]
+            s = self._description["settings"]
             if s["projection"] == "random":
-                made = random_projection(workspace, s["dimension"], s["joint"], s["seed"])
+                projection = random_projection(workspace, s["dimension"], s["joint"], s["seed"])
             else:
-                kept = self._eigenbasis(workspace)
-                parts = [kept] if s["joint"] else [{name: k} for name, k in kept.items()]
-                made = Projection([Eigenbasis(part) for part in parts])
-            self._projections[place] = made
+                entries = self._eigenbasis(workspace)
+                parts = [entries] if s["joint"] else [{name: e} for name, e in entries.items()]
+                projection = Projection([Eigenbasis(part) for part in parts])
+            self._projections[place] = projection
         return self._projections[place]
 
     def rows(self, stage: str, checkpoint: Weights) -> Tensor:
         """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
         name = self._name(stage, checkpoint.step)
         if name not in self._rows:
-            count = self._about["data"][stage]["examples"]
+            count = self._description["data"][stage]["examples"]
             self._rows[name] = mapped(self._path(name), count, self.dimension, self._dtype)
         return self._rows[name]
 
@@ -374,46 +388,46 @@ class GradientStore:
     def decomposition(
         self,
         workspace: Workspace,
-        about: Mapping[str, Any],
+        settings: Mapping[str, Any],
         fit: Callable[[], list[Tensor]],
         on_disk: bool = False,
     ) -> list[Tensor]:
-        """What an answer makes of the second moments: made once, kept as long as there is room.
+        """A decomposition of the second moments, computed by `fit` once and cached in memory.
 
         Args:
-            on_disk: keep it with the store too, because making it takes long.
+            on_disk: also save it with the store, because computing it takes long.
         """
-        key = key_of({**about, "store": self.fingerprint})
+        key = key_of({**settings, "store": self.fingerprint})
         place = f"{key} {workspace.device}"
-        if place not in self._kept:
-            found = self._made.get(key) if on_disk else None
-            if found is None:
+        if place not in self._in_memory:
+            parts = self._decompositions.get(key) if on_disk else None
+            if parts is None:
                 with workspace.clock("decomposition"):
-                    found = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
+                    parts = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
                 if on_disk:
-                    self._keep_on_disk(key, found, about)
-            self._kept[place] = [found[f"{k}"].to(workspace.device) for k in range(len(found))]
-        self._kept[place] = self._kept.pop(place)  # the last to be thrown away
-        sizes = {k: sum(value.nbytes for value in held) for k, held in self._kept.items()}
-        while sum(sizes.values()) > KEPT and len(sizes) > 1:
+                    self._save_decomposition(key, parts, settings)
+            self._in_memory[place] = [parts[f"{k}"].to(workspace.device) for k in range(len(parts))]
+        self._in_memory[place] = self._in_memory.pop(place)  # the last to be evicted
+        sizes = {k: sum(value.nbytes for value in cached) for k, cached in self._in_memory.items()}
+        while sum(sizes.values()) > DECOMPOSITION_BYTES and len(sizes) > 1:
             oldest = next(iter(sizes))
-            del self._kept[oldest], sizes[oldest]
-        return self._kept[place]
+            del self._in_memory[oldest], sizes[oldest]
+        return self._in_memory[place]
 
-    def _keep_on_disk(
-        self, key: str, found: Mapping[str, Tensor], about: Mapping[str, Any]
+    def _save_decomposition(
+        self, key: str, parts: Mapping[str, Tensor], settings: Mapping[str, Any]
     ) -> None:
         try:
-            self._made.put(key, found, about)
+            self._decompositions.put(key, parts, settings)
         except PermissionError as error:
             warnings.warn(
-                f"a decomposition cannot be kept with the store ({error}): the next process will "
-                "make it again",
+                f"a decomposition cannot be saved with the store ({error}): the next process will "
+                "compute it again",
                 stacklevel=2,
             )
 
     def verify(self, workspace: Workspace) -> None:
-        """Make one stored row again, once per device: model, data, P and store belong together."""
+        """Recompute one stored row, once per device, to check model, data, P and store together."""
         place = str(workspace.device)
         if place in self._verified:
             return
@@ -426,7 +440,7 @@ class GradientStore:
         )
         stored = self.rows(unit.stage, unit.checkpoint)[0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
-        if not off < max(AGREES, 8 * torch.finfo(workspace.dtype).eps):
+        if not off < max(ROW_TOLERANCE, 8 * torch.finfo(workspace.dtype).eps):
             raise InvalidInput(
                 f"the store in {self.path} does not belong to this study: example 0 of {data.name} "
                 f"at step {unit.checkpoint.step} has another gradient now (off by {off:.1e})"
@@ -436,48 +450,48 @@ class GradientStore:
     # -- building ------------------------------------------------------------------------------
 
     def _complete(self, workspace: Workspace) -> None:
-        """Make whatever is missing."""
+        """Compute the rows and second moments that are missing."""
         make_folder(self.path / "gradients")
         self._check_room()
         self._announce(workspace)
         self._note()
         projection = self.projection(workspace)
-        if self._about["settings"]["projection"] == "random":
+        if self._description["settings"]["projection"] == "random":
             try_out(workspace, projection)
         for unit in self._units(workspace.run):
             self._write_rows(workspace, unit)
         for unit, signal in self._wanted_moments(workspace.run):
             self._add_moments(workspace, unit, signal)
-        self._about["complete"] = True
+        self._description["complete"] = True
         self._note()
 
     def _units(self, run: Run) -> list[Unit]:
-        """Which rows the methods need; the last are at the final model."""
-        stages, every = self.study.stages, {"tracin", "source"} & {*self._about["methods"]}
-        pairs = [(c.stage, c) for c in run.checkpoints] if every else []
-        if {"influence", "trak"} & {*self._about["methods"]}:
-            pairs += [(s, run.final) for s in stages if not every or s != run.final.stage]
-        return [Unit(stage, c, self._name(stage, c.step)) for stage, c in pairs]
+        """The matrices of rows that the methods need; the last is at the final model."""
+        stages, every = self.study.stages, {"tracin", "source"} & {*self._description["methods"]}
+        wanted = [(c.stage, c) for c in run.checkpoints] if every else []
+        if {"influence", "trak"} & {*self._description["methods"]}:
+            wanted += [(s, run.final) for s in stages if not every or s != run.final.stage]
+        return [Unit(stage, c, self._name(stage, c.step)) for stage, c in wanted]
 
     def _wanted_moments(self, run: Run) -> list[tuple[Unit, Signal]]:
-        methods = {*self._about["methods"]}
-        found = []
+        methods = {*self._description["methods"]}
+        wanted = []
         for unit in self._units(run):
             final = unit.checkpoint.step == run.final.step
-            own = unit.checkpoint.stage == unit.stage
-            if ("source" in methods and own) or ("influence" in methods and final):
-                found.append((unit, self._fisher))
+            same_stage = unit.checkpoint.stage == unit.stage
+            if ("source" in methods and same_stage) or ("influence" in methods and final):
+                wanted.append((unit, self._fisher))
             if "trak" in methods and final:
-                found.append((unit, MEASUREMENT))
-        return found
+                wanted.append((unit, MEASUREMENT))
+        return wanted
 
     def _write_rows(self, workspace: Workspace, unit: Unit) -> None:
         path, data = self._path(unit.name), self.study.data[unit.stage]
         if finished(path, self.dimension, self._dtype) == len(data):
             return
-        good = self._about["partial"].get(unit.name, 0)
-        rows = Rows(path, len(data), self.dimension, self._dtype, good)
-        passes, throttle = workspace.passes[unit.stage], Throttle(NOTED_EVERY)
+        complete = self._description["partial"].get(unit.name, 0)
+        rows = Rows(path, len(data), self.dimension, self._dtype, complete)
+        passes, throttle = workspace.passes[unit.stage], Throttle(PROGRESS_SECONDS)
         passes.load(unit.checkpoint)
         left = np.arange(rows.start, len(data))
         batches = [left[b] for b in cut(len(left), workspace.batch_size)]
@@ -491,10 +505,10 @@ class GradientStore:
                 if throttle.due():
                     with throttle.saving():
                         rows.flush()
-                        self._about["partial"][unit.name] = int(piece.indices[-1]) + 1
+                        self._description["partial"][unit.name] = int(piece.indices[-1]) + 1
                         self._note()
         rows.finish()
-        self._about["partial"].pop(unit.name, None)
+        self._description["partial"].pop(unit.name, None)
         self._note()
 
     @staticmethod
@@ -503,15 +517,15 @@ class GradientStore:
     ) -> None:
         bad = indices[(~rows.isfinite().all(1)).cpu().numpy()]
         if len(bad):
-            named = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
             raise NotFinite(
                 f"checkpoint at step {checkpoint.step}: the projected gradient is NaN or infinite "
-                f"for {data.name} example {named}. Mend or leave out the example, or use float64"
+                f"for {data.name} example {listed(bad)}. Mend or leave out the example, or use "
+                "float64"
             )
 
     def _add_moments(self, workspace: Workspace, unit: Unit, signal: Signal) -> None:
-        """Second moments of the examples that are not in them yet."""
-        ranges = self._about["moments"].setdefault(self._moments_name(unit, signal), [])
+        """Add the second moments of the examples that they do not include yet."""
+        ranges = self._description["moments"].setdefault(self._moments_name(unit, signal), [])
         first, last = ranges[-1][1] if ranges else 0, len(self.study.data[unit.stage])
         if first == last:
             return
@@ -519,29 +533,33 @@ class GradientStore:
         if signal != MEASUREMENT:
             chosen = self.study.used(workspace.run, unit.stage)
         chosen = chosen[(chosen >= first) & (chosen < last)]
-        about = self._moments_key(unit, signal, [first, last])
-        if signal == LOSS and len(chosen):  # the stored rows are what it is made of
-            found = self._row_moments(workspace, self.rows(unit.stage, unit.checkpoint), chosen)
-            self._factors.put(key_of(about), found, about)
+        identity = self._moments_key(unit, signal, [first, last])
+        if signal == LOSS and len(chosen):  # from the stored rows, without another pass
+            rows = self.rows(unit.stage, unit.checkpoint)
+            self._factors.put(
+                key_of(identity), self._row_moments(workspace, rows, chosen), identity
+            )
         elif len(chosen):
             part = FitData(workspace.passes[unit.stage], self.study.data[unit.stage], chosen, {})
             room, batch = workspace.memory // 4, workspace.batch_size
             projection = self.projection(workspace)
-            moments([part], unit.checkpoint, signal, projection, self._factors, about, batch, room)
+            moments(
+                [part], unit.checkpoint, signal, projection, self._factors, identity, batch, room
+            )
         ranges.append([first, last, len(chosen)])
         self._note()
 
     def _row_moments(
         self, workspace: Workspace, rows: Tensor, chosen: NDArray[np.int64]
     ) -> dict[str, Tensor]:
-        found = {}
+        sums = {}
         for k, where in enumerate(self.projection(workspace).columns):
             d = where.stop - where.start
             total = torch.zeros(d, d, dtype=torch.float64, device=workspace.device)
             for block in cut(len(chosen), 4 * workspace.batch_size):
                 add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
-            found[f"{k}"] = mirror(total)
-        return found
+            sums[f"{k}"] = mirror(total)
+        return sums
 
     def _moments(
         self, workspace: Workspace, stage: str, checkpoint: Weights, signal: Signal
@@ -551,24 +569,23 @@ class GradientStore:
             for u in self._units(workspace.run)
             if u.stage == stage and u.checkpoint.step == checkpoint.step
         )
-        ranges = self._about["moments"].get(self._moments_name(unit, signal), [])
-        if not ranges or ranges[-1][1] != self._about["data"][stage]["examples"]:
+        ranges = self._description["moments"].get(self._moments_name(unit, signal), [])
+        if not ranges or ranges[-1][1] != self._description["data"][stage]["examples"]:
             raise InvalidInput(
                 f"the store has no second moments of {signal.name} gradients of {stage} at step "
-                f"{checkpoint.step} (for TRAK: of this measurement). Build it again, and they are "
-                "added"
+                f"{checkpoint.step} (for TRAK: of this measurement). Build it again to add them"
             )
         sums: list[Tensor] = []
         for first, last, count in ranges:
             if count == 0:  # none of these examples was trained on
                 continue
-            found = self._factors.get(key_of(self._moments_key(unit, signal, [first, last])))
-            if found is None:
+            stored = self._factors.get(key_of(self._moments_key(unit, signal, [first, last])))
+            if stored is None:
                 raise MissingFile(
-                    f"the store in {self.path} is not whole: second moments at step "
+                    f"the store in {self.path} is incomplete: second moments at step "
                     f"{checkpoint.step} are missing. Delete it, and build it again"
                 )
-            parts = [found[f"{k}"].to(workspace.device) for k in range(len(found))]
+            parts = [stored[f"{k}"].to(workspace.device) for k in range(len(stored))]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         return sums
 
@@ -585,44 +602,49 @@ class GradientStore:
             "examples": examples,
         }
 
-    def _eigenbasis(self, workspace: Workspace) -> dict[str, Kept]:
-        """The kept coordinates, fitted at the first build and never again."""
+    def _eigenbasis(self, workspace: Workspace) -> dict[str, LeadingEntries]:
+        """The leading entries of each block, fitted once, by the first build."""
         device, dtype = workspace.device, workspace.dtype
-        key = key_of({"eigenbasis": self._about["settings"]})
-        found = self._factors.get(key)
-        if found is None:
-            if self._about["partial"] or any((self.path / "gradients").iterdir()):
+        key = key_of({"eigenbasis": self._description["settings"]})
+        tensors = self._factors.get(key)
+        if tensors is None:
+            if self._description["partial"] or any((self.path / "gradients").iterdir()):
                 raise InvalidInput(
                     f"the eigenbasis of the store in {self.path} is missing: delete the store, and "
                     "build it again"
                 )
-            s = self._about["settings"]
+            s = self._description["settings"]
             fitter = workspace.fitter(self.study.stages, s["fisher"], s["seed"])
             checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units(workspace.run)}
             curvature = EKFAC.fit(fitter, list(checkpoints.values())).factors
-            found = {}
-            for name, kept in leading(
+            tensors = {}
+            for name, entries in leading(
                 curvature, workspace.trained_blocks(), s["dimension"]
             ).items():
-                found |= {f"{name}/outputs": kept.basis.outputs, f"{name}/rows": kept.rows}
-                found |= {f"{name}/inputs": kept.basis.inputs, f"{name}/columns": kept.columns}
-            self._factors.put(key, found, {"what": "eigenbasis"})
+                tensors |= {f"{name}/outputs": entries.basis.outputs, f"{name}/rows": entries.rows}
+                tensors |= {
+                    f"{name}/inputs": entries.basis.inputs,
+                    f"{name}/columns": entries.columns,
+                }
+            self._factors.put(key, tensors, {"what": "eigenbasis"})
         placed = {}
         for name in (b.name for b in workspace.trained_blocks()):
-            if f"{name}/rows" in found:
-                basis = Basis(found[f"{name}/outputs"], found[f"{name}/inputs"]).to(device, dtype)
-                rows, columns = (found[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
-                placed[name] = Kept(basis, rows, columns)
+            if f"{name}/rows" in tensors:
+                basis = Basis(tensors[f"{name}/outputs"], tensors[f"{name}/inputs"]).to(
+                    device, dtype
+                )
+                rows, columns = (tensors[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
+                placed[name] = LeadingEntries(basis, rows, columns)
         return placed
 
     def _announce(self, workspace: Workspace) -> None:
-        s, blocks = self._about["settings"], workspace.tracked.blocks
+        s, blocks = self._description["settings"], workspace.tracked.blocks
         forward = sum(cost.forward_backward(b, workspace.positions[b.name]) for b in blocks)
         work = 2.0 * sum(b.size for b in blocks) * s["dimension"]
         if s["projection"] == "eigenbasis":
             work = sum(cost.rotate_examples(b, workspace.positions[b.name], 1) for b in blocks)
-        made = sum(signal != LOSS for _, signal in self._wanted_moments(workspace.run))
-        passes = {"gradients": len(self._units(workspace.run)), "second moments": made}
+        moment_passes = sum(signal != LOSS for _, signal in self._wanted_moments(workspace.run))
+        passes = {"gradients": len(self._units(workspace.run)), "second moments": moment_passes}
         each = dict.fromkeys(passes, forward + work)
         announce(self, workspace, each, passes, 3 * s["dimension"] ** 2)
 
@@ -639,12 +661,12 @@ class GradientStore:
 
     @property
     def _fisher(self) -> Signal:
-        s = self._about["settings"]
+        s = self._description["settings"]
         return LOSS if s["fisher"] == "empirical" else Signal(s["fisher"], s["seed"])
 
     @property
     def _dtype(self) -> np.dtype[np.floating]:
-        wide = accumulator(getattr(torch, self._about["settings"]["dtype"]))
+        wide = accumulator(getattr(torch, self._description["settings"]["dtype"]))
         return np.dtype(np.float64 if wide == torch.float64 else np.float32)
 
     def _name(self, stage: str, step: int) -> str:
@@ -654,15 +676,12 @@ class GradientStore:
         return self.path / "gradients" / f"{name}.npy"
 
     def _note(self) -> None:
-        write_json(self.path / "store.json", self._about)
+        write_json(self.path / "store.json", self._description)
 
     def __repr__(self) -> str:
-        s = self._about["settings"]
-        counts = ", ".join(f"{k}: {v['examples']:,}" for k, v in self._about["data"].items())
+        s = self._description["settings"]
+        counts = ", ".join(f"{k}: {v['examples']:,}" for k, v in self._description["data"].items())
         return (
             f"GradientStore({self.path}: {s['projection']}, dimension {s['dimension']}, examples "
-            f"{{{counts}}}, for {', '.join(self._about['methods'])})"
+            f"{{{counts}}}, for {', '.join(self._description['methods'])})"
         )
-
-
-# -- what a store was made of ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A store as a workspace: the same methods, on projected gradients that were computed once.
+"""A store as a workspace: the same methods run on stored, projected gradients.
 
 Rows P∇L(m, θ_c) and second moments come from the store; only query gradients are computed.
 """
@@ -18,16 +18,17 @@ from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.store.rows import inner
+from whence.table import listed
 
 if TYPE_CHECKING:
     from whence.store.store import GradientStore
 
-CHUNK = 1 << 14  # examples between two notes of progress
+CHUNK = 1 << 14  # examples per block of scores
 
 
 @dataclass
 class StoreWorkspace(Workspace):
-    """A workspace whose training gradients and curvature are those of a store."""
+    """A workspace that reads training gradients and curvature from a store."""
 
     store: GradientStore = field(kw_only=True)
 
@@ -41,7 +42,7 @@ class StoreWorkspace(Workspace):
         blocks: Mapping[str, Any],
         **_: Any,
     ) -> Projected:
-        """P H Pᵀ, from the store's second moments (whatever curvature a method asks for)."""
+        """P H Pᵀ from the store's second moments, for any `kind` of curvature."""
         examples = sum(len(self.used(stage)) for stage in stages) * len(checkpoints)
 
         def matrices() -> list[Tensor]:
@@ -100,7 +101,7 @@ class StoreWorkspace(Workspace):
         }
 
     def data_fingerprints(self) -> dict[str, str]:
-        """As the store knows them: its training data is not read again."""
+        """The fingerprints that the store recorded; this does not read the training data again."""
         return {stage: self.store.data[stage]["sha256"] for stage in self.stages}
 
     def settings(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class StoreWorkspace(Workspace):
 
 @dataclass(frozen=True)
 class StoredSpace:
-    """A store's projected space, which vectors do not leave."""
+    """A store's projected space. Vectors stay in it: `lift` is the identity."""
 
     workspace: StoreWorkspace
 
@@ -155,17 +156,19 @@ class StoredScoring(Scoring):
     def _refuse(rows: Tensor, chunk: Columns, checkpoint: Weights) -> None:
         bad = chunk.indices[(~rows.isfinite().all(1)).numpy()]
         if len(bad):
-            listed = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
             raise DamagedFile(
-                f"the stored gradients of {chunk.stage} example {listed} at step {checkpoint.step} "
-                "are NaN or infinite: the store is damaged. Delete it, and build it again"
+                f"the stored gradients of {chunk.stage} example {listed(bad)} at step "
+                f"{checkpoint.step} are NaN or infinite: the store is damaged. Delete it, and "
+                "build it again"
             )
 
     def _chunk(self, queries: int) -> int:
         return CHUNK
 
     def _at_once(self) -> int:
-        return max(1, self._fitting(len(self.terms)))  # which are computed all at once
+        return max(
+            1, self._fitting(len(self.terms))
+        )  # one answer computes the vectors of all terms together
 
     def _vector(self) -> int:
         return self.workspace.store.dimension
