@@ -60,8 +60,6 @@ OUTSIDE = {"torch", "numpy", "safetensors", "tqdm"}
 
 #: lines that a method's file may have; the others have 150
 LONGEST = {"Source": 120}
-#: lines today: to be removed as they get shorter
-TOO_LONG = {"Downsampling": 153, "LeaveOneOut": 173}
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,6 @@ def test_contributors_are_shown_this_order() -> None:
     assert column("## Where things are") == list(ROOMS)
 
 
-@pytest.mark.xfail(strict=True, reason="some are renamed in rooms that are being rewritten")
 def test_the_glossary_explains_names_that_exist() -> None:
     code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     names = column("### Code")
@@ -203,18 +200,7 @@ print(*(after - before - sys.stdlib_module_names - {"whence"}))
     assert not done.stdout.split(), f"{done.stdout.split()} are not among {sorted(OUTSIDE)}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason=f"{TOO_LONG[name]} lines today")
-            if name in TOO_LONG
-            else (),
-        )
-        for name in sorted(whence._HOMES["whence.methods"])
-    ],
-)
+@pytest.mark.parametrize("name", sorted(whence._HOMES["whence.methods"]))
 def test_a_method_is_short(name: str) -> None:
     file = Path(inspect.getfile(getattr(whence, name)))
     lines, most = len(file.read_text().splitlines()), LONGEST.get(name, 150)
