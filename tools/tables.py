@@ -441,7 +441,7 @@ STEPS_TO_DEFAULT = {  # heads of a table, and the forms in forms.json
 
 def default_table() -> list[str]:
     """LDS of one model, from the paper's form to the default, a step at a time."""
-    stored = json.loads((RESULTS / "forms.json").read_text())
+    stored = json.loads((RESULTS / "forms.json").read_text())["tasks"]
     heads = ["LDS, one model", "M × R", *STEPS_TO_DEFAULT, "`Source()` − the paper's form", "size"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for task, entry in sorted(stored.items(), key=lambda item: not item[1]["chosen_on"]):

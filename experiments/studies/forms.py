@@ -138,15 +138,17 @@ def main() -> None:
         subsets=options.subsets, seeds=options.seeds, queries=options.queries, runs=options.runs
     )
     file = options.results / "forms.json"
-    stored = json.loads(file.read_text()) if file.exists() else {}
+    stored = json.loads(file.read_text()) if file.exists() else {"tasks": {}}
     sizes = {k: getattr(options, k) for k in ("subsets", "seeds", "runs", "queries", "alpha")}
     about = {"of": sizes, "machine": machine(), "device": options.device}
     options.results.mkdir(parents=True, exist_ok=True)
     for task in options.tasks:
-        known = stored.get(task, {}).get("forms", {})
+        known = stored["tasks"].get(task, {}).get("forms", {})
 
         def save(rows: dict[str, Any], task: str = task, known: dict[str, Any] = known) -> None:
-            stored[task] = {"forms": known | rows, "chosen_on": task in CHOSEN_ON, **about}
+            entry = {"forms": known | rows, "chosen_on": task in CHOSEN_ON, **about}
+            stored["tasks"][task] = entry
+            stored.update(machine=about["machine"], device=about["device"])
             write_json(file, stored)
 
         with warnings.catch_warnings():

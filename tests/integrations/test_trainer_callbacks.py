@@ -372,7 +372,7 @@ def test_a_batch_size_found_on_the_way(hf: ModuleType, tmp_path: Path) -> None:
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
+    sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
     import test_trainer_callbacks as t, torch
     torch.set_num_threads(1)
     folder = Path(sys.argv[2])

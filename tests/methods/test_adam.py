@@ -241,7 +241,7 @@ def test_a_floor_under_the_second_moments(name: str, kind: str) -> None:
 def test_a_floor_is_a_share() -> None:
     for wrong in (-0.1, 1.5, "low"):
         with pytest.raises(ValueError, match=r"floor=.* must be a share, from 0 to 1"):
-            whence.Source.published(floor=wrong)  # type: ignore[arg-type]
+            whence.Source(floor=wrong)  # type: ignore[arg-type]
 
 
 def test_source_exactly_in_single_precision_and_in_blocks() -> None:

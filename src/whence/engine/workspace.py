@@ -80,8 +80,10 @@ class PlainGradients:
     readouts: Readouts
 
     def times(self, factors: Mapping[str, float | Tensor]) -> PlainGradients:
-        kept = {k: r.scaled(float(factors[k])) for k, r in self.readouts.items() if k in factors}
-        return PlainGradients(kept)
+        scaled: Readouts = {}
+        for name in [name for name in self.readouts if name in factors]:
+            scaled[name] = self.readouts.pop(name).scaled(float(factors[name]))  # frees memory
+        return PlainGradients(scaled)
 
 
 @dataclass
@@ -468,7 +470,7 @@ class Workspace:
         """The vectors, scaled, in whichever basis makes the inner products with this many examples
         cheapest. Their memory is reused."""
         if isinstance(vectors, PlainGradients):
-            return {name: r.scaled(scale) for name, r in vectors.readouts.items()}
+            return {k: vectors.readouts.pop(k).scaled(scale) for k in list(vectors.readouts)}
         ready: Readouts = {}
         for name, value in vectors.values.items():
             block, basis = self.blocks[name], vectors.bases[name]
