@@ -130,7 +130,7 @@ def _tour(options: argparse.Namespace) -> dict[str, Any]:
 
     study = whence.Study(model, whence.Classification(), train=data.train, runs=out / "run")
     methods = {
-        "SOURCE": whence.Source(segments=3),
+        "SOURCE": whence.Source(),
         "influence functions": whence.Influence(damping="source"),
         "TracIn": whence.TracIn(),
     }
