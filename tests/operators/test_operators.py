@@ -1,0 +1,147 @@
+"""Operators against the dense matrices they stand for, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import models
+from support.flat import Flat
+from torch import Tensor
+
+import whence
+from whence.engine.options import ComputeOptions
+from whence.engine.workspace import Workspace
+from whence.operators import KINDS, BlockDiagonal, BlockSpace, BlockVectors, coupling
+
+SHIFT, DAMPING = 0.3, 0.05
+
+
+def workspace_of(name: str) -> tuple[Workspace, whence.Study]:
+    torch.manual_seed(0)
+    model, task, train, query = models.CASES[name]()
+    run = models.train_run(model.double(), task, train, [2, 5, 9], 0.1).run
+    study = whence.Study(model, task, train=train, runs=run)
+    options = ComputeOptions(dtype=torch.float64, progress=False)
+    return whence.Source().lay_out(study, run, query, options), study
+
+
+def operator_of(workspace: Workspace, kind: str) -> Any:
+    blocks = dict.fromkeys(workspace.blocks, 1.0)
+    stages = workspace.study.stages
+    return workspace.curvature(kind, stages, workspace.run.checkpoints[:2], blocks, fisher="exact")
+
+
+def diagonals(space: BlockSpace) -> dict[str, BlockDiagonal]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "number": BlockDiagonal({name: 0.5 + k for k, name in enumerate(space.blocks)}),
+        "tensor": BlockDiagonal(
+            {
+                name: 0.1 + torch.rand(block.shape, generator=generator, dtype=torch.float64)
+                for name, block in space.blocks.items()
+            }
+        ),
+    }
+
+
+def written_out(H: Any, space: BlockSpace) -> Tensor:
+    """The matrix (p, p), column by column."""
+    return flat(H @ space.vectors(torch.eye(space.size, dtype=torch.float64)), space)
+
+
+def flat(v: BlockVectors, space: BlockSpace) -> Tensor:
+    return space.flatten({name: v.matrix(name) for name in v.values})
+
+
+def dense_function(matrix: Tensor, f: Any) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * f(values.clamp_min(0))) @ vectors.T
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gauss-newton"])
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_an_operator_is_its_matrix(name: str, kind: str) -> None:
+    workspace, _ = workspace_of(name)
+    H, space = operator_of(workspace, kind), BlockSpace(workspace.blocks.values())
+    matrix = written_out(H, space)
+    torch.testing.assert_close(matrix, matrix.T, atol=1e-10, rtol=1e-8)
+    x = torch.randn(3, space.size, generator=torch.Generator().manual_seed(1)).double()
+    v, f = space.vectors(x), lambda s: torch.exp(-s)
+    changed = {"itself": (H, matrix)}
+    for label, D in diagonals(space).items():
+        d = space.diagonal(D, x)
+        changed[f"whitened by a {label}"] = (H.whitened(D), d.sqrt()[:, None] * matrix * d.sqrt())
+        changed[f"plus a {label}"] = (H + D, matrix + torch.diag(d))
+    factors = {block: 2.0 + k for k, block in enumerate(space.blocks)}
+    if H.block_diagonal:
+        c = space.diagonal(factors, x)
+        changed["scaled"] = (H.scaled(factors), c.sqrt()[:, None] * matrix * c.sqrt())
+    for label, (operator, expected) in changed.items():
+        (found,) = operator.apply([f], v)
+        near = {"atol": 1e-7, "rtol": 1e-6, "msg": lambda m, label=label: f"{label}: {m}"}
+        torch.testing.assert_close(flat(found, space), x @ dense_function(expected, f), **near)
+        torch.testing.assert_close(flat(operator @ v, space), x @ expected, **near)
+    if H.block_diagonal:
+        for label, D in diagonals(space).items():
+            inverse = H.inverse(D)
+            solved = flat(inverse @ space.vectors(x.clone()), space)
+            expected = torch.linalg.solve(matrix + torch.diag(space.diagonal(D, x)), x.T).T
+            torch.testing.assert_close(solved, expected, atol=1e-7, rtol=1e-6, msg=label)
+        traces = [float(part.diagonal().sum()) for part in blocks_of(matrix, space)]
+        torch.testing.assert_close([H.trace()[block] for block in space.blocks], traces)
+
+
+def blocks_of(matrix: Tensor, space: BlockSpace) -> list[Tensor]:
+    parts, start = [], 0
+    for block in space.blocks.values():
+        parts.append(matrix[start : start + block.size, start : start + block.size])
+        start += block.size
+    return parts
+
+
+def test_functions_that_are_not_needed_cost_nothing() -> None:
+    workspace, _ = workspace_of("mlp")
+    H, space = operator_of(workspace, "ekfac"), BlockSpace(workspace.blocks.values())
+    x = torch.ones(2, space.size, dtype=torch.float64)
+    first, second = H.apply([None, torch.sqrt], space.vectors(x))
+    assert first is None and second is not None
+    assert bool((x == 1).all())  # nothing is overwritten unless that is asked for
+
+
+@pytest.mark.parametrize("kind", ["shampoo", "auto"])
+def test_bases_of_whole_gradients(kind: str) -> None:
+    """Where an example has several positions, the eigenvectors of Σ G Gᵀ and Σ Gᵀ G."""
+    workspace, study = workspace_of("conv")
+    fitter = workspace.fitter(["train"], fisher="empirical", seed=0)
+    checkpoint = workspace.run.final
+    factors = KINDS[kind].fit(fitter, [checkpoint]).factors
+    plain = KINDS["ekfac"].fit(fitter, [checkpoint]).factors
+    flat = Flat(study)
+    gradients = flat.gradients(checkpoint, "losses", study.train["train"])
+    space = BlockSpace(flat.blocks.values())
+    for name, G in space.unflatten(gradients).items():
+        basis = factors[name].basis
+        assert basis is not None
+        if kind == "auto" and workspace.positions[name] == 1:
+            assert torch.equal(basis.outputs, plain[name].basis.outputs)  # type: ignore[union-attr]
+            continue
+        left = basis.outputs.T @ (G @ G.mT).sum(0) @ basis.outputs
+        right = basis.inputs.T @ (G.mT @ G).sum(0) @ basis.inputs
+        for rotated in (left, right):
+            off = rotated - torch.diag(rotated.diagonal())
+            assert off.abs().max() < 1e-9 * rotated.diagonal().max()
+        rotated = basis.outputs.T @ G @ basis.inputs
+        torch.testing.assert_close(factors[name].eigenvalues, rotated.square().mean(0))
+
+
+def test_coupling_is_the_share_of_the_trace() -> None:
+    workspace, _ = workspace_of("mlp")
+    H = operator_of(workspace, "ekfac")
+    traces = H.trace()
+    c = coupling(H)
+    assert set(c) == set(traces)
+    for name, value in c.items():
+        assert value == pytest.approx(sum(traces.values()) / traces[name])
+    assert coupling(operator_of(workspace, "gauss-newton")) == {}
