@@ -189,7 +189,7 @@ def test_a_sheet_of_facts() -> None:
 
 
 def test_a_row_of_another_length() -> None:
-    with pytest.raises(ValueError, match="a row has 1 cells, but the table 2 columns"):
+    with pytest.raises(ValueError, match="a row has 1 cells; the table has 2 columns"):
         Table(["a", "b"], [["x"]])
 
 
