@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=list(SIZES))
     parser.add_argument("precision", choices=["float32", "tf32", "bf16"])
-    parser.add_argument("--share", type=int, default=8, help="one part of so many of the data")
+    parser.add_argument("--share", type=int, default=8, help="use one part in SHARE of the data")
     parser.add_argument("--rows", type=int, default=25)
     chosen = parser.parse_args()
     work, train, query = SIZES[chosen.workload]

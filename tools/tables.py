@@ -73,7 +73,7 @@ MEMORY = (0.2, 2.0)  # measured / counted bytes
 
 @dataclass(frozen=True)
 class Compared:
-    """A measurement beside the formula."""
+    """A measurement next to the formula."""
 
     what: str
     kind: str  # of AT_MOST, or "bytes"

@@ -80,15 +80,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="whence-demo", help="folder for run, scores and figure")
     parser.add_argument("--seed", type=int, default=0, help="of data, flips and training")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    parser.add_argument("--json", action="store_true", help="what was found as JSON, for machines")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, for machines"
+    )
     options = parser.parse_args(arguments)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model is fastest on one, above all on a busy machine
     try:
         with redirect_stdout(sys.stderr if options.json else sys.stdout):
-            found = _tour(options)
+            outcome = _tour(options)
         if options.json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(outcome, indent=2))
         return 0
     except ImportError as error:
         print(f"whence: {error}", file=sys.stderr)
@@ -192,15 +194,18 @@ def _draw(scores: whence.Scores, data: Digits, queries: list[int], path: Path) -
         raise MissingDependency(
             "the figure needs matplotlib: pip install 'whence-tda[demo]'"
         ) from error
-    kept = 5
+    columns_per_side = 5
     figure, axes = plt.subplots(
         len(queries),
-        1 + 2 * kept,
-        figsize=(1.15 * (1 + 2 * kept), 1.6 * len(queries)),
+        1 + 2 * columns_per_side,
+        figsize=(1.15 * (1 + 2 * columns_per_side), 1.6 * len(queries)),
         squeeze=False,
     )
     for row, query in zip(axes, queries, strict=True):
-        helped, harmed = scores.helpful(query, kept), scores.harmful(query, kept)
+        helped, harmed = (
+            scores.helpful(query, columns_per_side),
+            scores.harmful(query, columns_per_side),
+        )
         cells = [(data.test.tensors, query, "query", "black")]
         cells += [(data.train.tensors, e.example, f"{e.value:+.2f}", "#0072B2") for e in helped]
         cells += [(data.train.tensors, e.example, f"{e.value:+.2f}", "#D55E00") for e in harmed]

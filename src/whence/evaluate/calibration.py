@@ -29,7 +29,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration(Tabled):
-    """Predicted beside real differences between subsets.
+    """Predicted and real differences between subsets.
 
     The slope is that of the real on the predicted change: 1 is perfect, less than 1 means that
     the scores exaggerate, more that they understate. That is so for methods that predict in the
@@ -71,8 +71,8 @@ class Calibration(Tabled):
     @property
     def quantiles(self) -> dict[float, float]:
         """Quantiles of the queries' own slopes."""
-        found = np.nanquantile(self.slopes, QUANTILES)
-        return {q: float(value) for q, value in zip(QUANTILES, found, strict=True)}
+        levels = np.nanquantile(self.slopes, QUANTILES)
+        return {q: float(value) for q, value in zip(QUANTILES, levels, strict=True)}
 
     def table(self) -> Table:
         """Slope and R², and what they stand on."""
@@ -121,7 +121,7 @@ def calibration(
             "the truth measures the same for all subsets: there is nothing to predict"
         )
     slope = pt / pp
-    own = (p * p).sum(1)
+    squares = (p * p).sum(1)
     random = np.random.default_rng(seed)
     return Calibration(
         slope=slope,
@@ -129,7 +129,7 @@ def calibration(
         r2=1 - float(((t - p) ** 2).sum()) / tt,
         r2_line=pt * pt / (pp * tt),
         ceiling=_ceiling(truth, groups.valid, random),
-        slopes=np.where(own > 0, (p * t).sum(1) / np.where(own > 0, own, 1.0), np.nan),
+        slopes=np.where(squares > 0, (p * t).sum(1) / np.where(squares > 0, squares, 1.0), np.nan),
         predicted=p,
         real=t,
         method=groups.method,

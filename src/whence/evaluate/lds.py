@@ -254,10 +254,10 @@ def correlations(
     per_query = np.empty((len(predicted), queries))
     totals, counts = np.zeros((len(predicted), bootstrap)), np.zeros(bootstrap)
     for k in range(queries):
-        found = spearman(measured[k], predicted[:, k], weights)
-        per_query[:, k] = found[:, 0]
-        totals += np.nan_to_num(found[:, 1:])
-        counts += ~np.isnan(found[0, 1:])  # undefined where the measurement is constant
+        rank_correlations = spearman(measured[k], predicted[:, k], weights)
+        per_query[:, k] = rank_correlations[:, 0]
+        totals += np.nan_to_num(rank_correlations[:, 1:])
+        counts += ~np.isnan(rank_correlations[0, 1:])  # undefined where the measurement is constant
     if np.isnan(per_query[0]).all():
         raise InvalidInput(
             f"the measurement of each of the {queries} queries is the same for all {subsets} "
@@ -268,7 +268,7 @@ def correlations(
 
 
 def check_bootstrap(count: int) -> None:
-    """The ends of a 95 % interval are the 2.5th and 97.5th percentile of so many resamples."""
+    """The ends of a 95 % interval are the 2.5th and 97.5th percentile of the resamples."""
     if count < 100:
         raise InvalidInput(f"bootstrap={count}: a 95 % interval needs at least 100 resamples")
 
@@ -289,14 +289,14 @@ def spearman(measured: Floats, predicted: Floats, weights: NDArray[np.float32]) 
     u = _ranks(measured, weights)
     wu = weights * u
     uu = np.einsum("mb,mb->b", wu, u).astype(np.float64)
-    found = np.empty((len(predicted), weights.shape[1]))
-    for row, one in zip(found, predicted, strict=True):
+    result = np.empty((len(predicted), weights.shape[1]))
+    for row, one in zip(result, predicted, strict=True):
         v = _ranks(one, weights)
         vv = np.einsum("mb,mb,mb->b", weights, v, v).astype(np.float64)
         uv = np.einsum("mb,mb->b", wu, v).astype(np.float64)
         row[:] = uv / np.sqrt(np.where(vv > 0, uu * vv, 1.0) + (uu == 0))
         row[uu == 0] = np.nan
-    return found
+    return result
 
 
 def _ranks(x: Floats, weights: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -324,13 +324,13 @@ def noise_ceiling(
         from scipy.stats import rankdata
     except ImportError as error:
         raise MissingDependency("lds needs SciPy: pip install 'whence[eval]'") from error
-    found = []
+    halves_agree = []
     for halves in split(truth, valid, random):
         u, v = (rankdata(half, axis=0) - (len(half) + 1) / 2 for half in halves)
         lengths = np.linalg.norm(u, axis=0) * np.linalg.norm(v, axis=0)
         varies = lengths > 0
-        found.append((u * v).sum(0)[varies] / lengths[varies])
-    together = np.concatenate(found) if found else np.empty(0)
+        halves_agree.append((u * v).sum(0)[varies] / lengths[varies])
+    together = np.concatenate(halves_agree) if halves_agree else np.empty(0)
     if together.size == 0:
         return None
     return math.sqrt(reliability(float(together.mean()), valid.shape[1]))

@@ -56,7 +56,7 @@ def plot_lds(
     results: Mapping[str, LDS], *, title: str | None = None, path: StrPath | None = None
 ) -> Figure:
     """Bars with 95 % intervals, one method each; where runs were given one by one, the mean of the
-    single runs (hatched) beside their ensemble. The dashed line is the noise ceiling of the truth.
+    single runs (hatched) next to their ensemble. The dashed line is the noise ceiling of the truth.
     """
     _check(results)
     both = any(found.single is not None for found in results.values())
@@ -102,7 +102,7 @@ def plot_lds_over_alpha(
     method; the noise ceiling in grey."""
     _check(results)
     shares = sorted({found.alpha for series in results.values() for found in series})
-    apart = 0.008 * (shares[-1] - shares[0])  # so that error bars stand beside each other
+    apart = 0.008 * (shares[-1] - shares[0])  # so that error bars stand next to each other
     ceilings: dict[float, float] = {}
     with _figure((4.6, 2.9), path) as (fig, axis):
         for k, (name, series) in enumerate(results.items()):

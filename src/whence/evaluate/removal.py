@@ -81,7 +81,7 @@ class SubsetRemoval(Tabled):
         """
         shares = [self.flipped(name) for name in (one, other)]
         limits = [self.interval(name) for name in (one, other)]
-        found = []
+        differences = []
         for k in range(len(self.k)):
             (p, q), (a, b) = (share[k] for share in shares), (limit[k] for limit in limits)
             φ = _agreement(self.flips(one)[k], self.flips(other)[k])
@@ -89,8 +89,10 @@ class SubsetRemoval(Tabled):
                 np.sqrt(max(0.0, x**2 - 2 * φ * x * y + y**2))
                 for x, y in ((p - a[0], b[1] - q), (a[1] - p, q - b[0]))
             ]
-            found.append(Difference(float(p - q), (float(p - q - ends[0]), float(p - q + ends[1]))))
-        return found
+            differences.append(
+                Difference(float(p - q), (float(p - q - ends[0]), float(p - q + ends[1])))
+            )
+        return differences
 
     def interval(self, method: str) -> Floats:
         """(I, 2) 95 % intervals of ``flipped`` over the choice of queries (Wilson's)."""
@@ -150,7 +152,7 @@ def subset_removal(
 
     Args:
         recipe: how to train; its task must measure a margin.
-        scores_by_method: Scores (q, n) by name; with `top`, at least max(k) must have been kept.
+        scores_by_method: Scores (q, n) by name; with `top`, at least max(k) must have been subsets.
         query: the dataset that the scores are of.
         k: how many examples to remove, ascending.
         queries: how many queries to try, drawn from those that are right under all selection seeds.
@@ -158,7 +160,7 @@ def subset_removal(
         seeds: over how many trainings without the removed examples a margin is averaged.
         random_floor: also remove random examples of the query's class, under the name "Random".
         stage: whose examples to remove (default: the first stage's).
-        out: folder for the trainings, one subfolder per round; the same call goes on from there.
+        out: folder for the trainings, one subfolder per round; rerun the same call to resume.
         device, memory, executor, engine, progress: as in `whence.retrain.measure`.
         seed: the trainings have the seeds seed, seed + 1, ...: first those of the selection, then
             the others; and it is the seed of the choice of queries and of the random floor.
@@ -172,8 +174,8 @@ def subset_removal(
     for name, count in (("queries", queries), ("select_seeds", select_seeds), ("seeds", seeds)):
         if count < 1:
             raise InvalidInput(f"{name}={count}: there must be at least one")
-    own = recipe.stage(stage)
-    ks = _ascending(k, len(own.data), own.batch_size)
+    reduced = recipe.stage(stage)
+    ks = _ascending(k, len(reduced.data), reduced.batch_size)
     methods = [*scores_by_method, *([RANDOM] if random_floor else [])]
     if len(set(methods)) < len(methods):
         raise InvalidInput(
@@ -187,14 +189,14 @@ def subset_removal(
     places = {
         name: (
             by_number("query_ids", scores.query_ids, "the query set"),
-            columns(scores, own.name, len(own.data), "the recipe"),
+            columns(scores, reduced.name, len(reduced.data), "the recipe"),
         )
         for name, scores in scores_by_method.items()
     }
 
     def margins_of(round_name: str, dataset: Any, trainings: Sequence[Training]) -> Floats:
         """(trainings, q); a training that diverged is NaN throughout."""
-        found = measure(
+        measurements = measure(
             recipe,
             dataset,
             trainings,
@@ -205,7 +207,7 @@ def subset_removal(
             engine=engine,
             progress=progress,
         )
-        return np.where(np.isfinite(found).all(1, keepdims=True), found, np.nan)
+        return np.where(np.isfinite(measurements).all(1, keepdims=True), measurements, np.nan)
 
     selecting = range(seed, seed + select_seeds)
     retraining = range(selecting.stop, selecting.stop + seeds)
@@ -216,21 +218,28 @@ def subset_removal(
         down, across = places[name]
         orders[name] = _most_helpful(scores, down[chosen], across, ks[-1])
     if random_floor:
-        ours, theirs = classes(own.task, own.data), classes(task, asked)
+        ours, theirs = classes(reduced.task, reduced.data), classes(task, asked)
         _check_classes(ours, theirs, chosen, ks[-1])
-        values = draws(seed, own.number, chosen, theirs, len(own.data), ours)
+        values = draws(seed, reduced.number, chosen, theirs, len(reduced.data), ours)
         orders[RANDOM] = np.argsort(-values, axis=1, kind="stable")[:, : ks[-1]]
 
     margins = {name: np.full((len(ks), len(chosen)), np.nan) for name in orders}
     trained, diverged = len(full), int(np.isnan(full[:, 0]).sum())
     for step, count in enumerate(ks):
-        kept, tried = _round(orders, margins, count, len(own.data))
+        subsets, tried = _round(orders, margins, count, len(reduced.data))
         if not tried:
             break
-        trainings = [Training(s, subset, own.name) for subset in kept.values() for s in retraining]
-        found = margins_of(f"without-{count}", Subset(query, chosen.tolist()), trainings)
-        trained, diverged = trained + len(found), diverged + int(np.isnan(found[:, 0]).sum())
-        of_subset = dict(zip(kept, found.reshape(len(kept), seeds, len(chosen)), strict=True))
+        trainings = [
+            Training(s, subset, reduced.name) for subset in subsets.values() for s in retraining
+        ]
+        retrained = margins_of(f"without-{count}", Subset(query, chosen.tolist()), trainings)
+        trained, diverged = (
+            trained + len(retrained),
+            diverged + int(np.isnan(retrained[:, 0]).sum()),
+        )
+        of_subset = dict(
+            zip(subsets, retrained.reshape(len(subsets), seeds, len(chosen)), strict=True)
+        )
         for method, row, key in tried:
             over_seeds = of_subset[key][:, row]
             if not np.isnan(over_seeds).all():
@@ -244,7 +253,7 @@ def subset_removal(
         seeds=tuple(retraining),
         trainings=trained,
         diverged=diverged,
-        stage=own.name if len(recipe.stages) > 1 else None,
+        stage=reduced.name if len(recipe.stages) > 1 else None,
     )
 
 
@@ -287,7 +296,7 @@ def _check(name: str, scores: Scores, queries: int, most: int) -> None:
 
 
 def _choose(full: Floats, count: int, seed: int) -> tuple[Ints, int]:
-    """Queries (rows) that are right under every seed, at most so many; and how many are."""
+    """Queries (rows) that are right under every seed, at most `count`; and how many are."""
     sound = full[~np.isnan(full[:, 0])]
     if len(sound) == 0:
         raise InvalidInput(
@@ -312,7 +321,7 @@ def _choose(full: Floats, count: int, seed: int) -> tuple[Ints, int]:
 def _round(
     orders: Mapping[str, Ints], margins: Mapping[str, Floats], count: int, examples: int
 ) -> tuple[dict[bytes, Ints], list[tuple[str, int, bytes]]]:
-    """Whom to try without so many examples: (method, query, subset); and the subsets, each once,
+    """Whom to try without `count` examples: (method, query, subset); and the subsets, each once,
     whoever asks for it."""
     kept: dict[bytes, Ints] = {}
     tried = []
@@ -331,7 +340,7 @@ def _most_helpful(scores: Scores, rows: Ints, across: Ints, count: int) -> Ints:
     """The examples (queries, count) that helped each query most, most helpful first."""
     if scores.top is not None:
         return np.array([scores.helpful(int(row), count).examples for row in rows])
-    found = np.empty((len(rows), count), np.int64)
+    orders = np.empty((len(rows), count), np.int64)
     sign = -1.0 if scores.higher_is_better else 1.0
     for place, row in enumerate(rows):
         values = np.asarray(scores.values[row], dtype=np.float64)[across]
@@ -340,8 +349,8 @@ def _most_helpful(scores: Scores, rows: Ints, across: Ints, count: int) -> Ints:
                 f"query {row} has {int(np.isnan(values).sum())} scores by {scores.method} that are "
                 "not numbers: they cannot be ranked"
             )
-        found[place] = np.argsort(sign * values, kind="stable")[:count]
-    return found
+        orders[place] = np.argsort(sign * values, kind="stable")[:count]
+    return orders
 
 
 def _check_classes(ours: Labels | None, theirs: Labels | None, rows: Ints, most: int) -> None:

@@ -140,7 +140,7 @@ class Mixture:
     """A segment in appendix D.2's form: what takes the place of M in the loop of `Source`.
 
     Attributes:
-        H: with diag(H̄) beside its factors.
+        H: with diag(H̄) in addition to its factors.
         damping: λ of the inverse.
     """
 

@@ -357,8 +357,8 @@ class Linearised:
 
     def backward(self, y: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Jᵀy as factors: (block, a (n, t, i), s (q n, t, o))."""
-        found = _each(lambda g: torch.autograd.grad(self.outputs, self._edges, g, **_KEEP), y)
-        yield from zip(self._names, self._a, self._positions(found), strict=True)
+        gradients = _each(lambda g: torch.autograd.grad(self.outputs, self._edges, g, **_KEEP), y)
+        yield from zip(self._names, self._a, self._positions(gradients), strict=True)
 
 
 _KEEP: Any = {"retain_graph": True, "materialize_grads": True}
@@ -381,10 +381,10 @@ def _each(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
 def _applied(v: Tensor, a: Tensor) -> Tensor:
     """v (q, o, width) on inputs a (n, t, i): (q, n, t, o)."""
     (n, t, i), v = a.shape, v.to(a.dtype)
-    found = a.reshape(n * t, i) @ v[..., :i].mT
+    applied = a.reshape(n * t, i) @ v[..., :i].mT
     if v.shape[2] > i:
-        found += v[:, None, :, i]
-    return found.reshape(len(found), n, t, -1)
+        applied += v[:, None, :, i]
+    return applied.reshape(len(applied), n, t, -1)
 
 
 def _add_summed(total: Tensor, a: Tensor, s: Tensor) -> None:

@@ -79,7 +79,7 @@ def matrix_functions(
     """f(A) right for each function f and each row of right (q, p): (F, q, p). By Lanczos.
 
     A is symmetric and positive semidefinite. With A Q = Q T on the Krylov space of a row b, T
-    tridiagonal with α on the diagonal and β beside it, f(A) b is about ‖b‖ Q f(T) e₁. One Krylov
+    tridiagonal with α on the diagonal and β next to it, f(A) b is about ‖b‖ Q f(T) e₁. One Krylov
     space serves all functions. As in `conjugate_gradients`, each row stops on its own, so no answer
     depends on which rows are solved together.
 

@@ -48,7 +48,7 @@ class LowRank:
         iterations: int,
         seed: int,
     ) -> LowRank:
-        """The eigenpairs that so many iterations find, cached; a killed iteration resumes.
+        """The eigenpairs that this many iterations find, cached; a killed iteration resumes.
 
         Args:
             like: a tensor on the device and with the dtype to compute in.
