@@ -184,6 +184,17 @@ def test_no_module_is_a_drawer() -> None:
             assert not words & drawers, file
 
 
+def test_messages_name_the_distribution() -> None:
+    """`whence` on the package index belongs to someone else."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"""pip install ['"]?whence(?!-tda)""", line)
+    ]
+    assert not wrong, wrong
+
+
 def test_importing_whence_needs_four_packages() -> None:
     """With all of its public names, which are imported when they are first used."""
     code = """

@@ -323,7 +323,7 @@ def noise_ceiling(
     try:
         from scipy.stats import rankdata
     except ImportError as error:
-        raise MissingDependency("lds needs SciPy: pip install 'whence[eval]'") from error
+        raise MissingDependency("lds needs SciPy: pip install 'whence-tda[eval]'") from error
     halves_agree = []
     for halves in split(truth, valid, random):
         u, v = (rankdata(half, axis=0) - (len(half) + 1) / 2 for half in halves)
