@@ -6,6 +6,7 @@ one short file with a `compute`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,12 +112,12 @@ class Factored(Operator[BlockVectors]):
         return cls(factors, memory=fitter.memory, tallies=fitter.tallies)
 
     @classmethod
+    @abstractmethod
     def compute(
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
         """The factors: "<block>/eigenvalues", "/outputs" and "/inputs" where there is a basis, and
         "/diagonal" where that is asked for."""
-        raise NotImplementedError
 
     @classmethod
     def whole_blocks(cls, fitter: Fitter) -> list[str]:
