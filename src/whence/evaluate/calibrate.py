@@ -153,7 +153,7 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
     try:
         from scipy.special import stdtrit
     except ImportError as error:
-        raise MissingDependency("calibrate needs SciPy: pip install 'whence[eval]'") from error
+        raise MissingDependency("calibrate needs SciPy: pip install 'whence-tda[eval]'") from error
     p, t = centred(predicted), centred(groups.measured)
     m = groups.subsets
     a, b, tt = (p * t).sum(0), (p * p).sum(0), float((t * t).sum())
@@ -214,19 +214,15 @@ def scaled(scores: Scores, truth: Truth, fit: Fit) -> Scores:
     def times(values: Any) -> Any:
         return None if values is None else (fit.slope * values[..., *place]).astype(values.dtype)
 
-    return Scores(
+    return scores.with_values(
         times(scores.values),
-        method=scores.method,
-        settings=scores.settings,
-        measurement=scores.measurement,
         unit=truth.unit,
-        higher_is_better=scores.higher_is_better,
+        query_ids=None,
+        train_ids=None,
         stage=None if scores.stage is None else [scores.stage[column] for column in across],
         by_segment=times(scores.by_segment),
         spread=times(scores.spread),
         diagnostics=scores.diagnostics | {"calibration": asdict(fit)},
-        provenance=scores.provenance,
-        excluded=scores.excluded,
     )
 
 

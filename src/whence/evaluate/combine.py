@@ -230,20 +230,8 @@ def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Trut
 
 def _with_values(scores: Scores, values: Any) -> Scores:
     """Other values for the same queries and training examples."""
-    return Scores(
-        values,
-        method=scores.method,
-        settings=scores.settings,
-        measurement=scores.measurement,
-        unit=scores.unit,
-        higher_is_better=scores.higher_is_better,
-        query_ids=None if scores.is_self_influence else scores.query_ids,
-        train_ids=scores.train_ids,
-        stage=scores.stage,
-        diagnostics={k: v for k, v in scores.diagnostics.items() if k == "runs"},
-        provenance=scores.provenance,
-        excluded=scores.excluded,
-    )
+    runs = {k: v for k, v in scores.diagnostics.items() if k == "runs"}
+    return scores.with_values(values, diagnostics=runs)
 
 
 def _deviations(scores: Scores, truth: Truth) -> Floats:

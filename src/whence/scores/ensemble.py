@@ -27,19 +27,9 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
     if last is None:
         raise InvalidInput("an ensemble needs the scores of at least one run")
     dtype = last.values.dtype
-    return Scores(
+    return last.with_values(
         mean.astype(dtype),
-        method=last.method,
-        settings=last.settings,
-        measurement=last.measurement,
-        unit=last.unit,
-        higher_is_better=last.higher_is_better,
-        query_ids=None if last.is_self_influence else last.query_ids,
-        train_ids=last.train_ids,
-        stage=last.stage,
         by_segment=segments.astype(dtype) if segments.ndim else None,
         spread=np.sqrt(squares / max(1, count - 1)).astype(dtype),
         diagnostics=last.diagnostics | {"runs": count},
-        provenance=last.provenance,
-        excluded=last.excluded,
     )

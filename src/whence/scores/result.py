@@ -262,6 +262,29 @@ class Scores(Tabled):
         half = float(half_widths(calibration, effect, len(chosen))[self.row_index(query)])
         return effect - half, effect + half
 
+    def with_values(self, values: Floats, **changes: Any) -> Scores:
+        """Scores with other values and the same description.
+
+        ``by_segment`` and ``spread`` belong to the old values and are left out.
+
+        Args:
+            changes: arguments of `Scores` that differ.
+        """
+        same: dict[str, Any] = {
+            "method": self.method,
+            "settings": self.settings,
+            "measurement": self.measurement,
+            "unit": self.unit,
+            "higher_is_better": self.higher_is_better,
+            "query_ids": None if self.is_self_influence else self.query_ids,
+            "train_ids": self.train_ids,
+            "stage": self.stage,
+            "diagnostics": self.diagnostics,
+            "provenance": self.provenance,
+            "excluded": self.excluded,
+        }
+        return Scores(values, **(same | changes))
+
     def to_numpy(self) -> Floats:
         """A copy of ``values`` in memory."""
         return np.array(self.values)
