@@ -455,7 +455,7 @@ def test_batches_and_memory_change_nothing(
         close(it.influence(batch_size=size, **ALL[solver]).values, expected, 1e-6)
     # one query, one vector and one of its derivatives at a time
     monkeypatch.setattr(whence.engine.scoring.Scoring, "_at_once", lambda _: 2)
-    monkeypatch.setattr("whence.engine.solvers.VECTORS_PER_QUERY", 2**40)
+    monkeypatch.setattr("whence.engine.solvers.CG_VECTORS", 2**40)
     monkeypatch.setattr("whence.operators.cost.per_example_numbers", lambda _: 2**40)
     found = it.influence(batch_size=100, **ALL[solver])
     close(found.values, expected, 1e-6)

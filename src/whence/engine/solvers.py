@@ -14,7 +14,7 @@ from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput
 from whence.operators import KINDS, BlockDiagonal, FitData, Inverse, coupling
 from whence.operators.datainf import DataInf
-from whence.operators.gauss_newton import VECTORS_PER_QUERY, GaussNewton
+from whence.operators.gauss_newton import CG_VECTORS, GaussNewton
 from whence.operators.low_rank import LowRank
 
 
@@ -61,7 +61,7 @@ def conjugate_gradients(
     data, run = workspace.fit_data(workspace.study.stages), workspace.run
     everyone = sum(len(part.indices) for part in data)
     asked = everyone if workspace.query is None else len(workspace.query)
-    size = VECTORS_PER_QUERY * workspace.zero.element_size()
+    size = CG_VECTORS * workspace.zero.element_size()
     size *= sum(block.size for block in workspace.blocks.values())
     preconditioner = None
     if λ.scalar:

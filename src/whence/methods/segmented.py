@@ -66,7 +66,7 @@ class SegmentedMethod(GradientMethod):
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[int, Stretch]:
         """The segments from the first whose examples are scored; earlier ones do not contribute."""
-        first = next(k for k, term in enumerate(terms) if term.stage in workspace.stages)
+        first = first_scored(workspace, terms)
         summaries = [segment_summary(term.segment) for term in terms[:first]]
         stretches = {}
         for k, term in list(enumerate(terms))[first:]:
@@ -98,6 +98,11 @@ class SegmentedMethod(GradientMethod):
         return workspace.query_gradients(queries, points, bases)
 
     def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
-        first = next(k for k, term in enumerate(terms) if term.stage in workspace.stages)
+        first = first_scored(workspace, terms)
         fitted = sum(len(term.checkpoints) for term in terms[first:])
         return fitting_passes(self.curvature, fitted) | super().passes_needed(workspace, terms)
+
+
+def first_scored(workspace: Workspace, terms: list[Term]) -> int:
+    """The index of the first segment whose examples are scored."""
+    return next(k for k, term in enumerate(terms) if term.stage in workspace.stages)

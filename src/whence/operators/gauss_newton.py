@@ -43,7 +43,7 @@ from whence.operators.whitened import Whitened
 # large eigenvalues of H, but many of its small ones are not H's, and dividing by them costs
 # iterations (to 1 % error on digits, three models: 25 to 37 instead of 50 to 80).
 FLAT = 0.1
-VECTORS_PER_QUERY = 8  # right side, solution, residual, direction, and products on the way
+CG_VECTORS = 8  # per query: right side, solution, residual, direction, and products on the way
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
 
 
@@ -198,7 +198,7 @@ class GaussNewton(Operator[BlockVectors]):
             w = self.space.flatten({name: v.matrix(name) for name in v.values})
             shift = self.space.diagonal(damping, w)
             precondition = self._precondition(damping, shift)
-            size = VECTORS_PER_QUERY * w.element_size() * max(1, self.space.size)
+            size = CG_VECTORS * w.element_size() * max(1, self.space.size)
             steps, residuals = [], []
             for rows in cut(len(w), max(1, min(self.queries, self.memory // size))):
                 here = slice(int(rows[0]), int(rows[-1]) + 1)

@@ -22,7 +22,7 @@ from whence.operators.space import BlockDiagonal, BlockVectors
 
 STEPS, CG_STEPS = 500, 2000  # at most
 CG_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-VECTORS_PER_QUERY = 10  # right side, answers, and products on the way
+LANCZOS_VECTORS = 10  # per query: right side, answers, and products on the way
 KRYLOV_VECTORS = 40  # to store for each query where products are cheap
 
 Shape = tuple[int, ...]  # (o, width) of a block
@@ -131,9 +131,9 @@ class Whitened(Operator[BlockVectors]):
         A product with a matrix of all layers is a pass over the data, so as many queries as fit
         share one. Products with a block are cheap, so that room for their Krylov vectors is better.
         """
-        vectors = VECTORS_PER_QUERY * 2
+        vectors = LANCZOS_VECTORS * 2
         if self.block_diagonal:
-            vectors = VECTORS_PER_QUERY + KRYLOV_VECTORS
+            vectors = LANCZOS_VECTORS + KRYLOV_VECTORS
         return max(1, self.H.memory // (vectors * _row_bytes(right)))
 
     def _note(self, names: Sequence[str], solution: Solution, tolerance: float) -> None:
