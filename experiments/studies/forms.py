@@ -13,7 +13,6 @@ results/forms.json, under the task and the protocol. Defaults were chosen on the
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from dataclasses import asdict, replace
@@ -26,11 +25,10 @@ from experiments.engine.trainings import First, Trainings
 from experiments.studies.rows import RETRAININGS, Row, rows_of
 from experiments.studies.sums import TRUTH, Protocol, Sums
 from experiments.tasks import RESULTS, TASKS, Scale
-from experiments.tasks.forms import build_form, forms_of
+from experiments.tasks.forms import build_form, forms_of, read_results
 from experiments.tasks.machine import machine
 from whence.persist.files import write_json
 
-SCHEMA = 2
 SCALE = Scale(subsets=100, seeds=5, queries=200, runs=3)
 SIZES = ("subsets", "seeds", "queries", "runs")
 
@@ -108,19 +106,9 @@ def opened(work: Trainings, truth: Any, small: Any, options: argparse.Namespace)
 # --- results ------------------------------------------------------------------------------------
 
 
-def read(file: Path) -> dict[str, Any]:
-    """The content of forms.json."""
-    if not file.exists():
-        return {"schema": SCHEMA, "tasks": {}}
-    stored: dict[str, Any] = json.loads(file.read_text())
-    if stored.get("schema") != SCHEMA:
-        raise ValueError(f"{file} has schema {stored.get('schema')}, not {SCHEMA}: move it")
-    return stored
-
-
 def store(saved: Sums, rows: dict[str, Row], file: Path) -> None:
     """Put rows into forms.json, under their task and protocol; other rows stay."""
-    stored, protocol = read(file), asdict(saved.protocol)
+    stored, protocol = read_results(file), asdict(saved.protocol)
     task = protocol.pop("task")
     entries = stored["tasks"].setdefault(task, [])
     entry = next((e for e in entries if e["protocol"] == protocol), None)
@@ -182,7 +170,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     file = options.results / "forms.json"
-    read(file)  # refuses another version before hours of work
+    read_results(file)  # refuses another version before hours of work
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if options.saved is not None:

@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.studies.forms import SCHEMA
 from experiments.studies.sums import Protocol
 from experiments.tasks import TASKS
-from experiments.tasks.forms import PUBLISHED
+from experiments.tasks.forms import PUBLISHED, SCHEMA
 from whence.persist.files import write_json
 
 

@@ -5,8 +5,10 @@ One table: a name in results and pages, the method behind it, the tasks where it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import whence
@@ -23,6 +25,7 @@ CHOSEN_ON = (
     "fashion_mnist",
 )  # defaults were chosen on these tasks
 
+SCHEMA = 2  # of results/forms.json
 UNCOUPLED: Mapping[str, Any] = {"coupling": False, "query_at": "final"}
 
 
@@ -47,6 +50,11 @@ def one_stage(experiment: Experiment) -> bool:
     return experiment.stage is None
 
 
+def many_weights(experiment: Experiment) -> bool:
+    """More weights than the dimension of TRAK's projection."""
+    return experiment.group != "linear"
+
+
 def small(experiment: Experiment) -> bool:
     """Models that are cheap enough for a product with the whole curvature at every update."""
     return one_stage(experiment) and not experiment.keep_factors
@@ -62,7 +70,7 @@ FORMS: Mapping[str, Form] = {
     PUBLISHED: Form(lambda s: whence.Source.published(s.segments, stage=s.stage), combined=True),
     "RepSim": Form(lambda s: build_method("RepSim", s)),
     "TracIn": Form(lambda s: build_method("TracIn", s), combined=True),
-    "TRAK": Form(lambda s: build_method("TRAK", s)),
+    "TRAK": Form(lambda s: build_method("TRAK", s), many_weights),
     "influence, source damping": Form(
         lambda s: whence.Influence.published("source", stage=s.stage)
     ),
@@ -101,3 +109,13 @@ def build_form(form: Form, experiment: Experiment, examples: int) -> Any:
     segments: Any = 3 if one_stage(experiment) else "stages"
     dimension = min(experiment.trak_dimension, examples)
     return form.make(MethodSettings(segments, experiment.stage, dimension))
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """The content of forms.json: for each task a list of entries, one for each protocol."""
+    if not file.exists():
+        return {"schema": SCHEMA, "tasks": {}}
+    stored: dict[str, Any] = json.loads(file.read_text())
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(f"{file} has schema {stored.get('schema')}, not {SCHEMA}: move it")
+    return stored

@@ -270,7 +270,7 @@ def test_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(json.dumps({"tasks": {"digits": old}, "machine": {}, "device": "cuda"}))
     monkeypatch.setattr(sys, "argv", ["migrate", str(file)])
     migrate_forms.main()
-    (entry,) = forms.read(file)["tasks"]["digits"]
+    (entry,) = table.read_results(file)["tasks"]["digits"]
     migrated = entry["forms"]["coupled"]
     assert migrated["spread"] == 4 and migrated["single"] == row["single"]
     over = {"single": gains["gain, single"], "ensemble": gains["gain, ensemble"]}
