@@ -445,7 +445,8 @@ def default_table() -> list[str]:
         task: max(entries, key=lambda entry: len(steps & set(entry["forms"])))
         for task, entries in ours.read(RESULTS).items()
     }
-    heads = ["LDS, one model", "M × R", *STEPS_TO_DEFAULT, "`Source()` − the paper's form", "spread"]
+    heads = ["LDS, one model", "M × R", *STEPS_TO_DEFAULT]
+    heads += ["`Source()` − the paper's form", "spread"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for task, entry in sorted(stored.items(), key=lambda item: not item[1]["chosen_on"]):
         forms, of = entry["forms"], entry["protocol"]
@@ -461,9 +462,9 @@ def default_table() -> list[str]:
     return [
         *lines,
         "",
-        "Each step includes the ones before it. *Spread* is the standard deviation of the predicted "
-        "over that of the real changes, for one model: 1 is the right size. The defaults were "
-        "chosen on the tasks with †, and on no other. `python -m experiments.studies.forms`.",
+        "Each step includes the ones before it. *Spread* is the standard deviation of the "
+        "predicted over that of the real changes, for one model: 1 is the right size. The defaults "
+        "were chosen on the tasks with †, and on no other. `python -m experiments.studies.forms`.",
     ]
 
 
