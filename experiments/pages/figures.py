@@ -107,15 +107,16 @@ def axes_grid(
         yield figure, list(axes[:count])
 
 
-def legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend for all axes: above several, to the right of one; the ceiling comes last."""
+def legend(figure: Figure, axes: Sequence[Axes], width: float = 1.35) -> None:
+    """One legend for all axes: above several, to the right of one; the ceiling comes last. An entry
+    takes `width` inches."""
     handles: dict[str, Any] = {}
     for axis in axes:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     for last in ("Random", "noise ceiling"):
         if last in handles:
             handles[last] = handles.pop(last)
-    columns = max(1, int(figure.get_figwidth() / 1.35))
+    columns = max(1, int(figure.get_figwidth() / width))
     if len(axes) > 1 or len(handles) <= columns:
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns)
         return
@@ -194,7 +195,7 @@ def beside(results: Mapping[str, Sequence[Any]], tasks: Sequence[str]) -> Figure
     """Our forms (filled) and the published ones (hollow): a line for each task, the best on the
     right; one model on the left, the ensemble on the right."""
     names = ours.columns(results)
-    size = (3.6, 0.55 + 0.3 * len(tasks))
+    size = (3.9, 0.55 + 0.3 * len(tasks))
     with axes_grid(2, 2, size) as (figure, axes):
         for axis, (kind, word) in zip(axes, ours.KINDS.items(), strict=True):
             for y, task in enumerate(tasks):
@@ -229,7 +230,7 @@ def beside(results: Mapping[str, Sequence[Any]], tasks: Sequence[str]) -> Figure
         ]
         axes[0].set_yticks(range(len(tasks)), labels)
         axes[1].set_yticks(range(len(tasks)), [""] * len(tasks))
-        legend(figure, axes)
+        legend(figure, axes, 1.9)
     return figure
 
 

@@ -72,6 +72,10 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
             torch.cuda.empty_cache()
             continue
         seconds = (time.perf_counter() - start) / runs
+        if options.scores is not None:
+            for k, one in enumerate(scores):
+                place = f"{work.run_seed(k)}-q{work.first.query}"
+                one.save(options.scores / work.name / name.replace(" ", "-") / place)
         for alpha in missing:
             saved = files[alpha]
             saved.add(name, scores, (truths[alpha], small), repr(method), seconds)
@@ -157,6 +161,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="forms whose names have one of these words")
     parser.add_argument("--work", type=Path, default=Path("runs/forms"), help="for trainings")
     parser.add_argument("--out", type=Path, default=Path("runs/forms/sums"), help="for sums")
+    parser.add_argument("--scores", type=Path, help="for whole scores, which are large")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     unknown = set(options.tasks) - set(TASKS)

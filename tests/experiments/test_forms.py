@@ -209,8 +209,12 @@ def test_protocols_coexist_and_rows_are_computed_again_from_the_sums(
     assert sorted(again, key=str) == sorted(entries, key=str)
 
 
-def test_a_form_is_computed_once(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = command("digits", *SMALL)
+def test_a_form_is_computed_once(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = command("digits", *SMALL, "--scores", str(tmp_path / "scores"))
+    whole = Scores.load(tmp_path / "scores/digits/RepSim/1001-q0")
+    assert whole.values.shape == (4, 60) and whole.values.dtype == np.float32
     monkeypatch.setattr(whence.RepSim, "attribute", None)  # must not be called
     after = command("digits", *SMALL[:-3], "RepSim", "coupled")
     (one,), (two,) = before["tasks"]["digits"], after["tasks"]["digits"]
