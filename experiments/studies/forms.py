@@ -155,7 +155,8 @@ def arguments() -> argparse.Namespace:
     for name in SIZES:
         default = f"default: {getattr(SCALE, name)}, or that of the quick version"
         parser.add_argument(f"--{name}", type=int, help=default)
-    parser.add_argument("--retrainings", type=int, default=max(RETRAININGS))
+    few = "for calibrate and combine, in groups of " + " and ".join(map(str, RETRAININGS))
+    parser.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)
     for name in ("query", "run", "seed"):
         parser.add_argument(f"--first-{name}", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="forms whose names have one of these words")

@@ -22,6 +22,7 @@ from whence.scores import Scores
 
 RETRAININGS = (10, 20)
 Row = dict[str, Any]
+Make = Callable[[dict[str, Scores], Truth], Scores]
 Baseline = Callable[[str, int], tuple[LDS, LDS | None]]
 
 
@@ -31,7 +32,7 @@ def rows_of(saved: Sums) -> dict[str, Row]:
 
     @cache
     def judged(name: str, runs: int) -> tuple[LDS, LDS | None]:
-        return _judged(saved.scores(name)[:runs], None, truth)
+        return _judged(saved.scores(name)[:runs], truth)
 
     rows = {}
     for name, about in saved.forms.items():
@@ -46,51 +47,66 @@ def rows_of(saved: Sums) -> dict[str, Row]:
 
 
 def _after(saved: Sums, count: int, truth: Truth, judged: Baseline) -> dict[str, Row]:
-    """The rows of `calibrate` and `combine` from a few retrainings."""
-    small = saved.retrainings(count)
+    """The rows of `calibrate` and `combine` from a few retrainings.
+
+    What they make depends on which retrainings they get: a row is the mean over disjoint groups of
+    them, and `by_group` has the LDS of each.
+    """
     default = default_of(TASKS[saved.protocol.task])
     inputs = [
         name
         for name in saved.forms
         if FORMS[name].combined and len(saved.sums[name]) == saved.protocol.runs
     ]
-    made: dict[str, tuple[list[str], Callable[[dict[str, Scores]], Scores]]] = {}
+    made: dict[str, tuple[list[str], Make]] = {}
     if default in saved.forms:
         made[f"calibrated, {count} retrainings"] = (
             [default],
-            lambda given: calibrate(given[default], small, exclude_diverged=True),
+            lambda given, few: calibrate(given[default], few, exclude_diverged=True),
         )
     if len(inputs) > 1:
         made[f"combined, {count} retrainings"] = (
             inputs,
-            lambda given: combine(given, small, exclude_diverged=True),
+            lambda given, few: combine(given, few, exclude_diverged=True),
         )
-    rows = {}
+    rows, groups = {}, saved.retrainings(count)
     for name, (names, make) in made.items():
         each = {one: saved.scores(one) for one in names}
-        singles = [make({one: each[one][k] for one in names}) for k in range(len(each[names[0]]))]
-        mean = make({one: saved.mean(one) for one in names}) if len(singles) > 1 else None
-        results = _judged(singles, mean, truth)
+        runs = len(each[names[0]])
+        singles = [
+            [make({one: each[one][k] for one in names}, few) for k in range(runs)] for few in groups
+        ]
+        mean = {one: saved.mean(one) for one in names}
+        means = [make(mean, few) for few in groups] if runs > 1 else []
+        by_group = [_mean_lds(group, truth) for group in singles]
+        results = (
+            _mean_lds([one for group in singles for one in group], truth),
+            _mean_lds(means, truth) if means else None,
+        )
         rows[name] = {
             "inputs": names,
+            "by_group": [result.value for result in by_group],
             "seconds": sum(saved.forms[one]["seconds"] for one in names),
-            **_row(name, singles, mean, results, truth, judged, saved),
+            **_row(name, singles[0], means[0] if means else None, results, truth, judged, saved),
         }
     return rows
 
 
-def _judged(scores: Sequence[Scores], mean: Scores | None, truth: Truth) -> tuple[LDS, LDS | None]:
-    """LDS of one model, and of several: of `mean`, or of the scores' mean."""
+def _judged(scores: Sequence[Scores], truth: Truth) -> tuple[LDS, LDS | None]:
+    """LDS of one model, and of the scores' mean if there are several."""
+    result = _lds(scores, truth)
+    return result.single or result, None if result.single is None else result
+
+
+def _mean_lds(scores: Sequence[Scores], truth: Truth) -> LDS:
+    """The mean of their LDS."""
+    result = _lds(scores, truth)
+    return result.single or result
+
+
+def _lds(scores: Sequence[Scores], truth: Truth) -> LDS:
     # as arrays, because `combine` may return another input for every run
-    result = _lds([one.values for one in scores], truth)
-    if len(scores) == 1:
-        return result, None
-    assert result.single is not None
-    return result.single, result if mean is None else _lds([mean], truth)
-
-
-def _lds(scores: Sequence[Any], truth: Truth) -> LDS:
-    return lds(scores, truth, exclude_diverged=True)
+    return lds([one.values for one in scores], truth, exclude_diverged=True)
 
 
 def _row(

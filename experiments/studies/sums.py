@@ -158,10 +158,13 @@ class Sums:
         """The truth that judges, of stand-in examples: subset j contains example j alone."""
         return self._truth(self.measured, 0, self.truth)
 
-    def retrainings(self, count: int) -> Truth:
-        """The first few of the other retrainings; their subsets are halves, with a seed each."""
+    def retrainings(self, count: int) -> list[Truth]:
+        """The other retrainings in disjoint groups of `count`: halves of the data, one seed."""
         other = self.truth | {"alpha": 0.5, "seeds": [0]}
-        return self._truth(self.small[:count], len(self.measured), other)
+        starts = range(0, len(self.small) - count + 1, count)
+        return [
+            self._truth(self.small[k : k + count], len(self.measured) + k, other) for k in starts
+        ]
 
     def scores(self, name: str) -> list[Scores]:
         """Scores of stand-in examples with a form's sums, one of each run."""

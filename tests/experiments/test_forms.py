@@ -54,6 +54,11 @@ def truth(effects: Any, subsets: int, seeds: int, seed: int) -> Truth:
     return Truth(masks, measurements, seeds=list(range(seeds)), **about)
 
 
+def plain(truth: Truth) -> Truth:
+    truth.measurement = "margin"
+    return truth
+
+
 @pytest.fixture
 def by_form() -> dict[str, list[Scores]]:
     names = (table.INFLUENCE, table.PUBLISHED, "influence, coupled", table.DEFAULT)
@@ -83,7 +88,7 @@ def saved(
 def test_sums_judge_scale_and_combine_as_the_scores_do(
     saved: sums.Sums, by_form: dict[str, list[Scores]], truths: tuple[Truth, Truth]
 ) -> None:
-    judge, small = saved.judge(), saved.retrainings(20)
+    judge, (small,) = saved.judge(), saved.retrainings(20)
     for name, given in by_form.items():
         ours, theirs = lds(saved.scores(name), judge), lds(given, truths[0])
         assert ours.value == pytest.approx(theirs.value, abs=1e-6)
@@ -130,6 +135,19 @@ def test_rows(saved: sums.Sums, by_form: dict[str, list[Scores]], truths: Any) -
     calibrated = result["calibrated, 20 retrainings"]
     assert calibrated["single"] == pytest.approx(row["single"], abs=1e-6)
     assert calibrated["spread"] < row["spread"] and calibrated["inputs"] == [table.DEFAULT]
+    assert len(calibrated["by_group"]) == 1
+    combined = result["combined, 10 retrainings"]
+    assert len(combined["by_group"]) == 2
+    halves = [
+        Truth(truths[1].masks[a : a + 10], truths[1].measurements[a : a + 10]) for a in (0, 10)
+    ]
+    each = [
+        lds(combine({n: by_form[n][k] for n in by_form}, plain(half)).values, truths[0]).value
+        for half in halves
+        for k in range(RUNS)
+    ]
+    assert combined["single"][0] == pytest.approx(np.mean(each), abs=1e-4)
+    assert np.mean(combined["by_group"]) == pytest.approx(combined["single"][0])
     combined = result["combined, 20 retrainings"]
     assert combined["ensemble"][0] > max(result[name]["ensemble"][0] for name in by_form)
 
