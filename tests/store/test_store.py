@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-import whence.persist.snapshots
+import whence.persist.files
 import whence.store.store as module
 from whence.engine.options import ComputeOptions
 from whence.layers.passes import Passes
@@ -512,7 +512,7 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
+    monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     monkeypatch.setattr("whence.projections.random.PREFERRED_BATCH", {"cpu": 8, "cuda": 8})
 
 

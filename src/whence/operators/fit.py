@@ -31,8 +31,8 @@ from whence.layers.passes import BackwardPass, Passes, Signal, Weights
 from whence.operators import products
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.space import Basis
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import key_of
+from whence.persist.tensors import FactorCache
 
 FISHERS = ("sampled", "exact", "empirical")
 

@@ -22,8 +22,8 @@ from whence.operators.gauss_newton import GaussNewton
 from whence.operators.krylov import Lanczos
 from whence.operators.operator import Inverse
 from whence.operators.space import BlockSpace, BlockVectors
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import key_of
+from whence.persist.tensors import FactorCache
 
 ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
 

@@ -12,8 +12,8 @@ from whence.data import cut
 from whence.layers.passes import Signal, Weights
 from whence.operators import FitData
 from whence.operators.products import add_gram, mirror
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import key_of
+from whence.persist.tensors import FactorCache
 from whence.projections.gradients import projected
 from whence.projections.projection import Projection
 

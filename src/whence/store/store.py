@@ -38,10 +38,9 @@ from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
 from whence.operators import EKFAC, Basis, FitData, accumulator, cost
 from whence.operators.products import add_gram, mirror
-from whence.persist.factor_cache import FactorCache
-from whence.persist.files import make_folder, write_json
+from whence.persist.files import Throttle, make_folder, write_json
 from whence.persist.identity import key_of
-from whence.persist.snapshots import Throttle
+from whence.persist.tensors import FactorCache
 from whence.projections import Eigenbasis, Projection, moments, projected
 from whence.projections.eigenbasis import LeadingEntries, leading
 from whence.run import Run
