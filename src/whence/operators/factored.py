@@ -119,11 +119,6 @@ class Factored(Operator[BlockVectors]):
         """The factors: "<block>/eigenvalues", "/outputs" and "/inputs" where there is a basis, and
         "/diagonal" where that is asked for."""
 
-    @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        """The blocks whose bases come from whole gradients."""
-        return []
-
     @property
     def bases(self) -> Mapping[str, Basis | None]:
         """The eigenbases, if they are on the device."""

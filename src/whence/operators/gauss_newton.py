@@ -32,11 +32,11 @@ from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import Factored
-from whence.operators.fit import FitData
 from whence.operators.krylov import conjugate_gradients
 from whence.operators.operator import Function, Inverse, Operator
 from whence.operators.products import Readout, add_weighted
 from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
+from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 
 # Below this share of EK-FAC's largest eigenvalue the preconditioner is flat. EK-FAC finds the few
@@ -113,7 +113,7 @@ class GaussNewton(Operator[BlockVectors]):
         self._products += 1
         pairs = list(product(self.data, self.checkpoints))
         bar = tqdm(
-            total=sum(len(self._batches(part)) for part, _ in pairs),
+            total=sum(len(part.batches(self.batch_size)) for part, _ in pairs),
             desc=f"Gauss-Newton product {self._products}",
             disable=not self.data[0].passes.progress,
             leave=False,
@@ -137,9 +137,6 @@ class GaussNewton(Operator[BlockVectors]):
         """H v in the parameters' own coordinates: (q, o, width) by block."""
         return self.space.unflatten(self.flat_product(self.space.flatten(values)))
 
-    def _batches(self, part: FitData) -> list[NDArray[np.int64]]:
-        return [part.indices[b] for b in cut(len(part.indices), self.batch_size)]
-
     def _add_by_columns(
         self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor], bar: Any
     ) -> None:
@@ -149,7 +146,7 @@ class GaussNewton(Operator[BlockVectors]):
             for name, value in v.items()
         }
         like = next(iter(v.values()))
-        for one in part.passes.backward_passes(part.data, self._batches(part), Signal("exact")):
+        for one in part.backward_passes(Signal("exact"), self.batch_size):
             layers = [factors for factors in one.factors() if factors.block.name in v]
             inner = like.new_zeros(len(like), len(one.indices))
             for factors in layers:
@@ -163,7 +160,7 @@ class GaussNewton(Operator[BlockVectors]):
         self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor], bar: Any
     ) -> None:
         queries = len(next(iter(v.values())))
-        for model in self._linearised(part, self._batches(part)):
+        for model in self._linearised(part, part.batches(self.batch_size)):
             numbers = len(model.outputs) * cost.per_example_numbers(part.passes.tracked)
             for rows in cut(queries, max(1, self.numbers // numbers)):  # as many as fit
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -275,7 +272,7 @@ class GaussNewton(Operator[BlockVectors]):
             if fewer_by_columns(part.passes.tracked, self.queries):  # asks for none
                 continue
             part.passes.load(self.checkpoints[0])
-            for model in self._linearised(part, self._batches(part)[:1]):
+            for model in self._linearised(part, part.batches(self.batch_size)[:1]):
                 v = torch.randn(1, self.space.size, generator=generator).to(model.outputs)
                 y = torch.randn(1, *model.outputs.shape, generator=generator).to(model.outputs)
                 matrices = self.space.unflatten(v)
@@ -294,7 +291,7 @@ class GaussNewton(Operator[BlockVectors]):
         """Look for the example at fault."""
         for part, checkpoint in product(self.data, self.checkpoints):
             part.passes.load(checkpoint)
-            for one in part.passes.backward_passes(part.data, self._batches(part), Signal("loss")):
+            for one in part.backward_passes(Signal("loss"), self.batch_size):
                 for _ in one.layers:  # raises where a gradient is not finite
                     pass
         raise NotFinite(
