@@ -119,6 +119,12 @@ class Factored(Operator[BlockVectors]):
         """The factors: "<block>/eigenvalues", "/outputs" and "/inputs" where there is a basis, and
         "/diagonal" where that is asked for."""
 
+    @classmethod
+    def passes_over(cls, checkpoints: int) -> dict[str, int]:
+        """How many passes of each kind fitting takes."""
+        work = ("covariances", "eigenvalues")
+        return {kind: checkpoints * (kind in cls.passes) for kind in work}
+
     @property
     def bases(self) -> Mapping[str, Basis | None]:
         """The eigenbases, if they are on the device."""

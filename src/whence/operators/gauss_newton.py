@@ -43,7 +43,6 @@ from whence.operators.whitened import Whitened
 # large eigenvalues of H, but many of its small ones are not H's, and dividing by them costs
 # iterations (to 1 % error on digits, three models: 25 to 37 instead of 50 to 80).
 FLAT = 0.1
-CG_VECTORS = 8  # per query: right side, solution, residual, direction, and products on the way
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
 
 
@@ -62,9 +61,9 @@ class GaussNewton(Operator[BlockVectors]):
 
     Args:
         space: the parameters it is over; other tracked layers count as constants.
-        numbers: how many may be held during a product.
-        queries: expected number of vectors; selects the cheaper of the two product algorithms.
-        memory: bytes that Krylov iterations may use.
+        queries: expected number of vectors, which selects the cheaper of the two product
+            algorithms; conjugate gradients solve as many at a time.
+        memory: bytes that a product, and Krylov iterations, may use.
         tallies: where their number is noted.
         iterations, relative_residual: of conjugate gradients: the maximum, and where to stop.
         preconditioner: of conjugate gradients: an approximation of H in closed form.
@@ -76,7 +75,6 @@ class GaussNewton(Operator[BlockVectors]):
         checkpoints: Sequence[Weights],
         space: BlockSpace,
         batch_size: int,
-        numbers: int,
         queries: int,
         memory: int = 2**30,
         tallies: dict[str, Any] | None = None,
@@ -85,11 +83,12 @@ class GaussNewton(Operator[BlockVectors]):
         preconditioner: Factored | None = None,
     ) -> None:
         self.data, self.checkpoints, self.space = data, checkpoints, space
-        self.batch_size, self.numbers, self.queries = batch_size, numbers, queries
+        self.batch_size, self.queries = batch_size, queries
         self.memory, self.tallies = memory, {} if tallies is None else tallies
         self.iterations, self.relative_residual = iterations, relative_residual
         self.preconditioner = preconditioner
         self._products = 0
+        self._check()
 
     @property
     def block_diagonal(self) -> bool:
@@ -159,10 +158,11 @@ class GaussNewton(Operator[BlockVectors]):
     def _add_along(
         self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor], bar: Any
     ) -> None:
-        queries = len(next(iter(v.values())))
+        queries, passes = len(next(iter(v.values()))), part.passes
+        room = min(2**28, self.memory) if passes.device.type == "cpu" else self.memory
         for model in self._linearised(part, part.batches(self.batch_size)):
-            numbers = len(model.outputs) * cost.per_example_numbers(part.passes.tracked)
-            for rows in cut(queries, max(1, self.numbers // numbers)):  # as many as fit
+            numbers = len(model.outputs) * cost.per_example_numbers(passes.tracked)
+            for rows in cut(queries, max(1, room // passes.dtype.itemsize // numbers)):  # that fit
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
                 tangent = model.forward({name: value[here] for name, value in v.items()})
                 for name, a, s in model.backward(model.bend(tangent)):
@@ -185,7 +185,7 @@ class GaussNewton(Operator[BlockVectors]):
         return (self + {}).apply(functions, v)
 
     def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
-        """By conjugate gradients, as many queries at a time as fit, each until it has converged.
+        """By conjugate gradients, `queries` at a time, each until it has converged.
 
         Preconditioned by (H' + λ)⁻¹ with the `preconditioner` H', else by λ⁻¹.
         """
@@ -195,9 +195,8 @@ class GaussNewton(Operator[BlockVectors]):
             w = self.space.flatten({name: v.matrix(name) for name in v.values})
             shift = self.space.diagonal(damping, w)
             precondition = self._precondition(damping, shift)
-            size = CG_VECTORS * w.element_size() * max(1, self.space.size)
             steps, residuals = [], []
-            for rows in cut(len(w), max(1, min(self.queries, self.memory // size))):
+            for rows in cut(len(w), self.queries):
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
                 solution = conjugate_gradients(
                     lambda x: self.flat_product(x).addcmul_(shift, x),
@@ -262,11 +261,17 @@ class GaussNewton(Operator[BlockVectors]):
 
     # -- refusals --------------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Refuse a model whose backward pass cannot be differentiated: yᵀ(J v) must be (Jᵀy)ᵀv.
 
         Autograd is silent where an operation hides its second derivative.
         """
+        dtype = self.data[0].passes.dtype
+        if dtype.itemsize < 4:
+            raise InvalidInput(
+                f"{dtype} cannot resolve products with the Gauss-Newton matrix: use "
+                f"dtype=float32 or float64, or {ALTERNATIVE}"
+            )
         generator = torch.Generator().manual_seed(0)
         for part in self.data:
             if fewer_by_columns(part.passes.tracked, self.queries):  # asks for none

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.estimate import announce
+from whence.engine.ledger import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension, random_projection, try_out
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace, scored_stages

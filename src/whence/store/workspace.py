@@ -82,9 +82,6 @@ class StoreWorkspace(Workspace):
         rows = self.store.projected(self, queries.data, queries.indices, checkpoint)
         return ProjectedVectors(rows.to(self.accumulator))
 
-    def readouts(self, vectors: ProjectedVectors, scale: float, examples: int) -> Any:
-        return (vectors.values * scale).to(self.accumulator)
-
     def projected_space(self, dimension: int, joint: bool, seed: int) -> StoredSpace:
         return StoredSpace(self)
 
@@ -136,6 +133,9 @@ class StoredScoring(Scoring):
 
     workspace: StoreWorkspace
 
+    def readouts(self, vectors: ProjectedVectors, scale: float, examples: int) -> Tensor:
+        return (vectors.values * scale).to(self.workspace.accumulator)
+
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
     ) -> Tensor:
@@ -166,9 +166,8 @@ class StoredScoring(Scoring):
         return CHUNK
 
     def _at_once(self) -> int:
-        return max(
-            1, self._fitting(len(self.terms))
-        )  # one answer computes the vectors of all terms together
+        # one answer computes the vectors of all terms together
+        return max(1, self._fitting(len(self.terms)))
 
     def _vector(self) -> int:
         return self.workspace.store.dimension
