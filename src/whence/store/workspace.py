@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from whence.engine.workspace import Queries, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
+from whence.store.contents import StoreContents
 from whence.store.rows import inner
 from whence.table import listed
-
-if TYPE_CHECKING:
-    from whence.store.store import GradientStore
 
 CHUNK = 1 << 14  # examples per block of scores
 
@@ -30,7 +28,7 @@ CHUNK = 1 << 14  # examples per block of scores
 class StoreWorkspace(Workspace):
     """A workspace that reads training gradients and curvature from a store."""
 
-    store: GradientStore = field(kw_only=True)
+    store: StoreContents = field(kw_only=True)
 
     reads_training_data = False
 
