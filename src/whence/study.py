@@ -18,8 +18,8 @@ from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import sha256_of
+from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256
 from whence.table import Table
