@@ -54,9 +54,17 @@ class Ledger:
                 stacklevel=2,
             )
 
-    def note_solve(self, queries: str, statistics: dict[str, Any]) -> None:
-        """How the queries from here on were solved; warns where it first did not converge."""
+    def note_solve(
+        self, queries: str, statistics: dict[str, Any], most: float | None = None
+    ) -> None:
+        """How the queries from here on were solved; warns where it first did not converge.
+
+        Args:
+            most: the residual up to which a solve that stopped early needs no warning.
+        """
         noted = self.tallies.setdefault("solver", {})
+        if most is not None and statistics["residual"] <= most:
+            statistics = statistics | {"unconverged": 0}
         if statistics["unconverged"] and not any(s["unconverged"] for s in noted.values()):
             warnings.warn(
                 f"conjugate gradients have not converged for {statistics['unconverged']} of "
