@@ -50,7 +50,7 @@ _HOMES = {
     "whence.scores": ("Scores",),
     "whence.store": ("GradientStore",),
     "whence.study": ("Study",),
-    "whence.task": ("Classification", "LanguageModeling", "Regression", "Task"),
+    "whence.task": ("Classification", "LanguageModeling", "MultiLabel", "Regression", "Task"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -63,6 +63,7 @@ __all__ = [
     "Influence",
     "LanguageModeling",
     "LeaveOneOut",
+    "MultiLabel",
     "Random",
     "Recipe",
     "Recorder",

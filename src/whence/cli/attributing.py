@@ -41,6 +41,7 @@ TASKS = {
     "classification": "Classification",
     "regression": "Regression",
     "language": "LanguageModeling",
+    "multi-label": "MultiLabel",
 }
 WIDTH = 60  # characters of an example in a table
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from whence.data import Batches
-from whence.errors import InvalidInput, NotFinite
+from whence.data import Batches, place
+from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.tracked import Tracked
 from whence.table import listed
@@ -156,7 +156,8 @@ class Passes:
     def _batch(
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
     ) -> Iterator[BackwardPass]:
-        with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
+        named = examples_of(data.name, indices)
+        with torch.enable_grad(), named, Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
             directions: list[tuple[Tensor, Tensor | None]]
             if signal.name == "exact":
@@ -214,6 +215,7 @@ class Passes:
         plain = Signal("loss") if signal.name == "exact" else signal
         with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
+            self._check_targets(data, indices, outputs, batch)
             values = self._values(outputs, batch, indices, plain)
             total = values.sum()
         for layer in self.tracked.layers:
@@ -229,6 +231,19 @@ class Passes:
                     what = f"the gradient at layer {layer.name}"
                     return self._not_finite(data, indices, bad, what)
         return self._not_finite(data, indices, ~values.isfinite(), f"the {NAMES[plain.name]}")
+
+    def _check_targets(
+        self, data: Batches, indices: np.ndarray, outputs: Tensor, batch: Any
+    ) -> None:
+        """Raise an error that names a wrong target. On a GPU, a task cannot read targets."""
+        cpu = torch.device("cpu")
+        try:
+            with examples_of(data.name, indices):
+                self.task.losses(outputs.detach().to(cpu), place(batch, cpu, self.dtype))
+        except InvalidTarget:
+            raise
+        except Exception:  # a task whose own tensors are on the device
+            return
 
     def _not_finite(self, data: Batches, indices: np.ndarray, bad: Tensor, what: str) -> str:
         examples = listed(indices[bad.cpu().numpy()])
