@@ -14,9 +14,10 @@ bug. This module needs only the standard library, so that every room may use it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 __all__ = [
     "DamagedFile",
@@ -58,7 +59,7 @@ class InvalidTarget(InvalidInput):
 
 
 @contextmanager
-def examples_of(name: str, indices: Sequence[int]) -> Iterator[None]:
+def examples_of(name: str, indices: Any) -> Iterator[None]:
     """Name the dataset and the example in errors about a target of a batch of these examples."""
     try:
         yield
@@ -126,6 +127,12 @@ def warn(message: str, *, stacklevel: int = 2) -> None:
     if messages is not None and message not in messages:
         messages.append(message)
     warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def collected_warnings() -> list[str]:
+    """The list that `warn` adds to; an empty one where nothing is collected."""
+    messages = _collected.get()
+    return [] if messages is None else messages
 
 
 @contextmanager

@@ -271,9 +271,7 @@ class Classification(Task):
         probable = (targets > 0) & (targets < 1)  # the probability of class 1, with one logit
         return torch.where(probable, (targets >= 0.5).to(targets.dtype), targets).long()
 
-    def _checked(
-        self, logits: Tensor, outputs: Tensor, batch: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def _checked(self, logits: Tensor, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
         """Class numbers (n,) or probabilities (n, c); and which are wrong, if that is unknown."""
         targets, (n, classes) = self._given(batch), logits.shape
         several = targets.dim() == 2 and targets.shape[1] > 1

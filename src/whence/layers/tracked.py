@@ -8,7 +8,7 @@ handled exactly or excluded by name. No gradient is silently wrong.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from whence.layers.kind import kind_of
 from whence.task import Task
 
 FROZEN = "frozen: no update of the run moved it"
+UNRECORDED = "changed between checkpoints, but no recorded optimizer updates it"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def find(
     single: Any,
     choose: Chooser | None = None,
     trained: Callable[[str], bool] | None = None,
+    untrained: Sequence[str] = (),
 ) -> Tracked:
     """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
 
@@ -96,6 +98,7 @@ def find(
         trained: whether training moved the parameter of this name. Layers that it did not move do
             not respond to the data, so they are not tracked. If it moved none, all are tracked, and
             the method reports the problem.
+        untrained: parameters that changed although no recorded optimizer trained them.
     """
     reasons: dict[str, str] = {}
     frozen: set[str] = set()
@@ -127,6 +130,7 @@ def find(
     _check_separate(model, task, losses, single)
     verified, positions = _verified(model, task, batch, usable, reasons)
     reasons.update(dict.fromkeys(frozen, FROZEN))
+    reasons.update({name: UNRECORDED for name in untrained if name in frozen})
     if not verified:
         raise InvalidInput(
             "no layer of the model can be tracked: "

@@ -32,7 +32,7 @@ from whence.engine.estimate import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension, random_projection, try_out
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace, scored_stages
-from whence.errors import DiskFull, InvalidInput, MissingFile, NotFinite
+from whence.errors import DiskFull, InvalidInput, MissingFile, NotFinite, collect_warnings
 from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
@@ -303,7 +303,7 @@ class GradientStore:
         out, top = compute.pop("out", None), compute.pop("top", None)
         by_segment = compute.pop("by_segment", False)
         dtype = getattr(torch, self._description["settings"]["dtype"])
-        with torch.no_grad(), precision_as_asked():
+        with torch.no_grad(), precision_as_asked(), collect_warnings():
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
             workspace = workspace.for_query(self.study.query(query), stages)
