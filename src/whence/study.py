@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
 from whence.layers.choose import Chooser, by_name
-from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
+from whence.layers.passes import (
+    Clock,
+    Passes,
+    WeightLoader,
+    precision_as_asked,
+    rounded_products,
+)
+from whence.layers.separate import Separation, pairs
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.factor_cache import FactorCache
@@ -29,6 +36,7 @@ from whence.task import Task
 Runs = Run | str | os.PathLike[str]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
+GRADIENTS_COMPARED = 2  # pairs of examples whose gradients are compared alone and together
 
 
 class Study:
@@ -229,14 +237,17 @@ class Study:
                     f"{run!r} has no checkpoint in stage {stage!r} yet: let training reach one"
                 )
             loaded.load(checkpoints[-1])
-            count = min(PROBED, len(self.data[stage]))
-            several, one = (
-                place(self.data[stage].take(range(k)), device, dtype) for k in (count, 1)
-            )
+            data = self.data[stage]
+            several = place(data.take(range(min(PROBED, len(data)))), device, dtype)
             if (id(original), id(task)) not in layers:
+                rounded = bool(rounded_products(dtype, device))
+                separation = Separation(loaded.model, task, data, device, dtype, rounded)
+                compared = pairs(data)
+                separation.check_losses(compared)
                 trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
                 untrained = self._changed_untrained(run, stage)
-                tracked = find(loaded.model, task, several, one, self.layers, trained, untrained)
+                tracked = find(loaded.model, task, several, self.layers, trained, untrained)
+                separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(layers.values()), tracked)
                 layers[id(original), id(task)] = tracked.shared_with(last) if shared else tracked
             self.probe[stage] = self._probed(loaded.model, task, several)

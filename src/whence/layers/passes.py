@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from whence.data import Batches, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
+from whence.layers.separate import Separation
 from whence.layers.tracked import Tracked
 from whence.table import listed
 from whence.task import Task, Uniform
@@ -130,6 +131,7 @@ class Passes:
         self.clock, self.device = clock, clock.device
         self.dtype, self.workers, self.progress = dtype, workers, progress
         self.step = -1  # of the loaded weights
+        self._compared: set[int] = set()  # ids of the datasets of which a batch was compared
 
     @property
     def arithmetic(self) -> str:
@@ -166,6 +168,7 @@ class Passes:
                 directions = [(outputs, column.reshape(outputs.shape)) for column in columns]
             else:
                 directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
+        self._check_separate(data, indices, outputs, batch)
         for layer in self.tracked.layers:
             problem = tape.problem(layer, len(indices))
             if problem:
@@ -180,6 +183,22 @@ class Passes:
             factors = tape.backward(output, gradient, mask, keep=not last)
             diagnosis = partial(self._diagnosis, data, indices, batch, signal)
             yield BackwardPass(indices, k == 1, last, self._checked(factors, seen, diagnosis))
+
+    def _check_separate(
+        self, data: Batches, indices: np.ndarray, outputs: Tensor, batch: Any
+    ) -> None:
+        """Compare the first real batch of a dataset with some of its examples alone."""
+        if id(data) in self._compared or len(indices) < 2:
+            return
+        self._compared.add(id(data))
+        with torch.no_grad():
+            losses = self.task.losses(outputs.detach(), batch)
+        if losses.shape == (len(indices),) and bool(losses.isfinite().all()):
+            rounded = bool(rounded_products(self.dtype, self.device))
+            which = sorted({0, int(losses.argmin()), int(losses.argmax()), len(indices) - 1})
+            Separation(self.model, self.task, data, self.device, self.dtype, rounded).compare(
+                indices, losses, which
+            )
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":

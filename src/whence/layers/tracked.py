@@ -84,7 +84,6 @@ def find(
     model: nn.Module,
     task: Task,
     batch: Any,
-    single: Any,
     choose: Chooser | None = None,
     trained: Callable[[str], bool] | None = None,
     untrained: Sequence[str] = (),
@@ -93,7 +92,6 @@ def find(
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
-        single: the first of them alone, to check that examples do not mix.
         choose: which of the trackable layers to track; None is all.
         trained: whether training moved the parameter of this name. Layers that it did not move do
             not respond to the data, so they are not tracked. If it moved none, all are tracked, and
@@ -127,7 +125,6 @@ def find(
         else:
             usable.append(layer)
     usable.sort(key=tape.first_call)
-    _check_separate(model, task, losses, single)
     verified, positions = _verified(model, task, batch, usable, reasons)
     reasons.update(dict.fromkeys(frozen, FROZEN))
     reasons.update({name: UNRECORDED for name in untrained if name in frozen})
@@ -191,25 +188,6 @@ def _candidates(
         )
         layer.modules.append(module)
     return list(layers.values())
-
-
-def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -> None:
-    """Check that an example has the same loss alone as in a batch."""
-    mixed = (
-        "attribution needs examples that do not mix (batch norm without running statistics? a "
-        "collate function that changes examples? random augmentation?)"
-    )
-    try:
-        with torch.no_grad():
-            (alone,) = task.losses(task.outputs(model, single), single)
-    except ValueError as error:
-        raise InvalidInput(f"the model cannot take one example alone ({error}): {mixed}") from error
-    together = losses[0].detach()
-    if bool((alone - together).abs() > 1e-3 * (1 + together.abs())):
-        raise InvalidInput(
-            f"the loss of an example depends on the rest of its batch ({float(alone):.6g} alone, "
-            f"{float(together):.6g} in it): {mixed}"
-        )
 
 
 def _verified(
