@@ -28,7 +28,7 @@ from whence.operators.cost import table
 from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import sha256_of
 from whence.run import Run, RunError
-from whence.run.checkpoint import architecture_sha256
+from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Draws, changed_untrained, distance_from_final
 from whence.table import Table, listed
 from whence.task import Task
@@ -187,8 +187,17 @@ class Study:
 
     def _other_model(self, run: Run) -> list[str]:
         """Whether the given model was trained with the run, but has other weights."""
-        if len(self.runs) > 1:
+        if len(self.runs) > 1 or any(p.is_meta for p in self.model.parameters()):
             return []  # a model can be that of one run only
+        sha256 = weights_sha256(self.model)
+        steps = [c.step for c in run.checkpoints if c.sha256 == sha256]
+        if run.final.step in steps:
+            return []
+        if steps:
+            return [
+                f"the given model has the run's weights after update {steps[-1]} (the best ones?), "
+                f"not its final ones. Scores are of the model after update {run.final.step}"
+            ]
         first = run.initial or (run.checkpoints[0] if len(run.checkpoints) > 1 else None)
         distances = distance_from_final(dict(self.model.named_parameters()), run.final, first)
         if distances is None:

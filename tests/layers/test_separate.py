@@ -163,7 +163,7 @@ def test_pooling_over_padding_is_refused(odd: dict[int, int]) -> None:
 def test_queries_that_mix_are_refused_too() -> None:
     """Training documents are equally long, so nothing is padded there."""
     train, query = texts([5] * N), texts([5 + k % 3 for k in range(N)])
-    with pytest.raises(whence.WhenceError, match=r"loss of query example .*do not mix"):
+    with pytest.raises(whence.WhenceError, match=r"measurement of query example .*do not mix"):
         attribute(Pooled(False), train, query=query, collate=padded)
 
 

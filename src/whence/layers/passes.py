@@ -131,7 +131,7 @@ class Passes:
         self.clock, self.device = clock, clock.device
         self.dtype, self.workers, self.progress = dtype, workers, progress
         self.step = -1  # of the loaded weights
-        self._compared: set[int] = set()  # ids of the datasets of which a batch was compared
+        self._compared: set[tuple[int, str]] = set()  # datasets, by id, and signals
 
     @property
     def arithmetic(self) -> str:
@@ -167,8 +167,10 @@ class Passes:
                 columns = factor.unbind(2)
                 directions = [(outputs, column.reshape(outputs.shape)) for column in columns]
             else:
-                directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
-        self._check_separate(data, indices, outputs, batch)
+                values = self._values(outputs, batch, indices, signal)
+                directions = [(values.sum(), None)]
+        if signal.name != "exact":
+            self._check_separate(data, indices, values, signal)
         for layer in self.tracked.layers:
             problem = tape.problem(layer, len(indices))
             if problem:
@@ -185,20 +187,26 @@ class Passes:
             yield BackwardPass(indices, k == 1, last, self._checked(factors, seen, diagnosis))
 
     def _check_separate(
-        self, data: Batches, indices: np.ndarray, outputs: Tensor, batch: Any
+        self, data: Batches, indices: np.ndarray, values: Tensor, signal: Signal
     ) -> None:
         """Compare the first real batch of a dataset with some of its examples alone."""
-        if id(data) in self._compared or len(indices) < 2:
+        if (id(data), signal.name) in self._compared or len(indices) < 2:
             return
-        self._compared.add(id(data))
-        with torch.no_grad():
-            losses = self.task.losses(outputs.detach(), batch)
-        if losses.shape == (len(indices),) and bool(losses.isfinite().all()):
-            rounded = bool(rounded_products(self.dtype, self.device))
-            which = sorted({0, int(losses.argmin()), int(losses.argmax()), len(indices) - 1})
-            Separation(self.model, self.task, data, self.device, self.dtype, rounded).compare(
-                indices, losses, which
-            )
+        self._compared.add((id(data), signal.name))
+        values = values.detach()
+        if not bool(values.isfinite().all()):
+            return  # which is reported later, with the layer
+        rounded = bool(rounded_products(self.dtype, self.device))
+        separation = Separation(self.model, self.task, data, self.device, self.dtype, rounded)
+
+        def alone(index: int) -> Tensor:
+            batch = place(data.take([index]), self.device, self.dtype)
+            with torch.no_grad():
+                outputs = self.task.outputs(self.model, batch)
+                return self._values(outputs, batch, np.array([index]), signal)[0]
+
+        which = sorted({0, int(values.argmin()), int(values.argmax()), len(indices) - 1})
+        separation.compare(indices, values, which, alone, NAMES[signal.name])
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from whence.data import Batches, batch_length, place
+from whence.data import Batches, place
 from whence.errors import InvalidInput, WhenceError, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.task import Task
@@ -87,20 +87,25 @@ class Separation:
         for pair in chosen:
             together = self._losses(pair)
             if together is not None:
-                self.compare(pair, together, range(2))
+                self.compare(pair, together, range(2), self._loss)
 
-    def compare(self, indices: Indices, together: Tensor, which: Sequence[int]) -> None:
-        """Compare losses (n,) of a batch with those of some of its examples alone."""
+    def compare(
+        self,
+        indices: Indices,
+        together: Tensor,
+        which: Sequence[int],
+        value: Callable[[int], Tensor],
+        what: str = "loss",
+    ) -> None:
+        """Compare values (n,) of a batch with those of some of its examples alone."""
         for k in which:
-            alone = self._alone(int(indices[k]))
-            if alone is None:
-                continue
             tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
-            a, b = float(alone), float(together[k])
+            a, b = float(self._alone(int(indices[k]), value)), float(together[k])
             if abs(a - b) > tolerance * (1 + max(abs(a), abs(b))):
                 raise InvalidInput(
-                    f"the loss of {self.data.name} example {int(indices[k])} depends on the rest "
-                    f"of its batch ({a:.6g} alone, {b:.6g} beside {_others(indices, k)}): {REASONS}"
+                    f"the {what} of {self.data.name} example {int(indices[k])} depends on the "
+                    f"rest of its batch ({a:.6g} alone, {b:.6g} beside {_others(indices, k)}): "
+                    + REASONS
                 )
 
     def check_gradients(self, layers: Sequence[TrackedLayer], chosen: Sequence[Pair]) -> None:
@@ -131,16 +136,21 @@ class Separation:
             losses = self.task.losses(self.task.outputs(self.model, batch), batch)
         return losses if losses.shape == (len(indices),) else None
 
-    def _alone(self, index: int) -> Tensor | None:
+    def _loss(self, index: int) -> Tensor:
+        losses = self._losses([index])
+        assert losses is not None
+        return losses[0]
+
+    def _alone(self, index: int, value: Callable[[int], Tensor]) -> Tensor:
         try:
-            losses = self._losses([index])
+            with examples_of(self.data.name, [index]):
+                return value(index)
         except WhenceError:
             raise
         except Exception as error:  # of the user's code
             raise InvalidInput(
                 f"the model cannot take one example alone ({error}): {REASONS}"
             ) from error
-        return None if losses is None else losses[0]
 
     def _sum_of_losses(self, outputs: Tensor, batch: Any) -> Tensor:
         return self.task.losses(outputs, batch).sum()
@@ -160,6 +170,12 @@ class Separation:
         with torch.enable_grad(), Tape(self.model, layers) as tape:
             outputs = self.task.outputs(self.model, batch)
             value = total(outputs, batch)
+        for layer in layers:
+            problem = tape.problem(layer, len(indices))
+            if problem:
+                raise InvalidInput(
+                    f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
+                )
         parts = [
             _bilinear(factors, seed)
             for seed, (_, blocks) in enumerate(
@@ -167,7 +183,6 @@ class Separation:
             )
             for factors in blocks
         ]
-        assert all(len(part) == batch_length(batch) for part in parts)
         sketch: Tensor = torch.cat(parts, 1).double()
         return sketch
 
