@@ -151,6 +151,16 @@ def test_ignored_examples_have_no_loss_and_no_curvature(method: str) -> None:
     assert (values[:, [3, 4, 9]] == 0).all() and (values[:, [0, 1, 2]] != 0).any()
 
 
+def test_what_ignored_examples_are_divided_by_is_announced() -> None:
+    y = labels().index_fill(0, torch.tensor([3, 4, 9]), -100)
+    data = TensorDataset(inputs(), y)
+    run = models.train_run(net(), whence.Classification(), data, [4, 8], 0.2).run
+    study = whence.Study(net(), whence.Classification(), data, run)
+    with pytest.warns(UserWarning, match="3 of 12 examples .* the target -100"):
+        scores = whence.TracIn().attribute(study, data, **EXACT)
+    assert len(scores.warnings) == 1
+
+
 def test_ignored_positions_of_a_document_have_no_curvature() -> None:
     task = whence.LanguageModeling()
     outputs = torch.randn(2, 4, 5, dtype=torch.float64)

@@ -22,7 +22,7 @@ from whence.layers.passes import (
     precision_as_asked,
     rounded_products,
 )
-from whence.layers.separate import Separation, pairs
+from whence.layers.separate import Separation, candidates, pairs
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.factor_cache import FactorCache
@@ -31,7 +31,7 @@ from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Draws, changed_untrained, distance_from_final
 from whence.table import Table, listed
-from whence.task import Task
+from whence.task import IGNORED, Classification, Task
 
 Runs = Run | str | os.PathLike[str]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
@@ -175,8 +175,25 @@ class Study:
                     )
                 draws = self._draws(run, stage)
                 messages += [] if draws is None else draws.warnings(stage)
+                messages += self._ignored(stage)
             self._warnings[id(run)] = messages + self._other_model(run)
         return self._warnings[id(run)]
+
+    def _ignored(self, stage: str) -> list[str]:
+        """Whether examples have no loss: then it matters what training divided by."""
+        task, data = self.tasks[stage], self.data[stage]
+        if not isinstance(task, Classification):
+            return []
+        spread = candidates(data)
+        count = sum(int(task.ignored(data.take([k])).sum()) for k in spread)
+        if not count:
+            return []
+        return [
+            f"stage {stage!r}: {count} of {len(spread)} examples that were looked at have the "
+            f"target {IGNORED}, which has no loss. They count in N: training minimised the sum of "
+            "losses divided by all examples. If it divided by the others only, as "
+            "nn.CrossEntropyLoss() does, leave them out of the training data"
+        ]
 
     def _changed_untrained(self, run: Run, stage: str) -> list[str]:
         if (id(run), stage) not in self._untrained:

@@ -38,8 +38,7 @@ Indices = Sequence[int] | NDArray[np.int64]
 
 def pairs(data: Batches) -> list[Pair]:
     """Examples to compare alone and together: spread over the data, and extreme in size."""
-    n = len(data)
-    spread = np.unique(np.linspace(0, n - 1, min(CANDIDATES, n)).round().astype(int)).tolist()
+    n, spread = len(data), candidates(data)
     numbers, sizes = zip(*(_extent(data.take([k])) for k in spread), strict=True)
     order = sorted(range(len(spread)), key=lambda k: (numbers[k], sizes[k]))
     by_size = sorted(range(len(spread)), key=lambda k: sizes[k])
@@ -50,6 +49,13 @@ def pairs(data: Batches) -> list[Pair]:
     chosen.append((n - 1, short))
     distinct = {frozenset(pair): pair for pair in reversed(chosen) if pair[0] != pair[1]}
     return list(reversed(distinct.values()))
+
+
+def candidates(data: Batches) -> list[int]:
+    """Some examples, spread over the data; all if there are few."""
+    n = len(data)
+    spread: list[int] = np.linspace(0, n - 1, min(CANDIDATES, n)).round().astype(int).tolist()
+    return spread
 
 
 def _extent(batch: Any) -> tuple[int, float]:

@@ -200,7 +200,7 @@ class Recorder:
         model: the model that is trained. Prefixes of parameter names that DDP (`module.`) and
             torch.compile (`_orig_mod.`) add are removed.
         optimizer: the optimizer that trains it. Parameters that it does not have, or that do not
-            require a gradient, are frozen.
+            require a gradient, are frozen. The recorder warns if weights change in another way.
         checkpoints: the number of checkpoints, evenly spaced over `total_steps`; or their update
             counts from the start of the run.
         total_steps: number of updates planned, counted from the start of `stage`.
