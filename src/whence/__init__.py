@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from whence import errors, evaluate, layers, report, retrain
     from whence.errors import WhenceError
     from whence.methods import (
+        Best,
         Downsampling,
         FastSource,
         Hydra,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "whence.errors": ("WhenceError",),
     "whence.methods": (
+        "Best",
         "Downsampling",
         "FastSource",
         "Hydra",
@@ -55,6 +57,7 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Best",
     "Classification",
     "Downsampling",
     "FastSource",

@@ -25,8 +25,8 @@ from whence.layers.passes import (
 from whence.layers.separate import Separation, candidates, pairs
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import sha256_of
+from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Draws, changed_untrained, distance_from_final

@@ -392,6 +392,84 @@ def test_expected_against_a_dense_recursion(every: int, curvature: str, tmp_path
     close(found, np.concatenate(dense.effects(model, stages, query, curvature), 1), 1e-9)
 
 
+def test_damping_is_a_pull_towards_where_the_weights_are(tmp_path: Path) -> None:
+    """λ ḡ in the adjoint is the Hessian of λ/2 ‖θ - c‖²: a weight decay of the same size does it,
+    for SGD, whose update is linear in g."""
+    query = models.vectors(3, seed=4)
+    damped, decayed = one_stage("sgd", 9), one_stage("sgd", 9)
+    study = studied(tmp_path / "plain", smooth(), [damped])
+    plain = Unrolled().attribute(study, query, **DOUBLE).values
+    found = Unrolled(damping=0.3).attribute(study, query, **DOUBLE).values
+    expected = sum_over_updates(smooth(), decayed, query, 0.3)
+    close(found, expected, 1e-9)
+    assert abs(found - plain).max() > 1e-3 * abs(plain).max()
+
+
+def sum_over_updates(
+    model: nn.Module, stage: dict[str, Any], query: TensorDataset, damping: float
+) -> np.ndarray:
+    """The recursion v ← v - η (H_t + λ) v for plain SGD, with dense Hessians along the training."""
+    model = model.double()
+    parameters = list(model.parameters())
+    rate = stage["optimizer"](parameters).param_groups[0]["lr"]
+    decay = stage["optimizer"](parameters).param_groups[0]["weight_decay"]
+    x, y = stage["data"].tensors
+    path, losses = [], []
+
+    def loss(flat: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sizes, named, start = dict(model.named_parameters()), {}, 0
+        for name, p in sizes.items():
+            named[name] = flat[start : start + p.numel()].reshape(p.shape)
+            start += p.numel()
+        outputs = torch.func.functional_call(model, named, (inputs,))
+        return TASK.losses(outputs, (inputs, targets))
+
+    θ = torch.cat([p.detach().flatten() for p in parameters])
+    for batch in stage["batches"]:
+        index = torch.as_tensor(batch)
+        path.append((θ, index))
+        g = torch.func.grad(lambda w, i=index: loss(w, x[i].double(), y[i]).mean())(θ)
+        θ = θ - rate * (g + decay * θ)
+    a, b = query.tensors
+    sizes = dict(model.named_parameters())
+
+    def measured(flat: torch.Tensor) -> torch.Tensor:
+        named, start = {}, 0
+        for name, p in sizes.items():
+            named[name] = flat[start : start + p.numel()].reshape(p.shape)
+            start += p.numel()
+        outputs = torch.func.functional_call(model, named, (a.double(),))
+        return TASK.measurements(outputs, (a, b))
+
+    v = torch.func.jacrev(measured)(θ)
+    values = torch.zeros(len(a), len(x), dtype=torch.float64)
+    for point, index in reversed(path):
+        each = torch.func.jacrev(lambda w, i=index: loss(w, x[i].double(), y[i]))(point)
+        values[:, index] -= rate * v @ each.T / len(index)
+        H = torch.func.hessian(lambda w, i=index: loss(w, x[i].double(), y[i]).mean())(point)
+        v = v - rate * (v @ H + (decay + damping) * v)
+    losses.clear()
+    return values.detach().numpy()
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_query_along_the_run_is_the_mean_over_checkpoints(expected: bool, tmp_path: Path) -> None:
+    """Scores are linear in the query gradient."""
+    study = studied(tmp_path, smooth(), [one_stage("momentum", 9)])
+    query, run = models.vectors(3, seed=4), study.runs[0]
+    along = Unrolled("gauss-newton", expected, query_at="run")
+    each = []
+    for checkpoint in run.checkpoints:
+
+        class At(Unrolled):
+            def _gradients(self, workspace: Any, block: Any, step: int = checkpoint.step) -> Any:
+                return self._gradients_at(workspace, block, workspace.replay.recorded(step))
+
+        each.append(At("gauss-newton", expected).attribute(study, query, **DOUBLE).values)
+    close(along.attribute(study, query, **DOUBLE).values, np.mean(each, 0), 1e-9)
+    assert not np.allclose(each[0], each[-1])
+
+
 def test_expected_draws(tmp_path: Path) -> None:
     data, query = models.vectors(30), models.vectors(2, seed=4)
     subset = np.arange(3, 27)
@@ -508,7 +586,7 @@ def test_an_interrupted_sweep_goes_on(
 ) -> None:
     study, query = case
     whole = method.attribute(study, query, by_segment=True, **DOUBLE)
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     options, calls = DOUBLE | {"out": tmp_path, "by_segment": True}, 0
     product = Objective.hessian if method.curvature == "hessian" else Objective.gauss_newton
 
@@ -540,7 +618,7 @@ def test_a_sweep_of_another_calculation_is_not_taken_up(
     case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, query = case
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     wrong = unrolling.QueryBlock(
         slice(0, 5), slice(0, 10), query, "train", np.arange(5), {"train": np.arange(10)}
     )
@@ -719,6 +797,10 @@ def test_settings() -> None:
         Unrolled("fisher")
     with pytest.raises(ValueError, match="curvature_batch=8 is for expected=True"):
         Unrolled(curvature_batch=8)
+    with pytest.raises(ValueError, match="damping=-1 must be zero or positive"):
+        Unrolled(damping=-1)
+    with pytest.raises(ValueError, match="query_at='start' is not known"):
+        Unrolled(query_at="start")
     with pytest.raises(ValueError, match="credit_every=0 must be at least 1"):
         Unrolled(expected=True, credit_every=0)
 

@@ -189,9 +189,9 @@ class Replay:
         weights = self.run.initial.weights()
         return Point(0, {name: {WEIGHT: self._put(weights[name])} for name in self.trained}, {})
 
-    def final(self) -> Point:
-        """The recorded point after the last update."""
-        return self._anchored(replace(self.first(), step=self.steps), compare=False)
+    def recorded(self, step: int) -> Tensors:
+        """The weights that the run recorded after this many updates."""
+        return self._anchored(replace(self.first(), step=step), compare=False).weights
 
     def forward(self, point: Point, last: int) -> Iterator[tuple[Update, Point]]:
         """Every update from a point up to `last`, and the point after it."""

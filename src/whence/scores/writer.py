@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.errors import DiskFull, FolderConflict, InvalidInput
 from whence.persist.files import (
+    Throttle,
     damaged,
     make_folder,
     move_into_place,
@@ -22,7 +23,6 @@ from whence.persist.files import (
     save_array,
     write_json,
 )
-from whence.persist.snapshots import Throttle
 from whence.scores.result import Floats, Ints, Scores, Top, read_description
 
 ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
