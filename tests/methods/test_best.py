@@ -75,9 +75,8 @@ def test_preconditioned_optimizers(kind: str) -> None:
     names = list(query)
     P = ds.preconditioner(stage.model, segment.moments, segment.epsilon, 0.0)
     D = torch.cat([oracle._time(segment, n) * P[n] for n in names])
-    each = [
-        gauss_newton(stage.model, w, stage.task, stage.data, names) for w in segment.checkpoints
-    ]
+    points = segment.checkpoints
+    each = [gauss_newton(stage.model, w, stage.task, stage.data, names) for w in points]
     H = torch.stack(each).mean(0) / len(stage.data) + torch.diag(3 / D)
     g = [
         flat(oracle.gradients(oracle._key(w), segment.stage, "losses", False), names)
