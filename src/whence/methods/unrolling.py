@@ -6,7 +6,6 @@ yields the credit of each update to its examples.
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from whence.data import cut
 from whence.engine.ledger import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
-from whence.errors import NotFinite
+from whence.errors import NotFinite, warn
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.persist.identity import key_of
@@ -71,7 +70,7 @@ class Unrolling(Method):
         if replay.unmodelled:
             modules = "; ".join(dict.fromkeys(replay.unmodelled))
             workspace.ledger.diagnostics["unmodelled"] = modules
-            warnings.warn(f"{modules}: gradients are taken without", stacklevel=3)
+            warn(f"{modules}: gradients are taken without", stacklevel=3)
         return ReplayWorkspace(**vars(workspace), replay=replay)
 
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
