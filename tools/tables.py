@@ -27,7 +27,7 @@ from benchmarks.models import WORKLOADS, final_run
 from experiments.pages import ours, tables
 from experiments.pages.claims import difference, negated
 from experiments.tasks import RESULTS
-from experiments.tasks.forms import DEFAULT, DEFAULT_BY_STAGE, INFLUENCE, PUBLISHED
+from experiments.tasks.forms import BEST, DEFAULT, DEFAULT_BY_STAGE, INFLUENCE, PUBLISHED
 from experiments.tasks.methods import ARGUMENTS
 from whence.operators import cost
 
@@ -468,8 +468,76 @@ def default_table() -> list[str]:
     ]
 
 
+BEST_FORMS = {  # heads of a table, and the forms in forms.json
+    "influence": INFLUENCE,
+    "the paper's form": PUBLISHED,
+    "`Source()`": None,
+    "`Best()`": BEST,
+    "2 iterations": "best, 2 iterations",
+    "4": "best, 4 iterations",
+    "16": "best, 16 iterations",
+    "δ = 1": "best, damping 1",
+    "δ = 10": "best, damping 10",
+    "query at the end": "best, query at the end",
+}
+
+
+def best_table() -> list[str]:
+    """LDS of `Best` and its variants, at every α."""
+    heads = ["LDS", "α", "ceiling", *BEST_FORMS, "`Best()` − the paper's form"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    of: dict[str, Any] = {}
+    for task, entries in ours.read(RESULTS).items():
+        for entry in sorted(entries, key=lambda entry: float(entry["protocol"]["alpha"])):
+            forms = entry["forms"]
+            if BEST not in forms:
+                continue
+            of = entry["protocol"]
+            default = DEFAULT if DEFAULT in forms else DEFAULT_BY_STAGE
+            cells = [f"{of['alpha']:g}", f"{forms[BEST]['ceiling']:.2f}"]
+            for head, name in BEST_FORMS.items():
+                row = forms.get(name or default)
+                both = row and row["ensemble"] and head in ("`Source()`", "`Best()`")
+                value = "" if row is None else f"{row['single'][0]:.2f}"
+                cells.append(f"{value} / {row['ensemble'][0]:.2f}" if both else value)
+            gain, low, high = forms[BEST]["over"][PUBLISHED]["single"]
+            cells.append(f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]")
+            lines.append(f"| {tables.title(task)} | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        f"LDS of one model, and after the slash of the mean of {of['runs']}; "
+        f"{of['subsets']} × {of['seeds']} retrainings for each row. Variants: one run. The last "
+        "column is paired, with a 95 % interval. `python -m experiments.studies.forms`.",
+    ]
+
+
+def best_cost_table() -> list[str]:
+    """Seconds of `Source` and of `Best`."""
+    study = json.loads((RESULTS / "best.json").read_text())
+    lines = [
+        "| task | queries | products | `Source()` | `Best()` | ratio |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for task, row in study["tasks"].items():
+        for products, least in row["seconds"].items():
+            a, b = least["Source"], least["Best"]
+            lines.append(
+                f"| {tables.title(task)} | {row['queries']} | {products} | {a:.1f} s | {b:.1f} s | "
+                f"{b / a:.1f}× |"
+            )
+    return [
+        *lines,
+        "",
+        f"From nothing to scores, the least of {study['rounds']} rounds, alternating; {study['device']}. "
+        "`python -m experiments.studies.best`.",
+    ]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "default": default_table,
+    "best": best_table,
+    "best cost": best_cost_table,
     "time": time_table,
     "faster": faster_table,
     "memory": memory_table,
