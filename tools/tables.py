@@ -529,8 +529,8 @@ def best_cost_table() -> list[str]:
     return [
         *lines,
         "",
-        f"From nothing to scores, the least of {study['rounds']} rounds, alternating; {study['device']}. "
-        "`python -m experiments.studies.best`.",
+        f"From nothing to scores, the least of {study['rounds']} rounds, alternating; "
+        f"{study['device']}. `python -m experiments.studies.best`.",
     ]
 
 
