@@ -72,9 +72,9 @@ class Best(SegmentedMethod):
         check_count("iterations", iterations)
         check_positive("relative_damping", relative_damping)
         check_choice("curvature", curvature, KINDS)
+        self.iterations, self.relative_damping = iterations, relative_damping
         along: Any = {"query_at": query_at, "floor": floor, "seed": seed}
         super().__init__(segments, curvature, fisher, stage, **along)
-        self.iterations, self.relative_damping = iterations, relative_damping
 
     def settings(self) -> dict[str, Any]:
         fixed = ("damping", "coupling", "weight_decay")
