@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 import whence
-from experiments.engine.reproduce import products
-from experiments.engine.trainings import Trainings
+from experiments.engine.trainings import Trainings, products
 from experiments.tasks import RESULTS, TASKS, Scale
 from experiments.tasks.machine import machine
 from whence.persist.files import write_json
@@ -50,7 +49,11 @@ def measure(task: str, options: argparse.Namespace) -> dict[str, Any]:
                     least[name] = min(least[name], seconds(work, method(), options.device))
         times["tf32" if tf32 else "float32"] = least
         print(task, "tf32" if tf32 else "float32", least, flush=True)
-    return {"seconds": times, "queries": len(work.query), "examples": work.examples}
+    return {
+        "seconds": times,
+        "queries": len(work.query),  # type: ignore[arg-type]
+        "examples": work.examples,
+    }
 
 
 def name_of(device: str) -> str:
