@@ -149,7 +149,7 @@ def main() -> None:
             entry = {"forms": known | rows, "chosen_on": task in CHOSEN_ON, **about}
             stored["tasks"][task] = entry
             stored.update(machine=about["machine"], device=about["device"])
-            write_json(file, stored)
+            write_json(file, stored, checksum=False)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from whence.errors import InvalidInput, WhenceError
+from whence.errors import DamagedFile, InvalidInput, WhenceError
 from whence.persist import identity
-from whence.persist.files import DamagedFile, damaged, write_bytes
+from whence.persist.files import damaged, write_bytes
 from whence.persist.identity import sha256_of
 from whence.persist.tensors import load_tensors, serialize
 

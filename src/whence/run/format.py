@@ -12,15 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.persist.files import (
-    DamagedFile,
-    damaged,
-    load_array,
-    read_json,
-    remove_abandoned,
-    save_array,
-    write_json,
-)
+from whence.errors import DamagedFile, InvalidInput, MissingFile
+from whence.persist.arrays import check_array, entry_of, map_array, save_array
+from whence.persist.files import parsing, read_json, remove_abandoned, write_json
 from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
 from whence.run.segments import Stage
 
@@ -103,22 +97,38 @@ class RunData:
             finished=False,
         )
 
-    def write(self, folder: Path) -> None:
-        """Write everything except the tensors, which `write_checkpoint` writes first."""
-        folder.mkdir(parents=True, exist_ok=True)
+    @property
+    def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = {"learning_rates": self.learning_rates, "momentums": self.momentums}
         if self.batches is not None:
             lengths = [0, *map(len, self.batches)]
             arrays["batches"] = np.concatenate([np.empty(0, np.int64), *self.batches])
             arrays["batch_offsets"] = np.cumsum(lengths, dtype=np.int64)
-        for name, array in arrays.items():
+        return arrays
+
+    def write(self, folder: Path, *, shorter: bool = False) -> None:
+        """Write everything except the tensors, which `write_checkpoint` writes first.
+
+        run.json comes last, because the arrays of an unfinished run may be longer than it says.
+
+        Args:
+            shorter: the folder may hold more updates than this run, so run.json comes first.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if shorter:
+            self._write_json(folder)
+        for name, array in self._arrays.items():
             save_array(folder / f"{name}.npy", array)
+        self._write_json(folder)
+
+    def _write_json(self, folder: Path) -> None:
         content = {
             "schema": SCHEMA,
             "finished": self.finished,
             "steps": self.steps,
             "resumable": self.resumable,
             "batches": self.batches is not None,
+            "arrays": {name: entry_of(array) for name, array in self._arrays.items()},
             "stages": [
                 {
                     "name": s.name,
@@ -152,14 +162,14 @@ class RunData:
             raise RunError(f"there is no run at {folder}: no such folder")
         try:
             content = read_json(folder / "run.json", schema=SCHEMA, remedy=REMEDY)
+            with parsing(folder / "run.json", REMEDY):
+                return cls._parse(folder, content)
+        except MissingFile as error:
+            raise RunError(str(error)) from error
         except FileNotFoundError as error:
             raise RunError(f"there is no run at {folder}: it has no run.json") from error
-        except ValueError as error:
+        except (DamagedFile, InvalidInput) as error:
             raise RunError(str(error)) from error
-        try:
-            return cls._parse(folder, content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunError(str(damaged(folder / "run.json", repr(error), REMEDY))) from error
 
     @classmethod
     def _parse(cls, folder: Path, content: dict[str, Any]) -> Self:
@@ -168,16 +178,22 @@ class RunData:
 
         def array(name: str, *shape: int) -> NDArray[Any]:
             # A process killed after writing the arrays and before run.json leaves longer arrays.
-            stored = _load(folder / f"{name}.npy")
+            dtype = np.dtype(np.int64 if name.startswith("batch") else np.float64)
+            if 0 in shape:
+                return np.zeros(shape, dtype)
+            path = folder / f"{name}.npy"
+            stored = map_array(path, remedy=REMEDY)
             longer = stored.ndim == len(shape) and all(
                 r >= s for r, s in zip(stored.shape, shape, strict=True)
             )
-            if stored.shape != shape and (finished or not longer):
+            if (stored.shape != shape and (finished or not longer)) or stored.dtype != dtype:
                 raise RunError(
-                    f"{folder / name}.npy has shape {stored.shape}, but run.json says {shape}: "
-                    "restore it from a copy, or record the run again"
+                    f"{path} is {stored.dtype} of shape {stored.shape}, but run.json says {dtype} "
+                    f"of shape {shape}: {REMEDY}"
                 )
-            return stored[tuple(slice(s) for s in shape)]
+            part = np.array(stored[tuple(slice(s) for s in shape)])
+            check_array(path, part, content.get("arrays", {}).get(name, {}), REMEDY)
+            return part
 
         batches = None
         if content["batches"]:
@@ -271,10 +287,3 @@ def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
     weights = file(entry, entry.get("aliases", {}))
     moments, state = (file(entry[k], {}) if k in entry else None for k in ("moments", "state"))
     return Checkpoint(entry["step"], entry["stage"], weights, moments, state)
-
-
-def _load(path: Path) -> NDArray[Any]:
-    try:
-        return load_array(path, mode=None, remedy=REMEDY)
-    except (FileNotFoundError, DamagedFile) as error:
-        raise RunError(str(error)) from error

@@ -265,8 +265,14 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         state = self._finish()
-        if not isinstance(state, Writing):
-            return
+        if isinstance(state, Writing):
+            try:
+                self._end(state, kind)
+            finally:
+                state.writer.release()
+
+    def _end(self, state: Attached | Recording, kind: type[BaseException] | None) -> None:
+        """Write the end of the run."""
         writer = state.writer
         if kind is not None:
             if isinstance(state, Recording):

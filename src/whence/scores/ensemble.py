@@ -16,7 +16,7 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
     mean = squares = segments = np.zeros(())
     count = 0
     for count, scores in enumerate(runs, 1):
-        values = np.asarray(scores.values, dtype=np.float64)
+        values = np.asarray(scores.values[...], dtype=np.float64)
         deviation = values - mean
         mean = mean + deviation / count
         squares = squares + deviation * (values - mean)

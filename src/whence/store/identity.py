@@ -13,12 +13,13 @@ from whence.data import Batches
 from whence.engine.workspace import Workspace
 from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
-from whence.persist.files import read_json
+from whence.persist.files import damaged, read_json
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256
 from whence.study import MEASURED, Study
 
 SCHEMA = 1
+REMEDY = "delete the store, and build it again"
 METHODS = ("tracin", "influence", "trak", "source")
 PROJECTIONS = ("random", "eigenbasis")
 
@@ -64,11 +65,16 @@ def read(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "has no store.json" if folder.is_dir() else "does not exist"
         raise MissingFile(f"{folder} {what}: give a folder that GradientStore.build wrote")
-    description = read_json(file, schema=SCHEMA, remedy="delete the store, and build it again")
+    description = read_json(file, schema=SCHEMA, remedy=REMEDY)
     known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
     missing = known - description.keys()
     if missing:
-        raise DamagedFile(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
+        names = ", ".join(sorted(missing))
+        raise DamagedFile(f"{file} is incomplete ({names} missing): {REMEDY}")
+    kinds = {"methods": list, "complete": bool}
+    wrong = [name for name in known if type(description[name]) is not kinds.get(name, dict)]
+    if wrong:
+        raise damaged(file, f"{', '.join(wrong)} of a wrong type", REMEDY)
     return description
 
 

@@ -40,6 +40,8 @@ from whence.operators import EKFAC, Basis, FitData, accumulator, cost
 from whence.operators.products import add_gram, mirror
 from whence.persist.files import Throttle, make_folder, write_json
 from whence.persist.identity import key_of
+from whence.persist.locks import NAME as LOCK
+from whence.persist.locks import FolderLock
 from whence.persist.tensors import FactorCache
 from whence.projections import Eigenbasis, Projection, moments, projected
 from whence.projections.eigenbasis import LeadingEntries, leading
@@ -57,13 +59,14 @@ from whence.store.identity import (
     only_run,
     read,
 )
-from whence.store.rows import Rows, finished, mapped
+from whence.store.rows import Rows, StoredRows, finished
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
 from whence.table import listed
 
 PROGRESS_SECONDS = 5.0  # between two records of progress
 DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
+NOT_STRANGE = (LOCK, "gradients")  # what a build killed in its first moments may have left
 ROW_TOLERANCE = 1e-3  # relative difference of a recomputed row from the stored one
 
 
@@ -102,7 +105,7 @@ class GradientStore:
         self._factors = FactorCache(path / "factors")
         self._decompositions = FactorCache(path / "decompositions")
         self._projections: dict[str, Projection] = {}
-        self._rows: dict[str, Tensor] = {}
+        self._rows: dict[str, StoredRows] = {}
         self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
         self._verified: set[str] = set()
 
@@ -147,7 +150,8 @@ class GradientStore:
         run = only_run(study)
         check_choices(projection, fisher, methods)
         folder = Path(path)
-        with torch.no_grad(), precision_as_asked():
+        lock = FolderLock(folder, "builds a store", takeover=True)
+        with lock, torch.no_grad(), precision_as_asked():
             options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
             workspace = Workspace.lay_out(study, run, options)
             check_dimension(dimension, workspace.trained_blocks(), workspace.memory)
@@ -171,13 +175,13 @@ class GradientStore:
                     m for m in METHODS if m in {*description["methods"], *methods}
                 ]
             else:
-                if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                if any(file.name not in NOT_STRANGE for file in folder.iterdir()):
                     raise InvalidInput(
                         f"{folder} is not empty and is not a store: choose another path"
                     )
                 description = {"schema": SCHEMA, "settings": settings, "identity": identity}
                 description |= {"methods": [m for m in METHODS if m in methods]}
-                description |= {"data": {}, "partial": {}, "moments": {}}
+                description |= {"data": {}, "partial": {}, "rows": {}, "moments": {}}
             before = description["data"]
             description["data"] = {
                 stage: {"examples": len(data), "sha256": digest_of(data, len(data))}
@@ -356,13 +360,18 @@ class GradientStore:
             self._projections[place] = projection
         return self._projections[place]
 
-    def rows(self, stage: str, checkpoint: Weights) -> Tensor:
+    def rows(self, stage: str, checkpoint: Weights) -> StoredRows:
         """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
         name = self._name(stage, checkpoint.step)
         if name not in self._rows:
-            count = self._description["data"][stage]["examples"]
-            self._rows[name] = mapped(self._path(name), count, self.dimension, self._dtype)
+            about = self._description.get("rows", {}).get(name, {})
+            form = self._form(self._description["data"][stage]["examples"])
+            self._rows[name] = StoredRows(self._path(name), {**about, **form})
         return self._rows[name]
+
+    def _form(self, examples: int) -> dict[str, Any]:
+        """Shape and dtype of a matrix of rows."""
+        return {"shape": [examples, self.dimension], "dtype": str(self._dtype)}
 
     def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
         """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""
@@ -437,7 +446,7 @@ class GradientStore:
         (piece,) = projected(
             passes, data, first, LOSS, self.projection(workspace), workspace.memory
         )
-        stored = self.rows(unit.stage, unit.checkpoint)[0].to(piece.rows)
+        stored = self.rows(unit.stage, unit.checkpoint)[:1][0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
         if not off < max(ROW_TOLERANCE, 8 * torch.finfo(workspace.dtype).eps):
             raise InvalidInput(
@@ -450,10 +459,10 @@ class GradientStore:
 
     def _complete(self, workspace: Workspace) -> None:
         """Compute the rows and second moments that are missing."""
+        self._note()  # first: the folder is then known as a store
         make_folder(self.path / "gradients")
         self._check_room()
         self._announce(workspace)
-        self._note()
         projection = self.projection(workspace)
         if self._description["settings"]["projection"] == "random":
             try_out(workspace, projection)
@@ -488,8 +497,11 @@ class GradientStore:
         path, data = self._path(unit.name), self.study.data[unit.stage]
         if finished(path, self.dimension, self._dtype) == len(data):
             return
-        complete = self._description["partial"].get(unit.name, 0)
-        rows = Rows(path, len(data), self.dimension, self._dtype, complete)
+        entries, partial = self._description.setdefault("rows", {}), self._description["partial"]
+        known = partial.get(unit.name)
+        if isinstance(known, int):  # earlier versions kept no checksums
+            known = {"rows": known}
+        rows = Rows(path, self._form(len(data)), known, entries.get(unit.name))
         passes, throttle = workspace.passes[unit.stage], Throttle(PROGRESS_SECONDS)
         passes.load(unit.checkpoint)
         left = np.arange(rows.start, len(data))
@@ -500,14 +512,15 @@ class GradientStore:
                 passes, data, batches, LOSS, self.projection(workspace), room, label
             ):
                 self._refuse_bad(piece.rows, piece.indices, data, unit.checkpoint)
-                rows.write(int(piece.indices[0]), piece.rows)
+                rows.write(piece.rows)
                 if throttle.due():
                     with throttle.saving():
-                        rows.flush()
-                        self._description["partial"][unit.name] = int(piece.indices[-1]) + 1
+                        partial[unit.name] = rows.flush()
                         self._note()
+        partial[unit.name], entries[unit.name] = rows.flush(), rows.entry
+        self._note()  # before the matrix is renamed: one without checksums would not be checked
         rows.finish()
-        self._description["partial"].pop(unit.name, None)
+        del partial[unit.name]
         self._note()
 
     @staticmethod
@@ -549,14 +562,14 @@ class GradientStore:
         self._note()
 
     def _row_moments(
-        self, workspace: Workspace, rows: Tensor, chosen: NDArray[np.int64]
+        self, workspace: Workspace, rows: StoredRows, chosen: NDArray[np.int64]
     ) -> dict[str, Tensor]:
         sums = {}
         for k, where in enumerate(self.projection(workspace).columns):
             d = where.stop - where.start
             total = torch.zeros(d, d, dtype=torch.float64, device=workspace.device)
             for block in cut(len(chosen), 4 * workspace.batch_size):
-                add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
+                add_gram(total, rows[chosen[block]][:, where].to(total))
             sums[f"{k}"] = mirror(total)
         return sums
 
