@@ -22,6 +22,7 @@ from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
 from whence.retrain.recipe import Recipe
 from whence.retrain.training import Training
+from whence.table import one_line
 
 SCHEMA = 1
 FIELDS = ("alpha", "seeds", "measurement", "unit", "higher_is_better", "stage", "recipe", "query")
@@ -136,7 +137,7 @@ class Truth:
     def __repr__(self) -> str:
         subsets, repeats, queries = self.measurements.shape
         diverged = int(self.diverged.sum())
-        return (
+        return one_line(
             f"Truth({subsets} subsets of {self.alpha:.4g} of {self.masks.shape[1]:,} examples"
             + (f" of stage {self.stage!r}" if self.stage else "")
             + f" x {repeats} seeds, {queries} queries, {self.measurement}"

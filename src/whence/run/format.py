@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from whence.errors import DamagedFile, InvalidInput, MissingFile
+from whence.errors import DamagedFile, InvalidInput, InvalidType, MissingFile
 from whence.persist.arrays import check_array, entry_of, map_array, save_array
 from whence.persist.files import parsing, read_json, remove_abandoned, write_json
 from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
@@ -213,7 +213,7 @@ class RunData:
             between=[_checkpoint(folder, entry) for entry in content["between"]],
             marks={int(at): sha256 for at, sha256 in content.get("marks", {}).items()},
             batches=batches,
-            subset=np.array(subset, np.int64) if subset is not None else None,
+            subset=checked_subset(subset) if subset is not None else None,
             subset_stage=content.get("subset_stage"),
             origin=content.get("origin", {}),
             notes=content["notes"],
@@ -235,6 +235,24 @@ class RunData:
         for file in (folder / "checkpoints").iterdir():
             if CHECKPOINT_FILE.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
+
+
+def checked_subset(subset: ArrayLike) -> NDArray[np.int64]:
+    """Training indices, from indices or a mask."""
+    chosen = np.asarray(subset)
+    if chosen.dtype == bool and chosen.ndim == 1:
+        chosen = np.flatnonzero(chosen)
+    if not chosen.size:
+        raise InvalidInput("subset is empty: name the training examples that were used")
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+        raise InvalidType(
+            f"subset is {chosen.dtype} of shape {chosen.shape}: give training indices, or a mask"
+        )
+    if int(chosen.min()) < 0:
+        raise InvalidInput(f"subset names example {int(chosen.min())}: count from 0")
+    if len(np.unique(chosen)) != len(chosen):
+        raise InvalidInput("subset names an example twice: name each once")
+    return chosen.astype(np.int64)
 
 
 def write_checkpoint(

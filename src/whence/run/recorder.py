@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from whence.errors import InvalidInput
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256
-from whence.run.format import RunData
+from whence.run.format import RunData, checked_subset
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
 from whence.run.writer import RunWriter
@@ -220,7 +220,7 @@ class Recorder:
         self._first_stage = DeclaredStage(stage, _checked_size(size), self._schedule)
         self._every_step, self._overwrite = every_step, overwrite
         self._provenance = Provenance(
-            subset=np.asarray(subset, np.int64).reshape(-1) if subset is not None else None,
+            subset=checked_subset(subset) if subset is not None else None,
             notes=_as_json(notes or {}),
             resumable=resumable,
         )

@@ -29,7 +29,7 @@ from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import make_folder, parsing, read_json, write_json
 from whence.scores.uncertainty import calibrated, half_widths
-from whence.table import Table, Tabled, listed
+from whence.table import Table, Tabled, listed, one_line
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -71,7 +71,9 @@ class Ranking(list[Entry]):
         return Table(heads, [row[: len(heads)] for row in rows])._repr_html_()
 
     def __repr__(self) -> str:
-        rows = [f"{e.example:>10}  {e.value:+.4e}  {e.stage or ''}".rstrip() for e in self]
+        rows = [
+            f"{e.example:>10}  {e.value:+.4e}  {one_line(e.stage or '')}".rstrip() for e in self
+        ]
         return "\n".join([f"{'example':>10}  value", *rows])
 
 

@@ -62,7 +62,7 @@ from whence.store.identity import (
 from whence.store.rows import Rows, StoredRows, finished
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
-from whence.table import listed
+from whence.table import listed, one_line
 
 PROGRESS_SECONDS = 5.0  # between two records of progress
 DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
@@ -693,7 +693,7 @@ class GradientStore:
     def __repr__(self) -> str:
         s = self._description["settings"]
         counts = ", ".join(f"{k}: {v['examples']:,}" for k, v in self._description["data"].items())
-        return (
+        return one_line(
             f"GradientStore({self.path}: {s['projection']}, dimension {s['dimension']}, examples "
             f"{{{counts}}}, for {', '.join(self._description['methods'])})"
         )
