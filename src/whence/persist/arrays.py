@@ -10,10 +10,12 @@ opened. Large ones are mapped into memory, and each block is checked when it is 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -144,16 +146,16 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
     All its space is reserved now: a disk that is full while a page is written would end the
     process with a signal.
     """
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     try:
-        with open(path, "rb+") as file:
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        with open(path, "rb+") as file, suppress(AttributeError):  # not on every system
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except AttributeError:  # not on this system
-        pass
     except OSError as error:
         if is_disk_full(error):
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise disk_full(path, error) from error
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):  # cannot reserve
+            raise
     return array
 
 

@@ -9,6 +9,7 @@ import errno
 import os
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, ClassVar
 from weakref import WeakValueDictionary
@@ -29,7 +30,7 @@ def acquire(path: Path, *, wait: bool) -> IO[bytes] | None:
     import fcntl  # not on Windows, where nothing that needs a lock is supported
 
     while True:
-        file = open(path, "a+b")  # noqa: SIM115  open as long as the lock is held
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as the lock is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -48,10 +49,10 @@ def acquire(path: Path, *, wait: bool) -> IO[bytes] | None:
             file.close()
             raise
         file.close()  # its holder has removed it meanwhile: lock the new one
-    file.truncate(0)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.write(f"process {os.getpid()} on {platform.node()}, since {since}".encode())
-    file.flush()
+    with suppress(OSError):  # on a full disk the lock holds without a name
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {platform.node()}, since {since}".encode())
     return file
 
 

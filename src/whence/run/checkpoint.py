@@ -138,6 +138,10 @@ def file_sha256(path: Path) -> str:
         return identity.file_sha256(path)
     except FileNotFoundError as error:
         raise RunError(f"{path} is missing: {REMEDY}") from error
+    except PermissionError:
+        raise
+    except OSError as error:  # such as a folder of this name
+        raise RunError(str(damaged(path, error, REMEDY))) from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,0 +1,88 @@
+"""Try to break whence, at random, and write down how often that succeeded.
+
+    python -m tools.faults --attempts 100
+    python -m tools.faults --attempts 20 --kind SIGKILL --seed 7
+
+`docs/trust.md` has the table of the committed result (`python -m tools.tables`). A failed attempt
+is printed with its seed, so that it can be repeated: the same kind and seed make the same attempt,
+except where the moment of a signal matters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "experiments" / "results" / "faults.json"
+
+
+def attempt(kind: str, seed: int) -> str | None:
+    """What an attempt broke; None if nothing."""
+    from faults.attempts import ATTEMPTS
+
+    folder = Path(tempfile.mkdtemp(prefix="whence-faults-"))
+    try:
+        ATTEMPTS[kind](random.Random(f"{kind} {seed}"), folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def try_all(kinds: list[str], attempts: int, seed: int) -> dict[str, Any]:
+    """The numbers of attempts and failures of each kind, and what failed."""
+    rows = {}
+    for kind in kinds:
+        start, failures = time.monotonic(), []
+        for number in range(seed, seed + attempts):
+            failure = attempt(kind, number)
+            if failure is not None:
+                failures.append({"seed": number, "what": failure[-2000:]})
+                print(f"{kind}, seed {number}: {failure}", file=sys.stderr, flush=True)
+        seconds = round(time.monotonic() - start)
+        rows[kind] = {"attempts": attempts, "failures": len(failures), "seconds": seconds}
+        rows[kind] |= {"failed": failures}
+        print(f"{kind}: {len(failures)} of {attempts} failed, {seconds} s", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--attempts", type=int, default=50, help="of each kind")
+    parser.add_argument("--kind", action="append", help="only this kind (may be repeated)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first attempt")
+    parser.add_argument("--out", type=Path, default=RESULT, help="the file to write")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "tests"))
+    warnings.simplefilter("ignore")
+    from faults import jobs
+    from faults.attempts import ATTEMPTS
+
+    import whence
+
+    jobs.often()
+    unknown = [kind for kind in options.kind or () if kind not in ATTEMPTS]
+    if unknown:
+        parser.error(f"--kind {unknown[0]!r}: choose from {', '.join(ATTEMPTS)}")
+    rows = try_all(options.kind or list(ATTEMPTS), options.attempts, options.seed)
+    about = {"whence": whence.__version__, "python": platform.python_version()}
+    about |= {"date": time.strftime("%Y-%m-%d"), "seed": options.seed}
+    if options.kind and options.out.exists():  # replace these kinds only
+        earlier = json.loads(options.out.read_text())
+        rows = earlier["rows"] | rows
+    options.out.write_text(json.dumps({"rows": rows} | about, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
