@@ -11,8 +11,8 @@ except where the moment of a signal matters.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import platform
 import random
 import shutil
 import sys
@@ -28,11 +28,10 @@ RESULT = ROOT / "experiments" / "results" / "faults.json"
 
 def attempt(kind: str, seed: int) -> str | None:
     """What an attempt broke; None if nothing."""
-    from faults.attempts import ATTEMPTS
-
+    attempts = importlib.import_module("faults.attempts").ATTEMPTS
     folder = Path(tempfile.mkdtemp(prefix="whence-faults-"))
     try:
-        ATTEMPTS[kind](random.Random(f"{kind} {seed}"), folder)
+        attempts[kind](random.Random(f"{kind} {seed}"), folder)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -42,7 +41,7 @@ def attempt(kind: str, seed: int) -> str | None:
 
 def try_all(kinds: list[str], attempts: int, seed: int) -> dict[str, Any]:
     """The numbers of attempts and failures of each kind, and what failed."""
-    rows = {}
+    rows: dict[str, Any] = {}
     for kind in kinds:
         start, failures = time.monotonic(), []
         for number in range(seed, seed + attempts):
@@ -66,18 +65,17 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
     warnings.simplefilter("ignore")
-    from faults import jobs
-    from faults.attempts import ATTEMPTS
-
     import whence
+    from experiments.tasks.machine import machine
 
-    jobs.often()
-    unknown = [kind for kind in options.kind or () if kind not in ATTEMPTS]
+    importlib.import_module("faults.jobs").often()
+    known = list(importlib.import_module("faults.attempts").ATTEMPTS)
+    unknown = [kind for kind in options.kind or () if kind not in known]
     if unknown:
-        parser.error(f"--kind {unknown[0]!r}: choose from {', '.join(ATTEMPTS)}")
-    rows = try_all(options.kind or list(ATTEMPTS), options.attempts, options.seed)
-    about = {"whence": whence.__version__, "python": platform.python_version()}
-    about |= {"date": time.strftime("%Y-%m-%d"), "seed": options.seed}
+        parser.error(f"--kind {unknown[0]!r}: choose from {', '.join(known)}")
+    rows = try_all(options.kind or known, options.attempts, options.seed)
+    about = {"seed": options.seed, "device": "CPU"}
+    about |= {"machine": machine() | {"whence": whence.__version__}}
     if options.kind and options.out.exists():  # replace these kinds only
         earlier = json.loads(options.out.read_text())
         rows = earlier["rows"] | rows

@@ -30,7 +30,7 @@ from whence.errors import InvalidInput, MissingKey
 from whence.explore.reading import Floats
 from whence.persist import locks
 from whence.persist.arrays import load_array, save_array
-from whence.persist.files import make_folder, read_json, write_json
+from whence.persist.files import check_types, make_folder, read_json, write_json
 from whence.persist.identity import digest, sha256_of
 from whence.retrain import Training, Update
 from whence.retrain.grid import Grid
@@ -363,6 +363,8 @@ def _read(file: Path) -> Job | None:
     try:
         content = read_json(file, schema=SCHEMA)
         del content["schema"]
+        check_types(content, of=str, stage=str, examples=list, seeds=list, created=float)
+        check_types({"measured": {}} | content, state=str, notes=dict, measured=dict)
         return Job(**content) if content["id"] == file.stem else None
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         return None

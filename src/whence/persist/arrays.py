@@ -15,7 +15,6 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import InvalidInput, MissingFile
-from whence.persist.files import REMEDY, atomic, damaged, disk_full, is_disk_full
+from whence.persist.files import REMEDY, atomic, damaged, naming_full_disk
 
 BLOCK = 2**20  # bytes
 LARGE = 2**26  # bytes; larger arrays are checked when they are read
@@ -147,16 +146,24 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
     process with a signal.
     """
     try:
-        array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-        with open(path, "rb+") as file, suppress(AttributeError):  # not on every system
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
-        if is_disk_full(error):
-            path.unlink(missing_ok=True)
-            raise disk_full(path, error) from error
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):  # cannot reserve
-            raise
+        with naming_full_disk(path):
+            array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+            with open(path, "rb+") as file:
+                _reserve(file, path.stat().st_size)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return array
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except AttributeError:  # not on this system
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):  # not on this disk
+            raise
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from whence.errors import DamagedFile, DiskFull, InvalidInput, NotAFolder, WhenceError
+from whence.errors import DamagedFile, DiskFull, InvalidInput, InvalidType, NotAFolder, WhenceError
 
 REMEDY = "restore it from a copy, or compute it again"
 
@@ -59,40 +59,41 @@ def atomic(path: Path) -> Iterator[Path]:
     """
     temporary = _temporary(path)
     try:
-        with open(temporary, "xb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-        yield temporary
-        if temporary.stat().st_mode != mode:  # safetensors lets only the owner read its files
-            os.chmod(temporary, mode)
-        move_into_place(temporary, path)
-    except Exception as error:
-        if is_disk_full(error):
-            raise disk_full(path, error) from error
-        raise
+        with naming_full_disk(path):
+            with open(temporary, "xb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+            yield temporary
+            if temporary.stat().st_mode != mode:  # safetensors lets only the owner read its files
+                os.chmod(temporary, mode)
+            move_into_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for lack of space: the disk's, a quota's, or the process's limit."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in FULL
-    words = str(error)  # safetensors: "(os error 28)"; NumPy: "9 requested and 3 written"
-    return "requested and" in words or any(f"(os error {code})" in words for code in FULL)
-
-
-def disk_full(path: Path, error: BaseException) -> DiskFull:
-    return DiskFull(
-        f"{path} cannot be written, because the disk is full ({error}): free some space, and make "
-        "the same call again. What was there before is unharmed"
-    )
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Report a write that fails for lack of space, the disk's or a limit's."""
+    try:
+        yield
+    except Exception as error:
+        words = str(error)  # safetensors: "(os error 28)"; NumPy: "9 requested and 3 written"
+        full = "requested and" in words or any(f"(os error {code})" in words for code in FULL)
+        if isinstance(error, OSError) and error.errno is not None:
+            full = error.errno in FULL
+        if not full or isinstance(error, WhenceError):
+            raise
+        raise DiskFull(
+            f"{path} cannot be written, because the disk is full ({error}): free some space, and "
+            "make the same call again. What was there before is unharmed"
+        ) from error
 
 
 def move_into_place(written: Path, path: Path) -> None:
     """Sync a finished file to disk and rename it, so that `path` survives a power failure."""
-    with open(written, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(written, path)
+    with naming_full_disk(path):
+        with open(written, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(written, path)
     with suppress(OSError):  # folders cannot be synced on Windows and on some network disks
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -254,6 +255,14 @@ def read_json(path: Path, *, schema: int | None = None, remedy: str = REMEDY) ->
             stacklevel=3,
         )
     return content
+
+
+def check_types(content: Mapping[str, Any], **kinds: type | tuple[type, ...]) -> None:
+    """Refuse values of another type than these. Call it inside `parsing`, which names the file."""
+    for name, kind in kinds.items():
+        value = content[name]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise InvalidType(f"{name} is a {type(value).__name__}")
 
 
 def check_schema(path: Path, content: Mapping[str, Any], schema: int, remedy: str = REMEDY) -> None:

@@ -17,7 +17,7 @@ from whence.data import Batches
 from whence.draws import keys, uniforms
 from whence.errors import InvalidInput, MissingFile
 from whence.persist.arrays import load_array, save_array
-from whence.persist.files import make_folder, parsing, read_json, write_json
+from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
 from whence.retrain.recipe import Recipe
@@ -126,6 +126,8 @@ class Truth:
         remedy = "delete the folder, and repeat the ground_truth call"
         content = read_json(file, schema=SCHEMA, remedy=remedy)
         with parsing(file, remedy):
+            check_types(content, alpha=float, seeds=list, measurement=str, unit=str, notes=dict)
+            check_types(content, higher_is_better=bool, recipe=str, query=str)
             arrays = content["arrays"] if "arrays" in content else _without_checksums(content)
             return cls(
                 load_array(folder / "masks.npy", arrays["masks"], remedy=remedy),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whence.errors import DamagedFile, InvalidInput, InvalidType, MissingFile
 from whence.persist.arrays import check_array, entry_of, map_array, save_array
-from whence.persist.files import parsing, read_json, remove_abandoned, write_json
+from whence.persist.files import check_types, parsing, read_json, remove_abandoned, write_json
 from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
 from whence.run.segments import Stage
 
@@ -173,8 +173,17 @@ class RunData:
 
     @classmethod
     def _parse(cls, folder: Path, content: dict[str, Any]) -> Self:
+        check_types(content, steps=int, groups=list, finished=bool, stages=list, notes=dict)
+        check_types({"origin": {}, "marks": {}, "arrays": {}} | content, origin=dict, marks=dict)
         steps, groups, finished = content["steps"], content["groups"], content["finished"]
         stages, subset = content["stages"], content["subset"]
+        for group in groups:
+            check_types(group, parameters=list, hyperparameters=dict)
+        for stage in stages:
+            check_types(stage, name=str, start=int, end=int, optimizer=str, groups=list)
+            check_types(stage, size=(int, type(None)))
+            if not all(isinstance(g, int) and 0 <= g < len(groups) for g in stage["groups"]):
+                raise InvalidInput(f"stage {stage['name']!r} has the groups {stage['groups']}")
 
         def array(name: str, *shape: int) -> NDArray[Any]:
             # A process killed after writing the arrays and before run.json leaves longer arrays.
@@ -299,9 +308,11 @@ def _file(file: TensorFile) -> dict[str, str]:
 
 def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
     def file(item: Mapping[str, Any], aliases: Mapping[str, str]) -> TensorFile:
+        check_types(item, sha256=str, file=str)
         # Take the file's name only: run.json must not lead to a file outside the folder.
         return TensorFile(item["sha256"], folder / "checkpoints" / Path(item["file"]).name, aliases)
 
+    check_types({"aliases": {}} | dict(entry), step=int, stage=str, aliases=dict)
     weights = file(entry, entry.get("aliases", {}))
     moments, state = (file(entry[k], {}) if k in entry else None for k in ("moments", "state"))
     return Checkpoint(entry["step"], entry["stage"], weights, moments, state)

@@ -27,7 +27,7 @@ from whence.errors import (
 )
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
-from whence.persist.files import make_folder, parsing, read_json, write_json
+from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
 from whence.scores.uncertainty import calibrated, half_widths
 from whence.table import Table, Tabled, listed, one_line
 
@@ -377,6 +377,11 @@ class Scores(Tabled):
         path = Path(path)
         meta = read_description(path)
         with parsing(path / "scores.json", "save the scores again"):
+            check_types(meta, method=str, measurement=str, unit=str, higher_is_better=bool)
+            check_types(meta, settings=dict, diagnostics=dict, provenance=dict, excluded=list)
+            check_types(meta, arrays=dict, stage=(list, type(None)))
+            for part in meta["excluded"]:
+                check_types({"share": 0.0, "name": ""} | part, share=(int, float), name=str)
             arrays = {
                 name: load_array(path / f"{name}.npy", entry)
                 for name, entry in meta["arrays"].items()
