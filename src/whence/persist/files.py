@@ -93,7 +93,12 @@ def move_into_place(written: Path, path: Path) -> None:
     with naming_full_disk(path):
         with open(written, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(written, path)
+        try:
+            os.replace(written, path)
+        except IsADirectoryError as error:
+            raise InvalidInput(
+                f"{path} is a folder, where a file is to be written: move it away"
+            ) from error
     with suppress(OSError):  # folders cannot be synced on Windows and on some network disks
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import operator
 import os
 import shutil
 from collections.abc import Iterable
@@ -235,7 +236,7 @@ class ScoreWriter:
         remedy = f"delete the folder {out} to start over"
         progress = read_json(self._progress, remedy=remedy)
         with parsing(self._progress, remedy):
-            calculation, done = progress["calculation"], [tuple(b) for b in progress["done"]]
+            calculation, done = progress["calculation"], [_tile(b) for b in progress["done"]]
             state = {name: base64.b64decode(raw) for name, raw in progress["top"].items()}
             account = dict(progress["account"])
             written: list[tuple[ScoreTile, str]] = progress.get("written", [])
@@ -257,7 +258,7 @@ class ScoreWriter:
             for name in state:
                 array = {"values": self._top_values, "columns": self._top_columns}[name]
                 array[...] = np.frombuffer(state[name], array.dtype).reshape(array.shape)
-            self._written = [((*block,), str(crc32)) for block, crc32 in written]
+            self._written = [(_tile(block), str(crc32)) for block, crc32 in written]
         if any(self._checksums(block) != crc32 for block, crc32 in self._written):
             raise damaged(self._partial("scores"), "altered: a checksum does not fit", remedy)
         self._done, self.account = done, account
@@ -356,6 +357,12 @@ class ScoreWriter:
             order = np.lexsort((columns, -strength), axis=1)[:, : self._top]
             self._top_values[end, r0:r1] = sign * np.take_along_axis(strength, order, 1)
             self._top_columns[end, r0:r1] = np.take_along_axis(columns, order, 1)
+
+
+def _tile(given: Any) -> ScoreTile:
+    """A block, as it was written to a file."""
+    r0, r1, c0, c1 = map(operator.index, given)
+    return r0, r1, c0, c1
 
 
 def _strongest_columns(strength: Floats, k: int) -> Ints:

@@ -13,13 +13,14 @@ from whence.data import Batches
 from whence.engine.workspace import Workspace
 from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
-from whence.persist.files import damaged, read_json
+from whence.persist.files import check_types, parsing, read_json
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256
 from whence.study import MEASURED, Study
 
 SCHEMA = 1
 REMEDY = "delete the store, and build it again"
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("tracin", "influence", "trak", "source")
 PROJECTIONS = ("random", "eigenbasis")
 
@@ -71,10 +72,23 @@ def read(folder: Path) -> dict[str, Any]:
     if missing:
         names = ", ".join(sorted(missing))
         raise DamagedFile(f"{file} is incomplete ({names} missing): {REMEDY}")
-    kinds = {"methods": list, "complete": bool}
-    wrong = [name for name in known if type(description[name]) is not kinds.get(name, dict)]
-    if wrong:
-        raise damaged(file, f"{', '.join(wrong)} of a wrong type", REMEDY)
+    with parsing(file, REMEDY):
+        check_types(description, settings=dict, identity=dict, data=dict, partial=dict)
+        check_types(description, moments=dict, methods=list, complete=bool)
+        check_types(description["settings"], dimension=int, projection=str, joint=bool)
+        check_types(description["settings"], fisher=str, seed=int, dtype=str)
+        if description["settings"]["dtype"] not in DTYPES:
+            raise InvalidInput(f"dtype is {description['settings']['dtype']!r}")
+        for known_data in description["data"].values():
+            check_types(known_data, examples=int, sha256=str)
+        for entry in description.setdefault("rows", {}).values():
+            check_types(entry, shape=list, dtype=str, crc32=str)
+        for progress in description["partial"].values():
+            if not isinstance(progress, int):  # as earlier versions wrote it
+                check_types(progress, rows=int, crc32=str)
+        for ranges in description["moments"].values():
+            for first, last, count in ranges:
+                check_types({"a": first, "b": last, "c": count}, a=int, b=int, c=int)
     return description
 
 

@@ -364,7 +364,7 @@ class GradientStore:
         """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
         name = self._name(stage, checkpoint.step)
         if name not in self._rows:
-            about = self._description.get("rows", {}).get(name, {})
+            about = self._description["rows"].get(name, {})
             form = self._form(self._description["data"][stage]["examples"])
             self._rows[name] = StoredRows(self._path(name), {**about, **form})
         return self._rows[name]
@@ -497,7 +497,7 @@ class GradientStore:
         path, data = self._path(unit.name), self.study.data[unit.stage]
         if finished(path, self.dimension, self._dtype) == len(data):
             return
-        entries, partial = self._description.setdefault("rows", {}), self._description["partial"]
+        entries, partial = self._description["rows"], self._description["partial"]
         known = partial.get(unit.name)
         if isinstance(known, int):  # earlier versions kept no checksums
             known = {"rows": known}
