@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.files import edit_json, flip
 
 import whence
@@ -292,3 +293,73 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with FolderLock(tmp_path, "writes"):
         pass
+
+
+# --- two writers ----------------------------------------------------------------------------------
+
+
+def test_a_second_recorder_is_refused(tmp_path: Path) -> None:
+    """And the run of the first is unharmed."""
+
+    def parts() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(model: Any, optimizer: Any) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    one, two = parts(), parts()
+    with whence.Recorder(tmp_path, *one, checkpoints=1, total_steps=2):
+        update(*one)
+        with (
+            pytest.raises(FolderConflict, match=r"another writer records a run in .*process \d+"),
+            whence.Recorder(tmp_path, *two, checkpoints=1, total_steps=2, overwrite=True),
+        ):
+            update(*two)
+        update(*one)
+    run = whence.Run.open(tmp_path)
+    assert run.finished and run.steps == 2
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_run_killed_while_it_is_shortened_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.json first, then shorter arrays: the folder always holds the one or the other."""
+    from whence.run.format import RunData
+
+    rates = np.arange(12.0).reshape(6, 2)
+    whole = RunData(learning_rates=rates, momentums=rates / 20, groups=[["a"], ["b"]])
+    whole.hyperparameters = [{}, {}]
+    real, written = os.replace, 0
+
+    def stops(*paths: Any) -> None:
+        nonlocal written
+        written += 1
+        if written > allowed:
+            raise KeyboardInterrupt
+        real(*paths)
+
+    for allowed in range(4):
+        with monkeypatch.context() as patch:
+            whole.write(tmp_path)
+            written = 0
+            patch.setattr(os, "replace", stops)
+            with pytest.raises(KeyboardInterrupt):
+                whole.until(4).write(tmp_path, shorter=True)
+        read = RunData.read(tmp_path)
+        steps = 4 if allowed else 6
+        np.testing.assert_array_equal(read.learning_rates, rates[:steps, : len(read.groups)])
+
+
+def test_a_store_killed_in_its_first_moments_resumes(tmp_path: Path) -> None:
+    from support import models
+
+    trained = models.train_run(models.mlp(), whence.Classification(), models.vectors(8), [2], 0.1)
+    study = whence.Study(models.mlp(), whence.Classification(), models.vectors(8), trained.run)
+    (tmp_path / "s" / "gradients").mkdir(parents=True)
+    (tmp_path / "s" / ".lock").write_text("process 1 on nowhere")
+    store = whence.GradientStore.build(study, tmp_path / "s", 4, progress=False)
+    assert store.tracin(models.vectors(2), progress=False).shape == (2, 8)
