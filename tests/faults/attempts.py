@@ -288,6 +288,8 @@ def hostile_text(rng: Rng, folder: Path) -> None:
     def text() -> str:
         ranges = [rng.choice(kinds) for _ in range(rng.randint(1, 12))]
         drawn = "".join(chr(rng.randint(ord(a), ord(b))) for a, b in ranges)
+        # in JSON two halves of a pair, one after the other, are one character
+        drawn = drawn.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         return rng.choice([drawn, f"[/{drawn}]", f"${drawn}_$^", f"\x1b]0;{drawn}\x07", drawn])
 
     names = [text() for _ in range(4)]
