@@ -21,7 +21,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput, MissingFile
+from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.persist.files import REMEDY, atomic, damaged, naming_full_disk
 
 BLOCK = 2**20  # bytes
@@ -121,22 +121,22 @@ def map_array(path: Path, mode: Mode = "r", *, remedy: str = REMEDY) -> NDArray[
         remedy: what to do if the file is missing or damaged.
     """
     try:
-        with open(path, "rb") as file:
+        # One open file for all: another process may replace it by a new one at any time.
+        with open(path, "rb+" if mode == "r+" else "rb") as file:
             shape, dtype = _read_header(file)
-            offset, size = file.tell(), path.stat().st_size
+            offset, size = file.tell(), os.fstat(file.fileno()).st_size
+            if size != offset + math.prod(shape) * dtype.itemsize:
+                reason = f"truncated or extended: {size} bytes do not hold {dtype} of {shape}"
+                raise damaged(path, reason, remedy)
+            if size == offset:
+                return np.zeros(shape, dtype)
+            return np.memmap(file, dtype, mode, offset, shape)
     except FileNotFoundError as error:
         raise MissingFile(f"{path} is missing: {remedy}") from error
-    except PermissionError:
+    except (PermissionError, DamagedFile):
         raise
     except Exception as error:  # NumPy's parser raises many types for a header that is not one
         raise damaged(path, f"truncated, or not a .npy file: {error}", remedy) from error
-    if size != offset + math.prod(shape) * dtype.itemsize:
-        raise damaged(
-            path, f"truncated or extended: {size} bytes do not hold {dtype} of {shape}", remedy
-        )
-    if 0 in shape:
-        return np.zeros(shape, dtype)
-    return np.memmap(path, dtype, mode, offset, shape)
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:

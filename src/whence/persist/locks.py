@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, ClassVar
 from weakref import WeakValueDictionary
 
-from whence.errors import FolderConflict
+from whence.errors import FolderConflict, InvalidInput
 from whence.persist.files import make_folder
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -30,7 +30,10 @@ def acquire(path: Path, *, wait: bool) -> IO[bytes] | None:
     import fcntl  # not on Windows, where nothing that needs a lock is supported
 
     while True:
-        file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as the lock is held
+        try:
+            file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as the lock is held
+        except IsADirectoryError as error:
+            raise InvalidInput(f"{path} is a folder, where a lock belongs: move it away") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
