@@ -15,6 +15,7 @@ import importlib
 import json
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +40,13 @@ def attempt(kind: str, seed: int) -> str | None:
     return None
 
 
+def commit() -> str:
+    """What was tested: kinds may have been run at different times."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def try_all(kinds: list[str], attempts: int, seed: int) -> dict[str, Any]:
     """The numbers of attempts and failures of each kind, and what failed."""
     rows: dict[str, Any] = {}
@@ -51,6 +59,7 @@ def try_all(kinds: list[str], attempts: int, seed: int) -> dict[str, Any]:
                 print(f"{kind}, seed {number}: {failure}", file=sys.stderr, flush=True)
         seconds = round(time.monotonic() - start)
         rows[kind] = {"attempts": attempts, "failures": len(failures), "seconds": seconds}
+        rows[kind] |= {"seed": seed, "commit": commit()}
         rows[kind] |= {"failed": failures}
         print(f"{kind}: {len(failures)} of {attempts} failed, {seconds} s", flush=True)
     return rows
@@ -77,9 +86,10 @@ def main() -> None:
     about = {"seed": options.seed, "device": "CPU"}
     about |= {"machine": machine() | {"whence": whence.__version__}}
     if options.kind and options.out.exists():  # replace these kinds only
-        earlier = json.loads(options.out.read_text())
-        rows = earlier["rows"] | rows
-    options.out.write_text(json.dumps({"rows": rows} | about, indent=2) + "\n")
+        rows = json.loads(options.out.read_text())["rows"] | rows
+    found = json.loads(options.out.read_text()).get("found", []) if options.out.exists() else []
+    content = {"rows": rows} | about | {"found": found}  # by earlier runs, and since mended
+    options.out.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

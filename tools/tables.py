@@ -508,14 +508,24 @@ FAULTS = {  # the kinds of tests/faults: what is attempted, what must not happen
 def fault_table() -> list[str]:
     """Attempts to break whence, and how many succeeded."""
     result = json.loads((RESULTS / "faults.json").read_text())
-    lines = ["| attempt | failure | attempts | failures |", "|---|---|---:|---:|"]
+    lines = ["| attempt | a failure is | attempts | failures |", "|---|---|---:|---:|"]
     for kind, (what, failure) in FAULTS.items():
         row = result["rows"][kind]
         cells = f"{row['attempts']} | {row['failures']}"
         lines.append(f"| **{kind}**: {what} | {failure} | {cells} |")
     machine = result["machine"]
     version = f"whence {machine['whence']}, PyTorch {machine['torch']}, {machine['date']}"
-    return [*lines, "", f"{version}. `python -m tools.faults`."]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"].values()))
+    found = [f"- {f['kind']}: {f['what']} ({f['mended']})." for f in result["found"]]
+    return [
+        *lines,
+        "",
+        f"{version}, commit {commits}, first seed {result['seed']}. `python -m tools.faults`.",
+        "",
+        "What earlier runs, with other seeds, had found:",
+        "",
+        *found,
+    ]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
