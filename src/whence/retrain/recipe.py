@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 
 from whence.data import Batches, Collate, place
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, examples_of
 from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
@@ -312,7 +312,8 @@ class Recipe:
         with torch.no_grad(), torch.random.fork_rng(cuda_devices(first.device)):
             reseed(0, first.device)
             batch = place(data.take(block), first.device, first.dtype)
-            values = getattr(task, what)(task.outputs(model, batch), batch)
+            with examples_of(data.name, block):
+                values = getattr(task, what)(task.outputs(model, batch), batch)
         if what == "measurements" and values.shape != (len(block),):
             raise InvalidInput(
                 f"{task!r} returns measurements of shape {tuple(values.shape)} for {len(block)} "
