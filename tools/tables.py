@@ -534,7 +534,68 @@ def best_cost_table() -> list[str]:
     ]
 
 
+FAULTS = {  # the kinds of tests/faults: what is attempted, what must not happen
+    "SIGKILL": (
+        "a process is killed one to three times, anywhere in recording, fitting, scoring, building "
+        "a store or ground truth; then the same call",
+        "other bits, or a folder that cannot be resumed",
+    ),
+    "flipped bytes": (
+        "a flipped bit, a lost end or a zeroed sector in any file, finished or not",
+        "another answer, or an error that is not whence's",
+    ),
+    "full disk": (
+        "no room left, at a random moment; then the same call with room",
+        "an error that does not say so, or other bits",
+    ),
+    "several processes": (
+        "two to four processes do the same job in one folder",
+        "another answer, an error other than a lock that is held, or damage",
+    ),
+    "hostile files": (
+        "absurd values in JSON, headers of terabytes, deep nesting, other kinds of files, folders",
+        "an error that is not whence's, a hang, or more than 4 GiB of memory",
+    ),
+    "hostile texts": (
+        "names with control characters, markup, TeX, halves of surrogate pairs",
+        "a crash, or a character that the terminal obeys",
+    ),
+    "random networks": (
+        "random networks, tasks, curvatures and segments",
+        "SOURCE or TracIn that differ from dense float64 matrices",
+    ),
+    "random programs": (
+        "random training programs with a Recorder: model, data, optimizer, schedule, loop",
+        "SOURCE that differs from a brute force written from the paper",
+    ),
+}
+
+
+def fault_table() -> list[str]:
+    """Attempts to break whence, and how many succeeded."""
+    result = json.loads((RESULTS / "faults.json").read_text())
+    lines = ["| attempt | a failure is | attempts | failures |", "|---|---|---:|---:|"]
+    for kind, (what, failure) in FAULTS.items():
+        row = result["rows"][kind]
+        cells = f"{row['attempts']} | {row['failures']}"
+        lines.append(f"| **{kind}**: {what} | {failure} | {cells} |")
+    machine = result["machine"]
+    version = f"whence {machine['whence']}, PyTorch {machine['torch']}, {machine['date']}"
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"].values()))
+    found = [f"- {f['kind']}: {f['what']} ({f['mended']})." for f in result["found"]]
+    return [
+        *lines,
+        "",
+        f"{version}, commit {commits}, first seed {result['seed']}. `python -m tools.faults`.",
+        "",
+        "What earlier runs, with other seeds, had found:",
+        "",
+        *found,
+    ]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "faults": fault_table,
     "default": default_table,
     "best": best_table,
     "best cost": best_cost_table,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,15 +133,28 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def batch_length(batch: Any) -> int:
     """The number of examples in a batch: the length of its first tensor."""
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return len(batch)
+    first = next(_tensors(batch), None)
+    if first is None or first.dim() == 0:
+        raise InvalidType(
+            "a batch has no tensor with an entry for each example, so its length is not known: "
+            "give Study(collate=...) that makes such tensors of the examples"
+        )
+    return len(first)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Collection) and not isinstance(batch, (str, bytes)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)
 
 
 def structure(batch: Any) -> Any:
     """The fields of a batch, independent of its size, to compare training and query batches."""
     if isinstance(batch, Tensor):
-        return "float" if batch.is_floating_point() else "integer"
+        kind = "complex" if batch.is_complex() else "integer"
+        return "float" if batch.is_floating_point() else kind
     if isinstance(batch, Mapping):
         return {str(key): structure(value) for key, value in sorted(batch.items())}
     if isinstance(batch, (tuple, list)):

@@ -30,7 +30,7 @@ from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Draws, changed_untrained, distance_from_final
-from whence.table import Table, listed
+from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Classification, Task
 
 Runs = Run | str | os.PathLike[str]
@@ -79,6 +79,13 @@ class Study:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
         self.models = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
+        for one in self.models.values():
+            for name, parameter in one.named_parameters():
+                if parameter.is_complex():
+                    raise InvalidInput(
+                        f"parameter {name} is {parameter.dtype}: whence differentiates by real "
+                        "numbers. Write the layer with a real and an imaginary part"
+                    )
         self.model = self.models[self.stages[-1]]
         self.train = self._by_stage("train", train)
         self.data = {
@@ -350,7 +357,7 @@ class Study:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
         name = type(self.model).__name__
-        return f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
+        return one_line(f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))")
 
     def _repr_html_(self) -> str:
         numbers = sum(p.numel() for p in self.model.parameters())

@@ -365,7 +365,7 @@ def test_the_choices_are_those_of_the_constructor(path: str, name: str, option: 
     ("method", "text", "value"),
     [
         ("source", {"segments": "2"}, {"segments": 2}),
-        ("source", {"segments": "auto"}, {"segments": "auto"}),
+        ("source", {"segments": "stages"}, {"segments": "stages"}),
         ("source", {"segments": "30,60"}, {"segments": [30, 60]}),
         ("source", {"damping": "1e-3"}, {"damping": 1e-3}),
         ("source.published", {"damping": "none"}, {"damping": None}),

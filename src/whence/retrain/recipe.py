@@ -38,6 +38,7 @@ from whence.retrain.stage import (
 )
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, weights_sha256
+from whence.table import one_line
 from whence.task import Task
 
 MAX_FLOAT64_PARAMETERS = 10**8  # of a model that is also built in float64, for comparisons
@@ -350,7 +351,7 @@ class Recipe:
             f"{s.name}: {len(s.data):,} examples, {s.epochs} epochs in batches of {s.batch_size}"
             for s in self.stages
         ]
-        return f"Recipe({self.task!r}; {'; '.join(parts)})"
+        return one_line(f"Recipe({self.task!r}; {'; '.join(parts)})")
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from whence.errors import InvalidInput
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256
-from whence.run.format import RunData
+from whence.run.format import RunData, checked_subset
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
 from whence.run.watch import WeightWatch
@@ -238,7 +238,7 @@ class Recorder:
         self._first_stage = DeclaredStage(stage, _checked_size(size), self._schedule)
         self._every_step, self._overwrite = every_step, overwrite
         self._provenance = Provenance(
-            subset=np.asarray(subset, np.int64).reshape(-1) if subset is not None else None,
+            subset=checked_subset(subset) if subset is not None else None,
             notes=_as_json(notes or {}),
             resumable=resumable,
         )
@@ -283,8 +283,14 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         state = self._finish()
-        if not isinstance(state, Writing):
-            return
+        if isinstance(state, Writing):
+            try:
+                self._end(state, kind)
+            finally:
+                state.writer.release()
+
+    def _end(self, state: Attached | Recording, kind: type[BaseException] | None) -> None:
+        """Write the end of the run."""
         writer = state.writer
         if kind is not None:
             if isinstance(state, Recording):

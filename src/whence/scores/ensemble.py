@@ -17,7 +17,7 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
     count = 0
     messages: dict[str, None] = {}
     for count, scores in enumerate(runs, 1):
-        values = np.asarray(scores.values, dtype=np.float64)
+        values = np.asarray(scores.values[...], dtype=np.float64)
         deviation = values - mean
         mean = mean + deviation / count
         squares = squares + deviation * (values - mean)

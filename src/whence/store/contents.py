@@ -33,7 +33,7 @@ from whence.projections import Eigenbasis, Projection, projected
 from whence.projections.eigenbasis import LeadingEntries
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
-from whence.store.rows import mapped
+from whence.store.rows import StoredRows
 from whence.study import Study
 
 DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
@@ -56,7 +56,7 @@ class StoreContents:
         self.factors = FactorCache(path / "factors")
         self._decompositions = FactorCache(path / "decompositions")
         self._projections: dict[str, Projection] = {}
-        self._rows: dict[str, Tensor] = {}
+        self._rows: dict[str, StoredRows] = {}
         self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
 
     @property
@@ -96,13 +96,18 @@ class StoreContents:
                 self.place_eigenbasis(workspace, tensors)
         return self._projections[place]
 
-    def rows(self, stage: str, checkpoint: Weights) -> Tensor:
+    def rows(self, stage: str, checkpoint: Weights) -> StoredRows:
         """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
         name = self._name(stage, checkpoint.step)
         if name not in self._rows:
-            count = self.description["data"][stage]["examples"]
-            self._rows[name] = mapped(self.rows_path(name), count, self.dimension, self.dtype)
+            about = self.description["rows"].get(name, {})
+            form = self.rows_form(self.description["data"][stage]["examples"])
+            self._rows[name] = StoredRows(self.rows_path(name), {**about, **form})
         return self._rows[name]
+
+    def rows_form(self, examples: int) -> dict[str, Any]:
+        """Shape and dtype of a matrix of rows."""
+        return {"shape": [examples, self.dimension], "dtype": str(self.dtype)}
 
     def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
         """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""

@@ -14,12 +14,14 @@ from whence.engine.options import check_choice
 from whence.engine.workspace import Workspace
 from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
-from whence.persist.files import read_json
+from whence.persist.files import check_types, parsing, read_json
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256
 from whence.study import MEASURED, Study
 
 SCHEMA = 1
+REMEDY = "delete the store, and build it again"
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("tracin", "influence", "trak", "source")
 PROJECTIONS = ("random", "eigenbasis")
 
@@ -63,11 +65,29 @@ def read(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "has no store.json" if folder.is_dir() else "does not exist"
         raise MissingFile(f"{folder} {what}: give a folder that GradientStore.build wrote")
-    description = read_json(file, schema=SCHEMA, remedy="delete the store, and build it again")
+    description = read_json(file, schema=SCHEMA, remedy=REMEDY)
     known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
     missing = known - description.keys()
     if missing:
-        raise DamagedFile(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
+        names = ", ".join(sorted(missing))
+        raise DamagedFile(f"{file} is incomplete ({names} missing): {REMEDY}")
+    with parsing(file, REMEDY):
+        check_types(description, settings=dict, identity=dict, data=dict, partial=dict)
+        check_types(description, moments=dict, methods=list, complete=bool)
+        check_types(description["settings"], dimension=int, projection=str, joint=bool)
+        check_types(description["settings"], fisher=str, seed=int, dtype=str)
+        if description["settings"]["dtype"] not in DTYPES:
+            raise InvalidInput(f"dtype is {description['settings']['dtype']!r}")
+        for known_data in description["data"].values():
+            check_types(known_data, examples=int, sha256=str)
+        for entry in description.setdefault("rows", {}).values():
+            check_types(entry, shape=list, dtype=str, crc32=str)
+        for progress in description["partial"].values():
+            if not isinstance(progress, int):  # as earlier versions wrote it
+                check_types(progress, rows=int, crc32=str)
+        for ranges in description["moments"].values():
+            for first, last, count in ranges:
+                check_types({"a": first, "b": last, "c": count}, a=int, b=int, c=int)
     return description
 
 
