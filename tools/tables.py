@@ -485,6 +485,7 @@ BEST_FORMS = {  # heads of a table, and the forms in forms.json
 def best_table() -> list[str]:
     """LDS of `Best` and its variants, at every α."""
     heads = ["LDS", "α", "ceiling", *BEST_FORMS, "`Best()` − the paper's form"]
+    heads += ["spread of `Source()`", "of `Best()`"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     of: dict[str, Any] = {}
     for task, entries in ours.read(RESULTS).items():
@@ -502,13 +503,15 @@ def best_table() -> list[str]:
                 cells.append(f"{value} / {row['ensemble'][0]:.2f}" if both else value)
             gain, low, high = forms[BEST]["over"][PUBLISHED]["single"]
             cells.append(f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]")
+            cells += [f"{forms[name]['spread']:.2f}" for name in (default, BEST)]
             lines.append(f"| {tables.title(task)} | {' | '.join(cells)} |")
     return [
         *lines,
         "",
         f"LDS of one model, and after the slash of the mean of {of['runs']}; "
-        f"{of['subsets']} × {of['seeds']} retrainings for each row. Variants: one run. The last "
-        "column is paired, with a 95 % interval. `python -m experiments.studies.forms`.",
+        f"{of['subsets']} × {of['seeds']} retrainings for each row. Variants: one run. The "
+        "difference is paired, with a 95 % interval. *Spread* is the standard deviation of the "
+        "predicted over that of the real changes. `python -m experiments.studies.forms`.",
     ]
 
 
