@@ -18,8 +18,9 @@ from whence.layers.choose import Chooser, by_name
 from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
+from whence.persist.definition import class_sha256, model_sha256
 from whence.persist.factor_cache import FactorCache
-from whence.persist.identity import sha256_of
+from whence.persist.identity import digest, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256
 from whence.table import Table
@@ -80,7 +81,6 @@ class Study:
         for run in self.runs:
             self._check(run)
         self.cache = None if cache is None else Path(cache)
-        self.probe: dict[str, dict[str, list[str]]] = {}
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 
@@ -178,10 +178,9 @@ class Study:
                 tracked = find(loaded.model, task, several, one, self.layers, trained)
                 last = next(iter(layers.values()), tracked)
                 layers[id(original), id(task)] = tracked.shared_with(last) if shared else tracked
-            self.probe[stage] = self._probed(loaded.model, task, several)
             passes[stage] = Passes(
                 loaded,
-                task,
+                copy.copy(task),  # a task may keep something between outputs and losses
                 layers[id(original), id(task)],
                 clock,
                 dtype=dtype,
@@ -192,18 +191,6 @@ class Study:
             self._exclusions_reported = True
             report(passes[self.stages[-1]].tracked)
         return {stage: passes[stage] for stage in self.stages}
-
-    @staticmethod
-    def _probed(model: nn.Module, task: Task, batch: Any) -> dict[str, list[str]]:
-        """Outputs and losses of a few examples, in few digits, to detect a change of either."""
-        with torch.no_grad():
-            outputs = task.outputs(model, batch)
-            probe = {
-                "outputs": outputs.reshape(len(outputs), -1).double().norm(dim=1),
-                "losses": task.losses(outputs, batch),
-                "measurements": task.measurements(outputs, batch),
-            }
-        return {name: [f"{float(x):.3e}" for x in values] for name, values in probe.items()}
 
     def query(self, query: Any) -> Batches:
         """The query set as batches; they must have the fields of the training batches."""
@@ -225,15 +212,12 @@ class Study:
         return self._stores.setdefault(str(folder), FactorCache(folder))
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
-        """Everything that a fit depends on, except weights and settings."""
-        task = self.tasks[stage]
+        """Everything that a fit depends on, except weights, losses and settings."""
         return {
             "data": self.data[stage].fingerprint(),
             "used": sha256_of(self.used(run, stage)),
-            "task": f"{type(task).__module__}.{type(task).__qualname__}",
-            "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
-            "probe": [self.probe[stage]["outputs"], self.probe[stage]["losses"]],
-            "model": architecture_sha256(self.models[stage]),
+            "task": task_identity(self.tasks[stage]),
+            "model": model_identity(self.models[stage]),
             "layers": [block.name for block in tracked.blocks],
         }
 
@@ -263,6 +247,17 @@ class Study:
             *(("run", repr(run)) for run in self.runs),
         ]
         return Table(None, facts, title="Study")._repr_html_()
+
+
+def task_identity(task: Task) -> dict[str, str]:
+    """What a task's losses depend on: its code, and its settings by content."""
+    settings = {k: digest(v) for k, v in vars(task).items() if k not in MEASURED}
+    return {"code": class_sha256(type(task)), **settings}
+
+
+def model_identity(model: nn.Module) -> list[str]:
+    """Of a model's modules and of their code."""
+    return [architecture_sha256(model), model_sha256(model)]
 
 
 def copied(model: nn.Module) -> nn.Module:

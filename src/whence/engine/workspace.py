@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from whence.data import Batches, cut
 from whence.engine.ledger import Ledger
 from whence.engine.options import ComputeOptions, allowance
+from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
 from whence.errors import InvalidInput
 from whence.layers.capture import LayerFactors, ParameterBlock, TrackedLayer
 from whence.layers.passes import Clock, Passes, Signal, Weights
@@ -34,6 +36,7 @@ from whence.operators.fit import grouped
 from whence.operators.gauss_newton import ALTERNATIVE
 from whence.operators.products import FactoredReadout, Readout, build
 from whence.operators.space import rotate
+from whence.persist.tried import Tried
 from whence.run import Run, Segment
 from whence.study import Study
 
@@ -106,6 +109,7 @@ class Workspace:
     batch_size: int
     memory: int
     room: int | None = None
+    trials: Trials = field(kw_only=True)
     ledger: Ledger = field(default_factory=Ledger)
 
     reads_training_data: ClassVar[bool] = True
@@ -153,7 +157,8 @@ class Workspace:
             batch_size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
             batch_size = 1 << (batch_size.bit_length() - 1)
         room = int(FACTOR_SHARE[device.type] * memory) if device.type in FACTOR_SHARE else None
-        return cls(study, run, query, stages, passes, batch_size, memory, room)
+        trials = Trials(passes, batch_size)
+        return cls(study, run, query, stages, passes, batch_size, memory, room, trials=trials)
 
     def for_query(self, query: Batches, stages: list[str]) -> Self:
         """The same for other queries, with a new ledger."""
@@ -252,7 +257,6 @@ class Workspace:
             "train": {s: study.identity(self.run, s, self.tracked) for s in study.stages},
             "query": None if self.query is None else self.query.fingerprint(),
             "tasks": [repr(task) for task in study.tasks.values()],
-            "measured": study.probe[study.stages[-1]]["measurements"],
             "dtype": self.final_passes.arithmetic,
         }
 
@@ -277,6 +281,21 @@ class Workspace:
         """What is stored with the scores in addition to the method's own settings."""
         return {}
 
+    def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
+        """What scores of the same identity must agree in: losses at these stages and weights, and
+        measurements of what is explained at the end. Or outputs, of both."""
+        trials = [self.trials(s, self.study.data[s], c, what) for s, c in places]
+        last, explained = self.study.stages[-1], what if what == OUTPUTS else MEASUREMENTS
+        query = self.study.data[last] if self.query is None else self.query
+        return together([*trials, self.trials(last, query, self.run.final, explained)])
+
+    def losses(self, stage: str, checkpoint: Weights, what: str = LOSSES) -> str:
+        """The digest of all losses (or measurements) of a stage at these weights."""
+        data = self.study.data[stage]
+        place = {"data": data.fingerprint(), "weights": checkpoint.sha256, "stage": stage}
+        place |= {"dtype": self.passes[stage].arithmetic}
+        return self.trials(stage, data, checkpoint, what).version(self.study.store(self.run), place)
+
     # -- curvature -------------------------------------------------------------------------------
 
     def fit_data(self, stages: Sequence[str]) -> list[FitData]:
@@ -287,6 +306,7 @@ class Workspace:
                 self.study.data[stage],
                 self.used(stage),
                 self.study.identity(self.run, stage, self.passes[stage].tracked),
+                partial(self.losses, stage),
             )
             for stage in stages
         ]

@@ -45,12 +45,14 @@ class FitData:
         indices: the examples the run really used.
         identity: what makes two fits the same besides weights and settings (data, task, model,
             layers).
+        losses: the digest of the losses of all examples at given weights.
     """
 
     passes: Passes
     data: Batches
     indices: NDArray[np.int64]
     identity: Mapping[str, Any]
+    losses: Callable[[Weights], str]
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,12 @@ class Fitter:
     def _signal(self) -> Signal:
         return Signal("loss" if self.fisher == "empirical" else self.fisher, self.seed)
 
+    def _identity(self, checkpoint: Weights) -> list[str]:
+        """Weights by content; by step, because pseudo-targets are drawn again at each; and by the
+        losses there."""
+        losses = [part.losses(checkpoint) for part in self.data]
+        return [f"{checkpoint.sha256}@{checkpoint.step}", *losses]
+
     # -- factors: cached, put together from what is cached, or fitted ----------------------------
 
     def fit(
@@ -149,7 +157,7 @@ class Fitter:
     def _entry(
         self, kind: type[Factored], checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Any]:
-        weights = [_identity(c) for c in checkpoints]
+        weights = [self._identity(c) for c in checkpoints]
         return {**self.settings, "curvature": kind.kind, "diagonal": diagonal, "weights": weights}
 
     def _with_other_diagonal(
@@ -236,7 +244,7 @@ class Fitter:
     def covariances(self, checkpoint: Weights, whole: Sequence[str] = ()) -> dict[str, Tensor]:
         """ "<block>/A" and "<block>/S" at one checkpoint; R and L in their place for the blocks
         whose bases come from whole gradients."""
-        settings = {**self.settings, "what": "covariances", "weights": _identity(checkpoint)}
+        settings = {**self.settings, "what": "covariances", "weights": self._identity(checkpoint)}
         settings |= {"whole": list(whole)} if whole else {}
 
         def of(blocks: Sequence[ParameterBlock]) -> Totals:
@@ -379,8 +387,8 @@ class Fitter:
         return {
             **self.settings,
             "what": "squares",
-            "weights": _identity(checkpoint),
-            "basis": [_identity(c) for c in basis] if in_bases else None,
+            "weights": self._identity(checkpoint),
+            "basis": [self._identity(c) for c in basis] if in_bases else None,
             "kind": kind.kind if in_bases and kind is not None else "diagonal",
             "diagonal": diagonal,
         }
@@ -420,11 +428,6 @@ class Fitter:
             result = of.finish(totals)
             self.cache.put(key, result, settings)
         return result
-
-
-def _identity(checkpoint: Weights) -> str:
-    """Weights by content; and by step, because pseudo-targets are drawn again at each."""
-    return f"{checkpoint.sha256}@{checkpoint.step}"
 
 
 def _has_bases(kind: type[Factored]) -> bool:

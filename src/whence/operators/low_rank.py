@@ -100,6 +100,7 @@ def _eigenpairs(
         "identity": [dict(part.identity) for part in H.data],
         "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.data],
         "weights": H.checkpoints[0].sha256,
+        "losses": [part.losses(H.checkpoints[0]) for part in H.data],
         "layers": list(H.space.blocks),
         "dtype": passes.arithmetic,
         "seed": seed,

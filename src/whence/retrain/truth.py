@@ -26,7 +26,7 @@ from whence.persist.files import (
 )
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
-from whence.retrain.recipe import Recipe
+from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.training import Training
 
 SCHEMA = 1
@@ -218,7 +218,7 @@ def ground_truth(
         unit=recipe.task.unit,
         higher_is_better=recipe.task.higher_is_better,
         stage=chosen.name if len(recipe.stages) > 1 else None,
-        recipe=recipe.fingerprint,
+        recipe=fingerprint_of(about["recipe"]),
         query=about["query"],
         notes=grid.notes,
     )

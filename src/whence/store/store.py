@@ -31,12 +31,13 @@ from whence.data import Batches, cut
 from whence.engine.estimate import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension, random_projection, try_out
+from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace, scored_stages
 from whence.errors import DiskFull, InvalidInput, MissingFile, NotFinite
 from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
-from whence.operators import EKFAC, Basis, FitData, accumulator, cost
+from whence.operators import EKFAC, Basis, accumulator, cost
 from whence.operators.products import add_gram, mirror
 from whence.persist.factor_cache import FactorCache
 from whence.persist.files import make_folder, write_json
@@ -195,8 +196,8 @@ class GradientStore:
     def open(cls, path: str | os.PathLike[str], study: Study) -> GradientStore:
         """Open a finished store, for the study it was built from.
 
-        This compares model, task, run and data with those of the store once. Later queries do not
-        read the training data.
+        This compares model, task, run, data and the final model's losses of all examples with those
+        of the store once. Later queries do not read the training data.
         """
         folder = Path(path)
         description = read(folder)
@@ -221,6 +222,8 @@ class GradientStore:
         store = cls(folder, study, description)
         for unit in store._units(run):
             store.rows(unit.stage, unit.checkpoint)
+        with torch.no_grad(), precision_as_asked():
+            store._check_losses(workspace, store._units(run)[-1])
         return store
 
     # -- answers -------------------------------------------------------------------------------
@@ -458,12 +461,27 @@ class GradientStore:
         projection = self.projection(workspace)
         if self._description["settings"]["projection"] == "random":
             try_out(workspace, projection)
+        make_folder(self.path / "losses")
         for unit in self._units(workspace.run):
+            self._check_losses(workspace, unit)
             self._write_rows(workspace, unit)
         for unit, signal in self._wanted_moments(workspace.run):
             self._add_moments(workspace, unit, signal)
         self._description["complete"] = True
         self._note()
+
+    def _check_losses(self, workspace: Workspace, unit: Unit) -> None:
+        """Refuse to use or add to rows of other losses; store those of further examples."""
+        path, data = self.path / "losses" / f"{unit.name}.safetensors", self.study.data[unit.stage]
+        tried = workspace.trials(unit.stage, data, unit.checkpoint, LOSSES)
+        if path.exists() and tried.differs_from(path, "delete the store, and build it again"):
+            raise InvalidInput(
+                f"the store in {self.path} was built with other losses of {data.name} at step "
+                f"{unit.checkpoint.step}: loss, model or data have changed. Choose another path, "
+                "or delete that folder"
+            )
+        if not self._description["complete"]:
+            tried.save(path)
 
     def _units(self, run: Run) -> list[Unit]:
         """The matrices of rows that the methods need; the last is at the final model."""
@@ -540,7 +558,8 @@ class GradientStore:
                 key_of(identity), self._row_moments(workspace, rows, chosen), identity
             )
         elif len(chosen):
-            part = FitData(workspace.passes[unit.stage], self.study.data[unit.stage], chosen, {})
+            part = workspace.fit_data([unit.stage])[0]
+            part = dataclasses.replace(part, indices=chosen)
             room, batch = workspace.memory // 4, workspace.batch_size
             projection = self.projection(workspace)
             moments(

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from whence.engine.scoring import Columns, Scoring
+from whence.engine.trials import LOSSES
 from whence.engine.workspace import Queries, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
+from whence.persist.tried import Tried
 from whence.store.rows import inner
 from whence.table import listed
 
@@ -97,8 +99,11 @@ class StoreWorkspace(Workspace):
             "store": self.store.fingerprint,
             "query": self.query.fingerprint(),
             "task": repr(self.final_passes.task),
-            "measured": self.study.probe[self.study.stages[-1]]["measurements"],
         }
+
+    def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
+        """Of the queries only: the store's rows are compared when it is opened."""
+        return super().tried([], what)
 
     def data_fingerprints(self) -> dict[str, str]:
         """The fingerprints that the store recorded; this does not read the training data again."""
