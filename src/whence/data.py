@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -117,9 +118,8 @@ class Batches:
 
     def _recorded_fingerprint(self) -> str | None:
         """That of a `datasets.Dataset` itself: a subclass or a wrapper may change its examples."""
-        kind = type(self.dataset)
-        trusted = (kind.__module__, kind.__qualname__) == ("datasets.arrow_dataset", "Dataset")
-        if not trusted or self.collate is not None or self.dataset.format["type"] == "custom":
+        trusted = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
+        if type(self.dataset) is not trusted or self.collate is not None or self.dataset.format["type"] == "custom":
             return None
         return str(self.dataset._fingerprint)
 
@@ -133,6 +133,7 @@ class Batches:
             sample = [order[block] for block in cut(READ_TWICE, HASH_BATCH)]
             first = self._digests(sample)
         digests = self._digests(blocks)
+        len(self)  # between two passes, as a loader asks for it: some datasets then shuffle
         second = self._digests(sample)
         for block, before, after in zip(sample, first or digests, second, strict=True):
             if before != after:

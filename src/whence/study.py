@@ -249,10 +249,15 @@ class Study:
         return Table(None, facts, title="Study")._repr_html_()
 
 
-def task_identity(task: Task) -> dict[str, str]:
-    """What a task's losses depend on: its code, and its settings by content."""
-    settings = {k: digest(v) for k, v in vars(task).items() if k not in MEASURED}
-    return {"code": class_sha256(type(task)), **settings}
+def task_identity(task: Task, measured: bool = False) -> dict[str, str]:
+    """What a task's losses depend on: its code, and its settings by content.
+
+    Args:
+        measured: with what its measurements depend on.
+    """
+    names = [name for name in vars(task) if measured or name not in MEASURED]
+    settings = {name: digest(getattr(task, name)) for name in names}
+    return {"class": class_sha256(type(task)), **settings}
 
 
 def model_identity(model: nn.Module) -> list[str]:

@@ -14,6 +14,7 @@ from whence.engine.workspace import Workspace
 from whence.layers.passes import Passes
 from whence.persist.identity import key_of
 from whence.run import Run
+from whence.study import task_identity
 
 
 def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
@@ -51,7 +52,7 @@ def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
         "what": "loss by measurement",
         # "used" does not matter, because all examples count
         "identity": {k: v for k, v in identity.items() if k != "used"},
-        "task": repr(study.tasks[stage]),
+        "task": task_identity(study.tasks[stage], measured=True),
         "weights": run.final.sha256,
         "losses": [workspace.losses(stage, run.final, what) for what in (LOSSES, MEASUREMENTS)],
         "dtype": passes.arithmetic,

@@ -22,6 +22,7 @@ from whence.persist.identity import key_of
 from whence.projections import Projection, Random, check, gather, moments, projected
 from whence.projections.projection import PROBED
 from whence.projections.random import shares
+from whence.study import task_identity
 
 
 class Space(Protocol):
@@ -74,7 +75,7 @@ class ProjectedSpace:
             "projection": [repr(part) for part in self.projection.parts],
             "identity": [part.identity for part in data],
             "tasks": [
-                [repr(study.tasks[s]), workspace.losses(s, run.final, MEASUREMENTS)]
+                [task_identity(study.tasks[s], measured=True), workspace.losses(s, run.final, MEASUREMENTS)]
                 for s in study.stages
             ],
             "weights": run.final.sha256,

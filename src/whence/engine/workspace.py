@@ -38,7 +38,7 @@ from whence.operators.products import FactoredReadout, Readout, build
 from whence.operators.space import rotate
 from whence.persist.tried import Tried
 from whence.run import Run, Segment
-from whence.study import Study
+from whence.study import Study, task_identity
 
 if TYPE_CHECKING:
     from whence.engine.projected_space import Space
@@ -256,7 +256,7 @@ class Workspace:
             "run": self.run.fingerprint,
             "train": {s: study.identity(self.run, s, self.tracked) for s in study.stages},
             "query": None if self.query is None else self.query.fingerprint(),
-            "tasks": [repr(task) for task in study.tasks.values()],
+            "tasks": [task_identity(task, measured=True) for task in study.tasks.values()],
             "dtype": self.final_passes.arithmetic,
         }
 
@@ -276,6 +276,11 @@ class Workspace:
     def data_fingerprints(self) -> dict[str, str]:
         """Of the data whose examples are scored, by stage."""
         return {stage: self.study.data[stage].fingerprint() for stage in self.stages}
+
+    def moving_data(self) -> list[str]:
+        """Warnings about data that differs between two reads."""
+        read = [self.query, *(self.study.data.values() if self.reads_training_data else ())]
+        return [data.moving for data in read if data is not None and data.moving]
 
     def settings(self) -> dict[str, Any]:
         """What is stored with the scores in addition to the method's own settings."""

@@ -150,6 +150,8 @@ class Method(ABC):
             "batch_size": workspace.batch_size,
             "tracked": workspace.tracked.summary(),
         }
+        moving = workspace.moving_data()
+        diagnostics |= {"moving_data": moving} if moving else {}
         counts = {stage: len(study.data[stage]) for stage in workspace.stages}
         several = len(study.stages) > 1
         return {

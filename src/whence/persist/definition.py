@@ -75,7 +75,8 @@ def _contents(value: Any) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not assigned yet
             yield None
-    for name in sorted(set(_names(value.__code__)) & value.__globals__.keys()):
+    used, written = (set(_names(value.__code__, op)) for op in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    for name in sorted((used - written) & value.__globals__.keys()):
         member = value.__globals__[name]
         if not isinstance(member, type(sys)):  # modules: their names are in the code
             yield [name, member]
@@ -86,12 +87,12 @@ def _private(name: str, member: Any) -> bool:
     return (name.startswith("__") and not callable(member)) or name.startswith("_abc_")
 
 
-def _names(code: CodeType) -> Iterable[str]:
-    """The global names that code and the functions inside it use."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+def _names(code: CodeType, instruction: str) -> Iterable[str]:
+    """The global names in the instructions of code and of the functions inside it."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == instruction)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _names(constant, instruction)
 
 
 @functools.cache

@@ -61,7 +61,7 @@ from whence.store.identity import (
 )
 from whence.store.rows import Rows, finished, mapped
 from whence.store.workspace import StoreWorkspace
-from whence.study import Study
+from whence.study import Study, task_identity
 from whence.table import listed
 
 PROGRESS_SECONDS = 5.0  # between two records of progress
@@ -611,7 +611,7 @@ class GradientStore:
     def _moments_name(self, unit: Unit, signal: Signal) -> str:
         what = signal.name
         if signal == MEASUREMENT:
-            what += f" {self.study.tasks[unit.stage]!r}"
+            what += f" {key_of(task_identity(self.study.tasks[unit.stage], measured=True))}"
         return f"{unit.name} {what}"
 
     def _moments_key(self, unit: Unit, signal: Signal, examples: list[int]) -> dict[str, Any]:

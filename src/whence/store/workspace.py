@@ -20,6 +20,7 @@ from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.persist.tried import Tried
 from whence.store.rows import inner
+from whence.study import task_identity
 from whence.table import listed
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class StoreWorkspace(Workspace):
         return {
             "store": self.store.fingerprint,
             "query": self.query.fingerprint(),
-            "task": repr(self.final_passes.task),
+            "task": task_identity(self.study.tasks[self.study.stages[-1]], measured=True),
         }
 
     def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
