@@ -119,7 +119,11 @@ class Batches:
     def _recorded_fingerprint(self) -> str | None:
         """That of a `datasets.Dataset` itself: a subclass or a wrapper may change its examples."""
         trusted = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
-        if type(self.dataset) is not trusted or self.collate is not None or self.dataset.format["type"] == "custom":
+        if (
+            type(self.dataset) is not trusted
+            or self.collate is not None
+            or self.dataset.format["type"] == "custom"
+        ):
             return None
         return str(self.dataset._fingerprint)
 

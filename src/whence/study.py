@@ -175,7 +175,7 @@ class Study:
             )
             if (id(original), id(task)) not in layers:
                 trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
-                tracked = find(loaded.model, task, several, one, self.layers, trained)
+                tracked = find(loaded.model, copy.copy(task), several, one, self.layers, trained)
                 last = next(iter(layers.values()), tracked)
                 layers[id(original), id(task)] = tracked.shared_with(last) if shared else tracked
             passes[stage] = Passes(

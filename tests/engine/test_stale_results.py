@@ -256,7 +256,8 @@ def test_every_method_notices(edit: str, method: str, recorded: Path, tmp_path: 
     new = study(recorded, tmp_path / "a", **change(True))
     afresh = study(recorded, tmp_path / "b", **change(True))
     np.testing.assert_array_equal(
-        chosen.attribute(new, QUERY, **QUIET).values, chosen.attribute(afresh, QUERY, **QUIET).values
+        chosen.attribute(new, QUERY, **QUIET).values,
+        chosen.attribute(afresh, QUERY, **QUIET).values,
     )
 
 
@@ -267,7 +268,8 @@ def test_a_study_whose_task_changes_in_place(recorded: Path, tmp_path: Path) -> 
     weight.table[2] = 3.0
     afresh = study(recorded, tmp_path / "b", task=Weighted(Opaque(3.0)))
     np.testing.assert_array_equal(
-        method.attribute(same, QUERY, **QUIET).values, method.attribute(afresh, QUERY, **QUIET).values
+        method.attribute(same, QUERY, **QUIET).values,
+        method.attribute(afresh, QUERY, **QUIET).values,
     )
 
 

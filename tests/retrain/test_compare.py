@@ -141,9 +141,7 @@ def test_another_initialisation(run: whence.Run) -> None:
 
 
 def test_a_stage_too_few(run: whence.Run) -> None:
-    two = whence.Recipe(
-        plain, whence.Classification(), {"a": TRAIN, "b": TRAIN}, sgd, 16, 2
-    )
+    two = whence.Recipe(plain, whence.Classification(), {"a": TRAIN, "b": TRAIN}, sgd, 16, 2)
     assert "the run has the stages ['train'], the recipe ['a', 'b']" in differences(two, run)
 
 

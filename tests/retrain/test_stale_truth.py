@@ -25,7 +25,12 @@ QUERY = TensorDataset(INPUTS[::2] + 0.1, LABELS[::2])
 class Net(nn.Module):
     def __init__(self, far: float = 1.0, detach: bool = False) -> None:
         super().__init__()
-        self.enter, self.leave, self.far, self.detach = nn.Linear(4, 5), nn.Linear(5, 3), far, detach
+        self.enter, self.leave, self.far, self.detach = (
+            nn.Linear(4, 5),
+            nn.Linear(5, 3),
+            far,
+            detach,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.enter(x))

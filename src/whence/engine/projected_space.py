@@ -75,7 +75,10 @@ class ProjectedSpace:
             "projection": [repr(part) for part in self.projection.parts],
             "identity": [part.identity for part in data],
             "tasks": [
-                [task_identity(study.tasks[s], measured=True), workspace.losses(s, run.final, MEASUREMENTS)]
+                [
+                    task_identity(study.tasks[s], measured=True),
+                    workspace.losses(s, run.final, MEASUREMENTS),
+                ]
                 for s in study.stages
             ],
             "weights": run.final.sha256,

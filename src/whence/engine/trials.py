@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whence.data import Batches, cut
 from whence.layers.passes import Passes, Weights, rounded_products
+from whence.persist.factor_cache import FactorCache
 from whence.persist.tried import Tried, tolerance
 
 LOSSES, MEASUREMENTS, OUTPUTS = "losses", "measurements", "outputs"
@@ -30,6 +31,7 @@ class Trials:
     passes: Mapping[str, Passes]
     batch_size: int
     _values: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    _versions: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def __call__(self, stage: str, data: Batches, checkpoint: Weights, what: str) -> Tried:
         """What a stage's model and task make of the data at these weights."""
@@ -41,6 +43,16 @@ class Trials:
         exact = not rounded_products(passes.dtype, passes.device)
         name = f"{what} of {data.name}, step {checkpoint.step}"
         return Tried({name: self._values[place]}, tolerance(passes.dtype, exact))
+
+    def version(
+        self, stage: str, data: Batches, checkpoint: Weights, what: str, cache: FactorCache
+    ) -> str:
+        """The digest of these values, or of those in the cache that agree with them."""
+        place = stage, data.fingerprint(), checkpoint.sha256, what, self.passes[stage].arithmetic
+        if place not in self._versions:
+            tried = self(stage, data, checkpoint, what)
+            self._versions[place] = tried.version(cache, {"place": place})
+        return self._versions[place]
 
     def _try(self, passes: Passes, data: Batches, checkpoint: Weights, what: str) -> Tensor:
         passes.load(checkpoint)

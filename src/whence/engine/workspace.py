@@ -296,10 +296,9 @@ class Workspace:
 
     def losses(self, stage: str, checkpoint: Weights, what: str = LOSSES) -> str:
         """The digest of all losses (or measurements) of a stage at these weights."""
-        data = self.study.data[stage]
-        place = {"data": data.fingerprint(), "weights": checkpoint.sha256, "stage": stage}
-        place |= {"dtype": self.passes[stage].arithmetic}
-        return self.trials(stage, data, checkpoint, what).version(self.study.store(self.run), place)
+        return self.trials.version(
+            stage, self.study.data[stage], checkpoint, what, self.study.store(self.run)
+        )
 
     # -- curvature -------------------------------------------------------------------------------
 
