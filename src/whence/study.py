@@ -19,8 +19,8 @@ from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.definition import class_sha256, model_sha256
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import digest, sha256_of
+from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256
 from whence.table import Table

@@ -23,8 +23,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import whence
 import whence.engine.scoring
-import whence.persist.factor_cache
-import whence.persist.snapshots
+import whence.persist.files
+import whence.persist.tensors
 from whence.layers.passes import Passes
 
 EXACT = {"dtype": torch.float64, "progress": False}
@@ -64,7 +64,7 @@ def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def often(put: Callable[..., None]) -> None:
     """Snapshots after every batch, progress after every chunk, chunks of a batch."""
-    put(whence.persist.snapshots.Throttle, "due", lambda _: True)
+    put(whence.persist.files.Throttle, "due", lambda _: True)
     put(whence.engine.scoring, "CHUNK", 4)
 
 
@@ -282,7 +282,7 @@ def test_stopped_between_the_last_batch_and_the_result(
 
     run, method = recorded(tmp_path / "run"), whence.Source.published(1)
     with monkeypatch.context() as patch:
-        patch.setattr(whence.persist.factor_cache.FactorCache, "put", stopped)
+        patch.setattr(whence.persist.tensors.FactorCache, "put", stopped)
         with pytest.raises(Interrupted):
             method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT)
     found = method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT).values

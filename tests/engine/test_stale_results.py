@@ -291,7 +291,7 @@ def test_a_resumed_matrix_is_of_one_loss(
         write(self, *block)
 
     monkeypatch.setattr("whence.engine.scoring.CHUNK", 8)
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     options = {"out": tmp_path / "out", "batch_size": 2, **QUIET}
     with monkeypatch.context() as patched, pytest.raises(Stopped):
         patched.setattr(ScoreWriter, "write", once)
@@ -315,7 +315,7 @@ def test_a_resumed_pass_is_of_one_loss(
             raise Stopped
         return real(self, *given)
 
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     method, options = METHODS["source"](), {"batch_size": 4, **QUIET}
     with monkeypatch.context() as patched, pytest.raises(Stopped):
         patched.setattr(Passes, "_batch", few)
@@ -342,7 +342,7 @@ def test_a_resumed_sweep_is_of_one_loss(tmp_path: Path, monkeypatch: pytest.Monk
         raise Stopped
 
     change, out = EDITS["opaque object"], tmp_path / "out"
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     with monkeypatch.context() as patched, pytest.raises(Stopped):
         patched.setattr(ScoreWriter, "write", stop)
         old = study(tmp_path / "run", tmp_path / "a", **change(False))
@@ -396,7 +396,7 @@ def test_both_of_two_losses_stay_cached(
         method.attribute(study(recorded, tmp_path / "a", **change(new)), QUERY, **QUIET).values
         for new in (False, True)
     ]
-    monkeypatch.setattr(whence.operators.Fitter, "_pass", None)
+    monkeypatch.setattr(whence.operators.Fitter, "covariances", None)
     for new in (False, True):
         again = method.attribute(study(recorded, tmp_path / "a", **change(new)), QUERY, **QUIET)
         np.testing.assert_array_equal(again.values, first[new])

@@ -196,7 +196,7 @@ def test_long_trainings_on_the_gpu_go_on_from_their_middle(
     options: dict[str, Any] = {"device": "cuda", "engine": "products", "progress": False}
     wanted = measure(recipe, query, trainings, **options)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     made, plain = [0], _StageTraining.update
 
     def failing(self: Any, *arguments: Any) -> None:

@@ -113,7 +113,7 @@ def test_an_interrupted_sweep_goes_on(
 ) -> None:
     query = models.vectors(3, seed=4)
     whole = Hydra().attribute(study, query, **DOUBLE)
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     original, calls = Objective.slopes, 0
 
     def interrupted(*args: Any) -> Any:

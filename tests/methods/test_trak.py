@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-import whence.persist.snapshots
+import whence.persist.files
 from whence.engine.loss_weights import loss_by_measurement
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import random_projection
@@ -458,7 +458,7 @@ def test_projecting_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("mlp")
-    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
+    monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     monkeypatch.setattr(signs, "PREFERRED_BATCH", {"cpu": 8, "cuda": 8})
     options = EXACT | {"batch_size": 8}
     plain = Trak(12).attribute(

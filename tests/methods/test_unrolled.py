@@ -508,7 +508,7 @@ def test_an_interrupted_sweep_goes_on(
 ) -> None:
     study, query = case
     whole = method.attribute(study, query, by_segment=True, **DOUBLE)
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     options, calls = DOUBLE | {"out": tmp_path, "by_segment": True}, 0
     product = Objective.hessian if method.curvature == "hessian" else Objective.gauss_newton
 
@@ -540,7 +540,7 @@ def test_a_sweep_of_another_calculation_is_not_taken_up(
     case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, query = case
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     wrong = unrolling.QueryBlock(
         slice(0, 5), slice(0, 10), query, "train", np.arange(5), {"train": np.arange(10)}
     )

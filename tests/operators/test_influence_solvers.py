@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 import whence.engine.scoring
-import whence.persist.snapshots
+import whence.persist.files
 from whence.operators import Inverse
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.krylov import Lanczos, conjugate_gradients, matrix_functions
@@ -352,7 +352,7 @@ def test_eigenpairs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_killed_iteration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = joint("mlp")
-    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
+    monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     method = whence.Influence.published(λ, solver="arnoldi", rank=3, iterations=9)
 
     def attribute(cache: Path) -> np.ndarray:
@@ -491,7 +491,7 @@ def test_killed_and_called_again(
     """With out=: blocks that are written are not solved again, and the bits are the same."""
     it = joint("mlp")
     monkeypatch.setattr(whence.engine.scoring.Scoring, "_at_once", lambda _: 1)
-    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
+    monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     method = whence.Influence.published(**ALL[solver])
     whole = method.attribute(it.study, it.query, out=tmp_path / "whole", **EXACT)
     solve, calls = Inverse.__matmul__, []

@@ -17,10 +17,11 @@ from torch.utils.data import default_collate
 
 import whence
 import whence.engine.workspace
+import whence.operators.fit
 from whence.data import place
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
-from whence.operators import Fitter, OffloadedFactors
+from whence.operators import OffloadedFactors
 from whence.operators.fit import factor_bytes, grouped
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False}
@@ -145,7 +146,7 @@ def test_stopped_among_the_groups_it_goes_on(
     class Stop(BaseException): ...
 
     study, query, method = small(tmp_path), models.vectors(3), whence.Influence.published(1e-3)
-    fit, left = Fitter._pass, [3]
+    fit, left = whence.operators.fit.measure, [3]
 
     def limited(*args: Any) -> Any:
         if not left[0]:
@@ -154,7 +155,7 @@ def test_stopped_among_the_groups_it_goes_on(
         return fit(*args)
 
     with pytest.warns(UserWarning, match="groups"), monkeypatch.context() as patch:
-        patch.setattr(Fitter, "_pass", limited)
+        patch.setattr(whence.operators.fit, "measure", limited)
         with pytest.raises(Stop):
             method.attribute(study, query, **EXACT)
     passes = counted(monkeypatch)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 import whence.methods
 import whence.replay.sweep
-from whence.persist.factor_cache import FactorCache
-from whence.persist.files import DamagedFile
-from whence.persist.snapshots import Throttle
-from whence.persist.tensors import load_tensors, save_tensors, serialize
+from whence.persist.files import DamagedFile, Throttle
+from whence.persist.tensors import FactorCache, load_tensors, save_tensors, serialize
 from whence.retrain.grid import Grid
 from whence.retrain.unfinished import StackCheckpoint
 from whence.run import Run

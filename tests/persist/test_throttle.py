@@ -2,8 +2,8 @@
 
 import pytest
 
-from whence.persist import snapshots
-from whence.persist.snapshots import Throttle
+from whence.persist import files
+from whence.persist.files import Throttle
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(snapshots, "monotonic", clock)
+    monkeypatch.setattr(files, "monotonic", clock)
     return clock
 
 

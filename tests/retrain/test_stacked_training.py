@@ -471,7 +471,7 @@ def test_long_trainings_at_once_go_on_from_their_middle(
     trainings = [Training(k, own, stage) for k in (0, 1) for own in half]
     wanted = measure(recipe, QUERY, trainings, engine=engine, progress=False)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one stack
     made, plain = [0], _StageTraining.update
     total = sum(s.total_steps(len(recipe.examples(half[0], stage)[s.name])) for s in recipe.stages)

@@ -325,7 +325,7 @@ class Killed(BaseException):
 @pytest.fixture
 def still_clock(monkeypatch):
     """Noting progress costs no time, so every block is noted."""
-    monkeypatch.setattr("whence.persist.snapshots.Throttle.due", lambda _: True)
+    monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
 
 
 def score(out, values, *, key="a", top=None, segments=None, width=2, killed_after=None):
@@ -409,7 +409,7 @@ def test_where_noting_is_slow_some_blocks_are_redone_with_the_same_bits(tmp_path
     values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     score(tmp_path / "whole", values)
     seconds = count()
-    monkeypatch.setattr("whence.persist.snapshots.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("whence.persist.files.monotonic", lambda: float(next(seconds)))
     with pytest.raises(Killed):
         score(tmp_path / "parts", values, killed_after=9)
     _, computed = score(tmp_path / "parts", values)

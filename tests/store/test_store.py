@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
-import whence.persist.snapshots
-import whence.store.store as module
+import whence.persist.files
+import whence.store.building as building
+import whence.store.contents as contents
 from whence.engine.options import ComputeOptions
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak
@@ -453,7 +454,7 @@ def test_a_store_that_cannot_be_written_to_answers(
 def test_decompositions_make_room(
     it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DECOMPOSITION_BYTES", 3 * 12 * 12 * 8)
+    monkeypatch.setattr(contents, "DECOMPOSITION_BYTES", 3 * 12 * 12 * 8)
     store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
     first = store.influence(QUERY, 0.1, **QUIET).values
     for damping in (0.2, 0.3, 0.4, 0.5):
@@ -512,7 +513,7 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def notes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whence.persist.snapshots.Throttle, "due", lambda _: True)
+    monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     monkeypatch.setattr("whence.projections.random.PREFERRED_BATCH", {"cpu": 8, "cuda": 8})
 
 
@@ -783,7 +784,7 @@ def test_adam(it: Case, tmp_path: Path) -> None:
 
 def test_a_full_disk(it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(building.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(OSError, match=r"the store needs .* GiB in .*, where 0\.0 GiB are free"):
         GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
 

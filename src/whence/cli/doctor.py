@@ -182,7 +182,7 @@ def _batch(study: Any) -> Finding:
 
 
 def _cost(file: StudyFile, method: str, device: Any) -> Finding:
-    from whence.engine.estimate import duration
+    from whence.engine.ledger import duration
 
     study = file.study
     if not hasattr(settings.method_class(method), "estimate"):

@@ -151,11 +151,29 @@ def preconditioner(workspace: Workspace, *segments: Segment, floor: float) -> di
             least = floor * float(v.double().mean().sqrt())
             inverses[name] = 1 / (v.double().sqrt().clamp_min(least) + epsilon.get(name, 1e-8))
         _check_moments(workspace, segment, checkpoint.step, moments, inverses)
-        for name, value in workspace.matrices(inverses).items():
+        for name, value in _matrices(workspace, inverses).items():
             share = value / len(checkpoints)
             mean[name] = mean[name] + share if name in mean else share
     # a layer that was not trained has no moments; its rate is 0, and its P must only be finite
     return {name: torch.where(value > 0, value, 1.0) for name, value in mean.items()}
+
+
+def _matrices(workspace: Workspace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
+
+    def given(name: str, like: Tensor) -> Tensor:
+        return tensors.get(name, torch.zeros_like(like)).to(workspace.zero)
+
+    matrices: dict[str, Tensor] = {}
+    for layer in workspace.layers:
+        module: Any = layer.modules[0]
+        parts = layer.kind.matrices(module, given(layer.weight, module.weight))
+        if layer.bias:
+            biases = layer.kind.vectors(module, given(layer.bias, module.bias))
+            columns = [bias.unsqueeze(1) for bias in biases]
+            parts = [torch.cat(pair, 1) for pair in zip(parts, columns, strict=True)]
+        matrices |= {b.name: part for b, part in zip(layer.blocks, parts, strict=True)}
+    return matrices
 
 
 def _check_moments(

@@ -1,9 +1,11 @@
-"""How to compute: the options that every method takes, in one object."""
+"""How to compute: the options that every method takes, in one object; and checks of settings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict
+from numbers import Integral, Real
+from typing import Any, TypedDict
 
 import torch
 
@@ -84,3 +86,31 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
         return sizes["MemAvailable"], sizes["MemTotal"]
     except (OSError, KeyError):  # not Linux: assume a small machine
         return 8 * 2**30, 8 * 2**30
+
+
+# --- checks of settings ---------------------------------------------------------------------------
+
+
+def check_choice(name: str, value: Any, options: Iterable[str]) -> None:
+    """Refuse a value that is not among the options."""
+    if value not in (known := list(options)):
+        listed = ", ".join(map(repr, known))
+        raise InvalidInput(f"{name}={value!r} is not known: use one of {listed}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse a value that is not a whole number, at least 1."""
+    if not isinstance(value, Integral) or value < 1:
+        raise InvalidInput(f"{name}={value!r} must be a whole number, at least 1")
+
+
+def check_damping(damping: Any) -> None:
+    """Refuse a damping that is not zero or a positive number."""
+    if isinstance(damping, bool) or not (isinstance(damping, Real) and float(damping) >= 0):
+        raise InvalidInput(f"damping={damping!r} must be zero or positive")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Refuse a value that is not between 0 and 1."""
+    if isinstance(value, bool) or not (isinstance(value, Real) and 0 <= float(value) <= 1):
+        raise InvalidInput(f"{name}={value!r} must be a share, from 0 to 1")

@@ -26,10 +26,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, Queries, Readouts, Term, Workspace
+from whence.engine.workspace import LOSS, PlainGradients, Queries, Readouts, Term, Workspace
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal
 from whence.operators import cost
+from whence.operators.products import Readout
+from whence.operators.space import rotate
 from whence.scores import ScoreWriter
 
 CHUNK = 1024  # examples
@@ -118,8 +120,12 @@ class Scoring:
     def _ready(self, queries: Queries, examples: int) -> Iterator[tuple[int, Any]]:
         """The vectors of these queries for each term, ready to meet this many examples."""
         for which, vectors, scale in self.vectors(queries):
-            ready = self.workspace.readouts(vectors, scale, examples)
+            ready = self.readouts(vectors, scale, examples)
             yield from ((k, ready) for k in which)
+
+    def readouts(self, vectors: Any, scale: float, examples: int) -> Any:
+        """The vectors, times `scale`, ready to meet this many examples."""
+        return readouts(self.workspace, vectors, scale, examples)
 
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
@@ -225,6 +231,24 @@ class Scoring:
                 columns.append(Columns(stage, indices, place))
             offset += count
         return columns
+
+
+def readouts(workspace: Workspace, vectors: Any, scale: float, examples: int) -> Readouts:
+    """The vectors, times `scale`, in whichever basis makes the inner products with this many
+    examples cheapest. Their memory is reused."""
+    if isinstance(vectors, PlainGradients):
+        return {k: vectors.readouts.pop(k).scaled(scale) for k in list(vectors.readouts)}
+    ready: Readouts = {}
+    for name, value in vectors.values.items():
+        block, basis = workspace.blocks[name], vectors.bases[name]
+        t = workspace.positions[name]
+        if basis is not None and (
+            cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
+        ):
+            value, basis = rotate(value, basis, None), None
+        value = value.mul_(scale * vectors.scale(name))
+        ready[name] = Readout.of(value, basis, block.bias, workspace.dtype)
+    return ready
 
 
 def score_tokens(

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from whence.engine.options import check_choice, check_count
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput
-from whence.operators import KINDS, BlockDiagonal, FitData, Inverse, coupling
+from whence.operators import FISHERS, KINDS, BlockDiagonal, FitData, Inverse, coupling
 from whence.operators.datainf import DataInf
-from whence.operators.gauss_newton import CG_VECTORS, GaussNewton
+from whence.operators.gauss_newton import GaussNewton
 from whence.operators.low_rank import LowRank
+
+CG_VECTORS = 8  # per query: right side, solution, residual, direction, and products on the way
+NEED_DAMPING = {
+    "cg": "leaves directions in which the Gauss-Newton matrix is 0, and conjugate gradients do "
+    "not end. Give a positive number, or 'source'",
+    "datainf": "is what DataInf divides by. Give a positive number, or none",
+}
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,7 @@ def _subsample(data: Sequence[FitData], count: int, seed: int) -> list[FitData]:
 
 
 def _fitting(settings: Mapping[str, Any]) -> dict[str, int]:
-    kinds = KINDS[settings["curvature"] or "ekfac"].passes
-    return {work: int(work in kinds) for work in ("covariances", "eigenvalues")}
+    return KINDS[settings["curvature"] or "ekfac"].passes_over(1)
 
 
 SOLVERS = {
@@ -185,3 +193,42 @@ SOLVERS = {
         datainf,
     ),
 }
+
+
+def check_settings(solver: str, given: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse settings that the solver does not have, or that cannot be meant.
+
+    Args:
+        given: those that differ from its defaults.
+        settings: all of them.
+    """
+    for name in given.keys() - SOLVERS[solver].defaults.keys():
+        owners = [f"solver={k!r}" for k, other in SOLVERS.items() if name in other.defaults]
+        raise InvalidInput(
+            f"{name}={given[name]!r} means nothing to solver={solver!r}: leave it out, or use "
+            + " or ".join(owners)
+        )
+    damping = settings["damping"]
+    if damping not in (None, "source") and (
+        isinstance(damping, bool) or not (isinstance(damping, Real) and float(damping) >= 0)
+    ):
+        raise InvalidInput(
+            f"damping={damping!r} must be zero or positive, or 'source' for λ = 1/(η̄K)"
+        )
+    if damping == 0 and solver in NEED_DAMPING:
+        raise InvalidInput(f"damping=0 {NEED_DAMPING[solver]}")
+    if settings.get("curvature") is not None:
+        check_choice("curvature", settings["curvature"], KINDS)
+    if settings.get("fisher") is not None:
+        check_choice("fisher", settings["fisher"], FISHERS)
+    for name in ("rank", "iterations", "examples"):
+        if settings.get(name) is not None:
+            check_count(name, settings[name])
+    if settings.get("rank", 0) > settings.get("iterations", 1):
+        raise InvalidInput(
+            f"rank={settings['rank']} is more than iterations={settings['iterations']}: each "
+            "iteration finds one more eigenvector. Use two iterations for each that is kept"
+        )
+    tolerance = settings.get("tolerance", 0.5)
+    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
+        raise InvalidInput(f"tolerance={tolerance!r} must be between 0 and 1")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whence.data import Batches, cut
 from whence.layers.passes import Passes, Weights, rounded_products
-from whence.persist.factor_cache import FactorCache
+from whence.persist.tensors import FactorCache
 from whence.persist.tried import Tried, tolerance
 
 LOSSES, MEASUREMENTS, OUTPUTS = "losses", "measurements", "outputs"

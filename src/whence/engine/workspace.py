@@ -33,9 +33,7 @@ from whence.operators import (
     cost,
 )
 from whence.operators.fit import grouped
-from whence.operators.gauss_newton import ALTERNATIVE
 from whence.operators.products import FactoredReadout, Readout, build
-from whence.operators.space import rotate
 from whence.persist.tried import Tried
 from whence.run import Run, Segment
 from whence.study import Study, task_identity
@@ -363,27 +361,18 @@ class Workspace:
         **settings: Any,
     ) -> GaussNewton:
         """The true matrix over these blocks, for about that many vectors at a time."""
-        if self.dtype.itemsize < 4:
-            raise InvalidInput(
-                f"{self.dtype} cannot resolve products with the Gauss-Newton matrix: use "
-                f"dtype=float32 or float64, or {ALTERNATIVE}"
-            )
         here = {b.name for part in data for b in part.passes.tracked.blocks}
-        room = self.memory // 4
-        numbers = (min(2**28, room) if self.device.type == "cpu" else room) // self.dtype.itemsize
-        H = GaussNewton(
+        trained = [b for name, b in self.blocks.items() if name in blocks and name in here]
+        return GaussNewton(
             data,
             checkpoints,
-            BlockSpace(b for name, b in self.blocks.items() if name in blocks and name in here),
+            BlockSpace(trained),
             self.batch_size,
-            numbers,
             queries,
-            memory=room,
+            memory=self.memory // 4,
             tallies=self.ledger.tallies,
             **settings,
         )
-        H.check()
-        return H
 
     def diagonal(self, values: Mapping[str, float | Tensor]) -> Any:
         """A diagonal matrix of the space, over the blocks that have a value."""
@@ -402,25 +391,6 @@ class Workspace:
     def factor_groups(self) -> int:
         """How many groups of layers EK-FAC's factors are fitted in."""
         return len(grouped(self.blocks.values(), True, self.accumulator, self.room))
-
-    def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
-        matrices = {}
-        for layer in self.layers:
-            module: Any = layer.modules[0]
-            weight = self._given(tensors, layer.weight, module.weight)
-            columns = [[part] for part in layer.kind.matrices(module, weight)]
-            if layer.bias:
-                bias = self._given(tensors, layer.bias, module.bias)
-                parts = layer.kind.vectors(module, bias)
-                for column, part in zip(columns, parts, strict=True):
-                    column.append(part.unsqueeze(1))
-            for block, column in zip(layer.blocks, columns, strict=True):
-                matrices[block.name] = torch.cat(column, 1)
-        return matrices
-
-    def _given(self, tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-        return tensors.get(name, torch.zeros_like(like)).to(self.device, self.accumulator)
 
     # -- query vectors ---------------------------------------------------------------------------
 
@@ -489,23 +459,6 @@ class Workspace:
         from whence.engine.scoring import Scoring
 
         return Scoring(self, *arguments)
-
-    def readouts(self, vectors: Any, scale: float, examples: int) -> Any:
-        """The vectors, scaled, in whichever basis makes the inner products with this many examples
-        cheapest. Their memory is reused."""
-        if isinstance(vectors, PlainGradients):
-            return {k: vectors.readouts.pop(k).scaled(scale) for k in list(vectors.readouts)}
-        ready: Readouts = {}
-        for name, value in vectors.values.items():
-            block, basis = self.blocks[name], vectors.bases[name]
-            t = self.positions[name]
-            if basis is not None and (
-                cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
-            ):
-                value, basis = rotate(value, basis, None), None
-            value = value.mul_(scale * vectors.scale(name))
-            ready[name] = Readout.of(value, basis, block.bias, self.dtype)
-        return ready
 
 
 def scored_stages(study: Study, stage: str | None) -> list[str]:

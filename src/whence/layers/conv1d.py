@@ -10,9 +10,10 @@ from whence.layers.kind import Kind, register
 
 
 class Conv1D(Kind):
+    module = "Conv1D"  # by name, so that transformers need not be imported
+
     def claims(self, module: nn.Module) -> bool:
-        # by name, so that transformers need not be imported
-        return any(c.__name__ == "Conv1D" for c in type(module).__mro__) and hasattr(module, "nf")
+        return hasattr(module, "nf")
 
     def refusal(self, module: nn.Module) -> str | None:
         if type(module).__name__ == "Conv1D":

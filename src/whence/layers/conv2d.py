@@ -17,8 +17,7 @@ MIN_CHANNELS = 16  # from here on, many small products are faster than one large
 
 
 class Conv2d(Kind):
-    def claims(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Conv2d)
+    module = nn.Conv2d
 
     def refusal(self, module: nn.Module) -> str | None:
         if (

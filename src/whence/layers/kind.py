@@ -12,7 +12,7 @@ To support another layer, write a subclass and `register` it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 class Kind(ABC):
     """How to capture one kind of layer. All methods are pure."""
 
-    @abstractmethod
+    #: the class of the modules, or its name where importing it would cost too much
+    module: ClassVar[type[nn.Module] | str] = nn.Module
+
     def claims(self, module: nn.Module) -> bool:
-        """Whether the module is of this kind, or of a subclass that may compute something else."""
+        """Whether a module of that class, or of a subclass, is of this kind."""
+        return True
 
     @abstractmethod
     def refusal(self, module: nn.Module) -> str | None:
@@ -65,8 +68,9 @@ def register(kind: Kind) -> None:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The first kind that claims the module, if any."""
-    return next((kind for kind in KINDS if kind.claims(module)), None)
+    """The first kind that has the module's class and claims it, if any."""
+    classes = {*type(module).__mro__} | {c.__name__ for c in type(module).__mro__}
+    return next((kind for kind in KINDS if kind.module in classes and kind.claims(module)), None)
 
 
 def same_forward(module: nn.Module, base: type[nn.Module]) -> bool:

@@ -8,8 +8,7 @@ from whence.layers.kind import Kind, register, same_forward
 
 
 class Linear(Kind):
-    def claims(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear)
+    module = nn.Linear
 
     def refusal(self, module: nn.Module) -> str | None:
         if same_forward(module, nn.Linear):

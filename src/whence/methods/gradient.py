@@ -1,13 +1,15 @@
 """What SOURCE, influence functions, TracIn and TRAK share: scores linear in training gradients.
 
 A method says which checkpoints form its terms, and what the query vectors of each term are; the
-scoring is here and the same for all.
+scoring is here and the same for all. `SegmentedMethod` is what SOURCE does around its formula:
+settings, segments, what each segment needs, and the query gradient.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 
@@ -15,16 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.engine.estimate import announce
-from whence.engine.options import ComputeOptions, Options
-from whence.engine.scoring import Tokens, score_tokens
-from whence.engine.workspace import LOSS, Queries, Term, Workspace
+from whence.engine.dynamics import Rates
+from whence.engine.ledger import announce, segment_summary
+from whence.engine.options import (
+    ComputeOptions,
+    Options,
+    check_choice,
+    check_damping,
+    check_share,
+)
+from whence.engine.scoring import Tokens, readouts, score_tokens
+from whence.engine.workspace import GAUSS_NEWTON, LOSS, Queries, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
-from whence.layers.passes import Signal, precision_as_asked
+from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
-from whence.operators import cost
+from whence.operators import FISHERS, KINDS, Operator, cost
+from whence.run import Segment
 from whence.scores import Scores
 from whence.study import Study
+
+USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
 
 #: for the terms with these numbers: the vectors w of some queries, and a number they are times
 Vectors = Iterator[tuple[Sequence[int], Any, float]]
@@ -164,8 +176,110 @@ class GradientMethod(Method):
             prepared = self.prepare(workspace, terms)
             rows = np.arange(len(workspace.query))
             queries = Queries(workspace.query, study.stages[-1], rows)
-            readouts: dict[int, Any] = {}
+            ready: dict[int, Any] = {}
             for which, w, scale in self.vectors(workspace, prepared, queries):
-                ready = workspace.readouts(w, scale, len(examples))
-                readouts |= dict.fromkeys(which, ready)
-            return [score_tokens(workspace, terms, readouts, stage, e) for e in examples]
+                ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))
+            return [score_tokens(workspace, terms, ready, stage, e) for e in examples]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A segment made ready: M, D^½, N times its checkpoints, and whether its stage is scored."""
+
+    M: Operator[Any]
+    root: Any
+    count: int
+    scored: bool
+
+
+class SegmentedMethod(GradientMethod):
+    """A method that takes training as stationary within segments."""
+
+    def __init__(
+        self,
+        segments: int | str | Sequence[int] = "stages",
+        curvature: str = "auto",
+        fisher: str = "sampled",
+        stage: str | None = None,
+        damping: float = 0.0,
+        weight_decay: str = "ignore",
+        coupling: bool = True,
+        query_at: str = "run",
+        floor: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        check_choice("curvature", curvature, [*KINDS, GAUSS_NEWTON])
+        check_choice("fisher", fisher, FISHERS)
+        check_choice("weight_decay", weight_decay, ["ignore", "curvature"])
+        check_choice("query_at", query_at, ["run", "final"])
+        check_damping(damping)
+        check_share("floor", floor)
+        if curvature == GAUSS_NEWTON and fisher != "sampled":
+            raise InvalidInput(
+                f"fisher={fisher!r} means nothing to curvature='gauss-newton', which samples "
+                "nothing: leave it out"
+            )
+        self.segments = segments if isinstance(segments, (int, str)) else list(segments)
+        self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
+        self.weight_decay, self.coupling = weight_decay, bool(coupling)
+        self.query_at, self.floor, self.seed = query_at, floor, seed
+
+    def terms(self, workspace: Workspace) -> list[Term]:
+        segments = workspace.run.segments(self.segments)
+        return [Term(s.stage.name, self.points(s), s) for s in segments]
+
+    def points(self, segment: Segment) -> Sequence[Weights]:
+        """Where a segment's gradients and curvature are taken."""
+        return segment.checkpoints
+
+    @abstractmethod
+    def operator(
+        self, workspace: Workspace, term: Term, rates: Rates, resident: int
+    ) -> tuple[Any, Any, dict[str, float]]:
+        """M of a segment, D^½, and the coupling c of each layer."""
+
+    def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[int, Stretch]:
+        """The segments from the first whose examples are scored; earlier ones do not contribute."""
+        first = first_scored(workspace, terms)
+        summaries = [segment_summary(term.segment) for term in terms[:first]]
+        stretches = {}
+        for k, term in list(enumerate(terms))[first:]:
+            assert term.segment is not None
+            rates = self.rates(workspace, term.segment)
+            M, root, c = self.operator(workspace, term, rates, resident=len(terms) - first)
+            count = len(workspace.used(term.stage)) * len(term.checkpoints)
+            stretches[k] = Stretch(M, root, count, term.stage in workspace.stages)
+            about = rates.durations, M.eigenvalues(), c
+            summaries.append(segment_summary(term.segment, *about))
+        workspace.ledger.diagnostics["segments"] = summaries
+        return stretches
+
+    def rates(self, workspace: Workspace, segment: Segment) -> Rates:
+        """D = η̄K P̄, and what damping and weight decay add to M."""
+        return Rates.of(
+            workspace,
+            segment,
+            floor=self.floor,
+            damping=self.damping,
+            weight_decay=self.weight_decay,
+        )
+
+    def query_gradient(self, workspace: Workspace, queries: Queries, bases: Any) -> Any:
+        """∇f(q), the mean over the last stage's checkpoints, or at the final model."""
+        run = workspace.run
+        last = [c for c in run.checkpoints if c.stage == run.final.stage]
+        points = last if self.query_at == "run" else [run.final]
+        return workspace.query_gradients(queries, points, bases)
+
+    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
+        first = first_scored(workspace, terms)
+        fitted = sum(len(term.checkpoints) for term in terms[first:])
+        passes = {"products": USUAL_PRODUCTS * fitted}
+        if self.curvature != GAUSS_NEWTON:
+            passes = KINDS[self.curvature].passes_over(fitted)
+        return passes | super().passes_needed(workspace, terms)
+
+
+def first_scored(workspace: Workspace, terms: list[Term]) -> int:
+    """The index of the first segment whose examples are scored."""
+    return next(k for k, term in enumerate(terms) if term.stage in workspace.stages)

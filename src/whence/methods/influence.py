@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from whence.engine.dynamics import source_damping
-from whence.engine.solvers import SOLVERS
+from whence.engine.options import check_choice
+from whence.engine.solvers import SOLVERS, check_settings
 from whence.engine.workspace import Queries, Term, Workspace
 from whence.methods.gradient import GradientMethod, Vectors
-from whence.methods.settings import check_choice, check_influence
 from whence.operators import BlockDiagonal, Inverse
 from whence.operators.datainf import DataInf
 
@@ -88,7 +88,7 @@ class Influence(GradientMethod):
         }
         given = {name: value for name, value in asked.items() if value is not None}
         settings = self.defaults(solver) | given
-        check_influence(solver, given, settings)
+        check_settings(solver, given, settings)
         self.solver = solver
         vars(self).update(settings, stage=stage)
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.estimate import announce
+from whence.engine.ledger import announce
 from whence.engine.trials import OUTPUTS
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, NotFinite

@@ -18,8 +18,7 @@ from typing import Any
 
 from whence.engine.dynamics import Rates
 from whence.engine.workspace import Queries, Term, Workspace
-from whence.methods.gradient import Vectors
-from whence.methods.segmented import SegmentedMethod, Stretch
+from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import coupling
 from whence.operators.functions import response as F_r
 from whence.operators.functions import survival as F_S

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from whence.engine.loss_weights import ensemble_weights
+from whence.engine.options import check_count, check_damping
 from whence.engine.projected_space import Space
 from whence.engine.workspace import LOSS, MEASUREMENT, Queries, Term, Workspace
 from whence.errors import InvalidInput
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
-from whence.methods.settings import check_count, check_damping
 from whence.operators import cost
 from whence.operators.projected import ProjectedVectors
 from whence.persist.identity import key_of

@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
+from whence.engine.options import check_choice
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput
-from whence.methods.settings import check_choice
 from whence.methods.unrolling import Unrolling
 from whence.replay.expected import ExpectedCredits
 from whence.replay.growth import growth_summary, norms, note_growth

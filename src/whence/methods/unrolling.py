@@ -16,7 +16,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from whence.data import cut
-from whence.engine.estimate import announce
+from whence.engine.ledger import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
 from whence.errors import NotFinite

@@ -6,13 +6,14 @@ Adding a curvature layer by layer is one file with a `compute`, and a line in `K
 from whence.operators.diagonal import Diagonal, Identity
 from whence.operators.ekfac import EKFAC
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
-from whence.operators.fit import FISHERS, FitData, Fitter, accumulator
+from whence.operators.fit import FISHERS, Fitter, accumulator
 from whence.operators.functions import decayed, inverse, response, significant, survival
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.kfac import KFAC
 from whence.operators.operator import Inverse, Operator, coupling
 from whence.operators.shampoo import Automatic, Shampoo
 from whence.operators.space import Basis, BlockDiagonal, BlockSpace, BlockVectors
+from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 
 #: curvatures that are fitted layer by layer

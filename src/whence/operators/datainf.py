@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from whence.data import cut
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal, Weights
-from whence.operators.fit import FitData
 from whence.operators.operator import Inverse
 from whence.operators.products import Readout, add_weighted, squared_norms
 from whence.operators.space import BlockVectors
+from whence.operators.statistics import FitData
 
 SHARE = 0.1  # λ_l as published, of the mean square of a gradient's entries
 
@@ -77,6 +76,5 @@ class DataInf:
         """Every layer's training gradients, batch by batch."""
         for part in self.data:
             part.passes.load(self.checkpoint)
-            batches = [part.indices[b] for b in cut(len(part.indices), self.batch_size)]
-            for one in part.passes.backward_passes(part.data, batches, Signal("loss"), label):
+            for one in part.backward_passes(Signal("loss"), self.batch_size, label):
                 yield from one.factors()

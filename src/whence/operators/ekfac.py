@@ -24,6 +24,11 @@ class EKFAC(Factored):
     def compute(
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
-        bases = fitter.eigenbases(checkpoints)
-        moments = fitter.second_moments(cls, checkpoints, bases, diagonal)
+        bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(fitter))
+        moments = fitter.second_moments(cls.kind, checkpoints, bases, diagonal)
         return moments | fitter.as_tensors(bases)
+
+    @classmethod
+    def whole_blocks(cls, fitter: Fitter) -> list[str]:
+        """The blocks whose bases come from whole gradients."""
+        return []

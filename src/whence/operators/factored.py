@@ -120,9 +120,10 @@ class Factored(Operator[BlockVectors]):
         "/diagonal" where that is asked for."""
 
     @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        """The blocks whose bases come from whole gradients."""
-        return []
+    def passes_over(cls, checkpoints: int) -> dict[str, int]:
+        """How many passes of each kind fitting takes."""
+        work = ("covariances", "eigenvalues")
+        return {kind: checkpoints * (kind in cls.passes) for kind in work}
 
     @property
     def bases(self) -> Mapping[str, Basis | None]:

@@ -32,18 +32,17 @@ from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import Factored
-from whence.operators.fit import FitData
 from whence.operators.krylov import conjugate_gradients
 from whence.operators.operator import Function, Inverse, Operator
 from whence.operators.products import Readout, add_weighted
 from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
+from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 
 # Below this share of EK-FAC's largest eigenvalue the preconditioner is flat. EK-FAC finds the few
 # large eigenvalues of H, but many of its small ones are not H's, and dividing by them costs
 # iterations (to 1 % error on digits, three models: 25 to 37 instead of 50 to 80).
 FLAT = 0.1
-CG_VECTORS = 8  # per query: right side, solution, residual, direction, and products on the way
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
 
 
@@ -62,9 +61,9 @@ class GaussNewton(Operator[BlockVectors]):
 
     Args:
         space: the parameters it is over; other tracked layers count as constants.
-        numbers: how many may be held during a product.
-        queries: expected number of vectors; selects the cheaper of the two product algorithms.
-        memory: bytes that Krylov iterations may use.
+        queries: expected number of vectors, which selects the cheaper of the two product
+            algorithms; conjugate gradients solve as many at a time.
+        memory: bytes that a product, and Krylov iterations, may use.
         tallies: where their number is noted.
         iterations, relative_residual: of conjugate gradients: the maximum, and where to stop.
         preconditioner: of conjugate gradients: an approximation of H in closed form.
@@ -76,7 +75,6 @@ class GaussNewton(Operator[BlockVectors]):
         checkpoints: Sequence[Weights],
         space: BlockSpace,
         batch_size: int,
-        numbers: int,
         queries: int,
         memory: int = 2**30,
         tallies: dict[str, Any] | None = None,
@@ -85,11 +83,12 @@ class GaussNewton(Operator[BlockVectors]):
         preconditioner: Factored | None = None,
     ) -> None:
         self.data, self.checkpoints, self.space = data, checkpoints, space
-        self.batch_size, self.numbers, self.queries = batch_size, numbers, queries
+        self.batch_size, self.queries = batch_size, queries
         self.memory, self.tallies = memory, {} if tallies is None else tallies
         self.iterations, self.relative_residual = iterations, relative_residual
         self.preconditioner = preconditioner
         self._products = 0
+        self._check()
 
     @property
     def block_diagonal(self) -> bool:
@@ -113,7 +112,7 @@ class GaussNewton(Operator[BlockVectors]):
         self._products += 1
         pairs = list(product(self.data, self.checkpoints))
         bar = tqdm(
-            total=sum(len(self._batches(part)) for part, _ in pairs),
+            total=sum(len(part.batches(self.batch_size)) for part, _ in pairs),
             desc=f"Gauss-Newton product {self._products}",
             disable=not self.data[0].passes.progress,
             leave=False,
@@ -137,9 +136,6 @@ class GaussNewton(Operator[BlockVectors]):
         """H v in the parameters' own coordinates: (q, o, width) by block."""
         return self.space.unflatten(self.flat_product(self.space.flatten(values)))
 
-    def _batches(self, part: FitData) -> list[NDArray[np.int64]]:
-        return [part.indices[b] for b in cut(len(part.indices), self.batch_size)]
-
     def _add_by_columns(
         self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor], bar: Any
     ) -> None:
@@ -149,7 +145,7 @@ class GaussNewton(Operator[BlockVectors]):
             for name, value in v.items()
         }
         like = next(iter(v.values()))
-        for one in part.passes.backward_passes(part.data, self._batches(part), Signal("exact")):
+        for one in part.backward_passes(Signal("exact"), self.batch_size):
             layers = [factors for factors in one.factors() if factors.block.name in v]
             inner = like.new_zeros(len(like), len(one.indices))
             for factors in layers:
@@ -162,10 +158,11 @@ class GaussNewton(Operator[BlockVectors]):
     def _add_along(
         self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor], bar: Any
     ) -> None:
-        queries = len(next(iter(v.values())))
-        for model in self._linearised(part, self._batches(part)):
-            numbers = len(model.outputs) * cost.per_example_numbers(part.passes.tracked)
-            for rows in cut(queries, max(1, self.numbers // numbers)):  # as many as fit
+        queries, passes = len(next(iter(v.values()))), part.passes
+        room = min(2**28, self.memory) if passes.device.type == "cpu" else self.memory
+        for model in self._linearised(part, part.batches(self.batch_size)):
+            numbers = len(model.outputs) * cost.per_example_numbers(passes.tracked)
+            for rows in cut(queries, max(1, room // passes.dtype.itemsize // numbers)):  # that fit
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
                 tangent = model.forward({name: value[here] for name, value in v.items()})
                 for name, a, s in model.backward(model.bend(tangent)):
@@ -188,7 +185,7 @@ class GaussNewton(Operator[BlockVectors]):
         return (self + {}).apply(functions, v)
 
     def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
-        """By conjugate gradients, as many queries at a time as fit, each until it has converged.
+        """By conjugate gradients, `queries` at a time, each until it has converged.
 
         Preconditioned by (H' + λ)⁻¹ with the `preconditioner` H', else by λ⁻¹.
         """
@@ -198,9 +195,8 @@ class GaussNewton(Operator[BlockVectors]):
             w = self.space.flatten({name: v.matrix(name) for name in v.values})
             shift = self.space.diagonal(damping, w)
             precondition = self._precondition(damping, shift)
-            size = CG_VECTORS * w.element_size() * max(1, self.space.size)
             steps, residuals = [], []
-            for rows in cut(len(w), max(1, min(self.queries, self.memory // size))):
+            for rows in cut(len(w), self.queries):
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
                 solution = conjugate_gradients(
                     lambda x: self.flat_product(x).addcmul_(shift, x),
@@ -265,17 +261,23 @@ class GaussNewton(Operator[BlockVectors]):
 
     # -- refusals --------------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Refuse a model whose backward pass cannot be differentiated: yᵀ(J v) must be (Jᵀy)ᵀv.
 
         Autograd is silent where an operation hides its second derivative.
         """
+        dtype = self.data[0].passes.dtype
+        if dtype.itemsize < 4:
+            raise InvalidInput(
+                f"{dtype} cannot resolve products with the Gauss-Newton matrix: use "
+                f"dtype=float32 or float64, or {ALTERNATIVE}"
+            )
         generator = torch.Generator().manual_seed(0)
         for part in self.data:
             if fewer_by_columns(part.passes.tracked, self.queries):  # asks for none
                 continue
             part.passes.load(self.checkpoints[0])
-            for model in self._linearised(part, self._batches(part)[:1]):
+            for model in self._linearised(part, part.batches(self.batch_size)[:1]):
                 v = torch.randn(1, self.space.size, generator=generator).to(model.outputs)
                 y = torch.randn(1, *model.outputs.shape, generator=generator).to(model.outputs)
                 matrices = self.space.unflatten(v)
@@ -294,7 +296,7 @@ class GaussNewton(Operator[BlockVectors]):
         """Look for the example at fault."""
         for part, checkpoint in product(self.data, self.checkpoints):
             part.passes.load(checkpoint)
-            for one in part.passes.backward_passes(part.data, self._batches(part), Signal("loss")):
+            for one in part.backward_passes(Signal("loss"), self.batch_size):
                 for _ in one.layers:  # raises where a gradient is not finite
                     pass
         raise NotFinite(

@@ -23,11 +23,10 @@ class KFAC(Factored):
     def compute(
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
-        values: dict[str, tuple[Tensor, Tensor]] = {}
-        bases = fitter.eigenbases(checkpoints, values)
+        bases, eigenvalues = fitter.eigenbases(checkpoints)
         factors = fitter.as_tensors(bases)
-        for name, (s, a) in values.items():
-            factors[f"{name}/eigenvalues"] = torch.outer(s.clamp_min(0), a.clamp_min(0))
+        for name, (Λ_S, Λ_A) in eigenvalues.items():
+            factors[f"{name}/eigenvalues"] = torch.outer(Λ_S.clamp_min(0), Λ_A.clamp_min(0))
         if diagonal:
-            factors |= fitter.second_moments(cls, checkpoints, {}, diagonal)
+            factors |= fitter.second_moments(cls.kind, checkpoints, {}, diagonal)
         return factors

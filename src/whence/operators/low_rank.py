@@ -22,8 +22,8 @@ from whence.operators.gauss_newton import GaussNewton
 from whence.operators.krylov import Lanczos
 from whence.operators.operator import Inverse
 from whence.operators.space import BlockSpace, BlockVectors
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import key_of
+from whence.persist.tensors import FactorCache
 
 ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
 
@@ -54,7 +54,27 @@ class LowRank:
             like: a tensor on the device and with the dtype to compute in.
             memory: bytes that the Krylov vectors may take.
         """
-        pairs = _eigenpairs(H, cache, like, memory, rank, iterations, seed)
+        iterations = min(iterations, H.space.size)
+        settings = {
+            "what": "leading eigenpairs of the Gauss-Newton matrix",
+            "identity": [dict(part.identity) for part in H.data],
+            "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.data],
+            "weights": H.checkpoints[0].sha256,
+            "losses": [part.losses(H.checkpoints[0]) for part in H.data],
+            "layers": list(H.space.blocks),
+            "dtype": H.data[0].passes.arithmetic,
+            "seed": seed,
+            "rank": rank,
+            "iterations": iterations,
+        }
+        key = key_of(settings)
+        pairs = cache.get(key)
+        if pairs is None:
+            lanczos = _iterated(H, cache, key, _start(H, like, memory, iterations, seed))
+            values, vectors, residuals = lanczos.leading(rank)
+            pairs = {"values": values, "vectors": vectors, "residuals": residuals}
+            pairs["steps"] = torch.tensor(lanczos.done)
+            cache.put(key, pairs, settings)
         values, steps = pairs["values"], int(pairs["steps"])
         residuals = pairs["residuals"] / values
         rough = int((residuals > ROUGH).sum())
@@ -83,34 +103,9 @@ class LowRank:
         return Inverse(solve)
 
 
-def _eigenpairs(
-    H: GaussNewton,
-    cache: FactorCache,
-    like: Tensor,
-    memory: int,
-    rank: int,
-    iterations: int,
-    seed: int,
-) -> dict[str, Tensor]:
-    """The leading "values" (r,) and "vectors" (r, p) of H, their "residuals" (r,), and "steps"."""
-    p, passes = H.space.size, H.data[0].passes
-    iterations = min(iterations, p)
-    settings = {
-        "what": "leading eigenpairs of the Gauss-Newton matrix",
-        "identity": [dict(part.identity) for part in H.data],
-        "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.data],
-        "weights": H.checkpoints[0].sha256,
-        "losses": [part.losses(H.checkpoints[0]) for part in H.data],
-        "layers": list(H.space.blocks),
-        "dtype": passes.arithmetic,
-        "seed": seed,
-        "rank": rank,
-        "iterations": iterations,
-    }
-    key = key_of(settings)
-    pairs = cache.get(key)
-    if pairs is not None:
-        return pairs
+def _start(H: GaussNewton, like: Tensor, memory: int, iterations: int, seed: int) -> Lanczos:
+    """An iteration from a random vector; refused if its vectors do not fit."""
+    p = H.space.size
     needed = (iterations + 1) * p * like.element_size()
     if needed > memory:
         raise InvalidInput(
@@ -119,12 +114,16 @@ def _eigenpairs(
             "lower iterations, raise memory, or track fewer layers"
         )
     start = torch.randn(p, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    lanczos = Lanczos(start.to(like), iterations)
-    snapshot = cache.snapshot(key)
+    return Lanczos(start.to(like), iterations)
+
+
+def _iterated(H: GaussNewton, cache: FactorCache, key: str, lanczos: Lanczos) -> Lanczos:
+    """The iteration to its end, from a snapshot if there is one."""
+    passes, snapshot = H.data[0].passes, cache.snapshot(key)
     if snapshot is not None:
         lanczos.restore(*snapshot)
     bar = tqdm(
-        total=iterations,
+        total=len(lanczos.alpha),
         initial=lanczos.done,
         desc="Arnoldi iterations",
         disable=not passes.progress,
@@ -135,8 +134,4 @@ def _eigenpairs(
             lanczos.step(H.flat_product)
             cache.offer_snapshot(key, *lanczos.state())
             bar.update()
-    values, vectors, residuals = lanczos.leading(rank)
-    pairs = {"values": values, "vectors": vectors, "residuals": residuals}
-    pairs["steps"] = torch.tensor(lanczos.done)
-    cache.put(key, pairs, settings)
-    return pairs
+    return lanczos

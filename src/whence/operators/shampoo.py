@@ -10,29 +10,14 @@ take the place of K-FAC's S and A. The eigenvalues are EK-FAC's in these bases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from whence.layers.passes import Weights
 from whence.operators.ekfac import EKFAC
-from whence.operators.factored import Factored
 from whence.operators.fit import Fitter
 
 
-class Shampoo(Factored):
+class Shampoo(EKFAC):
     """Eigenbases of whole gradients in every layer."""
 
     kind = "shampoo"
-    passes = EKFAC.passes
-
-    @classmethod
-    def compute(
-        cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
-    ) -> dict[str, Tensor]:
-        bases = fitter.eigenbases(checkpoints, whole=cls.whole_blocks(fitter))
-        moments = fitter.second_moments(cls, checkpoints, bases, diagonal)
-        return moments | fitter.as_tensors(bases)
 
     @classmethod
     def whole_blocks(cls, fitter: Fitter) -> list[str]:

@@ -1,4 +1,8 @@
-"""Named tensors in safetensors files, with a checksum that is verified when they are read."""
+"""Named tensors in safetensors files, with a checksum that is verified when they are read.
+
+`FactorCache` holds fitted factors, each entry under a key of everything it depends on: weights,
+data, task, layers and settings. So nothing stale is ever reused.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,11 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from whence.persist.files import REMEDY, atomic, damaged
+from whence.persist.files import REMEDY, Throttle, atomic, damaged, make_folder
 from whence.persist.identity import tensors_sha256
+
+SNAPSHOT_SECONDS = 20.0
+REFIT = "delete it to fit it again"
 
 
 def independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -71,3 +78,59 @@ def load_tensors(
     if checksum is not None and checksum != tensors_sha256(tensors):
         raise damaged(path, "altered: its checksum does not fit", remedy)
     return tensors, about
+
+
+class FactorCache:
+    """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder.
+
+    A pass over the data leaves snapshots, from which the same call resumes.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._memory: dict[str, dict[str, Tensor]] = {}
+        self._throttle = Throttle(SNAPSHOT_SECONDS)
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        if self.folder is None:
+            return self._memory.get(key)
+        path = self._path(key)
+        return load_tensors(path, remedy=REFIT)[0] if path.exists() else None
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+        if self.folder is None:
+            self._memory[key] = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            return
+        self._save(self._path(key), tensors, {"settings": settings})
+        self._partial(key).unlink(missing_ok=True)
+
+    def drop(self, key: str) -> None:
+        self._memory.pop(key, None)
+        if self.folder is not None:
+            self._path(key).unlink(missing_ok=True)
+
+    def snapshot(self, key: str) -> tuple[dict[str, Tensor], dict[str, int]] | None:
+        """The totals of a pass that was interrupted, and how far it had come."""
+        if self.folder is None or not self._partial(key).exists():
+            return None
+        totals, about = load_tensors(self._partial(key), remedy=REFIT)
+        return totals, about["position"]
+
+    def offer_snapshot(
+        self, key: str, tensors: Mapping[str, Tensor], position: dict[str, int]
+    ) -> None:
+        """Save the totals of a pass if it is time to."""
+        if self.folder is not None and self._throttle.due():
+            with self._throttle.saving():
+                self._save(self._partial(key), tensors, {"position": position})
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
+        make_folder(path.parent)
+        save_tensors(path, tensors, about)
+
+    def _path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{key}.safetensors"
+
+    def _partial(self, key: str) -> Path:
+        return self._path(key + ".partial")

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.persist.factor_cache import FactorCache
 from whence.persist.identity import key_of, tensors_sha256
-from whence.persist.tensors import load_tensors, save_tensors
+from whence.persist.tensors import FactorCache, load_tensors, save_tensors
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest output
 ROUNDED = 2e-2  # with bfloat16 or TF32 products

@@ -1,21 +1,57 @@
-"""Second moments of projected gradients: Σ_n φ_n φ_nᵀ, in one resumable pass over the data."""
+"""Second moments of projected gradients: Σ_n φ_n φ_nᵀ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.data import cut
 from whence.layers.passes import Signal, Weights
 from whence.operators import FitData
 from whence.operators.products import add_gram, mirror
-from whence.persist.factor_cache import FactorCache
-from whence.persist.identity import key_of
+from whence.operators.statistics import Statistic, Tensors, measure
+from whence.persist.tensors import FactorCache
 from whence.projections.gradients import projected
 from whence.projections.projection import Projection
+
+
+@dataclass(frozen=True)
+class ProjectedMoments(Statistic):
+    """Σ φφᵀ, (d, d) in float64 for each part of the projection.
+
+    The sums are in float64, because their smallest eigenvalues matter. That costs little compared
+    with projecting.
+    """
+
+    projection: Projection
+    signal: Signal
+    device: torch.device
+    memory: int  # bytes for gathered gradients
+
+    work = "projection"
+
+    def zeros(self) -> Tensors:
+        sizes = [part.dimension for part in self.projection.parts]
+        like: Any = {"device": self.device, "dtype": torch.float64}
+        return {f"{k}": torch.zeros(d, d, **like) for k, d in enumerate(sizes)}
+
+    def add(
+        self, totals: Tensors, part: FitData, batches: list[NDArray[np.int64]], label: str
+    ) -> Iterator[int | None]:
+        how = self.signal, self.projection, self.memory, label
+        for piece in projected(part.passes, part.data, batches, *how):
+            rows = piece.rows.double()
+            for k, columns in enumerate(self.projection.columns):
+                add_gram(totals[f"{k}"], rows[:, columns])
+            yield piece.done
+
+    def finish(self, totals: Tensors) -> Tensors:
+        return {name: mirror(total) for name, total in totals.items()}
 
 
 def moments(
@@ -28,49 +64,12 @@ def moments(
     batch_size: int,
     memory: int,
 ) -> list[Tensor]:
-    """Σ φφᵀ over the examples of all parts, (d, d) in float64 for each part of the projection.
-
-    The sums are in float64, because their smallest eigenvalues matter. That costs little compared
-    with projecting.
+    """Σ φφᵀ over the examples of all parts of the data, for each part of the projection.
 
     Args:
-        store: caches them under `settings`, and holds the snapshots from which an interrupted pass
-            resumes.
+        store: caches them under `settings`.
     """
-    key = key_of(settings)
-    names = [f"{k}" for k in range(len(projection.parts))]
-    sums = store.get(key)
-    if sums is None:
-        passes = parts[0].passes
-        with passes.clock("projection"):
-            totals = {
-                name: torch.zeros(
-                    part.dimension, part.dimension, device=passes.device, dtype=torch.float64
-                )
-                for name, part in zip(names, projection.parts, strict=True)
-            }
-            done = 0
-            snapshot = store.snapshot(key)
-            if snapshot is not None:
-                tensors, progress = snapshot
-                done, batch_size = progress["done"], progress["batch_size"]
-                totals = {name: value.to(passes.device) for name, value in tensors.items()}
-            skip = done
-            for part in parts:
-                batches = [part.indices[b] for b in cut(len(part.indices), batch_size)]
-                batches, skip = batches[skip:], max(0, skip - len(batches))
-                part.passes.load(checkpoint)
-                before = done
-                label = f"projection, step {checkpoint.step}"
-                for piece in projected(
-                    part.passes, part.data, batches, signal, projection, memory, label
-                ):
-                    rows = piece.rows.double()
-                    for name, columns in zip(names, projection.columns, strict=True):
-                        add_gram(totals[name], rows[:, columns])
-                    if piece.done is not None:
-                        done = before + piece.done
-                        store.offer_snapshot(key, totals, {"done": done, "batch_size": batch_size})
-            sums = {name: mirror(total) for name, total in totals.items()}
-            store.put(key, sums, settings)
-    return [sums[name].to(parts[0].passes.device) for name in names]
+    device = parts[0].passes.device
+    statistic = ProjectedMoments(projection, signal, device, memory)
+    sums = measure(statistic, parts, checkpoint, store, settings, batch_size)
+    return [sums[f"{k}"].to(device) for k in range(len(projection.parts))]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whence.persist.files import damaged, make_folder, read_json, write_json
-from whence.persist.snapshots import Throttle
+from whence.persist.files import Throttle, damaged, make_folder, read_json, write_json
 from whence.persist.tensors import load_tensors, save_tensors
 from whence.retrain.callback import Update
 from whence.retrain.grid import name_of

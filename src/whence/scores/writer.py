@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.errors import DiskFull, FolderConflict, InvalidInput
 from whence.persist.files import (
+    Throttle,
     damaged,
     make_folder,
     move_into_place,
@@ -23,7 +24,6 @@ from whence.persist.files import (
     write_json,
 )
 from whence.persist.identity import file_sha256
-from whence.persist.snapshots import Throttle
 from whence.persist.tried import Tried
 from whence.scores.result import Floats, Ints, Scores, Top, read_description
 

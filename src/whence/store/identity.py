@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import Subset, TensorDataset
 
 from whence.data import Batches
+from whence.engine.options import check_choice
 from whence.engine.workspace import Workspace
 from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
@@ -34,10 +35,8 @@ def only_run(study: Study) -> Run:
 def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
     given = [("projection", projection, PROJECTIONS), ("fisher", fisher, FISHERS)]
     given += [("methods", name, METHODS) for name in methods]
-    for name, value, options in given:
-        if value not in options:
-            known = ", ".join(map(repr, options))
-            raise InvalidInput(f"{name}={value!r} is not known: use one of {known}")
+    for choice in given:
+        check_choice(*choice)
     if not methods:
         raise InvalidInput(f"methods is empty: name at least one of {', '.join(METHODS)}")
 

@@ -1,14 +1,8 @@
 """GradientStore: every training example's gradient in few dimensions, written once.
 
-    store/
-      store.json                 settings, fingerprints, progress
-      gradients/0-00000188.npy   P∇L(m, θ_c), (n, d), of stage 0 at step 188
-      factors/                   second moments (d, d), and the eigenbasis
-      decompositions/            decompositions of the second moments
-
-`build` projects gradients in the order of the data, a block at a time. Rerun the same call to
-resume an interrupted build, or to add examples appended to the data. TracIn, influence functions,
-TRAK and SOURCE then answer queries from the rows and the second moments alone (see `workspace`).
+`build` projects gradients (`building`), and `contents` reads what the folder holds. TracIn,
+influence functions, TRAK and SOURCE answer queries from the rows and the second moments alone (see
+`workspace`).
 """
 
 from __future__ import annotations
@@ -16,38 +10,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from whence.data import Batches, cut
-from whence.engine.estimate import announce
 from whence.engine.options import ComputeOptions
-from whence.engine.projected_space import check_dimension, random_projection, try_out
-from whence.engine.trials import LOSSES
-from whence.engine.workspace import LOSS, MEASUREMENT, Workspace, scored_stages
-from whence.errors import DiskFull, InvalidInput, MissingFile, NotFinite
-from whence.layers.passes import Signal, Weights, precision_as_asked, rounded_products
+from whence.engine.projected_space import check_dimension
+from whence.engine.workspace import LOSS, Workspace, scored_stages
+from whence.errors import InvalidInput
+from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
-from whence.operators import EKFAC, Basis, accumulator, cost
-from whence.operators.products import add_gram, mirror
-from whence.persist.factor_cache import FactorCache
-from whence.persist.files import make_folder, write_json
-from whence.persist.identity import key_of
-from whence.persist.snapshots import Throttle
-from whence.projections import Eigenbasis, Projection, moments, projected
-from whence.projections.eigenbasis import LeadingEntries, leading
-from whence.run import Run
-from whence.run.checkpoint import Checkpoint
+from whence.projections import projected
 from whence.scores import Scores
+from whence.store.building import Builder
+from whence.store.contents import StoreContents
 from whence.store.identity import (
     METHODS,
     SCHEMA,
@@ -59,13 +39,9 @@ from whence.store.identity import (
     only_run,
     read,
 )
-from whence.store.rows import Rows, finished, mapped
 from whence.store.workspace import StoreWorkspace
-from whence.study import Study, task_identity
-from whence.table import listed
+from whence.study import Study
 
-PROGRESS_SECONDS = 5.0  # between two records of progress
-DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
 ROW_TOLERANCE = 1e-3  # relative difference of a recomputed row from the stored one
 
 
@@ -82,16 +58,7 @@ class AnswerOptions(TypedDict, total=False):
     workers: int
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One matrix of rows: the examples of a stage at a checkpoint."""
-
-    stage: str
-    checkpoint: Checkpoint
-    name: str
-
-
-class GradientStore:
+class GradientStore(StoreContents):
     """Projected per-example gradients of one run, on disk, and the methods that answer from them.
 
     Create it with `build`, and reopen it with `open`. A store holds one run. For an ensemble, build
@@ -99,13 +66,8 @@ class GradientStore:
     """
 
     def __init__(self, path: Path, study: Study, description: dict[str, Any]) -> None:
-        self.path, self.study, self._description = path, study, description
+        super().__init__(path, study, description)
         self._workspaces: dict[str, StoreWorkspace] = {}  # by their compute options
-        self._factors = FactorCache(path / "factors")
-        self._decompositions = FactorCache(path / "decompositions")
-        self._projections: dict[str, Projection] = {}
-        self._rows: dict[str, Tensor] = {}
-        self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
         self._verified: set[str] = set()
 
     # -- building and opening ------------------------------------------------------------------
@@ -189,7 +151,7 @@ class GradientStore:
                 shutil.rmtree(folder / "decompositions", ignore_errors=True)
             description["complete"] = False
             store = cls(folder, study, description)
-            store._complete(workspace)
+            Builder(store, workspace).complete()
         return store
 
     @classmethod
@@ -220,10 +182,10 @@ class GradientStore:
                     f"{len(data)}: GradientStore.build adds the others"
                 )
         store = cls(folder, study, description)
-        for unit in store._units(run):
+        for unit in store.units(run):
             store.rows(unit.stage, unit.checkpoint)
         with torch.no_grad(), precision_as_asked():
-            store._check_losses(workspace, store._units(run)[-1])
+            store.check_losses(workspace, store.units(run)[-1])
         return store
 
     # -- answers -------------------------------------------------------------------------------
@@ -264,7 +226,7 @@ class GradientStore:
         **options: Unpack[AnswerOptions],
     ) -> Scores:
         """`Trak`: the same scores, from a random store of the same dimension and seed."""
-        s = self._description["settings"]
+        s = self.description["settings"]
         method = Trak(s["dimension"], s["seed"], stage, s["joint"], damping)
         return self._answer("trak", method, query, options)
 
@@ -291,7 +253,7 @@ class GradientStore:
     def _answer(
         self, name: str, method: GradientMethod, query: Any, options: AnswerOptions
     ) -> Scores:
-        known = self._description["methods"]
+        known = self.description["methods"]
         if name not in known:
             raise InvalidInput(
                 f"the store was built for {', '.join(known)}, not for {name}: build it "
@@ -305,7 +267,7 @@ class GradientStore:
         compute: dict[str, Any] = dict(options)
         out, top = compute.pop("out", None), compute.pop("top", None)
         by_segment = compute.pop("by_segment", False)
-        dtype = getattr(torch, self._description["settings"]["dtype"])
+        dtype = getattr(torch, self.description["settings"]["dtype"])
         with torch.no_grad(), precision_as_asked():
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
@@ -325,116 +287,12 @@ class GradientStore:
         clock.cpu_seconds.clear()
         return self._workspaces[key]
 
-    # -- the parts of an answer ----------------------------------------------------------------
-
-    @property
-    def dimension(self) -> int:
-        return int(self._description["settings"]["dimension"])
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that the store was built with."""
-        return dict(self._description["settings"])
-
-    @property
-    def data(self) -> dict[str, dict[str, Any]]:
-        """The number of examples and their SHA-256, per stage."""
-        return dict(self._description["data"])
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of everything that the stored numbers depend on."""
-        return key_of({k: self._description[k] for k in ("settings", "identity", "data")})
-
-    def projection(self, workspace: Workspace) -> Projection:
-        """P, on the workspace's device."""
-        place = str(workspace.device)
-        if place not in self._projections:
-            s = self._description["settings"]
-            if s["projection"] == "random":
-                projection = random_projection(workspace, s["dimension"], s["joint"], s["seed"])
-            else:
-                entries = self._eigenbasis(workspace)
-                parts = [entries] if s["joint"] else [{name: e} for name, e in entries.items()]
-                projection = Projection([Eigenbasis(part) for part in parts])
-            self._projections[place] = projection
-        return self._projections[place]
-
-    def rows(self, stage: str, checkpoint: Weights) -> Tensor:
-        """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
-        name = self._name(stage, checkpoint.step)
-        if name not in self._rows:
-            count = self._description["data"][stage]["examples"]
-            self._rows[name] = mapped(self._path(name), count, self.dimension, self._dtype)
-        return self._rows[name]
-
-    def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
-        """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""
-        return self._moments(workspace, stage, checkpoint, self._fisher)
-
-    def measured(self, workspace: Workspace, stage: str) -> list[Tensor]:
-        """Σ φφᵀ over all examples of a stage, φ = P∇f, for each part of P."""
-        return self._moments(workspace, stage, workspace.run.final, MEASUREMENT)
-
-    def projected(
-        self, workspace: Workspace, data: Batches, indices: NDArray[np.int64], checkpoint: Weights
-    ) -> Tensor:
-        """P∇f(q, θ_c) of these queries, (q, d)."""
-        passes = workspace.final_passes
-        passes.load(checkpoint)
-        batches = [indices[b] for b in cut(len(indices), workspace.batch_size)]
-        pieces = projected(
-            passes, data, batches, MEASUREMENT, self.projection(workspace), workspace.memory // 4
-        )
-        return torch.cat([piece.rows for piece in pieces])
-
-    def decomposition(
-        self,
-        workspace: Workspace,
-        settings: Mapping[str, Any],
-        fit: Callable[[], list[Tensor]],
-        on_disk: bool = False,
-    ) -> list[Tensor]:
-        """A decomposition of the second moments, computed by `fit` once and cached in memory.
-
-        Args:
-            on_disk: also save it with the store, because computing it takes long.
-        """
-        key = key_of({**settings, "store": self.fingerprint})
-        place = f"{key} {workspace.device}"
-        if place not in self._in_memory:
-            parts = self._decompositions.get(key) if on_disk else None
-            if parts is None:
-                with workspace.clock("decomposition"):
-                    parts = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
-                if on_disk:
-                    self._save_decomposition(key, parts, settings)
-            self._in_memory[place] = [parts[f"{k}"].to(workspace.device) for k in range(len(parts))]
-        self._in_memory[place] = self._in_memory.pop(place)  # the last to be evicted
-        sizes = {k: sum(value.nbytes for value in cached) for k, cached in self._in_memory.items()}
-        while sum(sizes.values()) > DECOMPOSITION_BYTES and len(sizes) > 1:
-            oldest = next(iter(sizes))
-            del self._in_memory[oldest], sizes[oldest]
-        return self._in_memory[place]
-
-    def _save_decomposition(
-        self, key: str, parts: Mapping[str, Tensor], settings: Mapping[str, Any]
-    ) -> None:
-        try:
-            self._decompositions.put(key, parts, settings)
-        except PermissionError as error:
-            warnings.warn(
-                f"a decomposition cannot be saved with the store ({error}): the next process will "
-                "compute it again",
-                stacklevel=2,
-            )
-
     def verify(self, workspace: Workspace) -> None:
         """Recompute one stored row, once per device, to check model, data, P and store together."""
         place = str(workspace.device)
         if place in self._verified:
             return
-        unit = self._units(workspace.run)[-1]
+        unit = self.units(workspace.run)[-1]
         passes, data = workspace.passes[unit.stage], self.study.data[unit.stage]
         passes.load(unit.checkpoint)
         first = [np.arange(1)]
@@ -450,257 +308,10 @@ class GradientStore:
             )
         self._verified.add(place)
 
-    # -- building ------------------------------------------------------------------------------
-
-    def _complete(self, workspace: Workspace) -> None:
-        """Compute the rows and second moments that are missing."""
-        make_folder(self.path / "gradients")
-        self._check_room()
-        self._announce(workspace)
-        self._note()
-        projection = self.projection(workspace)
-        if self._description["settings"]["projection"] == "random":
-            try_out(workspace, projection)
-        make_folder(self.path / "losses")
-        for unit in self._units(workspace.run):
-            self._check_losses(workspace, unit)
-            self._write_rows(workspace, unit)
-        for unit, signal in self._wanted_moments(workspace.run):
-            self._add_moments(workspace, unit, signal)
-        self._description["complete"] = True
-        self._note()
-
-    def _check_losses(self, workspace: Workspace, unit: Unit) -> None:
-        """Refuse to use or add to rows of other losses; store those of further examples."""
-        path, data = self.path / "losses" / f"{unit.name}.safetensors", self.study.data[unit.stage]
-        tried = workspace.trials(unit.stage, data, unit.checkpoint, LOSSES)
-        if path.exists() and tried.differs_from(path, "delete the store, and build it again"):
-            raise InvalidInput(
-                f"the store in {self.path} was built with other losses of {data.name} at step "
-                f"{unit.checkpoint.step}: loss, model or data have changed. Choose another path, "
-                "or delete that folder"
-            )
-        if not self._description["complete"]:
-            tried.save(path)
-
-    def _units(self, run: Run) -> list[Unit]:
-        """The matrices of rows that the methods need; the last is at the final model."""
-        stages, every = self.study.stages, {"tracin", "source"} & {*self._description["methods"]}
-        wanted = [(c.stage, c) for c in run.checkpoints] if every else []
-        if {"influence", "trak"} & {*self._description["methods"]}:
-            wanted += [(s, run.final) for s in stages if not every or s != run.final.stage]
-        return [Unit(stage, c, self._name(stage, c.step)) for stage, c in wanted]
-
-    def _wanted_moments(self, run: Run) -> list[tuple[Unit, Signal]]:
-        methods = {*self._description["methods"]}
-        wanted = []
-        for unit in self._units(run):
-            final = unit.checkpoint.step == run.final.step
-            same_stage = unit.checkpoint.stage == unit.stage
-            if ("source" in methods and same_stage) or ("influence" in methods and final):
-                wanted.append((unit, self._fisher))
-            if "trak" in methods and final:
-                wanted.append((unit, MEASUREMENT))
-        return wanted
-
-    def _write_rows(self, workspace: Workspace, unit: Unit) -> None:
-        path, data = self._path(unit.name), self.study.data[unit.stage]
-        if finished(path, self.dimension, self._dtype) == len(data):
-            return
-        complete = self._description["partial"].get(unit.name, 0)
-        rows = Rows(path, len(data), self.dimension, self._dtype, complete)
-        passes, throttle = workspace.passes[unit.stage], Throttle(PROGRESS_SECONDS)
-        passes.load(unit.checkpoint)
-        left = np.arange(rows.start, len(data))
-        batches = [left[b] for b in cut(len(left), workspace.batch_size)]
-        label, room = f"gradients, step {unit.checkpoint.step}", workspace.memory // 4
-        with passes.clock("projection"):
-            for piece in projected(
-                passes, data, batches, LOSS, self.projection(workspace), room, label
-            ):
-                self._refuse_bad(piece.rows, piece.indices, data, unit.checkpoint)
-                rows.write(int(piece.indices[0]), piece.rows)
-                if throttle.due():
-                    with throttle.saving():
-                        rows.flush()
-                        self._description["partial"][unit.name] = int(piece.indices[-1]) + 1
-                        self._note()
-        rows.finish()
-        self._description["partial"].pop(unit.name, None)
-        self._note()
-
-    @staticmethod
-    def _refuse_bad(
-        rows: Tensor, indices: NDArray[np.int64], data: Batches, checkpoint: Weights
-    ) -> None:
-        bad = indices[(~rows.isfinite().all(1)).cpu().numpy()]
-        if len(bad):
-            raise NotFinite(
-                f"checkpoint at step {checkpoint.step}: the projected gradient is NaN or infinite "
-                f"for {data.name} example {listed(bad)}. Mend or leave out the example, or use "
-                "float64"
-            )
-
-    def _add_moments(self, workspace: Workspace, unit: Unit, signal: Signal) -> None:
-        """Add the second moments of the examples that they do not include yet."""
-        ranges = self._description["moments"].setdefault(self._moments_name(unit, signal), [])
-        first, last = ranges[-1][1] if ranges else 0, len(self.study.data[unit.stage])
-        if first == last:
-            return
-        chosen = np.arange(last)
-        if signal != MEASUREMENT:
-            chosen = self.study.used(workspace.run, unit.stage)
-        chosen = chosen[(chosen >= first) & (chosen < last)]
-        identity = self._moments_key(unit, signal, [first, last])
-        if signal == LOSS and len(chosen):  # from the stored rows, without another pass
-            rows = self.rows(unit.stage, unit.checkpoint)
-            self._factors.put(
-                key_of(identity), self._row_moments(workspace, rows, chosen), identity
-            )
-        elif len(chosen):
-            part = workspace.fit_data([unit.stage])[0]
-            part = dataclasses.replace(part, indices=chosen)
-            room, batch = workspace.memory // 4, workspace.batch_size
-            projection = self.projection(workspace)
-            moments(
-                [part], unit.checkpoint, signal, projection, self._factors, identity, batch, room
-            )
-        ranges.append([first, last, len(chosen)])
-        self._note()
-
-    def _row_moments(
-        self, workspace: Workspace, rows: Tensor, chosen: NDArray[np.int64]
-    ) -> dict[str, Tensor]:
-        sums = {}
-        for k, where in enumerate(self.projection(workspace).columns):
-            d = where.stop - where.start
-            total = torch.zeros(d, d, dtype=torch.float64, device=workspace.device)
-            for block in cut(len(chosen), 4 * workspace.batch_size):
-                add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
-            sums[f"{k}"] = mirror(total)
-        return sums
-
-    def _moments(
-        self, workspace: Workspace, stage: str, checkpoint: Weights, signal: Signal
-    ) -> list[Tensor]:
-        unit = next(
-            u
-            for u in self._units(workspace.run)
-            if u.stage == stage and u.checkpoint.step == checkpoint.step
-        )
-        ranges = self._description["moments"].get(self._moments_name(unit, signal), [])
-        if not ranges or ranges[-1][1] != self._description["data"][stage]["examples"]:
-            raise InvalidInput(
-                f"the store has no second moments of {signal.name} gradients of {stage} at step "
-                f"{checkpoint.step} (for TRAK: of this measurement). Build it again to add them"
-            )
-        sums: list[Tensor] = []
-        for first, last, count in ranges:
-            if count == 0:  # none of these examples was trained on
-                continue
-            stored = self._factors.get(key_of(self._moments_key(unit, signal, [first, last])))
-            if stored is None:
-                raise MissingFile(
-                    f"the store in {self.path} is incomplete: second moments at step "
-                    f"{checkpoint.step} are missing. Delete it, and build it again"
-                )
-            parts = [stored[f"{k}"].to(workspace.device) for k in range(len(stored))]
-            sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
-        return sums
-
-    def _moments_name(self, unit: Unit, signal: Signal) -> str:
-        what = signal.name
-        if signal == MEASUREMENT:
-            what += f" {key_of(task_identity(self.study.tasks[unit.stage], measured=True))}"
-        return f"{unit.name} {what}"
-
-    def _moments_key(self, unit: Unit, signal: Signal, examples: list[int]) -> dict[str, Any]:
-        return {
-            "what": "second moments",
-            "of": self._moments_name(unit, signal),
-            "examples": examples,
-        }
-
-    def _eigenbasis(self, workspace: Workspace) -> dict[str, LeadingEntries]:
-        """The leading entries of each block, fitted once, by the first build."""
-        device, dtype = workspace.device, workspace.dtype
-        key = key_of({"eigenbasis": self._description["settings"]})
-        tensors = self._factors.get(key)
-        if tensors is None:
-            if self._description["partial"] or any((self.path / "gradients").iterdir()):
-                raise InvalidInput(
-                    f"the eigenbasis of the store in {self.path} is missing: delete the store, and "
-                    "build it again"
-                )
-            s = self._description["settings"]
-            fitter = workspace.fitter(self.study.stages, s["fisher"], s["seed"])
-            checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units(workspace.run)}
-            curvature = EKFAC.fit(fitter, list(checkpoints.values())).factors
-            tensors = {}
-            for name, entries in leading(
-                curvature, workspace.trained_blocks(), s["dimension"]
-            ).items():
-                tensors |= {f"{name}/outputs": entries.basis.outputs, f"{name}/rows": entries.rows}
-                tensors |= {
-                    f"{name}/inputs": entries.basis.inputs,
-                    f"{name}/columns": entries.columns,
-                }
-            self._factors.put(key, tensors, {"what": "eigenbasis"})
-        placed = {}
-        for name in (b.name for b in workspace.trained_blocks()):
-            if f"{name}/rows" in tensors:
-                basis = Basis(tensors[f"{name}/outputs"], tensors[f"{name}/inputs"]).to(
-                    device, dtype
-                )
-                rows, columns = (tensors[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
-                placed[name] = LeadingEntries(basis, rows, columns)
-        return placed
-
-    def _announce(self, workspace: Workspace) -> None:
-        s, blocks = self._description["settings"], workspace.tracked.blocks
-        forward = sum(cost.forward_backward(b, workspace.positions[b.name]) for b in blocks)
-        work = 2.0 * sum(b.size for b in blocks) * s["dimension"]
-        if s["projection"] == "eigenbasis":
-            work = sum(cost.rotate_examples(b, workspace.positions[b.name], 1) for b in blocks)
-        moment_passes = sum(signal != LOSS for _, signal in self._wanted_moments(workspace.run))
-        passes = {"gradients": len(self._units(workspace.run)), "second moments": moment_passes}
-        each = dict.fromkeys(passes, forward + work)
-        announce(self, workspace, each, passes, 3 * s["dimension"] ** 2)
-
-    def _check_room(self) -> None:
-        d, units = self.dimension, self._units(only_run(self.study))
-        rows = sum(len(self.study.data[u.stage]) for u in units if not self._path(u.name).exists())
-        needed = rows * d * self._dtype.itemsize + 8 * d * d
-        free = shutil.disk_usage(self.path).free
-        if needed > free:
-            raise DiskFull(
-                f"the store needs {needed / 2**30:.1f} GiB in {self.path}, where "
-                f"{free / 2**30:.1f} GiB are free: choose another path, or a smaller dimension"
-            )
-
-    @property
-    def _fisher(self) -> Signal:
-        s = self._description["settings"]
-        return LOSS if s["fisher"] == "empirical" else Signal(s["fisher"], s["seed"])
-
-    @property
-    def _dtype(self) -> np.dtype[np.floating]:
-        wide = accumulator(getattr(torch, self._description["settings"]["dtype"]))
-        return np.dtype(np.float64 if wide == torch.float64 else np.float32)
-
-    def _name(self, stage: str, step: int) -> str:
-        return f"{self.study.stages.index(stage)}-{step:08d}"
-
-    def _path(self, name: str) -> Path:
-        return self.path / "gradients" / f"{name}.npy"
-
-    def _note(self) -> None:
-        write_json(self.path / "store.json", self._description)
-
     def __repr__(self) -> str:
-        s = self._description["settings"]
-        counts = ", ".join(f"{k}: {v['examples']:,}" for k, v in self._description["data"].items())
+        s = self.description["settings"]
+        counts = ", ".join(f"{k}: {v['examples']:,}" for k, v in self.description["data"].items())
         return (
             f"GradientStore({self.path}: {s['projection']}, dimension {s['dimension']}, examples "
-            f"{{{counts}}}, for {', '.join(self._description['methods'])})"
+            f"{{{counts}}}, for {', '.join(self.description['methods'])})"
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.persist.tried import Tried
+from whence.store.contents import StoreContents
 from whence.store.rows import inner
 from whence.study import task_identity
 from whence.table import listed
-
-if TYPE_CHECKING:
-    from whence.store.store import GradientStore
 
 CHUNK = 1 << 14  # examples per block of scores
 
@@ -33,7 +31,7 @@ CHUNK = 1 << 14  # examples per block of scores
 class StoreWorkspace(Workspace):
     """A workspace that reads training gradients and curvature from a store."""
 
-    store: GradientStore = field(kw_only=True)
+    store: StoreContents = field(kw_only=True)
 
     reads_training_data = False
 
@@ -84,9 +82,6 @@ class StoreWorkspace(Workspace):
     def plain_gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors:
         rows = self.store.projected(self, queries.data, queries.indices, checkpoint)
         return ProjectedVectors(rows.to(self.accumulator))
-
-    def readouts(self, vectors: ProjectedVectors, scale: float, examples: int) -> Any:
-        return (vectors.values * scale).to(self.accumulator)
 
     def projected_space(self, dimension: int, joint: bool, seed: int) -> StoredSpace:
         return StoredSpace(self)
@@ -142,6 +137,9 @@ class StoredScoring(Scoring):
 
     workspace: StoreWorkspace
 
+    def readouts(self, vectors: ProjectedVectors, scale: float, examples: int) -> Tensor:
+        return (vectors.values * scale).to(self.workspace.accumulator)
+
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
     ) -> Tensor:
@@ -172,9 +170,8 @@ class StoredScoring(Scoring):
         return CHUNK
 
     def _at_once(self) -> int:
-        return max(
-            1, self._fitting(len(self.terms))
-        )  # one answer computes the vectors of all terms together
+        # one answer computes the vectors of all terms together
+        return max(1, self._fitting(len(self.terms)))
 
     def _vector(self) -> int:
         return self.workspace.store.dimension

@@ -1,0 +1,203 @@
+"""Statistics of the data at a checkpoint: sums over all examples, in one cached, resumable pass.
+
+`Covariances`       A = Σ_{n,t} a aᵀ / N        S = Σ_{n,t} s sᵀ / Σ_n t_n
+`SecondMoments`     Λ = Σ_n (Q_Sᵀ G_n Q_A)² / N
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from whence.data import Batches, cut
+from whence.layers.capture import LayerFactors, ParameterBlock
+from whence.layers.passes import BackwardPass, Passes, Signal, Weights
+from whence.operators import products
+from whence.operators.space import Basis
+from whence.persist.identity import key_of
+from whence.persist.tensors import FactorCache
+
+Tensors = dict[str, Tensor]  # by names such as "<block>/A"
+
+
+@dataclass(frozen=True)
+class FitData:
+    """Data that a curvature is fitted on, and the passes (model, task, layers) it goes through.
+
+    Args:
+        indices: the examples the run really used.
+        identity: what makes two fits the same besides weights and settings (data, task, model,
+            layers).
+        losses: the digest of the losses of all examples at given weights.
+    """
+
+    passes: Passes
+    data: Batches
+    indices: NDArray[np.int64]
+    identity: Mapping[str, Any]
+    losses: Callable[[Weights], str]
+
+    def batches(self, size: int) -> list[NDArray[np.int64]]:
+        return [self.indices[b] for b in cut(len(self.indices), size)]
+
+    def backward_passes(
+        self, signal: Signal, batch_size: int, label: str | None = None
+    ) -> Iterator[BackwardPass]:
+        """Over all the data, with the weights that are loaded."""
+        return self.passes.backward_passes(self.data, self.batches(batch_size), signal, label)
+
+
+class Statistic(ABC):
+    """What is summed over the examples."""
+
+    work: ClassVar[str]  # the name of the pass, in `Factored.passes` and for people
+
+    @abstractmethod
+    def zeros(self) -> Tensors:
+        """The totals of no examples."""
+
+    @abstractmethod
+    def add(
+        self, totals: Tensors, part: FitData, batches: list[NDArray[np.int64]], label: str
+    ) -> Iterator[int | None]:
+        """Add these batches. Yields how many are complete, or None inside a batch."""
+
+    @abstractmethod
+    def finish(self, totals: Tensors) -> Tensors:
+        """The statistic from the totals of all examples."""
+
+
+def measure(
+    statistic: Statistic,
+    data: Sequence[FitData],
+    checkpoint: Weights,
+    cache: FactorCache,
+    settings: Mapping[str, Any],
+    batch_size: int,
+) -> Tensors:
+    """A statistic over all parts of the data: cached, from a snapshot on, or from scratch.
+
+    Args:
+        settings: all that it depends on, the key of the cache.
+    """
+    key, passes = key_of(settings), data[0].passes
+    values = cache.get(key)
+    if values is not None:
+        return values
+    with passes.clock(statistic.work):
+        totals, done = statistic.zeros(), 0  # batches
+        snapshot = cache.snapshot(key)
+        if snapshot is not None:
+            totals = {name: total.to(passes.device) for name, total in snapshot[0].items()}
+            done, batch_size = snapshot[1]["done"], snapshot[1]["batch_size"]
+        skip, label = done, f"{statistic.work}, step {checkpoint.step}"
+        for part in data:
+            batches, before = part.batches(batch_size), done
+            batches, skip = batches[skip:], max(0, skip - len(batches))
+            part.passes.load(checkpoint)
+            for complete in statistic.add(totals, part, batches, label):
+                if complete is not None:
+                    done = before + complete
+                    cache.offer_snapshot(key, totals, {"done": done, "batch_size": batch_size})
+        values = statistic.finish(totals)
+        cache.put(key, values, settings)
+    return values
+
+
+@dataclass(frozen=True)
+class LayerStatistic(Statistic):
+    """A sum over the layer factors of some blocks."""
+
+    blocks: Sequence[ParameterBlock]
+    signal: Signal
+    examples: int  # N
+    like: Tensor  # on the device and with the dtype of the totals
+
+    @abstractmethod
+    def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
+        """Of the totals of a block."""
+
+    @abstractmethod
+    def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
+        """Add one block of a batch; `first` in the first of the batch's backward passes."""
+
+    def zeros(self) -> Tensors:
+        named = {f"{b.name}/{k}": x for b in self.blocks for k, x in self.shapes(b).items()}
+        return {name: self.like.new_zeros(shape) for name, shape in named.items()}
+
+    def add(
+        self, totals: Tensors, part: FitData, batches: list[NDArray[np.int64]], label: str
+    ) -> Iterator[int | None]:
+        names, done = {b.name for b in self.blocks}, 0
+        for one in part.passes.backward_passes(part.data, batches, self.signal, label):
+            for factors in one.factors():
+                if factors.block.name in names:
+                    self.add_layer(totals, factors, one.first)
+            done += one.last
+            yield done if one.last else None
+
+
+@dataclass(frozen=True)
+class Covariances(LayerStatistic):
+    """ "<block>/A" = Σ a aᵀ / N and "<block>/S" = Σ s sᵀ / Σ t.
+
+    In the blocks `whole`, R = Σ_n G_nᵀ G_n / N and L = Σ_n G_n G_nᵀ / N (Shampoo) in their place.
+    """
+
+    whole: Sequence[str]
+
+    work = "covariances"
+
+    def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
+        return {"A": (block.width, block.width), "S": (block.o, block.o), "positions": ()}
+
+    def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
+        name, bias = factors.block.name, factors.block.bias
+        A, S, positions = (totals[f"{name}/{key}"] for key in ("A", "S", "positions"))
+        if name in self.whole:
+            products.add_whole_grams(S, A, factors.a, factors.s, bias)
+            positions += len(factors.s) if first else 0
+            return
+        count = products.add_output_covariance(S, factors.s, factors.mask)
+        if first:  # the inputs are the same in all backward passes of a batch
+            products.add_input_covariance(A, factors)
+            positions += count
+
+    def finish(self, totals: Tensors) -> Tensors:
+        covariances = {}
+        for b in self.blocks:
+            A, S = (products.mirror(totals[f"{b.name}/{key}"]) for key in "AS")
+            covariances[f"{b.name}/A"] = A / self.examples
+            covariances[f"{b.name}/S"] = S / totals[f"{b.name}/positions"]
+        return covariances
+
+
+@dataclass(frozen=True)
+class SecondMoments(LayerStatistic):
+    """ "<block>/eigenvalues" = Σ_n (Q_Sᵀ G_n Q_A)² / N, if there are bases, and, if it is asked
+    for, "<block>/diagonal": the same in the parameters' own coordinates."""
+
+    bases: Mapping[str, Basis]
+    diagonal: bool
+
+    work = "eigenvalues"
+
+    def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
+        wanted = ["eigenvalues"] * bool(self.bases) + ["diagonal"] * self.diagonal
+        return dict.fromkeys(wanted, block.shape)
+
+    def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
+        name, bias, a, s = factors.block.name, factors.block.bias, factors.a, factors.s
+        if self.bases:
+            products.add_squares(totals[f"{name}/eigenvalues"], a, s, self.bases[name], bias)
+        if self.diagonal:
+            products.add_squares(totals[f"{name}/diagonal"], a, s, None, bias)
+
+    def finish(self, totals: Tensors) -> Tensors:
+        return {name: total / self.examples for name, total in totals.items()}

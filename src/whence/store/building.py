@@ -1,0 +1,190 @@
+"""Building a store: rows and second moments, computed where they are missing.
+
+Gradients are projected in the order of the data, a block at a time. An interrupted build resumes,
+and examples that were appended to the data are added.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from whence.data import cut
+from whence.engine.ledger import announce
+from whence.engine.projected_space import try_out
+from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
+from whence.errors import DiskFull, NotFinite
+from whence.layers.passes import Signal
+from whence.operators import EKFAC, cost
+from whence.operators.products import add_gram, mirror
+from whence.persist.files import Throttle, make_folder
+from whence.persist.identity import key_of
+from whence.projections import moments, projected
+from whence.projections.eigenbasis import leading
+from whence.store.contents import StoreContents, Unit
+from whence.store.rows import Rows, finished
+from whence.table import listed
+
+PROGRESS_SECONDS = 5.0  # between two records of progress
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Completes a store on a workspace."""
+
+    store: StoreContents
+    workspace: Workspace
+
+    def complete(self) -> None:
+        """Compute the rows and second moments that are missing."""
+        store, workspace = self.store, self.workspace
+        make_folder(store.path / "gradients")
+        self._check_room()
+        self._announce()
+        store.save()
+        for unit in self._units:
+            store.check_losses(workspace, unit)
+        if store.settings["projection"] == "eigenbasis":
+            self._fit_eigenbasis()
+        projection = store.projection(workspace)
+        if store.settings["projection"] == "random":
+            try_out(workspace, projection)
+        for unit in self._units:
+            self._write_rows(unit)
+        for unit, signal in self._moments():
+            self._add_moments(unit, signal)
+        store.description["complete"] = True
+        store.save()
+
+    @property
+    def _units(self) -> list[Unit]:
+        return self.store.units(self.workspace.run)
+
+    def _moments(self) -> list[tuple[Unit, Signal]]:
+        """The second moments that the methods need."""
+        methods, run = {*self.store.description["methods"]}, self.workspace.run
+        wanted = []
+        for unit in self._units:
+            final = unit.checkpoint.step == run.final.step
+            same_stage = unit.checkpoint.stage == unit.stage
+            if ("source" in methods and same_stage) or ("influence" in methods and final):
+                wanted.append((unit, self.store.fisher))
+            if "trak" in methods and final:
+                wanted.append((unit, MEASUREMENT))
+        return wanted
+
+    def _write_rows(self, unit: Unit) -> None:
+        store, workspace, partial = self.store, self.workspace, self.store.description["partial"]
+        path, data = store.rows_path(unit.name), store.study.data[unit.stage]
+        if finished(path, store.dimension, store.dtype) == len(data):
+            return
+        complete = partial.get(unit.name, 0)
+        rows = Rows(path, len(data), store.dimension, store.dtype, complete)
+        passes, throttle = workspace.passes[unit.stage], Throttle(PROGRESS_SECONDS)
+        passes.load(unit.checkpoint)
+        left = np.arange(rows.start, len(data))
+        batches = [left[b] for b in cut(len(left), workspace.batch_size)]
+        label, room = f"gradients, step {unit.checkpoint.step}", workspace.memory // 4
+        how = store.projection(workspace), room, label
+        with passes.clock("projection"):
+            for piece in projected(passes, data, batches, LOSS, *how):
+                self._refuse_bad(piece.rows, piece.indices, unit)
+                rows.write(int(piece.indices[0]), piece.rows)
+                if throttle.due():
+                    with throttle.saving():
+                        rows.flush()
+                        partial[unit.name] = int(piece.indices[-1]) + 1
+                        store.save()
+        rows.finish()
+        partial.pop(unit.name, None)
+        store.save()
+
+    def _refuse_bad(self, rows: Tensor, indices: NDArray[np.int64], unit: Unit) -> None:
+        bad = indices[(~rows.isfinite().all(1)).cpu().numpy()]
+        if len(bad):
+            raise NotFinite(
+                f"checkpoint at step {unit.checkpoint.step}: the projected gradient is NaN or "
+                f"infinite for {self.store.study.data[unit.stage].name} example {listed(bad)}. "
+                "Mend or leave out the example, or use float64"
+            )
+
+    def _add_moments(self, unit: Unit, signal: Signal) -> None:
+        """Add the second moments of the examples that they do not include yet."""
+        store, workspace = self.store, self.workspace
+        data = store.study.data[unit.stage]
+        ranges = store.description["moments"].setdefault(store.moments_name(unit, signal), [])
+        first, last = ranges[-1][1] if ranges else 0, len(data)
+        if first == last:
+            return
+        chosen = np.arange(last)
+        if signal != MEASUREMENT:
+            chosen = store.study.used(workspace.run, unit.stage)
+        chosen = chosen[(chosen >= first) & (chosen < last)]
+        identity = store.moments_key(unit, signal, [first, last])
+        if signal == LOSS and len(chosen):  # from the stored rows, without another pass
+            rows = store.rows(unit.stage, unit.checkpoint)
+            store.factors.put(key_of(identity), self._row_moments(rows, chosen), identity)
+        elif len(chosen):
+            part = replace(workspace.fit_data([unit.stage])[0], indices=chosen)
+            how = signal, store.projection(workspace), store.factors, identity
+            limits = workspace.batch_size, workspace.memory // 4
+            moments([part], unit.checkpoint, *how, *limits)
+        ranges.append([first, last, len(chosen)])
+        store.save()
+
+    def _row_moments(self, rows: Tensor, chosen: NDArray[np.int64]) -> dict[str, Tensor]:
+        sums, workspace = {}, self.workspace
+        for k, where in enumerate(self.store.projection(workspace).columns):
+            d = where.stop - where.start
+            total = torch.zeros(d, d, dtype=torch.float64, device=workspace.device)
+            for block in cut(len(chosen), 4 * workspace.batch_size):
+                add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
+            sums[f"{k}"] = mirror(total)
+        return sums
+
+    def _fit_eigenbasis(self) -> None:
+        """The leading entries of each block, fitted once, by the first build."""
+        store, workspace, s = self.store, self.workspace, self.store.settings
+        if store.factors.get(store.eigenbasis_key) is not None:
+            return
+        if store.description["partial"] or any((store.path / "gradients").iterdir()):
+            return  # rows in an eigenbasis that is missing: the store refuses
+        fitter = workspace.fitter(store.study.stages, s["fisher"], s["seed"])
+        checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units}
+        curvature = EKFAC.fit(fitter, list(checkpoints.values())).factors
+        tensors: dict[str, Tensor] = {}
+        entries = leading(curvature, workspace.trained_blocks(), s["dimension"])
+        for name, x in entries.items():
+            tensors |= {f"{name}/outputs": x.basis.outputs, f"{name}/inputs": x.basis.inputs}
+            tensors |= {f"{name}/rows": x.rows, f"{name}/columns": x.columns}
+        store.factors.put(store.eigenbasis_key, tensors, {"what": "eigenbasis"})
+
+    def _announce(self) -> None:
+        workspace, s, blocks = self.workspace, self.store.settings, self.workspace.tracked.blocks
+        forward = sum(cost.forward_backward(b, workspace.positions[b.name]) for b in blocks)
+        work = 2.0 * sum(b.size for b in blocks) * s["dimension"]
+        if s["projection"] == "eigenbasis":
+            work = sum(cost.rotate_examples(b, workspace.positions[b.name], 1) for b in blocks)
+        passes = {
+            "gradients": len(self._units),
+            "second moments": sum(signal != LOSS for _, signal in self._moments()),
+        }
+        each = dict.fromkeys(passes, forward + work)
+        announce(self.store, workspace, each, passes, 3 * s["dimension"] ** 2)
+
+    def _check_room(self) -> None:
+        store, d = self.store, self.store.dimension
+        missing = [u for u in self._units if not store.rows_path(u.name).exists()]
+        rows = sum(len(store.study.data[u.stage]) for u in missing)
+        needed = rows * d * store.dtype.itemsize + 8 * d * d
+        free = shutil.disk_usage(store.path).free
+        if needed > free:
+            raise DiskFull(
+                f"the store needs {needed / 2**30:.1f} GiB in {store.path}, where "
+                f"{free / 2**30:.1f} GiB are free: choose another path, or a smaller dimension"
+            )

@@ -1,0 +1,270 @@
+"""What a store holds, read from its folder: settings, projection, rows, second moments.
+
+store/
+  store.json                 settings, fingerprints, progress
+  gradients/0-00000188.npy   P∇L(m, θ_c), (n, d), of stage 0 at step 188
+  losses/                    of all examples, by stage and step
+  factors/                   second moments (d, d), and the eigenbasis
+  decompositions/            decompositions of the second moments
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from whence.data import Batches, cut
+from whence.engine.projected_space import random_projection
+from whence.engine.trials import LOSSES
+from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
+from whence.errors import InvalidInput, MissingFile
+from whence.layers.passes import Signal, Weights
+from whence.operators import Basis, accumulator
+from whence.persist.files import make_folder, write_json
+from whence.persist.identity import key_of
+from whence.persist.tensors import FactorCache
+from whence.projections import Eigenbasis, Projection, projected
+from whence.projections.eigenbasis import LeadingEntries
+from whence.run import Run
+from whence.run.checkpoint import Checkpoint
+from whence.store.rows import mapped
+from whence.study import Study, task_identity
+
+DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One matrix of rows: the examples of a stage at a checkpoint."""
+
+    stage: str
+    checkpoint: Checkpoint
+    name: str
+
+
+class StoreContents:
+    """A store's folder, for the study it was built from."""
+
+    def __init__(self, path: Path, study: Study, description: dict[str, Any]) -> None:
+        self.path, self.study, self.description = path, study, description
+        self.factors = FactorCache(path / "factors")
+        self._decompositions = FactorCache(path / "decompositions")
+        self._projections: dict[str, Projection] = {}
+        self._rows: dict[str, Tensor] = {}
+        self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
+
+    @property
+    def dimension(self) -> int:
+        return int(self.description["settings"]["dimension"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the store was built with."""
+        return dict(self.description["settings"])
+
+    @property
+    def data(self) -> dict[str, dict[str, Any]]:
+        """The number of examples and their SHA-256, per stage."""
+        return dict(self.description["data"])
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that the stored numbers depend on."""
+        return key_of({k: self.description[k] for k in ("settings", "identity", "data")})
+
+    def projection(self, workspace: Workspace) -> Projection:
+        """P, on the workspace's device."""
+        place = str(workspace.device)
+        if place not in self._projections:
+            s = self.description["settings"]
+            if s["projection"] == "random":
+                projection = random_projection(workspace, s["dimension"], s["joint"], s["seed"])
+            else:
+                entries = self._eigenbasis(workspace)
+                parts = [entries] if s["joint"] else [{name: e} for name, e in entries.items()]
+                projection = Projection([Eigenbasis(part) for part in parts])
+            self._projections[place] = projection
+        return self._projections[place]
+
+    def rows(self, stage: str, checkpoint: Weights) -> Tensor:
+        """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
+        name = self._name(stage, checkpoint.step)
+        if name not in self._rows:
+            count = self.description["data"][stage]["examples"]
+            self._rows[name] = mapped(self.rows_path(name), count, self.dimension, self.dtype)
+        return self._rows[name]
+
+    def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
+        """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""
+        return self._moments(workspace, stage, checkpoint, self.fisher)
+
+    def measured(self, workspace: Workspace, stage: str) -> list[Tensor]:
+        """Σ φφᵀ over all examples of a stage, φ = P∇f, for each part of P."""
+        return self._moments(workspace, stage, workspace.run.final, MEASUREMENT)
+
+    def projected(
+        self, workspace: Workspace, data: Batches, indices: NDArray[np.int64], checkpoint: Weights
+    ) -> Tensor:
+        """P∇f(q, θ_c) of these queries, (q, d)."""
+        passes = workspace.final_passes
+        passes.load(checkpoint)
+        batches = [indices[b] for b in cut(len(indices), workspace.batch_size)]
+        pieces = projected(
+            passes, data, batches, MEASUREMENT, self.projection(workspace), workspace.memory // 4
+        )
+        return torch.cat([piece.rows for piece in pieces])
+
+    def decomposition(
+        self,
+        workspace: Workspace,
+        settings: Mapping[str, Any],
+        fit: Callable[[], list[Tensor]],
+        on_disk: bool = False,
+    ) -> list[Tensor]:
+        """A decomposition of the second moments, computed by `fit` once and cached in memory.
+
+        Args:
+            on_disk: also save it with the store, because computing it takes long.
+        """
+        key = key_of({**settings, "store": self.fingerprint})
+        place = f"{key} {workspace.device}"
+        if place not in self._in_memory:
+            parts = self._decompositions.get(key) if on_disk else None
+            if parts is None:
+                with workspace.clock("decomposition"):
+                    parts = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
+                if on_disk:
+                    self._save_decomposition(key, parts, settings)
+            self._in_memory[place] = [parts[f"{k}"].to(workspace.device) for k in range(len(parts))]
+        self._in_memory[place] = self._in_memory.pop(place)  # the last to be evicted
+        sizes = {k: sum(value.nbytes for value in cached) for k, cached in self._in_memory.items()}
+        while sum(sizes.values()) > DECOMPOSITION_BYTES and len(sizes) > 1:
+            oldest = next(iter(sizes))
+            del self._in_memory[oldest], sizes[oldest]
+        return self._in_memory[place]
+
+    def _save_decomposition(
+        self, key: str, parts: Mapping[str, Tensor], settings: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._decompositions.put(key, parts, settings)
+        except PermissionError as error:
+            warnings.warn(
+                f"a decomposition cannot be saved with the store ({error}): the next process will "
+                "compute it again",
+                stacklevel=2,
+            )
+
+    def units(self, run: Run) -> list[Unit]:
+        """The matrices of rows that the methods need; the last is at the final model."""
+        stages, every = self.study.stages, {"tracin", "source"} & {*self.description["methods"]}
+        wanted = [(c.stage, c) for c in run.checkpoints] if every else []
+        if {"influence", "trak"} & {*self.description["methods"]}:
+            wanted += [(s, run.final) for s in stages if not every or s != run.final.stage]
+        return [Unit(stage, c, self._name(stage, c.step)) for stage, c in wanted]
+
+    def check_losses(self, workspace: Workspace, unit: Unit) -> None:
+        """Refuse to use or add to rows of other losses; store those of further examples."""
+        path, data = self.path / "losses" / f"{unit.name}.safetensors", self.study.data[unit.stage]
+        tried = workspace.trials(unit.stage, data, unit.checkpoint, LOSSES)
+        if path.exists() and tried.differs_from(path, "delete the store, and build it again"):
+            raise InvalidInput(
+                f"the store in {self.path} was built with other losses of {data.name} at step "
+                f"{unit.checkpoint.step}: loss, model or data have changed. Choose another path, "
+                "or delete that folder"
+            )
+        if not self.description["complete"]:
+            make_folder(path.parent)
+            tried.save(path)
+
+    def _moments(
+        self, workspace: Workspace, stage: str, checkpoint: Weights, signal: Signal
+    ) -> list[Tensor]:
+        unit = next(
+            u
+            for u in self.units(workspace.run)
+            if u.stage == stage and u.checkpoint.step == checkpoint.step
+        )
+        ranges = self.description["moments"].get(self.moments_name(unit, signal), [])
+        if not ranges or ranges[-1][1] != self.description["data"][stage]["examples"]:
+            raise InvalidInput(
+                f"the store has no second moments of {signal.name} gradients of {stage} at step "
+                f"{checkpoint.step} (for TRAK: of this measurement). Build it again to add them"
+            )
+        sums: list[Tensor] = []
+        for first, last, count in ranges:
+            if count == 0:  # none of these examples was trained on
+                continue
+            stored = self.factors.get(key_of(self.moments_key(unit, signal, [first, last])))
+            if stored is None:
+                raise MissingFile(
+                    f"the store in {self.path} is incomplete: second moments at step "
+                    f"{checkpoint.step} are missing. Delete it, and build it again"
+                )
+            parts = [stored[f"{k}"].to(workspace.device) for k in range(len(stored))]
+            sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+        return sums
+
+    def moments_name(self, unit: Unit, signal: Signal) -> str:
+        what = signal.name
+        if signal == MEASUREMENT:
+            what += f" {key_of(task_identity(self.study.tasks[unit.stage], measured=True))}"
+        return f"{unit.name} {what}"
+
+    def moments_key(self, unit: Unit, signal: Signal, examples: list[int]) -> dict[str, Any]:
+        return {
+            "what": "second moments",
+            "of": self.moments_name(unit, signal),
+            "examples": examples,
+        }
+
+    def _eigenbasis(self, workspace: Workspace) -> dict[str, LeadingEntries]:
+        """The leading entries of each block."""
+        tensors = self.factors.get(self.eigenbasis_key)
+        if tensors is None:
+            raise InvalidInput(
+                f"the eigenbasis of the store in {self.path} is missing: delete the store, and "
+                "build it again"
+            )
+        device, dtype = workspace.device, workspace.dtype
+        placed = {}
+        for name in (b.name for b in workspace.trained_blocks()):
+            if f"{name}/rows" in tensors:
+                basis = Basis(tensors[f"{name}/outputs"], tensors[f"{name}/inputs"]).to(
+                    device, dtype
+                )
+                rows, columns = (tensors[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
+                placed[name] = LeadingEntries(basis, rows, columns)
+        return placed
+
+    @property
+    def eigenbasis_key(self) -> str:
+        return key_of({"eigenbasis": self.description["settings"]})
+
+    @property
+    def fisher(self) -> Signal:
+        s = self.description["settings"]
+        return LOSS if s["fisher"] == "empirical" else Signal(s["fisher"], s["seed"])
+
+    @property
+    def dtype(self) -> np.dtype[np.floating]:
+        wide = accumulator(getattr(torch, self.description["settings"]["dtype"]))
+        return np.dtype(np.float64 if wide == torch.float64 else np.float32)
+
+    def _name(self, stage: str, step: int) -> str:
+        return f"{self.study.stages.index(stage)}-{step:08d}"
+
+    def rows_path(self, name: str) -> Path:
+        return self.path / "gradients" / f"{name}.npy"
+
+    def save(self) -> None:
+        """Write the description."""
+        write_json(self.path / "store.json", self.description)
