@@ -94,8 +94,8 @@ class Opaque:
 
     __slots__ = ("lock", "table")
 
-    def __init__(self, weight: float) -> None:
-        self.lock, self.table = threading.Lock(), {2: weight}
+    def __init__(self, weight: float, label: int = 2) -> None:
+        self.lock, self.table = threading.Lock(), {label: weight}
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise TypeError("not to be copied")
@@ -303,11 +303,15 @@ def test_a_resumed_matrix_is_of_one_loss(
     np.testing.assert_allclose(resumed.values, whole.values, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("label", [0, 2])  # of examples that were seen before, or were not
 def test_a_resumed_pass_is_of_one_loss(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    label: int, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covariances that were half summed up belong to the loss of then."""
-    change, real, seen = EDITS["opaque object"], Passes._batch, []
+    real, seen = Passes._batch, []
+
+    def change(new: bool) -> dict[str, Any]:
+        return {"task": Weighted(Opaque(1.0 + new, label))}
 
     def few(self: Passes, *given: Any) -> Any:
         seen.append(given)

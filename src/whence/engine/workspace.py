@@ -292,23 +292,32 @@ class Workspace:
         query = self.study.data[last] if self.query is None else self.query
         return together([*trials, self.trials(last, query, self.run.final, explained)])
 
-    def losses(self, stage: str, checkpoint: Weights, what: str = LOSSES) -> str:
-        """The digest of all losses (or measurements) of a stage at these weights."""
-        return self.trials.version(
-            stage, self.study.data[stage], checkpoint, what, self.study.store(self.run)
-        )
+    def losses(
+        self, stage: str, checkpoint: Weights, what: str = LOSSES, observed: bool = False
+    ) -> str:
+        """The name of all losses (or measurements) of a stage at these weights.
+
+        Args:
+            observed: whether backward passes over all the data follow if nothing is cached.
+        """
+        data, cache = self.study.data[stage], self.study.store(self.run)
+        return self.trials.version(stage, data, checkpoint, what, cache, observed)
 
     # -- curvature -------------------------------------------------------------------------------
 
-    def fit_data(self, stages: Sequence[str]) -> list[FitData]:
-        """The data of these stages that the run trained on, and what it goes through."""
+    def fit_data(self, stages: Sequence[str], observed: bool = False) -> list[FitData]:
+        """The data of these stages that the run trained on, and what it goes through.
+
+        Args:
+            observed: whether it goes through backward passes, which show its losses.
+        """
         return [
             FitData(
                 self.passes[stage],
                 self.study.data[stage],
                 self.used(stage),
                 self.study.identity(self.run, stage, self.passes[stage].tracked),
-                partial(self.losses, stage),
+                partial(self.losses, stage, observed=observed),
             )
             for stage in stages
         ]
@@ -316,7 +325,7 @@ class Workspace:
     def fitter(self, stages: Sequence[str], fisher: str, seed: int, resident: int = 1) -> Fitter:
         """Fits curvature layer by layer on the data of these stages, pooled."""
         return Fitter(
-            self.fit_data(stages),
+            self.fit_data(stages, observed=True),
             self.study.store(self.run),
             self.batch_size,
             fisher=fisher,

@@ -6,6 +6,7 @@ not by a digest.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,21 +39,6 @@ class Tried:
             if name not in stored or not _agree(stored[name], now, self.tolerance)
         ]
 
-    def version(self, cache: FactorCache, settings: Mapping[str, Any]) -> str:
-        """The digest of the stored values that agree with these; stores these if none do.
-
-        So factors under this digest are of the same losses, whatever their last bits.
-        """
-        for number in range(VERSIONS):
-            entry = {"what": "tried examples", "version": number, **settings}
-            stored = cache.get(key_of(entry))
-            if stored is not None and not self.differences(stored):
-                return tensors_sha256(stored)
-            if stored is None or number == VERSIONS - 1:
-                cache.put(key_of(entry), self.values, entry)
-                break
-        return tensors_sha256(self.values)
-
     def save(self, path: Path) -> None:
         save_tensors(path, self.values, {})
 
@@ -60,6 +46,75 @@ class Tried:
         """`differences` from what was saved; all names, if nothing was."""
         stored = load_tensors(path, remedy=remedy)[0] if path.exists() else {}
         return self.differences(stored)
+
+
+@dataclass
+class Version:
+    """Values (n, 3) of examples at one place, in a cache, and the token that names them.
+
+    Factors under a token are of the same losses, whatever their last bits. Values that are not
+    known when factors are fitted are filled in by the passes over the data, and are saved before
+    any factor, or part of one, that those passes lead to.
+    """
+
+    cache: FactorCache
+    settings: Mapping[str, Any]
+    values: Tensor
+    seen: Tensor  # (n,), which of the values are known
+    token: str
+    _saved: bool = False
+
+    @classmethod
+    def of(
+        cls, cache: FactorCache, settings: Mapping[str, Any], values: Tensor, share: float
+    ) -> Version:
+        """The stored version that agrees with these values, or a new one.
+
+        Args:
+            share: how far values may differ, relative to the outputs.
+        """
+        everyone = torch.ones(len(values), dtype=torch.bool)
+        for number in range(VERSIONS):
+            entry = {"what": "tried examples", "version": number, **settings}
+            stored = cache.get(key_of(entry))
+            token = tensors_sha256({"values": values})
+            if stored is None or number == VERSIONS - 1:
+                break
+            seen = stored["seen"].bool()
+            if len(seen) == len(values) and _agree(stored["values"][seen], values[seen], share):
+                token = bytes(stored["token"].tolist()).hex()
+                values = torch.where(seen.unsqueeze(1), stored["values"], values)
+                break
+        version = cls(cache, entry, values, everyone, token)
+        version.save()
+        return version
+
+    @classmethod
+    def reserved(
+        cls, cache: FactorCache, settings: Mapping[str, Any], count: int
+    ) -> Version | None:
+        """A new version whose values are filled in later; None if a version is there already."""
+        entry = {"what": "tried examples", "version": 0, **settings}
+        if cache.get(key_of(entry)) is not None:
+            return None
+        unseen = torch.zeros(count, dtype=torch.bool)
+        version = cls(cache, entry, torch.zeros(count, 3), unseen, secrets.token_hex(32))
+        cache.before_saving[key_of(entry)] = version.save
+        return version
+
+    def add(self, indices: Tensor, values: Tensor) -> None:
+        """Values of some examples."""
+        self.values = self.values.to(values.dtype)
+        self.values[indices], self.seen[indices], self._saved = values, True, False
+
+    def save(self) -> None:
+        """Into the cache, if anything is new."""
+        if self._saved:
+            return
+        self._saved = True
+        token = torch.tensor(list(bytes.fromhex(self.token)), dtype=torch.uint8)
+        tensors = {"values": self.values, "seen": self.seen.to(torch.uint8), "token": token}
+        self.cache.put(key_of(self.settings), tensors, self.settings)
 
 
 def tolerance(dtype: torch.dtype, exact_products: bool) -> float:
