@@ -431,3 +431,33 @@ def test_scores_of_random_data_say_so(recorded: Path, tmp_path: Path) -> None:
         scores = whence.TracIn().attribute(moving, QUERY, out=tmp_path / "out", **QUIET)
     assert "differs between two reads" in scores.diagnostics["moving_data"][0]
     assert "moving_data" in whence.Scores.load(tmp_path / "out").diagnostics
+
+
+def test_two_processes_that_fit_other_losses_at_the_same_time(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither knows of the other when it begins: the second one to store its factors is refused."""
+    method, change, real = METHODS["source"](), EDITS["opaque object"], Passes._batch
+    began = []
+
+    def interrupted(self: Passes, *given: Any) -> Any:
+        if not began:
+            began.append(True)
+            other = study(recorded, tmp_path / "a", **change(True))
+            with torch.no_grad():
+                method.attribute(other, QUERY, **QUIET)
+        return real(self, *given)
+
+    monkeypatch.setattr(Passes, "_batch", interrupted)
+    with pytest.raises(FolderConflict, match="other losses"):
+        method.attribute(study(recorded, tmp_path / "a", **change(False)), QUERY, **QUIET)
+
+
+def test_cached_factors_need_no_permission_to_write(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = METHODS["source"]()
+    first = method.attribute(study(recorded, tmp_path / "a"), QUERY, **QUIET)
+    monkeypatch.setattr("whence.persist.tensors.save_tensors", None)
+    again = method.attribute(study(recorded, tmp_path / "a"), QUERY, **QUIET)
+    np.testing.assert_array_equal(again.values, first.values)

@@ -45,9 +45,12 @@ class Trials:
         if place not in self._values:
             with passes.clock("trial"):
                 self._values[place] = self._try(passes, data, checkpoint, what)
-        exact = not rounded_products(passes.dtype, passes.device)
         name = f"{what} of {data.name}, step {checkpoint.step}"
-        return Tried({name: self._values[place]}, tolerance(passes.dtype, exact))
+        return Tried({name: self._values[place]}, self._tolerance(stage))
+
+    def _tolerance(self, stage: str) -> float:
+        passes = self.passes[stage]
+        return tolerance(passes.dtype, not rounded_products(passes.dtype, passes.device))
 
     def version(
         self,
@@ -70,7 +73,7 @@ class Trials:
             return self._tokens[place, observed]
         version, settings = None, {"place": place}
         if observed and place[:4] not in self._values:
-            version = Version.reserved(cache, settings, len(data))
+            version = Version.reserved(cache, settings, len(data), self._tolerance(stage))
         if version is not None:
             self._reserved[stage, checkpoint.sha256] = data, version
             passes.observe = partial(self._observe, stage)

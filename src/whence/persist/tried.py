@@ -6,7 +6,6 @@ not by a digest.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.persist.identity import key_of, tensors_sha256
+from whence.errors import FolderConflict
+from whence.persist.identity import key_of, sha256_of, tensors_sha256
 from whence.persist.tensors import FactorCache, load_tensors, save_tensors
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest output
@@ -62,18 +62,15 @@ class Version:
     values: Tensor
     seen: Tensor  # (n,), which of the values are known
     token: str
+    share: float  # how far values may differ, relative to the outputs
     _saved: bool = False
 
     @classmethod
     def of(
         cls, cache: FactorCache, settings: Mapping[str, Any], values: Tensor, share: float
     ) -> Version:
-        """The stored version that agrees with these values, or a new one.
-
-        Args:
-            share: how far values may differ, relative to the outputs.
-        """
-        everyone = torch.ones(len(values), dtype=torch.bool)
+        """The stored version that agrees with these values, or a new one."""
+        everyone, known = torch.ones(len(values), dtype=torch.bool), False
         for number in range(VERSIONS):
             entry = {"what": "tried examples", "version": number, **settings}
             stored = cache.get(key_of(entry))
@@ -84,21 +81,23 @@ class Version:
             if len(seen) == len(values) and _agree(stored["values"][seen], values[seen], share):
                 token = bytes(stored["token"].tolist()).hex()
                 values = torch.where(seen.unsqueeze(1), stored["values"], values)
+                known = bool(seen.all())
                 break
-        version = cls(cache, entry, values, everyone, token)
+        version = cls(cache, entry, values, everyone, token, share, known)
         version.save()
         return version
 
     @classmethod
     def reserved(
-        cls, cache: FactorCache, settings: Mapping[str, Any], count: int
+        cls, cache: FactorCache, settings: Mapping[str, Any], count: int, share: float
     ) -> Version | None:
         """A new version whose values are filled in later; None if a version is there already."""
         entry = {"what": "tried examples", "version": 0, **settings}
         if cache.get(key_of(entry)) is not None:
             return None
         unseen = torch.zeros(count, dtype=torch.bool)
-        version = cls(cache, entry, torch.zeros(count, 3), unseen, secrets.token_hex(32))
+        token = sha256_of("first", key_of(entry))
+        version = cls(cache, entry, torch.zeros(count, 3), unseen, token, share)
         cache.before_saving[key_of(entry)] = version.save
         return version
 
@@ -111,10 +110,23 @@ class Version:
         """Into the cache, if anything is new."""
         if self._saved:
             return
+        self._refuse_another()
         self._saved = True
         token = torch.tensor(list(bytes.fromhex(self.token)), dtype=torch.uint8)
         tensors = {"values": self.values, "seen": self.seen.to(torch.uint8), "token": token}
         self.cache.put(key_of(self.settings), tensors, self.settings)
+
+    def _refuse_another(self) -> None:
+        """Another process may have stored the same version meanwhile, of another loss."""
+        stored = self.cache.get(key_of(self.settings))
+        if stored is None or bytes(stored["token"].tolist()).hex() != self.token:
+            return
+        both = stored["seen"].bool() & self.seen
+        if not _agree(stored["values"][both], self.values[both], self.share):
+            raise FolderConflict(
+                f"another process fits factors of other losses into {self.cache.folder}: wait "
+                "until it has finished, or use another folder, Study(cache=...)"
+            )
 
 
 def tolerance(dtype: torch.dtype, exact_products: bool) -> float:
