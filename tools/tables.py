@@ -24,9 +24,10 @@ import torch
 import whence
 from benchmarks.against_kronfluence import floors
 from benchmarks.models import WORKLOADS, final_run
-from experiments.pages import tables
+from experiments.pages import ours, tables
 from experiments.pages.claims import difference, negated
 from experiments.tasks import RESULTS
+from experiments.tasks.forms import DEFAULT, DEFAULT_BY_STAGE, INFLUENCE, PUBLISHED
 from experiments.tasks.methods import ARGUMENTS
 from whence.operators import cost
 
@@ -426,12 +427,10 @@ def forms_table() -> list[str]:
     ]
 
 
-DEFAULT = "coupled, query along the run, L = 1"
-DEFAULT_BY_STAGE = "coupled, query along the run"  # with several stages, a segment is a stage
 STEPS_TO_DEFAULT = {  # heads of a table, and the forms in forms.json
-    "influence": ("influence, published",),
-    "the paper's form, L = 3": ("published",),
-    "L = 1": ("published, L = 1", "published"),
+    "influence": (INFLUENCE,),
+    "the paper's form, L = 3": (PUBLISHED,),
+    "L = 1": ("published, L = 1", PUBLISHED),
     "+ appendix C": ("appendix C, L = 1", "appendix C"),
     "+ coupling": ("coupled, L = 1", "coupled"),
     "+ query along the run: `Source()`": (DEFAULT, DEFAULT_BY_STAGE),
@@ -441,26 +440,31 @@ STEPS_TO_DEFAULT = {  # heads of a table, and the forms in forms.json
 
 def default_table() -> list[str]:
     """LDS of one model, from the paper's form to the default, a step at a time."""
-    stored = json.loads((RESULTS / "forms.json").read_text())["tasks"]
-    heads = ["LDS, one model", "M × R", *STEPS_TO_DEFAULT, "`Source()` − the paper's form", "size"]
+    steps = {name for names in STEPS_TO_DEFAULT.values() for name in names}
+    stored = {  # of several protocols, the one with most steps
+        task: max(entries, key=lambda entry: len(steps & set(entry["forms"])))
+        for task, entries in ours.read(RESULTS).items()
+    }
+    heads = ["LDS, one model", "M × R", *STEPS_TO_DEFAULT]
+    heads += ["`Source()` − the paper's form", "spread"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for task, entry in sorted(stored.items(), key=lambda item: not item[1]["chosen_on"]):
-        forms, of = entry["forms"], entry["of"]
+        forms, of = entry["forms"], entry["protocol"]
         cells = []
         for names in STEPS_TO_DEFAULT.values():
             known = [forms[name]["single"][0] for name in names if name in forms]
             cells.append(f"{known[0]:.2f}" if known else "")
         default = forms[DEFAULT if DEFAULT in forms else DEFAULT_BY_STAGE]
-        gain, low, high = default["gain, single"]
-        cells += [f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]", f"{1 / default['spread']:.2f}"]
+        gain, low, high = default["over"][PUBLISHED]["single"]
+        cells += [f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]", f"{default['spread']:.2f}"]
         title = f"{tables.title(task)}{' †' if entry['chosen_on'] else ''}"
         lines.append(f"| {title} | {of['subsets']} × {of['seeds']} | {' | '.join(cells)} |")
     return [
         *lines,
         "",
-        "Each step includes the ones before it. *Size* is the spread of the predicted over that of "
-        "the actual changes, for one model: 1 is right. The defaults were chosen on the tasks with "
-        "†; the others confirm them. `python -m experiments.studies.forms`.",
+        "Each step includes the ones before it. *Spread* is the standard deviation of the "
+        "predicted over that of the real changes, for one model: 1 is the right size. The defaults "
+        "were chosen on the tasks with †, and on no other. `python -m experiments.studies.forms`.",
     ]
 
 

@@ -11,30 +11,25 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
 
 import whence
 from experiments.engine.optimum import at_the_optimum
+from experiments.engine.trainings import FIRST_DOWN, Trainings, products
 from experiments.tasks import Experiment, Scale
 from experiments.tasks.machine import machine
-from whence.data import Batches
 from whence.engine.options import allowance
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
-from whence.layers.passes import products_as
 from whence.persist.files import write_json
-from whence.retrain import record
 from whence.scores.ensemble import ensemble
 
 SCHEMA = 2
-FIRST_RUN, FIRST_HALF, FIRST_DOWN = 1000, 2000, 3000  # seeds; the truth uses smaller ones
 EXAMPLES_IN_PANEL = 5  # helpful, and as many harmful
 METHODS_IN_PANEL = ("RepSim", "TracIn", "TRAK", "influence", "SOURCE")
 ALPHA_OVER_EPOCHS = 0.9
@@ -53,7 +48,7 @@ class Judgement:
     ensemble: LDS
 
 
-class Reproduction:
+class Reproduction(Trainings):
     """One task's evaluation.
 
     Args:
@@ -94,24 +89,21 @@ class Reproduction:
         progress: bool = False,
         log: Callable[[str], None] = print,
     ) -> None:
-        self.experiment, self.quick, self.device = experiment, quick, device
-        self.tf32, self.tf32_scores, self.memory = tf32, tf32_scores, memory
         self.memory_limit = allowance(memory, torch.device(device))  # refuses a malformed `memory`
-        self.scale = scale or (experiment.quick if quick else experiment.full)
-        name = experiment.name + ("-quick" if quick else "")
-        self.work, self.file = Path(work) / name, Path(results) / f"{name}.json"
-        self.only, self.command, self.log, self.progress = only, command, log, progress
-        self.recipe, held_out = experiment.recipe(quick)
-        queries = min(self.scale.queries, len(held_out))
-        measured = max(queries, min(self.scale.measured, len(held_out)))
-        self.query: Dataset[Any] = Subset(held_out, range(queries))
-        self.measured = Subset(held_out, range(measured))
-        self.examples = len(self.recipe.stage(experiment.stage).data)
-        self.blocks = experiment.quick_blocks if quick else None
-        self.layers = None if self.blocks is None else whence.layers.last_blocks(self.blocks)
+        super().__init__(
+            experiment,
+            quick=quick,
+            scale=scale,
+            work=work,
+            device=device,
+            tf32=tf32,
+            memory=memory,
+            progress=progress,
+        )
+        self.tf32_scores, self.file = tf32_scores, Path(results) / f"{self.name}.json"
+        self.only, self.command, self.log = only, command, log
         self.result = self._open()
-        self._truths: dict[float, Any] = {}
-        self._runs: dict[tuple[bool, str], list[whence.Run]] = {}
+        self.seconds = self.result["seconds"]
         self._scores: dict[tuple[str, int], Any] = {}
         self._judgements: dict[tuple[str, int], Judgement] = {}
 
@@ -185,69 +177,7 @@ class Reproduction:
     def wanted(self, name: str) -> bool:
         return self.only is None or name in self.only
 
-    # --- truth, runs and scores ---------------------------------------------------------------
-
-    def truth(self, alpha: float = 0.5, recipe: Any = None, name: str = "") -> Any:
-        """M subsets × R seeds, for the attributed queries; α = 1 leaves out one example."""
-        share = 1 - 1 / self.examples if alpha == 1.0 else alpha
-        with self.training(f"truth {name or format(alpha, 'g')}"):
-            truth = ground_truth(
-                recipe or self.recipe,
-                self.measured,
-                share,
-                self.scale.subsets,
-                self.scale.seeds,
-                self.experiment.stage,
-                out=self.work / f"truth-{name or format(alpha, 'g')}",
-                device=self.device,
-                memory=self.memory,
-                progress=self.progress,
-            )
-        queries = len(self.query)  # type: ignore[arg-type]
-        if queries < len(self.measured):
-            truth.measurements = truth.measurements[:, :, :queries]
-            truth.query = Batches("query", self.query).fingerprint()
-        return truth
-
-    def reference(self, alpha: float = 0.5) -> Any:
-        if alpha not in self._truths:
-            self._truths[alpha] = self.truth(alpha)
-        return self._truths[alpha]
-
-    def runs(self, count: int, half: bool, recipe: Any, name: str) -> list[whence.Run]:
-        """`count` runs, on all data or each on its own half. They are trained together, once."""
-        runs = self._runs.get((half, name), [])
-        if len(runs) >= count:
-            return runs
-        seeds = [(FIRST_HALF if half else FIRST_RUN) + k for k in range(count)]
-        halves = [
-            np.sort(np.random.default_rng(seed).permutation(self.examples)[: self.examples // 2])
-            for seed in seeds
-        ]
-        with self.training("runs"):
-            runs = record(
-                recipe,
-                seeds,
-                [self.work / f"run-{name}{seed}" for seed in seeds],
-                self.experiment.checkpoints,
-                halves if half else None,
-                stage=self.experiment.stage,
-                device=self.device,
-                memory=self.memory,
-                progress=self.progress,
-            )
-        self._runs[half, name] = runs
-        return runs
-
-    def study(self, k: int, half: bool = False, recipe: Any = None, name: str = "") -> whence.Study:
-        """A study of the k-th run: on all data, or on half of it (for TRAK's ensembles)."""
-        recipe = recipe or self.recipe
-        run = self.runs(max(self.scale.runs, k + 1), half, recipe, name)[k]
-        data = {stage.name: stage.data.dataset for stage in recipe.stages}
-        train = data if len(data) > 1 else next(iter(data.values()))
-        if not self.experiment.keep_factors:
-            run = run.in_memory()
-        return whence.Study(recipe.build(0), recipe.task, train, run, layers=self.layers)
+    # --- scores ---------------------------------------------------------------------------------
 
     def attribute(self, name: str, study: whence.Study, folder: str) -> Any:
         """Scores of a method, computed once; with a lower memory limit if it runs out of memory."""
@@ -303,7 +233,7 @@ class Reproduction:
 
     def folder(self, name: str, k: int | None, runs: int = 0) -> str:
         """The folder of a method's scores: of the k-th run, or of `runs` half-data models."""
-        run = f"half-{runs}" if k is None else str(FIRST_RUN + k)
+        run = f"half-{runs}" if k is None else str(self.run_seed(k))
         rounded = "-tf32" if self.rounds(name) else ""
         return f"{_slug(name)}-{run}-{len(self.query)}{rounded}"  # type: ignore[arg-type]
 
@@ -542,15 +472,6 @@ class Reproduction:
         }
         self.save()
 
-    @contextmanager
-    def training(self, what: str) -> Iterator[None]:
-        """Train at the chosen precision; the seconds of all calls are added up."""
-        start = time.perf_counter()
-        with products(self.tf32):
-            yield
-        seconds = self.result["seconds"]
-        seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - start
-
 
 def of_one_model(experiment: Experiment, scale: Scale, folder: Path) -> dict[str, Any]:
     """LDS, slope and seconds of every method on one training, and the noise ceiling."""
@@ -576,11 +497,6 @@ def covers(entry: Mapping[str, Any] | None, sizes: Mapping[str, Any]) -> bool:
         return set(stored.get(name, ())) >= set(wanted)
 
     return all(enough(name, wanted) for name, wanted in sizes.items())
-
-
-def products(rounded: bool) -> AbstractContextManager[None]:
-    """A context in which a GPU rounds float32 matrix products to TF32, or does not."""
-    return products_as("high") if rounded else nullcontext()
 
 
 def _synchronize(device: str) -> None:

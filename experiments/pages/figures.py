@@ -22,8 +22,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from experiments.pages import ours
 from experiments.pages.tables import Result, baselines, over_values, title
 from experiments.tasks import TASKS, Experiment, data
+from experiments.tasks.forms import BASELINES, BEST, INFLUENCE, PUBLISHED
 from whence.evaluate.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 
 Floats = NDArray[np.float64]
@@ -43,6 +45,14 @@ LOOKS = {
     'influence (λ = "source")': ("#8A6D00", 3),
     "influence, conjugate gradients": ("#8A6D00", 3),
     "Random": (GREY, 0),
+}
+FORM_LOOKS = {  # colour and marker of the forms in `experiments.pages.ours.SHOWN`
+    INFLUENCE: (YELLOW, "v"),
+    PUBLISHED: (BLUE, "o"),
+    "influence, coupled": (YELLOW, "v"),
+    None: (BLUE, "o"),
+    BEST: (GREEN, "D"),
+    "combined, 20 retrainings": (RED, "s"),
 }
 SHORT = {
     'influence (λ = "source")': 'influence, λ = "source"',
@@ -96,15 +106,16 @@ def axes_grid(
         yield figure, list(axes[:count])
 
 
-def legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend for all axes: above several, to the right of one; the ceiling comes last."""
+def legend(figure: Figure, axes: Sequence[Axes], width: float = 1.35) -> None:
+    """One legend for all axes: above several, to the right of one; the ceiling comes last. An entry
+    takes `width` inches."""
     handles: dict[str, Any] = {}
     for axis in axes:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     for last in ("Random", "noise ceiling"):
         if last in handles:
             handles[last] = handles.pop(last)
-    columns = max(1, int(figure.get_figwidth() / 1.35))
+    columns = max(1, int(figure.get_figwidth() / width))
     if len(axes) > 1 or len(handles) <= columns:
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns)
         return
@@ -176,6 +187,49 @@ def average_bars(results: Results, tasks: Sequence[str]) -> Figure:
         axis.tick_params(axis="x", length=0)
         axis.set_ylabel("LDS, one model")
         legend(figure, [axis])
+    return figure
+
+
+def beside(results: Mapping[str, Sequence[Any]], tasks: Sequence[str]) -> Figure:
+    """Our forms (filled) and the published ones (hollow): a line for each task, the best on the
+    right; one model on the left, the ensemble on the right."""
+    names = ours.columns(results)
+    size = (3.9, 0.55 + 0.3 * len(tasks))
+    with axes_grid(2, 2, size) as (figure, axes):
+        for axis, (kind, word) in zip(axes, ours.KINDS.items(), strict=True):
+            for y, task in enumerate(tasks):
+                entry = ours.shown(results[task])
+                axis.axhline(y, color="#DDDDDD", linewidth=0.6, zorder=0)
+                known = ours.ceiling(entry)
+                if known is not None:
+                    where = [y - 0.36, y + 0.36]
+                    axis.plot([known] * 2, where, color=GREY, linewidth=2, label="noise ceiling")
+                for k, name in enumerate(names):
+                    value = entry["forms"].get(ours.form(task, name), {}).get(kind)
+                    if value is None:
+                        continue
+                    colour, marker = FORM_LOOKS[name]
+                    hollow = name in BASELINES
+                    axis.errorbar(
+                        value[0],
+                        y + 0.09 * (k - (len(names) - 1) / 2),
+                        xerr=np.abs(np.array(value[1:]) - value[0])[:, None],
+                        fmt=marker,
+                        color=colour,
+                        markerfacecolor="white" if hollow else colour,
+                        elinewidth=0.8,
+                        label=names[name].replace("`", ""),
+                    )
+            axis.set_ylim(len(tasks) - 0.5, -0.5)
+            axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
+            axis.set_xlabel(f"LDS, {word}")
+            axis.tick_params(axis="y", length=0)
+        labels = [
+            title(task) + (" †" if ours.shown(results[task])["chosen_on"] else "") for task in tasks
+        ]
+        axes[0].set_yticks(range(len(tasks)), labels)
+        axes[1].set_yticks(range(len(tasks)), [""] * len(tasks))
+        legend(figure, axes, 1.9)
     return figure
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from experiments.pages import claims, tables
+from experiments.pages import claims, ours, tables
 from experiments.pages.claims import CLAIMS, FAILS, OPEN
 from experiments.pages.markdown import filled, listed, table
 from experiments.pages.panels import text_panels
@@ -185,6 +185,7 @@ def text(folder: Path = RESULTS) -> str:
         "settings": lambda: settings(results),
         "rounding": lambda: rounding(folder / "rounding.json"),
         "numbers": lambda: numbers(results),
+        "forms": lambda: ours.numbers(ours.read(folder)),
         "searches": lambda: searches(folder / "search"),
         "texts": lambda: text_panels(examples, folder),
     }

@@ -1,4 +1,4 @@
-"""docs/reproduce.md, its appendix docs/reproduce-numbers.md and their figures, from the results.
+"""docs/reproduce.md, reproduce-numbers.md, negative.md and their figures, from the results.
 
     python -m experiments.pages.reproduce_page [--no-figures]
 
@@ -20,7 +20,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.pages import claims, figures, numbers_page, panels, tables, two_weights
+from experiments.pages import (
+    claims,
+    figures,
+    negative_page,
+    numbers_page,
+    ours,
+    panels,
+    tables,
+    two_weights,
+)
 from experiments.pages.claims import ABSENT, CLAIMS, FAILS, HOLDS, OPEN, Verdict
 from experiments.pages.markdown import DOCS, filled, listed, table
 from experiments.pages.tables import Result, counted, label, title, with_interval
@@ -32,6 +41,7 @@ NEAR = 0.05  # how far from one of the reference numbers still counts as near
 ADAM_FORMS = {
     "SOURCE, exact": f"with all of appendix C (`Source({ARGUMENTS['SOURCE, exact']})`)",
 }
+OURS_FIGURE = "ours"
 MARKS = {HOLDS: "✓", FAILS: "✗", OPEN: "?", ABSENT: "…"}
 
 Results = Mapping[str, Result]
@@ -158,6 +168,16 @@ def figure(name: str, results: Results) -> str:
     if missing:
         parts.append(f"*Not run yet: {listed(missing)}.*")
     return "\n\n".join(parts)
+
+
+def ours_part(results: Mapping[str, Sequence[ours.Entry]]) -> str:
+    """Our defaults beside the paper's forms: sentences, figure and table."""
+    parts = [ours.sentences(results)]
+    if results:
+        names = listed(title(task) for task in results)
+        alt = f"LDS of the published forms and of ours, by task: {names}"
+        parts.append(f"![{alt}]({figures.FOLDER}/{OURS_FIGURE}.png)")
+    return "\n\n".join([*parts, ours.main_table(results)])
 
 
 def compared(results: Results, reference: Mapping[str, Any]) -> str:
@@ -325,8 +345,10 @@ def text(folder: Path = RESULTS, docs: Path = DOCS) -> str:
     results, examples = tables.read(folder), tables.read(folder, "panels")
     file = folder / "reference.json"
     reference = json.loads((file if file.is_file() else RESULTS / "reference.json").read_text())
+    forms = ours.read(folder)
     parts: dict[str, Callable[[], str]] = {
         "summary": lambda: summary(results),
+        "ours": lambda: ours_part(forms),
         "compared": lambda: compared(results, reference),
         "claims": lambda: claims_part(results),
         **{f"figure {name}": partial(figure, name, results) for name in PLOTS},
@@ -347,6 +369,9 @@ def draw(folder: Path = RESULTS, docs: Path = DOCS) -> list[str]:
         tasks = plot.tasks(results)
         if tasks:
             drawn[name] = plot.draw(results, tasks)
+    forms = ours.read(folder)
+    if forms:
+        drawn[OURS_FIGURE] = figures.beside(forms, list(forms))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drawn["unrolling"] = two_weights.unrolling(two_weights.two_weights())
@@ -372,7 +397,11 @@ def main() -> None:
     if not options.no_figures:
         for name in draw():
             print(f"docs/{figures.FOLDER}/{name}")
-    for name, page in (("reproduce", text()), ("reproduce-numbers", numbers_page.text())):
+    for name, page in (
+        ("reproduce", text()),
+        ("reproduce-numbers", numbers_page.text()),
+        ("negative", negative_page.text()),
+    ):
         (DOCS / f"{name}.md").write_text(page)
         print(f"docs/{name}.md")
 

@@ -1,159 +1,193 @@
 """Which form of SOURCE predicts retraining best: the paper's, coupled, along the run?
 
-    python -m experiments.studies.forms TASK... [--device cuda] [--subsets 100] [--seeds 5]
+    python -m experiments.studies.forms TASK... [--device cuda] [--alpha 0.5 0.7]
+    python -m experiments.studies.forms --from FOLDER     # rows from saved sums, without training
 
-Writes LDS (one model and the mean of several), slope and spread of every form, and its paired
-difference from the paper's form, to results/forms.json, a task at a time. Forms are chosen on the
-tasks in `CHOSEN_ON`, and confirmed on the others.
+For each task and α, one small file of sums (`experiments.studies.sums`) goes to --out, form by
+form: a form that is there is not computed again. The rows (`experiments.studies.rows`) go to
+results/forms.json, under the task and the protocol. Defaults were chosen on the tasks in
+`experiments.tasks.forms.CHOSEN_ON`. Confirm them on others, or with --first-query, --first-run and
+--first-seed, which give new queries, runs and retrainings.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
-from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
-import whence
-from experiments.engine.reproduce import Reproduction
+from experiments.engine.trainings import First, Trainings
+from experiments.studies.rows import RETRAININGS, Row, rows_of
+from experiments.studies.sums import TRUTH, Protocol, Sums
 from experiments.tasks import RESULTS, TASKS, Scale
+from experiments.tasks.forms import build_form, forms_of, read_results
 from experiments.tasks.machine import machine
-from whence.evaluate import calibration, lds
 from whence.persist.files import write_json
 
-CHOSEN_ON = ("digits", "digits_adamw", "fashion_mnist")
-BASELINE = "published"
-KINDS = ("single", "ensemble")
+SCALE = Scale(subsets=100, seeds=5, queries=200, runs=3)
+SIZES = ("subsets", "seeds", "queries", "runs")
 
 
-def forms(stages: int, stage: str | None) -> dict[str, Callable[[], Any]]:
-    """Name → method. With several stages, segments are the stages."""
-    three: int | str = 3 if stages == 1 else "stages"
-
-    def source(segments: int | str, **settings: Any) -> Callable[[], Any]:
-        return lambda: whence.Source(segments, stage=stage, **settings)
-
-    plain = {"coupling": False, "query_at": "final"}
-    named = {
-        "influence, published": lambda: whence.Influence.published(stage=stage),
-        "influence, source damping": lambda: whence.Influence.published("source", stage=stage),
-        "influence, coupled": lambda: whence.Influence(stage=stage),
-        BASELINE: lambda: whence.Source.published(three, stage=stage),
-        "appendix C": source(three, **plain),
-        "coupled": source(three, query_at="final"),
-        "query along the run": source(three, coupling=False),
-        "coupled, query along the run": source(three),
-    }
-    if stages == 1:
-        named |= {
-            "published, L = 1": lambda: whence.Source.published(1, stage=stage),
-            "appendix C, L = 1": source(1, **plain),
-            "coupled, L = 1": source(1, query_at="final"),
-            "coupled, query along the run, L = 1": source(1),
-            "coupled, query along the run, K-FAC bases, L = 1": source(1, curvature="ekfac"),
-        }
-    return named
-
-
-def evaluate(
-    task: str, scale: Scale, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]
-) -> None:
-    """All forms on one task, saved one by one."""
+def compare(task: str, options: argparse.Namespace) -> list[Path]:
+    """Train, attribute, and save the sums of all forms on one task; the files, one for each α."""
     experiment = TASKS[task]
-    work = Reproduction(
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    work = Trainings(
         experiment,
-        scale=scale,
-        work=options.out,
-        results=options.out / "results",
+        quick=options.quick,
+        scale=replace(experiment.quick if options.quick else SCALE, measured=0, **sizes),
+        work=options.work,
         device=options.device,
         tf32=options.device != "cpu",
+        first=First(options.first_query, options.first_run, options.first_seed),
     )
-    truth = work.reference(options.alpha)
-    stages = len(work.recipe.stages)
-    rows: dict[str, Any] = {}
-    baseline: Any = None
-    for name, make in forms(stages, experiment.stage).items():
+    small = work.small_truth(options.retrainings)
+    truths = {alpha: work.reference(alpha) for alpha in options.alpha}
+    files = {alpha: opened(work, truth, small, options) for alpha, truth in truths.items()}
+    for name, form in forms_of(experiment).items():
         if options.only and not any(word in name for word in options.only):
             continue
-        scores, start = [], time.perf_counter()
-        try:
-            for k in range(scale.runs):
-                study = work.study(k)
-                method = make()
-                scores.append(
-                    method.attribute(study, work.query, device=options.device, progress=False)
-                )
-        except (ValueError, RuntimeError) as error:
-            print(f"{task} {name}: {str(error)[:200]}", flush=True)
+        method = build_form(form, experiment, work.examples)
+        missing = [
+            alpha
+            for alpha, saved in files.items()
+            if saved.forms.get(name, {}).get("method") != repr(method)
+        ]
+        if not missing:
             continue
-        seconds = (time.perf_counter() - start) / scale.runs
-        together = lds(scores, truth)
-        single = together.single or together
-        real = calibration(scores[0], truth)
-        spread = float(np.std(real.real) / max(float(np.std(real.predicted)), 1e-30))
-        row: dict[str, Any] = {
-            "single": [single.value, *single.interval],
-            "ensemble": [together.value, *together.interval],
-            "slope": real.slope,
-            "spread": spread,
-            "seconds": seconds,
-            "ceiling": together.ceiling,
-        }
-        if name == BASELINE:
-            baseline = single, together
-        elif baseline is not None:
-            for kind, one, other in zip(
-                ("single", "ensemble"), (single, together), baseline, strict=True
-            ):
-                gap = one.minus(other)
-                row[f"gain, {kind}"] = [gap.value, *gap.interval]
-        rows[name] = row
-        save(rows)
+        scores, start = [], time.perf_counter()
+        runs = min(work.scale.runs, form.most_runs or work.scale.runs)
+        try:
+            for k in range(runs):
+                scores.append(
+                    method.attribute(work.study(k), work.query, device=work.device, progress=False)
+                )
+        except (ValueError, RuntimeError) as error:  # out of memory; not for this task
+            print(f"{task} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            torch.cuda.empty_cache()
+            continue
+        seconds = (time.perf_counter() - start) / runs
+        if options.scores is not None:
+            for k, one in enumerate(scores):
+                place = f"{work.run_seed(k)}-q{work.first.query}"
+                one.save(options.scores / work.name / name.replace(" ", "-") / place)
+        for alpha in missing:
+            saved = files[alpha]
+            saved.add(name, scores, (truths[alpha], small), repr(method), seconds)
+            saved.about |= {"seconds": work.seconds}
+            saved.save(options.out)
+        print(f"{task:15s} {name:50s} {runs} runs, {seconds:.1f} s each", flush=True)
+    return [saved.save(options.out) for saved in files.values()]
+
+
+def opened(work: Trainings, truth: Any, small: Any, options: argparse.Namespace) -> Sums:
+    """The sums saved so far under this protocol, or none yet."""
+    subsets, seeds, queries = truth.measurements.shape
+    start = {f"first_{name}": value for name, value in asdict(work.first).items()}
+    sizes = subsets, seeds, work.scale.runs, queries
+    protocol = Protocol(work.experiment.name, float(truth.alpha), *sizes, **start, quick=work.quick)
+    fresh = Sums(
+        protocol,
+        {name: getattr(truth, name) for name in TRUTH},
+        {"machine": machine(), "device": work.device, "seconds": {}},
+        truth.measurements,
+        small.measurements,
+    )
+    file = options.out / protocol.file_name
+    if not file.exists():
+        return fresh
+    saved = Sums.load(file)
+    if saved.truth != fresh.truth or len(saved.small) != len(fresh.small):
+        raise ValueError(f"{file} is of another truth: remove it, or choose another --out")
+    return saved
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def store(saved: Sums, rows: dict[str, Row], file: Path) -> None:
+    """Put rows into forms.json, under their task and protocol; other rows stay."""
+    stored, protocol = read_results(file), asdict(saved.protocol)
+    task = protocol.pop("task")
+    entries = stored["tasks"].setdefault(task, [])
+    entry = next((e for e in entries if e["protocol"] == protocol), None)
+    if entry is None:
+        entry = {"protocol": protocol, "forms": {}}
+        entries.append(entry)
+    about = {name: saved.about[name] for name in ("machine", "device")}
+    entry |= about | {"chosen_on": saved.protocol.chosen_on, "retrainings": len(saved.small)}
+    entry["forms"] |= rows
+    stored |= about
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, stored)
+
+
+def judge(path: Path, file: Path) -> None:
+    """Compute, store and print the rows of one file of sums."""
+    saved = Sums.load(path)
+    if not saved.forms:
+        return
+    rows = rows_of(saved)
+    store(saved, rows, file)
+    for name, row in rows.items():
+        several = row["ensemble"]
         print(
-            f"{task:15s} {name:50s} {single.value:.3f}/{together.value:.3f} slope {real.slope:.2f} "
-            f"spread {spread:.2f} {seconds:.1f}s",
+            f"{saved.protocol.task:15s} α {saved.protocol.alpha:g} {name:50s} "
+            f"{row['single'][0]:.3f}/{'  –  ' if several is None else format(several[0], '.3f')} "
+            f"slope {row['slope']:.2f} spread {row['spread']:.2f} {row['seconds']:.1f} s",
             flush=True,
         )
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tasks", nargs="+", choices=sorted(TASKS))
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(sorted(TASKS))}")
+    parser.add_argument("--from", dest="saved", type=Path, help="rows from the sums in this folder")
+    parser.add_argument("--no-rows", action="store_true", help="save sums only; see --from")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--alpha", type=float, default=0.5)
-    parser.add_argument("--subsets", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--queries", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
+    parser.add_argument("--alpha", type=float, nargs="+", default=[0.5])
+    for name in SIZES:
+        default = f"default: {getattr(SCALE, name)}, or that of the quick version"
+        parser.add_argument(f"--{name}", type=int, help=default)
+    few = "for calibrate and combine, in groups of " + " and ".join(map(str, RETRAININGS))
+    parser.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)
+    for name in ("query", "run", "seed"):
+        parser.add_argument(f"--first-{name}", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="forms whose names have one of these words")
-    parser.add_argument("--out", type=Path, default=Path("runs/forms"))
+    parser.add_argument("--work", type=Path, default=Path("runs/forms"), help="for trainings")
+    parser.add_argument("--out", type=Path, default=Path("runs/forms/sums"), help="for sums")
+    parser.add_argument("--scores", type=Path, help="for whole scores, which are large")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    scale = Scale(
-        subsets=options.subsets, seeds=options.seeds, queries=options.queries, runs=options.runs
-    )
+    unknown = set(options.tasks) - set(TASKS)
+    if unknown:
+        parser.error(f"no task is called {', '.join(sorted(unknown))}: see --help")
+    if not options.tasks and options.saved is None:
+        parser.error("name a task, or a folder of saved sums with --from")
+    return options
+
+
+def main() -> None:
+    options = arguments()
     file = options.results / "forms.json"
-    stored = json.loads(file.read_text()) if file.exists() else {"tasks": {}}
-    sizes = {k: getattr(options, k) for k in ("subsets", "seeds", "runs", "queries", "alpha")}
-    about = {"of": sizes, "machine": machine(), "device": options.device}
-    options.results.mkdir(parents=True, exist_ok=True)
-    for task in options.tasks:
-        known = stored["tasks"].get(task, {}).get("forms", {})
-
-        def save(rows: dict[str, Any], task: str = task, known: dict[str, Any] = known) -> None:
-            entry = {"forms": known | rows, "chosen_on": task in CHOSEN_ON, **about}
-            stored["tasks"][task] = entry
-            stored.update(machine=about["machine"], device=about["device"])
-            write_json(file, stored)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            evaluate(task, scale, options, save)
+    read_results(file)  # refuses another version before hours of work
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if options.saved is not None:
+            for path in sorted(options.saved.rglob("*.npz")):
+                if not options.tasks or Sums.load(path).protocol.task in options.tasks:
+                    judge(path, file)
+            return
+        for task in options.tasks:
+            for path in compare(task, options):
+                if not options.no_rows:
+                    judge(path, file)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 from torch.utils.data import Subset
 
 import whence
-from experiments.engine.reproduce import FIRST_RUN, products
+from experiments.engine.trainings import FIRST_RUN, products
 from experiments.tasks import RESULTS, TASKS, Experiment
 from experiments.tasks.machine import machine
 from whence.persist.files import write_json

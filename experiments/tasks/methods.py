@@ -1,7 +1,7 @@
 """The methods of the experiments by their names in tables and result files.
 
-This is the only place in `experiments/` that constructs a method: each table maps a name to the
-settings behind it.
+This is the only place in `experiments/` that constructs a method, apart from the table of forms
+(`experiments.tasks.forms`): each table maps a name to the settings behind it.
 """
 
 from __future__ import annotations

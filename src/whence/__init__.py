@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from whence import errors, evaluate, layers, report, retrain
     from whence.errors import WhenceError
     from whence.methods import (
+        Best,
         Downsampling,
         FastSource,
         Hydra,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "whence.errors": ("WhenceError",),
     "whence.methods": (
+        "Best",
         "Downsampling",
         "FastSource",
         "Hydra",
@@ -50,11 +52,12 @@ _HOMES = {
     "whence.scores": ("Scores",),
     "whence.store": ("GradientStore",),
     "whence.study": ("Study",),
-    "whence.task": ("Classification", "LanguageModeling", "Regression", "Task"),
+    "whence.task": ("Classification", "LanguageModeling", "MultiLabel", "Regression", "Task"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Best",
     "Classification",
     "Downsampling",
     "FastSource",
@@ -63,6 +66,7 @@ __all__ = [
     "Influence",
     "LanguageModeling",
     "LeaveOneOut",
+    "MultiLabel",
     "Random",
     "Recipe",
     "Recorder",

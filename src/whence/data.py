@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.persist.identity import digest, sha256_of
 
 Collate = Callable[[list[Any]], Any]
@@ -107,7 +106,7 @@ class Batches:
             self._moving = ""
             self._fingerprint = self._recorded_fingerprint() or self._read_fingerprint()
             if self._moving:
-                warnings.warn(self._moving, stacklevel=2)
+                warn(self._moving)
         return self._fingerprint
 
     @property

@@ -424,13 +424,13 @@ def test_scores_of_random_data_say_so(recorded: Path, tmp_path: Path) -> None:
     class Noisy(Forwarding):
         def __getitem__(self, k: int) -> Any:
             x, y = super().__getitem__(k)
-            return (x + torch.randn(4), y) if k >= LAST else (x, y)
+            return (x + 1e-6 * torch.randn(4), y) if k >= LAST else (x, y)
 
     moving = study(recorded, tmp_path / "a", train=Noisy(False))
     with pytest.warns(UserWarning, match="differs between two reads"):
         scores = whence.TracIn().attribute(moving, QUERY, out=tmp_path / "out", **QUIET)
-    assert "differs between two reads" in scores.diagnostics["moving_data"][0]
-    assert "moving_data" in whence.Scores.load(tmp_path / "out").diagnostics
+    assert any("differs between two reads" in text for text in scores.warnings)
+    assert whence.Scores.load(tmp_path / "out").warnings == scores.warnings
 
 
 def test_two_processes_that_fit_other_losses_at_the_same_time(

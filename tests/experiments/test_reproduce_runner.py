@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 from experiments import tasks
-from experiments.engine import optimum, reproduce, search
+from experiments.engine import optimum, reproduce, search, trainings
 from experiments.pages import tables
 from experiments.studies import adam, depth
 from experiments.tasks import experiment as experiment_module
@@ -147,13 +147,13 @@ def test_trainings_may_measure_more_queries_than_are_asked_about(
 def test_all_runs_of_a_kind_are_trained_in_one_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, plain = [], reproduce.record
+    calls, plain = [], trainings.record
 
     def counted(recipe: Any, seeds: Any, *rest: Any, **given: Any) -> Any:
         calls.append(list(seeds))
         return plain(recipe, seeds, *rest, **given)
 
-    monkeypatch.setattr(reproduce, "record", counted)
+    monkeypatch.setattr(trainings, "record", counted)
     work = reproduction(tmp_path, only=("RepSim", "TRAK", "HYDRA"))
     work.run()
     assert calls == [[1000, 1001], [2000, 2001]]

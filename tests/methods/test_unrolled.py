@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,6 +393,53 @@ def test_expected_against_a_dense_recursion(every: int, curvature: str, tmp_path
     close(found, np.concatenate(dense.effects(model, stages, query, curvature), 1), 1e-9)
 
 
+def test_damping_against_a_dense_recursion(tmp_path: Path) -> None:
+    """v ← v - η (H_t + λ) v for plain SGD."""
+    query, stage, λ = models.vectors(3, seed=4), one_stage("sgd", 9), 0.3
+    study = studied(tmp_path, smooth(), [stage])
+    found = Unrolled(damping=λ).attribute(study, query, **DOUBLE).values
+    model, (x, y), (a, b) = smooth().double(), stage["data"].tensors, query.tensors
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    θ = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def each(flat: torch.Tensor, of: Any, inputs: torch.Tensor, labels: torch.Tensor) -> Any:
+        parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
+        named = {n: part.reshape(shapes[n]) for n, part in zip(shapes, parts, strict=True)}
+        outputs = torch.func.functional_call(model, named, (inputs.double(),))
+        return of(outputs, (inputs, labels))
+
+    rate, path = 0.2, []
+    for batch in stage["batches"]:
+        i = torch.as_tensor(batch)
+        path.append((i, θ, partial(each, of=TASK.losses, inputs=x[i], labels=y[i])))
+        θ = θ - rate * torch.func.jacrev(path[-1][2])(θ).mean(0)
+    v = torch.func.jacrev(partial(each, of=TASK.measurements, inputs=a, labels=b))(θ)
+    expected = torch.zeros(len(a), len(x), dtype=torch.float64)
+    for i, point, losses in reversed(path):
+        expected[:, i] -= rate * v @ torch.func.jacrev(losses)(point).T / len(i)
+        H = torch.func.hessian(lambda w, losses=losses: losses(w).mean())(point)
+        v = v - rate * (v @ H + λ * v)
+    close(found, expected.detach().numpy(), 1e-9)
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_query_along_the_run_is_the_mean_over_checkpoints(expected: bool, tmp_path: Path) -> None:
+    """Scores are linear in the query gradient."""
+    study = studied(tmp_path, smooth(), [one_stage("momentum", 9)])
+    query, run = models.vectors(3, seed=4), study.runs[0]
+    along = Unrolled("gauss-newton", expected, query_at="run")
+    each = []
+    for checkpoint in run.checkpoints:
+
+        class At(Unrolled):
+            def _gradients(self, workspace: Any, block: Any, step: int = checkpoint.step) -> Any:
+                return self._gradients_at(workspace, block, workspace.replay.recorded(step))
+
+        each.append(At("gauss-newton", expected).attribute(study, query, **DOUBLE).values)
+    close(along.attribute(study, query, **DOUBLE).values, np.mean(each, 0), 1e-9)
+    assert not np.allclose(each[0], each[-1])
+
+
 def test_expected_draws(tmp_path: Path) -> None:
     data, query = models.vectors(30), models.vectors(2, seed=4)
     subset = np.arange(3, 27)
@@ -719,6 +767,10 @@ def test_settings() -> None:
         Unrolled("fisher")
     with pytest.raises(ValueError, match="curvature_batch=8 is for expected=True"):
         Unrolled(curvature_batch=8)
+    with pytest.raises(ValueError, match="damping=-1 must be zero or positive"):
+        Unrolled(damping=-1)
+    with pytest.raises(ValueError, match="query_at='start' is not known"):
+        Unrolled(query_at="start")
     with pytest.raises(ValueError, match="credit_every=0 must be at least 1"):
         Unrolled(expected=True, credit_every=0)
 

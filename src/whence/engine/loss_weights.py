@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from whence.data import cut
 from whence.engine.trials import LOSSES, MEASUREMENTS
 from whence.engine.workspace import Workspace
+from whence.errors import warn
 from whence.layers.passes import Passes
 from whence.persist.identity import key_of
 from whence.run import Run
@@ -33,7 +33,7 @@ def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
                     "is not defined: scores are averaged over runs as they are, with -∇L in place "
                     "of Q∇f"
                 )
-                warnings.warn(message, stacklevel=2)
+                warn(message, stacklevel=2)
                 workspace.ledger.diagnostics["ensemble"] = message
                 return None
             share = weights / len(runs)

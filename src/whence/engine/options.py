@@ -110,6 +110,12 @@ def check_damping(damping: Any) -> None:
         raise InvalidInput(f"damping={damping!r} must be zero or positive")
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Refuse a value that is not a positive number."""
+    if isinstance(value, bool) or not (isinstance(value, Real) and 0 < float(value) < float("inf")):
+        raise InvalidInput(f"{name}={value!r} must be a positive number")
+
+
 def check_share(name: str, value: Any) -> None:
     """Refuse a value that is not between 0 and 1."""
     if isinstance(value, bool) or not (isinstance(value, Real) and 0 <= float(value) <= 1):

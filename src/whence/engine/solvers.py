@@ -19,6 +19,10 @@ from whence.operators.datainf import DataInf
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.low_rank import LowRank
 
+# Below this share of EK-FAC's largest eigenvalue the preconditioner is flat. EK-FAC finds the few
+# large eigenvalues of H, but many of its small ones are not H's, and dividing by them costs
+# iterations (to 1 % error on digits, three models: 25 to 37 instead of 50 to 80).
+FLAT = 0.1
 CG_VECTORS = 8  # per query: right side, solution, residual, direction, and products on the way
 NEED_DAMPING = {
     "cg": "leaves directions in which the Gauss-Newton matrix is 0, and conjugate gradients do "
@@ -68,15 +72,13 @@ def conjugate_gradients(
     preconditioner M: √(rᵀM⁻¹r / vᵀM⁻¹v), about the error of w as scores see it.
     """
     data, run = workspace.fit_data(workspace.study.stages), workspace.run
-    everyone = sum(len(part.indices) for part in data)
-    asked = everyone if workspace.query is None else len(workspace.query)
-    size = CG_VECTORS * workspace.zero.element_size()
-    size *= sum(block.size for block in workspace.blocks.values())
-    preconditioner = None
+    preconditioner: Any = None
     if λ.scalar:
         how = settings["fisher"] or "sampled", settings["seed"]
         fitter = workspace.fitter(workspace.study.stages, *how)
-        preconditioner = KINDS[settings["curvature"] or "ekfac"].fit(fitter, [run.final])
+        approximation = KINDS[settings["curvature"] or "ekfac"].fit(fitter, [run.final])
+        flat = FLAT * max(float(x.max()) for x in approximation.eigenvalues().values())
+        preconditioner = approximation + dict.fromkeys(λ, flat)
     else:  # λP̄⁻¹, the optimizer's own preconditioner, serves here too
         for name in ("curvature", "fisher"):
             if settings[name] is not None:
@@ -90,12 +92,21 @@ def conjugate_gradients(
         data,
         λ,
         settings,
-        queries=max(1, min(asked, workspace.memory // 4 // size)),
+        queries=solved_at_once(workspace),
         iterations=settings["iterations"],
         relative_residual=settings["tolerance"],
         preconditioner=preconditioner,
     )
     return H.inverse(λ)
+
+
+def solved_at_once(workspace: Workspace) -> int:
+    """The number of queries that conjugate gradients can solve together."""
+    size = sum(block.size for block in workspace.blocks.values())
+    each = CG_VECTORS * workspace.zero.element_size() * size
+    examples = sum(len(workspace.used(stage)) for stage in workspace.study.stages)
+    asked = examples if workspace.query is None else len(workspace.query)
+    return max(1, min(asked, workspace.memory // 4 // max(1, each)))
 
 
 def arnoldi(workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]) -> Inverse[Any]:

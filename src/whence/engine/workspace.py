@@ -275,11 +275,6 @@ class Workspace:
         """Of the data whose examples are scored, by stage."""
         return {stage: self.study.data[stage].fingerprint() for stage in self.stages}
 
-    def moving_data(self) -> list[str]:
-        """Warnings about data that differs between two reads."""
-        read = [self.query, *(self.study.data.values() if self.reads_training_data else ())]
-        return [data.moving for data in read if data is not None and data.moving]
-
     def settings(self) -> dict[str, Any]:
         """What is stored with the scores in addition to the method's own settings."""
         return {}

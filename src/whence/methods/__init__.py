@@ -1,5 +1,6 @@
 """One file per method, nothing but the method's own mathematics."""
 
+from whence.methods.best import Best
 from whence.methods.downsampling import Downsampling
 from whence.methods.fastsource import FastSource
 from whence.methods.hydra import Hydra
@@ -13,6 +14,7 @@ from whence.methods.trak import Trak
 from whence.methods.unrolled import Unrolled
 
 __all__ = [
+    "Best",
     "Downsampling",
     "FastSource",
     "Hydra",

@@ -20,7 +20,7 @@ from whence.data import Batches
 from whence.engine.options import ComputeOptions
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
@@ -82,7 +82,7 @@ class Method(ABC):
         def each() -> Iterator[Scores]:
             for k, run in enumerate(study.runs):
                 folder = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
-                with torch.no_grad(), precision_as_asked():
+                with torch.no_grad(), precision_as_asked(), collect_warnings():
                     workspace = self.lay_out(study, run, query, options)
                     scores = self.score(workspace, folder, top, by_segment)
                 yield scores
@@ -134,6 +134,11 @@ class Method(ABC):
             tried=None if out is None else workspace.tried(places, what),
         )
         workspace.ledger.tallies = writer.account
+        for message in workspace.study.warnings(workspace.run):
+            warn(message, stacklevel=4)
+        messages = collected_warnings()
+        messages[:0] = [m for m in writer.account.get("warnings", []) if m not in messages]
+        writer.account["warnings"] = messages  # what is added later is saved with the progress
         return writer
 
     def key(self, workspace: Workspace) -> str:
@@ -150,8 +155,6 @@ class Method(ABC):
             "batch_size": workspace.batch_size,
             "tracked": workspace.tracked.summary(),
         }
-        moving = workspace.moving_data()
-        diagnostics |= {"moving_data": moving} if moving else {}
         counts = {stage: len(study.data[stage]) for stage in workspace.stages}
         several = len(study.stages) > 1
         return {

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from whence.engine.options import check_choice
+from whence.engine.options import check_choice, check_damping
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput
 from whence.methods.unrolling import Unrolling
@@ -43,6 +43,7 @@ CURVATURES: dict[str, Callable[..., tuple[Tensors, Tensor]]] = {
     "hessian": Objective.hessian,
     "gauss-newton": Objective.gauss_newton,
 }
+QUERY_AT = ("final", "run")
 PRODUCTS = {"hessian": 6, "gauss-newton": 4}  # a product with it costs as many forward passes
 
 
@@ -61,6 +62,9 @@ class Unrolled(Unrolling):
             example is credited: a pass over the data for each such stretch, at the weights in its
             middle (default: a 32nd of the stage).
         stage: attribute to this stage's examples only (default: all stages').
+        damping: added to the eigenvalues of the curvature.
+        query_at: take the query gradient at the "final" model, or along the "run" (the mean over
+            the last stage's checkpoints).
         seed: of the curvature's batches.
     """
 
@@ -71,9 +75,13 @@ class Unrolled(Unrolling):
         curvature_batch: int | None = None,
         credit_every: int | None = None,
         stage: str | None = None,
+        damping: float = 0.0,
+        query_at: str = "final",
         seed: int = 0,
     ) -> None:
         check_choice("curvature", curvature, CURVATURES)
+        check_choice("query_at", query_at, QUERY_AT)
+        check_damping(damping)
         for name, value in (("curvature_batch", curvature_batch), ("credit_every", credit_every)):
             if value is not None and not expected:
                 raise InvalidInput(
@@ -84,7 +92,7 @@ class Unrolled(Unrolling):
                 raise InvalidInput(f"{name}={value} must be at least 1")
         self.curvature, self.expected = curvature, expected
         self.curvature_batch, self.credit_every = curvature_batch, credit_every
-        self.stage, self.seed = stage, seed
+        self.stage, self.damping, self.query_at, self.seed = stage, damping, query_at, seed
 
     def sweep(
         self,
@@ -117,7 +125,7 @@ class Unrolled(Unrolling):
     def _through_gradient(
         self, workspace: ReplayWorkspace, update: Update, adjoint: Adjoint, pulls: Tensors
     ) -> list[Tensor]:
-        """Add H_t ḡ_t to the adjoint of θ_t; and ⟨ḡ_t, ∇L(m, θ_t)⟩ (q, n), part by part."""
+        """Add (H_t + λ) ḡ_t to the adjoint of θ_t; and ⟨ḡ_t, ∇L(m, θ_t)⟩ (q, n), part by part."""
         objective, weights = workspace.replay.objectives[update.stage.name], update.point.weights
         product, slopes = CURVATURES[self.curvature], []
         for _, batch in update.parts if pulls else ():
@@ -125,6 +133,8 @@ class Unrolled(Unrolling):
             for name, value in products.items():
                 adjoint[name][WEIGHT].add_(value)
             slopes.append(slope)
+        for name, pull in pulls.items() if self.damping else ():
+            adjoint[name][WEIGHT].add_(pull, alpha=self.damping)
         return slopes
 
     def operations(self, workspace: ReplayWorkspace, queries: int) -> float:

@@ -6,7 +6,6 @@ yields the credit of each update to its examples.
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from whence.data import cut
 from whence.engine.ledger import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
-from whence.errors import NotFinite
+from whence.errors import NotFinite, warn
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.persist.identity import key_of
@@ -35,6 +34,7 @@ class Unrolling(Method):
     """A method that propagates backwards through a run's training, update by update."""
 
     _quiet = True  # every trained parameter counts, tracked or not
+    query_at = "final"  # or "run": where the query gradient is taken
     _modelled = True  # whether to refuse dropout and the like, which a replay cannot repeat
 
     # -- defined by each method ----------------------------------------------------------------
@@ -70,7 +70,7 @@ class Unrolling(Method):
         if replay.unmodelled:
             modules = "; ".join(dict.fromkeys(replay.unmodelled))
             workspace.ledger.diagnostics["unmodelled"] = modules
-            warnings.warn(f"{modules}: gradients are taken without", stacklevel=3)
+            warn(f"{modules}: gradients are taken without", stacklevel=3)
         return ReplayWorkspace(**vars(workspace), replay=replay)
 
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
@@ -149,9 +149,21 @@ class Unrolling(Method):
             )
 
     def _gradients(self, workspace: ReplayWorkspace, block: QueryBlock) -> Tensors:
-        """∇f(q, θ_T), (q, ...)."""
+        """∇f(q), (q, ...): at the final weights, or the mean over the last stage's checkpoints."""
+        run, replay = workspace.run, workspace.replay
+        last = [c.step for c in run.checkpoints if c.stage == run.final.stage]
+        points = last if self.query_at == "run" else [run.final.step]
+        gradients: Tensors = {}
+        for step in points:
+            for name, g in self._gradients_at(workspace, block, replay.recorded(step)).items():
+                gradients[name] = gradients[name].add_(g) if name in gradients else g
+        return {name: g.div_(len(points)) for name, g in gradients.items()}
+
+    def _gradients_at(
+        self, workspace: ReplayWorkspace, block: QueryBlock, weights: Tensors
+    ) -> Tensors:
         replay, count = workspace.replay, len(block.indices)
-        weights, objective = replay.final().weights, replay.objectives[block.stage]
+        objective = replay.objectives[block.stage]
         gradients = {name: w.new_zeros(count, *w.shape) for name, w in weights.items()}
         singles = block.data.stream(
             [block.indices[k : k + 1] for k in range(count)], replay.device, replay.dtype

@@ -8,7 +8,6 @@ counts as 0, as published. H is symmetric, so the iteration is that of Lanczos.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.krylov import Lanczos
 from whence.operators.operator import Inverse
@@ -79,7 +78,7 @@ class LowRank:
         residuals = pairs["residuals"] / values
         rough = int((residuals > ROUGH).sum())
         if rough:
-            warnings.warn(
+            warn(
                 f"{rough} of the {len(values)} leading eigenvectors are only roughly known after "
                 f"{steps} iterations: raise iterations, or lower rank to {len(values) - rough}",
                 stacklevel=2,

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from whence.data import HASH_BATCH, Batches, Collate, cut, place
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, examples_of
 from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
@@ -338,7 +338,8 @@ class Recipe:
                 batch = place(data.take(block), first.device, first.dtype)
                 if stage is not None:
                     batch = stage.transformed(batch, 0, 0, block, first)
-                each = getattr(task, what)(task.outputs(model, batch), batch)
+                with examples_of(data.name, block):
+                    each = getattr(task, what)(task.outputs(model, batch), batch)
                 if what == "measurements" and each.shape != (len(block),):
                     raise InvalidInput(
                         f"{task!r} returns measurements of shape {tuple(each.shape)} for "

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from whence.data import HASH_BATCH, READ_TWICE, Batches, Collate, cut, place
 from whence.draws import Uniform, keys
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, examples_of
 from whence.persist.identity import digest, sha256_of
 from whence.retrain.callback import Callback, Update
 from whence.run import optimizers
@@ -200,7 +200,8 @@ class StageRecipe:
             reseed(int(keys(seed, self.number, step)), first.device)
             batch = self.transformed(self.batch(block, first), seed, step, block, first)
             model.zero_grad(set_to_none=True)
-            losses = task.losses(task.outputs(model, batch), batch)
+            with examples_of(self.data.name, block):
+                losses = task.losses(task.outputs(model, batch), batch)
             losses.mean().backward()  # type: ignore[no-untyped-call]
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)

@@ -52,6 +52,7 @@ class RunData:
             used all their examples.
         origin: what produced the run, such as a recipe's fingerprint and seed.
         notes: aspects of the training that SOURCE does not model, as declared by the user.
+        warnings: what the Recorder noticed that makes scores of this run doubtful.
         resumable: whether the optimizer's state is stored.
         finished: whether training ran to its end.
         path: the folder, or None for a run in memory.
@@ -73,6 +74,7 @@ class RunData:
     subset_stage: str | None = None
     origin: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     resumable: bool = False
     finished: bool = False
     path: Path | None = None
@@ -135,6 +137,7 @@ class RunData:
                 for names, settings in zip(self.groups, self.hyperparameters, strict=True)
             ],
             "notes": self.notes,
+            "warnings": self.warnings,
             "initial": _entry(self.initial) if self.initial else None,
             "checkpoints": [_entry(c) for c in self.checkpoints],
             "between": [_entry(c) for c in self.between],
@@ -201,6 +204,7 @@ class RunData:
             subset_stage=content.get("subset_stage"),
             origin=content.get("origin", {}),
             notes=content["notes"],
+            warnings=[str(message) for message in content.get("warnings", [])],
             resumable=content["resumable"],
             finished=finished,
             path=folder,

@@ -177,6 +177,11 @@ class Scores(Tabled):
         return self._values
 
     @property
+    def warnings(self) -> list[str]:
+        """What to know before you rely on these scores; empty if nothing."""
+        return [str(message) for message in self.diagnostics.get("warnings", [])]
+
+    @property
     def is_self_influence(self) -> bool:
         return len(self.shape) == 1
 
@@ -340,7 +345,7 @@ class Scores(Tabled):
             names = [part.get("name", "?") for part in self.excluded]
             excluded = f"{share:.1%} of the parameters: {listed(names, 3)}"
         better = "higher" if self.higher_is_better else "lower"
-        facts = [
+        facts = [("warning", message) for message in self.warnings] + [
             ("measurement", f"{self.measurement}, {better} is better"),
             ("unit", self.unit),
             ("sign", SIGN),

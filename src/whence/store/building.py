@@ -163,6 +163,7 @@ class Builder:
             tensors |= {f"{name}/outputs": x.basis.outputs, f"{name}/inputs": x.basis.inputs}
             tensors |= {f"{name}/rows": x.rows, f"{name}/columns": x.columns}
         store.factors.put(store.eigenbasis_key, tensors, {"what": "eigenbasis"})
+        store.place_eigenbasis(workspace, tensors)
 
     def _announce(self) -> None:
         workspace, s, blocks = self.workspace, self.store.settings, self.workspace.tracked.blocks

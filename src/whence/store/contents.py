@@ -86,12 +86,16 @@ class StoreContents:
         if place not in self._projections:
             s = self.description["settings"]
             if s["projection"] == "random":
-                projection = random_projection(workspace, s["dimension"], s["joint"], s["seed"])
+                how = s["dimension"], s["joint"], s["seed"]
+                self._projections[place] = random_projection(workspace, *how)
             else:
-                entries = self._eigenbasis(workspace)
-                parts = [entries] if s["joint"] else [{name: e} for name, e in entries.items()]
-                projection = Projection([Eigenbasis(part) for part in parts])
-            self._projections[place] = projection
+                tensors = self.factors.get(self.eigenbasis_key)
+                if tensors is None:
+                    raise InvalidInput(
+                        f"the eigenbasis of the store in {self.path} is missing: delete the store, "
+                        "and build it again"
+                    )
+                self.place_eigenbasis(workspace, tensors)
         return self._projections[place]
 
     def rows(self, stage: str, checkpoint: Weights) -> Tensor:
@@ -226,24 +230,18 @@ class StoreContents:
             "examples": examples,
         }
 
-    def _eigenbasis(self, workspace: Workspace) -> dict[str, LeadingEntries]:
-        """The leading entries of each block."""
-        tensors = self.factors.get(self.eigenbasis_key)
-        if tensors is None:
-            raise InvalidInput(
-                f"the eigenbasis of the store in {self.path} is missing: delete the store, and "
-                "build it again"
-            )
-        device, dtype = workspace.device, workspace.dtype
-        placed = {}
+    def place_eigenbasis(self, workspace: Workspace, tensors: Mapping[str, Tensor]) -> None:
+        """Use the leading entries of each block's eigenbasis as P, on the workspace's device."""
+        device, entries = workspace.device, {}
         for name in (b.name for b in workspace.trained_blocks()):
             if f"{name}/rows" in tensors:
-                basis = Basis(tensors[f"{name}/outputs"], tensors[f"{name}/inputs"]).to(
-                    device, dtype
-                )
+                basis = Basis(tensors[f"{name}/outputs"], tensors[f"{name}/inputs"])
                 rows, columns = (tensors[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
-                placed[name] = LeadingEntries(basis, rows, columns)
-        return placed
+                placed = basis.to(device, workspace.dtype)
+                entries[name] = LeadingEntries(placed, rows, columns)
+        joint = self.description["settings"]["joint"]
+        parts = [entries] if joint else [{name: entry} for name, entry in entries.items()]
+        self._projections[str(device)] = Projection([Eigenbasis(part) for part in parts])
 
     @property
     def eigenbasis_key(self) -> str:

@@ -20,7 +20,7 @@ import torch
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension
 from whence.engine.workspace import LOSS, Workspace, scored_stages
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
@@ -268,7 +268,7 @@ class GradientStore(StoreContents):
         out, top = compute.pop("out", None), compute.pop("top", None)
         by_segment = compute.pop("by_segment", False)
         dtype = getattr(torch, self.description["settings"]["dtype"])
-        with torch.no_grad(), precision_as_asked():
+        with torch.no_grad(), precision_as_asked(), collect_warnings():
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
             workspace = workspace.for_query(self.study.query(query), stages)

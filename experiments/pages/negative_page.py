@@ -1,0 +1,148 @@
+"""docs/negative.md: what was tried and did not help, from the results.
+
+Written together with docs/reproduce.md: python -m experiments.pages.reproduce_page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.pages import ours, tables
+from experiments.pages.markdown import filled, table
+from experiments.pages.tables import counted, title, with_interval
+from experiments.tasks import RESULTS, TASKS
+from experiments.tasks.forms import DEFAULT, DEFAULT_BY_STAGE, PUBLISHED
+from experiments.tasks.methods import GAUSS_NEWTON
+
+NOT_RUN = "*Not run yet.*"
+Values = Mapping[str, Sequence[float] | None]  # LDS with interval, by name
+
+
+def pairs(values: Mapping[str, Values], idea: str, instead: str, heads: tuple[str, str]) -> str:
+    """A table of the LDS of an idea and of what is done instead, and in how many rows it is lower.
+
+    Args:
+        values: by row of the table.
+        idea, instead: names in each row.
+        heads: their names in the table.
+    """
+    rows: list[list[object]] = []
+    higher: list[str] = []
+    lower = same = 0
+    for where, by_name in values.items():
+        one, other = by_name.get(idea), by_name.get(instead)
+        if one is None or other is None:
+            continue
+        difference = round(one[0] - other[0], 3) + 0.0
+        lower, same = lower + (difference < 0), same + (difference == 0)
+        higher += [where] if difference > 0 else []
+        cells = (with_interval(list(value), 3) for value in (one, other))
+        rows.append([where, *cells, f"{difference:+.3f}"])
+    if not rows:
+        return NOT_RUN
+    summary = f"Lower on {lower} of {len(rows)}"
+    summary += f", equal on {same}" if same else ""
+    summary += f"; higher on {'; '.join(higher)}." if higher else "."
+    return table(["", *heads, "difference"], rows, " rrr") + f"\n\n{summary}"
+
+
+def by_form(folder: Path) -> dict[str, Values]:
+    """LDS of every form, by task."""
+    return {
+        title(task): {name: row["single"] for name, row in ours.shown(entries)["forms"].items()}
+        for task, entries in ours.read(folder).items()
+    }
+
+
+def by_method(folder: Path, names: Sequence[str]) -> dict[str, Values]:
+    """LDS of the reproduction's methods, by task, where they are of the same runs."""
+    values: dict[str, Values] = {}
+    for task, result in tables.read(folder).items():
+        entries = {name: result["lds"].get(name) for name in names}
+        if all(entries.values()):
+            runs = {entry["of"]["runs"] for entry in entries.values() if entry}
+            mark = "" if len(runs) == 1 else f" ({counted(min(runs), 'model')} / {max(runs)})"
+            values[title(task, result) + mark] = {
+                name: entry["single"] for name, entry in entries.items() if entry
+            }
+    return values
+
+
+def by_setting(folder: Path) -> dict[str, Values]:
+    """LDS of the forms for Adam, by rate and length of training."""
+    file = folder / "adam.json"
+    study: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    return {
+        f"Digits, AdamW, rate {row['rate']:g}{', to 0' if row['falls'] else ''}, "
+        f"{counted(row['epochs'], 'epoch')}": row["lds"]
+        for row in study["rows"]
+    }
+
+
+def mixture_settings(folder: Path) -> str:
+    """How often the mixture is the lower one over settings of training, in a sentence."""
+    rows = by_setting(folder).values()
+    both = [(row["SOURCE"], row["SOURCE, exact"]) for row in rows if "SOURCE, exact" in row]
+    lower = sum(one[0] < other[0] for one, other in both if one and other)
+    if not both:
+        return NOT_RUN
+    return (
+        f"Over {len(both)} rates and lengths of training on digits, the mixture is lower in "
+        f"{lower} ([table](source.md#the-papers-form-sourcepublished))."
+    )
+
+
+def text(folder: Path = RESULTS) -> str:
+    """The page, from the results in a folder."""
+    forms = by_form(folder)
+    one_stage = {title(task) for task, e in TASKS.items() if e.stage is None}
+    single = {where: values for where, values in forms.items() if where in one_stage}
+    shared = {title(task) for task, e in TASKS.items() if e.keep_factors}
+    positions = {where: values for where, values in single.items() if where in shared}
+    exact, expected = "Unrolled", "Unrolled, expected, Gauss-Newton"
+    parts: dict[str, Callable[[], str]] = {
+        "three segments": lambda: pairs(
+            single, DEFAULT_BY_STAGE, DEFAULT, ("three segments", "`Source()`")
+        ),
+        "auto segments": lambda: pairs(single, "auto segments", DEFAULT, ("auto", "`Source()`")),
+        "kfac bases": lambda: pairs(
+            positions,
+            "coupled, query along the run, K-FAC bases, L = 1",
+            DEFAULT,
+            ("K-FAC's bases", "`Source()`"),
+        ),
+        "gauss newton": lambda: pairs(
+            by_method(folder, (GAUSS_NEWTON, "SOURCE")),
+            GAUSS_NEWTON,
+            "SOURCE",
+            ("full matrix", "EK-FAC"),
+        ),
+        "coupling": lambda: pairs(
+            single, "coupled, L = 1", "appendix C, L = 1", ("coupled", "not coupled")
+        ),
+        "mixture": lambda: pairs(
+            {w: v for w, v in forms.items() if w in adam_tasks()},
+            PUBLISHED,
+            "appendix C",
+            ("mixture", "appendix C"),
+        ),
+        "mixture settings": lambda: mixture_settings(folder),
+        "damping": lambda: pairs(
+            by_setting(folder),
+            "SOURCE, λP⁻¹, floor",
+            "SOURCE, exact, floor",
+            ("λP⁻¹", "no damping"),
+        ),
+        "unrolled": lambda: pairs(
+            by_method(folder, (exact, expected)), exact, expected, ("exact", "expected")
+        ),
+    }
+    return filled("negative.template.md", parts)
+
+
+def adam_tasks() -> set[str]:
+    """Titles of the tasks that are trained with Adam."""
+    return {title(task) for task, e in TASKS.items() if "SOURCE, exact" in e.methods}

@@ -1,0 +1,129 @@
+"""The forms of SOURCE and influence functions that `experiments.studies.forms` compares.
+
+One table: a name in results and pages, the method behind it, the tasks where it makes sense.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import whence
+from experiments.tasks.experiment import Experiment
+from experiments.tasks.methods import MethodSettings, build_method
+
+PUBLISHED, INFLUENCE = "published", "influence, published"
+BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these
+DEFAULT = "coupled, query along the run, L = 1"  # Source()
+DEFAULT_BY_STAGE = "coupled, query along the run"  # Source(), where a segment is a stage
+BEST = "best"  # Best()
+CHOSEN_ON = (
+    "digits",
+    "digits_adamw",
+    "fashion_mnist",
+)  # defaults were chosen on these tasks
+
+SCHEMA = 2  # of results/forms.json
+UNCOUPLED: Mapping[str, Any] = {"coupling": False, "query_at": "final"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A method with its settings.
+
+    Attributes:
+        make: builds the method; `segments` is 3, or "stages" for a task of several stages.
+        of: whether it makes sense on a task (default: on all).
+        most_runs: attribute at most this many runs, where one takes long.
+        combined: whether it is an input of `whence.evaluate.combine`.
+    """
+
+    make: Callable[[MethodSettings], Any]
+    of: Callable[[Experiment], bool] = lambda experiment: True
+    most_runs: int | None = None
+    combined: bool = False
+
+
+def one_stage(experiment: Experiment) -> bool:
+    return experiment.stage is None
+
+
+def many_weights(experiment: Experiment) -> bool:
+    """More weights than the dimension of TRAK's projection."""
+    return experiment.group != "linear"
+
+
+def small(experiment: Experiment) -> bool:
+    """Models that are cheap enough for a product with the whole curvature at every update."""
+    return one_stage(experiment) and not experiment.keep_factors
+
+
+def source(segments: int | None = None, **settings: Any) -> Callable[[MethodSettings], Any]:
+    """`Source` with the task's segments, or with this many."""
+    return lambda s: whence.Source(segments or s.segments, stage=s.stage, **settings)
+
+
+FORMS: Mapping[str, Form] = {
+    INFLUENCE: Form(lambda s: whence.Influence.published(stage=s.stage), combined=True),
+    PUBLISHED: Form(lambda s: whence.Source.published(s.segments, stage=s.stage), combined=True),
+    "RepSim": Form(lambda s: build_method("RepSim", s)),
+    "TracIn": Form(lambda s: build_method("TracIn", s), combined=True),
+    "TRAK": Form(lambda s: build_method("TRAK", s), many_weights),
+    "influence, source damping": Form(
+        lambda s: whence.Influence.published("source", stage=s.stage)
+    ),
+    "influence, coupled": Form(lambda s: whence.Influence(stage=s.stage), combined=True),
+    "appendix C": Form(source(**UNCOUPLED)),
+    "coupled": Form(source(query_at="final")),
+    "query along the run": Form(source(coupling=False)),
+    DEFAULT_BY_STAGE: Form(source(), combined=True),
+    "published, L = 1": Form(lambda s: whence.Source.published(1, stage=s.stage), one_stage),
+    "appendix C, L = 1": Form(source(1, **UNCOUPLED), one_stage),
+    "coupled, L = 1": Form(source(1, query_at="final"), one_stage, combined=True),
+    DEFAULT: Form(source(1), one_stage, combined=True),
+    "coupled, query along the run, K-FAC bases, L = 1": Form(
+        source(1, curvature="ekfac"), one_stage
+    ),
+    BEST: Form(lambda s: whence.Best(stage=s.stage), combined=True),
+    "best, 2 iterations": Form(lambda s: whence.Best(2), small, most_runs=1),
+    "best, 4 iterations": Form(lambda s: whence.Best(4), small, most_runs=1),
+    "best, 16 iterations": Form(lambda s: whence.Best(16), small, most_runs=1),
+    "best, damping 1": Form(lambda s: whence.Best(relative_damping=1.0), small, most_runs=1),
+    "best, damping 10": Form(lambda s: whence.Best(relative_damping=10.0), small, most_runs=1),
+    "best, query at the end": Form(lambda s: whence.Best(query_at="final"), small, most_runs=1),
+    "expected Gauss-Newton": Form(
+        lambda s: whence.Unrolled("gauss-newton", True, damping=1e-3, query_at="run"),
+        lambda experiment: experiment.name in ("digits", "concrete"),
+        most_runs=1,
+    ),
+}
+
+
+def forms_of(experiment: Experiment) -> dict[str, Form]:
+    """The forms that make sense on a task."""
+    return {name: form for name, form in FORMS.items() if form.of(experiment)}
+
+
+def default_of(experiment: Experiment) -> str:
+    """The name of the form that `Source()` is on a task."""
+    return DEFAULT if one_stage(experiment) else DEFAULT_BY_STAGE
+
+
+def build_form(form: Form, experiment: Experiment, examples: int) -> Any:
+    """The method of a form, for a task with this many training examples."""
+    segments: Any = 3 if one_stage(experiment) else "stages"
+    dimension = min(experiment.trak_dimension, examples)
+    return form.make(MethodSettings(segments, experiment.stage, dimension))
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """The content of forms.json: for each task a list of entries, one for each protocol."""
+    if not file.exists():
+        return {"schema": SCHEMA, "tasks": {}}
+    stored: dict[str, Any] = json.loads(file.read_text())
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(f"{file} has schema {stored.get('schema')}, not {SCHEMA}: move it")
+    return stored

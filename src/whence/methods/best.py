@@ -1,0 +1,128 @@
+"""The truest scores we know from a run's checkpoints: SOURCE's averages, one matrix for all layers.
+
+    values[q, m] = -(1/N) ∇f(q)ᵀ (H̄ + λ)⁻¹ ḡ(m)                λ = δ D⁻¹,  D = η̄K P̄
+
+H̄ is the whole Gauss-Newton matrix, ḡ(m) an example's gradient, ∇f(q) the query's: all are means
+over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½ it is the response (M + δ)⁻¹, which is
+F_r(M + δ) to 5 % for δ = 3. A product with H̄ costs a pass over the data at every checkpoint, so few
+are taken: conjugate gradients are preconditioned by coupled EK-FAC, whose answer is their first
+direction. Through later stages the query gradient is carried by SOURCE's survival, exp(-M), with
+coupled EK-FAC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whence.engine.dynamics import Rates
+from whence.engine.options import check_choice, check_count, check_positive
+from whence.engine.solvers import solved_at_once
+from whence.engine.workspace import Queries, Term, Workspace
+from whence.methods.gradient import SegmentedMethod, Stretch, Vectors, first_scored
+from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
+from whence.operators.functions import survival as F_S
+from whence.operators.gauss_newton import GaussNewton
+from whence.run import Segment
+
+MOST_RESIDUAL = 0.5  # of conjugate gradients, without a warning: eight iterations leave about 0.1
+
+
+@dataclass(frozen=True)
+class Solvable:
+    """Coupled EK-FAC of a segment, and (H̄ + λ)⁻¹ of the whole matrix."""
+
+    M: Any
+    inverse: Inverse[Any]
+
+    def eigenvalues(self) -> dict[str, Any]:
+        values: dict[str, Any] = self.M.eigenvalues()
+        return values
+
+
+class Best(SegmentedMethod):
+    """One equation for all layers together, along the run.
+
+    Costs several times as much as `Source`: each iteration is a pass over the training data at
+    every checkpoint, for all queries together.
+
+    Args:
+        iterations: of conjugate gradients, at most; a query that has converged takes no more.
+        relative_damping: λ, in units of 1/(η̄K P̄). The longer the training and the larger its
+            rates, the smaller λ is.
+        stage: attribute to this stage's examples only (default: all stages').
+        segments, curvature, fisher, query_at, floor, seed: as in `Source`; the curvature is the
+            preconditioner's, layer by layer.
+    """
+
+    def __init__(
+        self,
+        iterations: int = 8,
+        relative_damping: float = 3.0,
+        stage: str | None = None,
+        *,
+        segments: int | str | Sequence[int] = "stages",
+        curvature: str = "auto",
+        fisher: str = "sampled",
+        query_at: str = "run",
+        floor: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        check_count("iterations", iterations)
+        check_positive("relative_damping", relative_damping)
+        check_choice("curvature", curvature, KINDS)
+        along: Any = {"query_at": query_at, "floor": floor, "seed": seed}
+        super().__init__(segments, curvature, fisher, stage, **along)
+        self.iterations, self.relative_damping = iterations, relative_damping
+
+    def settings(self) -> dict[str, Any]:
+        fixed = ("damping", "coupling", "weight_decay")
+        return {k: v for k, v in super().settings().items() if k not in fixed}
+
+    def rates(self, workspace: Workspace, segment: Segment) -> Rates:
+        return Rates.of(workspace, segment, floor=self.floor)
+
+    def operator(
+        self, workspace: Workspace, term: Term, rates: Rates, resident: int
+    ) -> tuple[Any, Any, dict[str, float]]:
+        """Coupled EK-FAC and the solver of the whole matrix, D^½, and c."""
+        how: Any = {"fisher": self.fisher, "seed": self.seed, "resident": resident}
+        stages, points, D = [term.stage], term.checkpoints, rates.applied
+        H = workspace.curvature(self.curvature, stages, points, D, **how)
+        M = H.whitened(workspace.diagonal(D))
+        c = coupling(M)
+        λ = BlockDiagonal({name: self.relative_damping / x for name, x in D.items()})
+        whole = workspace.gauss_newton(
+            workspace.fit_data(stages),
+            points,
+            D,
+            solved_at_once(workspace),
+            iterations=self.iterations,
+            relative_residual=GaussNewton.tolerance[workspace.accumulator],
+            preconditioner=H.scaled(c),
+        )
+        return Solvable(M.scaled(c), whole.inverse(λ)), workspace.diagonal(D).sqrt(), c
+
+    def vectors(
+        self, workspace: Workspace, prepared: dict[int, Stretch], queries: Queries
+    ) -> Vectors:
+        first = min(prepared)
+        v = self.query_gradient(workspace, queries, {})
+        for k in reversed(prepared):
+            segment, size = prepared[k], v.squared_norm() if k > first else None
+            matrix: Any = segment.M
+            if segment.scored:
+                w = matrix.inverse @ v
+                label = f"{queries.label}, segment {k + 1}"
+                workspace.ledger.note_solve(label, matrix.inverse.statistics, MOST_RESIDUAL)
+                yield [k], w, -1.0 / segment.count
+            if k > first:
+                (survival,) = matrix.M.apply([F_S], segment.root * v)
+                v = v.updated(survival / segment.root)
+                workspace.ledger.note_survival(k, v.squared_norm() / size)
+
+    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
+        scored = [t for t in terms[first_scored(workspace, terms) :] if t.stage in workspace.stages]
+        products = (self.iterations + 1) * sum(len(term.checkpoints) for term in scored)
+        return super().passes_needed(workspace, terms) | {"products": products}
