@@ -25,7 +25,8 @@ from whence.layers.passes import (
 from whence.layers.separate import Separation, candidates, pairs
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.identity import sha256_of
+from whence.persist.definition import class_sha256, model_sha256
+from whence.persist.identity import digest, sha256_of
 from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
@@ -100,7 +101,6 @@ class Study:
         for run in self.runs:
             self._check(run)
         self.cache = None if cache is None else Path(cache)
-        self.probe: dict[str, dict[str, list[str]]] = {}
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 
@@ -257,7 +257,9 @@ class Study:
         passes: dict[str, Passes] = {}
         clock = Clock(device)
         for stage in reversed(self.stages):
-            original, task = self.models[stage], self.tasks[stage]
+            original = self.models[stage]
+            pair = id(original), id(self.tasks[stage])
+            task = copy.copy(self.tasks[stage])  # it may keep something between outputs and losses
             if id(original) not in copies:
                 model = cast(copied(original), device, dtype).eval()
                 for parameter in model.parameters():
@@ -272,7 +274,7 @@ class Study:
             loaded.load(checkpoints[-1])
             data = self.data[stage]
             several = place(data.take(range(min(PROBED, len(data)))), device, dtype)
-            if (id(original), id(task)) not in layers:
+            if pair not in layers:
                 rounded = bool(rounded_products(dtype, device))
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
@@ -282,12 +284,11 @@ class Study:
                 tracked = find(loaded.model, task, several, self.layers, trained, untrained)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(layers.values()), tracked)
-                layers[id(original), id(task)] = tracked.shared_with(last) if shared else tracked
-            self.probe[stage] = self._probed(loaded.model, task, several)
+                layers[pair] = tracked.shared_with(last) if shared else tracked
             passes[stage] = Passes(
                 loaded,
                 task,
-                layers[id(original), id(task)],
+                layers[pair],
                 clock,
                 dtype=dtype,
                 workers=workers,
@@ -297,18 +298,6 @@ class Study:
             self._exclusions_reported = True
             report(passes[self.stages[-1]].tracked)
         return {stage: passes[stage] for stage in self.stages}
-
-    @staticmethod
-    def _probed(model: nn.Module, task: Task, batch: Any) -> dict[str, list[str]]:
-        """Outputs and losses of a few examples, in few digits, to detect a change of either."""
-        with torch.no_grad():
-            outputs = task.outputs(model, batch)
-            probe = {
-                "outputs": outputs.reshape(len(outputs), -1).double().norm(dim=1),
-                "losses": task.losses(outputs, batch),
-                "measurements": task.measurements(outputs, batch),
-            }
-        return {name: [f"{float(x):.3e}" for x in values] for name, values in probe.items()}
 
     def query(self, query: Any) -> Batches:
         """The query set as batches; they must have the fields of the training batches."""
@@ -330,15 +319,12 @@ class Study:
         return self._stores.setdefault(str(folder), FactorCache(folder))
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
-        """Everything that a fit depends on, except weights and settings."""
-        task = self.tasks[stage]
+        """Everything that a fit depends on, except weights, losses and settings."""
         return {
             "data": self.data[stage].fingerprint(),
             "used": sha256_of(self.used(run, stage)),
-            "task": f"{type(task).__module__}.{type(task).__qualname__}",
-            "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
-            "probe": [self.probe[stage]["outputs"], self.probe[stage]["losses"]],
-            "model": architecture_sha256(self.models[stage]),
+            "task": task_identity(self.tasks[stage]),
+            "model": model_identity(self.models[stage]),
             "layers": [block.name for block in tracked.blocks],
         }
 
@@ -368,6 +354,22 @@ class Study:
             *(("run", repr(run)) for run in self.runs),
         ]
         return Table(None, facts, title="Study")._repr_html_()
+
+
+def task_identity(task: Task, measured: bool = False) -> dict[str, str]:
+    """What a task's losses depend on: its code, and its settings by content.
+
+    Args:
+        measured: with what its measurements depend on.
+    """
+    names = [name for name in vars(task) if measured or name not in MEASURED]
+    settings = {name: digest(getattr(task, name)) for name in names}
+    return {"class": class_sha256(type(task)), **settings}
+
+
+def model_identity(model: nn.Module) -> list[str]:
+    """Of a model's modules and of their code."""
+    return [architecture_sha256(model), model_sha256(model)]
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from whence.data import cut
+from whence.engine.trials import LOSSES, MEASUREMENTS
 from whence.engine.workspace import Workspace
 from whence.errors import warn
 from whence.layers.passes import Passes
 from whence.persist.identity import key_of
 from whence.run import Run
+from whence.study import task_identity
 
 
 def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
@@ -48,10 +50,11 @@ def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
     identity = study.identity(run, stage, passes.tracked)
     settings = {
         "what": "loss by measurement",
-        # "used" does not matter, because all examples count; the probe is of the current run
-        "identity": {k: v for k, v in identity.items() if k not in ("used", "probe")},
-        "task": repr(study.tasks[stage]),
+        # "used" does not matter, because all examples count
+        "identity": {k: v for k, v in identity.items() if k != "used"},
+        "task": task_identity(study.tasks[stage], measured=True),
         "weights": run.final.sha256,
+        "losses": [workspace.losses(stage, run.final, what) for what in (LOSSES, MEASUREMENTS)],
         "dtype": passes.arithmetic,
     }
     key, store = key_of(settings), study.store(run)

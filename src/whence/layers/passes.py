@@ -22,6 +22,8 @@ from whence.layers.tracked import Tracked
 from whence.table import listed
 from whence.task import Task, Uniform
 
+#: sees the data, indices, outputs and batch of every pass
+Observer = Callable[[Batches, np.ndarray, Tensor, Any], None]
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
 
 
@@ -130,7 +132,8 @@ class Passes:
         self.task, self.tracked = task, tracked
         self.clock, self.device = clock, clock.device
         self.dtype, self.workers, self.progress = dtype, workers, progress
-        self.step = -1  # of the loaded weights
+        self.step, self.sha256 = -1, ""  # of the loaded weights
+        self.observe: Observer | None = None
         self._compared: set[tuple[int, str]] = set()  # datasets, by id, and signals
 
     @property
@@ -142,7 +145,7 @@ class Passes:
     def load(self, checkpoint: Weights) -> None:
         """Use this checkpoint's weights in the following passes."""
         self.loaded.load(checkpoint)
-        self.step = checkpoint.step
+        self.step, self.sha256 = checkpoint.step, checkpoint.sha256
 
     def backward_passes(
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
@@ -161,6 +164,8 @@ class Passes:
         named = examples_of(data.name, indices)
         with torch.enable_grad(), named, Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
+            if self.observe is not None:
+                self.observe(data, indices, outputs.detach(), batch)
             directions: list[tuple[Tensor, Tensor | None]]
             if signal.name == "exact":
                 factor = self.task.output_factor(outputs, batch)  # (n, c, k)

@@ -76,8 +76,10 @@ class Unrolling(Method):
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
         assert isinstance(workspace, ReplayWorkspace)
         ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
-        writer = self.writer(workspace, out, top, len(ends) if by_segment else None)
-        snapshot = SweepSnapshot(None if out is None else Path(out) / "sweep.safetensors")
+        places = [(checkpoint.stage, checkpoint) for checkpoint in workspace.run.checkpoints]
+        writer = self.writer(workspace, out, top, len(ends) if by_segment else None, places)
+        path = None if out is None else Path(out) / "sweep.safetensors"
+        snapshot = SweepSnapshot(path, writer.of)
         if writer.already is not None:
             snapshot.discard()
             return writer.already
@@ -116,7 +118,7 @@ class Unrolling(Method):
     ) -> None:
         """Add up all credits of a block; resumes from the snapshot of an earlier call."""
         place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}
-        key = key_of({"scores": self.key(workspace), **place})
+        key = key_of({"scores": self.key(workspace), "losses": snapshot.of, **place})
         step, adjoint = workspace.replay.steps, None
         resumed = snapshot.load(key, total)
         if resumed is not None:

@@ -59,6 +59,7 @@ class LowRank:
             "identity": [dict(part.identity) for part in H.data],
             "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.data],
             "weights": H.checkpoints[0].sha256,
+            "losses": [part.losses(H.checkpoints[0]) for part in H.data],
             "layers": list(H.space.blocks),
             "dtype": H.data[0].passes.arithmetic,
             "seed": seed,

@@ -7,7 +7,7 @@ data, task, layers and settings. So nothing stale is ever reused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ class FactorCache:
         self.folder = folder
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._throttle = Throttle(SNAPSHOT_SECONDS)
+        self.before_saving: dict[str, Callable[[], None]] = {}  # what entries depend on, by its key
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         if self.folder is None:
@@ -115,6 +116,7 @@ class FactorCache:
         return None if entry is None else entry[0]
 
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+        self._save_dependencies()
         if self.folder is None:
             self._memory[key] = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             return
@@ -137,6 +139,7 @@ class FactorCache:
         """Save the totals of a pass if it is time to."""
         if self.folder is not None and self._throttle.due():
             with self._throttle.saving():
+                self._save_dependencies()
                 self._save(self._partial(key), tensors, {"position": position})
 
     @staticmethod
@@ -145,6 +148,10 @@ class FactorCache:
             return load_tensors(path, remedy=REFIT)
         except FileNotFoundError:  # not there yet, or another process has just removed it
             return None
+
+    def _save_dependencies(self) -> None:
+        for save in list(self.before_saving.values()):
+            save()
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
         make_folder(path.parent)

@@ -147,8 +147,11 @@ class CreditSum:
 class SweepSnapshot:
     """The state of a sweep on disk, from which an interrupted one resumes with the same bits."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path, self._throttle = path, Throttle(SNAPSHOT_SECONDS)
+    def __init__(self, path: Path | None, of: str = "") -> None:
+        """Args:
+        of: the digest of the losses that the sweep is of.
+        """
+        self.path, self.of, self._throttle = path, of, Throttle(SNAPSHOT_SECONDS)
 
     def due(self) -> bool:
         return self.path is not None and self._throttle.due()

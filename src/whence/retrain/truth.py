@@ -20,7 +20,7 @@ from whence.persist.arrays import load_array, save_array
 from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
-from whence.retrain.recipe import Recipe
+from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.training import Training
 from whence.table import one_line
 
@@ -223,7 +223,7 @@ def ground_truth(
         unit=recipe.task.unit,
         higher_is_better=recipe.task.higher_is_better,
         stage=chosen.name if len(recipe.stages) > 1 else None,
-        recipe=recipe.fingerprint,
+        recipe=fingerprint_of(about["recipe"]),
         query=about["query"],
         notes=grid.notes,
     )

@@ -24,9 +24,12 @@ from whence.persist.files import (
     read_json,
     write_json,
 )
+from whence.persist.identity import file_sha256
 from whence.persist.locks import FolderLock
+from whence.persist.tried import Tried
 from whence.scores.result import Floats, Ints, Scores, Top, read_description
 
+TRIED = "tried.safetensors"
 ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
 
 
@@ -37,6 +40,9 @@ class ScoreWriter:
     with the same key resumes where an interrupted one stopped. With ``top`` only the strongest
     entries of each query stay in memory, O(q k); the order of the blocks does not matter.
     ``queries=None`` is self-influence.
+
+    ``tried`` holds the losses that the scores are of. They are stored with the scores, and must be
+    the same when a call resumes or returns them; ``of`` is their digest.
 
     ``account`` is a dict of plain values that is saved with the progress. In a resumed call it
     holds the caller's tallies for the blocks that are done.
@@ -54,6 +60,7 @@ class ScoreWriter:
         segments: int | None = None,
         top: int | None = None,
         dtype: DTypeLike = np.float32,
+        tried: Tried | None = None,
     ) -> None:
         for name, number in (
             ("queries", queries),
@@ -70,6 +77,8 @@ class ScoreWriter:
             )
         self.already: Scores | None = None
         self.account: dict[str, Any] = {}
+        self.of = ""
+        self._tried = tried
         self._out = None if out is None else Path(out)
         self._dtype = np.dtype(dtype)
         self._self = queries is None
@@ -212,14 +221,18 @@ class ScoreWriter:
 
     def _open(self, out: Path) -> None:
         self._lock = FolderLock(out, "writes scores", takeover=True)
+        changed = self._changed(out)
         if (out / "scores.json").exists():
-            self._same_calculation(out, read_description(out).get("calculation"))
+            self._same_calculation(out, read_description(out).get("calculation"), changed)
             self.already = Scores.load(out)
             self._lock.release()
             self._progress.unlink(missing_ok=True)  # interrupted at the last line of finish()
             return
-        if self._progress.exists() and self._resume(out):
+        if self._progress.exists() and self._resume(out, changed):
             return
+        if self._tried is not None and changed:
+            self._tried.save(out / TRIED)
+            self._changed(out)
         needed = sum(math.prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
         free = shutil.disk_usage(out).free
         if needed > free:
@@ -231,7 +244,15 @@ class ScoreWriter:
             self._data[name] = create_array(self._partial(name), shape, self._dtype)
         self._note()
 
-    def _resume(self, out: Path) -> bool:
+    def _changed(self, out: Path) -> list[str]:
+        """Which losses differ from those stored in the folder."""
+        if self._tried is None:
+            return []
+        changed = self._tried.differs_from(out / TRIED, f"delete the folder {out} to start over")
+        self.of = "" if changed else file_sha256(out / TRIED)
+        return changed
+
+    def _resume(self, out: Path, changed: list[str]) -> bool:
         """Resume an earlier call's work; False if its data is gone and all must be redone."""
         remedy = f"delete the folder {out} to start over"
         progress = read_json(self._progress, remedy=remedy)
@@ -242,7 +263,7 @@ class ScoreWriter:
             written: list[tuple[ScoreTile, str]] = progress.get("written", [])
         if not done:  # starting another calculation here loses nothing
             return False
-        self._same_calculation(out, calculation)
+        self._same_calculation(out, calculation, changed)
         for name, shape in self._shapes.items():
             file = self._partial(name)
             if not file.exists():  # interrupted inside finish(), after the renaming
@@ -272,16 +293,16 @@ class ScoreWriter:
             checksums.add(self._rows(name)[..., r0:r1, c0:c1])
         return checksums.crc32
 
-    def _same_calculation(self, out: Path, recorded: object) -> None:
-        if recorded == self._calculation:
+    def _same_calculation(self, out: Path, recorded: object, changed: list[str]) -> None:
+        if recorded == self._calculation and not changed:
             return
         known = recorded if isinstance(recorded, dict) else {}
-        words = {"key": "method, weights or data"}
+        words = {"key": "method, weights, data, or the code of model or task"}
         differs = [
             words.get(name, name)
             for name in self._calculation
             if known.get(name) != self._calculation[name]
-        ]
+        ] or changed
         raise FolderConflict(
             f"{out} holds the scores of another calculation (different: {', '.join(differs)}): "
             "choose another out, or delete that folder"

@@ -7,7 +7,7 @@ and examples that were appended to the data are added.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from whence.engine.projected_space import try_out
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import DiskFull, NotFinite
 from whence.layers.passes import Signal
-from whence.operators import EKFAC, FitData, cost
+from whence.operators import EKFAC, cost
 from whence.operators.products import add_gram, mirror
 from whence.persist.files import Throttle, make_folder
 from whence.persist.identity import key_of
@@ -47,6 +47,8 @@ class Builder:
         make_folder(store.path / "gradients")
         self._check_room()
         self._announce()
+        for unit in self._units:
+            store.check_losses(workspace, unit)
         if store.settings["projection"] == "eigenbasis":
             self._fit_eigenbasis()
         projection = store.projection(workspace)
@@ -131,7 +133,7 @@ class Builder:
             rows = store.rows(unit.stage, unit.checkpoint)
             store.factors.put(key_of(identity), self._row_moments(rows, chosen), identity)
         elif len(chosen):
-            part = FitData(workspace.passes[unit.stage], data, chosen, {})
+            part = replace(workspace.fit_data([unit.stage])[0], indices=chosen)
             how = signal, store.projection(workspace), store.factors, identity
             limits = workspace.batch_size, workspace.memory // 4
             moments([part], unit.checkpoint, *how, *limits)

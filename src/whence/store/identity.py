@@ -16,10 +16,9 @@ from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
 from whence.persist.files import check_types, parsing, read_json
 from whence.run import Run
-from whence.run.checkpoint import architecture_sha256
-from whence.study import MEASURED, Study
+from whence.study import Study, model_identity, task_identity
 
-SCHEMA = 1
+SCHEMA = 2
 REMEDY = "delete the store, and build it again"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("tracin", "influence", "trak", "source")
@@ -47,15 +46,10 @@ def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
 def identity_of(workspace: Workspace) -> dict[str, Any]:
     """Weights, model, task and layers. The data is compared separately, because it may grow."""
     study = workspace.study
-    tasks = {}
-    for stage in study.stages:
-        task = study.tasks[stage]
-        settings = {k: v for k, v in vars(task).items() if k not in MEASURED}
-        tasks[stage] = f"{type(task).__qualname__} {settings!r}"
     return {
         "run": workspace.run.fingerprint,
-        "models": {stage: architecture_sha256(model) for stage, model in study.models.items()},
-        "tasks": tasks,
+        "models": {stage: model_identity(model) for stage, model in study.models.items()},
+        "tasks": {stage: task_identity(task) for stage, task in study.tasks.items()},
         "layers": [[b.name, b.o, b.width] for b in workspace.trained_blocks()],
     }
 

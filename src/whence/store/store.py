@@ -163,8 +163,8 @@ class GradientStore(StoreContents):
     def open(cls, path: str | os.PathLike[str], study: Study) -> GradientStore:
         """Open a finished store, for the study it was built from.
 
-        This compares model, task, run and data with those of the store once. Later queries do not
-        read the training data.
+        This compares model, task, run, data and the final model's losses of all examples with those
+        of the store once. Later queries do not read the training data.
         """
         folder = Path(path)
         description = read(folder)
@@ -189,6 +189,8 @@ class GradientStore(StoreContents):
         store = cls(folder, study, description)
         for unit in store.units(run):
             store.rows(unit.stage, unit.checkpoint)
+        with torch.no_grad(), precision_as_asked():
+            store.check_losses(workspace, store.units(run)[-1])
         return store
 
     # -- answers -------------------------------------------------------------------------------
