@@ -14,7 +14,7 @@ from experiments.pages import ours, tables
 from experiments.pages.markdown import filled, table
 from experiments.pages.tables import counted, title, with_interval
 from experiments.tasks import RESULTS, TASKS
-from experiments.tasks.forms import DEFAULT, DEFAULT_BY_STAGE, PUBLISHED
+from experiments.tasks.forms import BEST, DEFAULT, DEFAULT_BY_STAGE, PUBLISHED
 from experiments.tasks.methods import GAUSS_NEWTON
 
 NOT_RUN = "*Not run yet.*"
@@ -49,12 +49,15 @@ def pairs(values: Mapping[str, Values], idea: str, instead: str, heads: tuple[st
     return table(["", *heads, "difference"], rows, " rrr") + f"\n\n{summary}"
 
 
-def by_form(folder: Path) -> dict[str, Values]:
-    """LDS of every form, by task."""
-    return {
-        title(task): {name: row["single"] for name, row in ours.shown(entries)["forms"].items()}
-        for task, entries in ours.read(folder).items()
-    }
+def by_form(folder: Path, *names: str, among: Callable[[str], bool] = bool) -> dict[str, Values]:
+    """LDS of these forms, of the same runs and retrainings, by task."""
+    values: dict[str, Values] = {}
+    for task, entries in ours.read(folder).items():
+        complete = [e for e in entries if e["forms"].keys() >= set(names)]
+        if complete and among(task):
+            forms = ours.shown(complete)["forms"]
+            values[title(task)] = {name: forms[name]["single"] for name in names}
+    return values
 
 
 def by_method(folder: Path, names: Sequence[str]) -> dict[str, Values]:
@@ -97,37 +100,34 @@ def mixture_settings(folder: Path) -> str:
 
 def text(folder: Path = RESULTS) -> str:
     """The page, from the results in a folder."""
-    forms = by_form(folder)
-    one_stage = {title(task) for task, e in TASKS.items() if e.stage is None}
-    single = {where: values for where, values in forms.items() if where in one_stage}
-    shared = {title(task) for task, e in TASKS.items() if e.keep_factors}
-    positions = {where: values for where, values in single.items() if where in shared}
     exact, expected = "Unrolled", "Unrolled, expected, Gauss-Newton"
+
+    def forms(
+        idea: str, instead: str, heads: tuple[str, str], among: Callable[[str], bool] = one_stage
+    ) -> str:
+        return pairs(by_form(folder, idea, instead, among=among), idea, instead, heads)
+
+    kfac_bases = "coupled, query along the run, K-FAC bases, L = 1"
     parts: dict[str, Callable[[], str]] = {
-        "three segments": lambda: pairs(
-            single, DEFAULT_BY_STAGE, DEFAULT, ("three segments", "`Source()`")
+        "three segments": lambda: forms(
+            DEFAULT_BY_STAGE, DEFAULT, ("three segments", "`Source()`")
         ),
-        "auto segments": lambda: pairs(single, "auto segments", DEFAULT, ("auto", "`Source()`")),
-        "kfac bases": lambda: pairs(
-            positions,
-            "coupled, query along the run, K-FAC bases, L = 1",
-            DEFAULT,
-            ("K-FAC's bases", "`Source()`"),
+        "auto segments": lambda: forms("auto segments", DEFAULT, ("auto", "`Source()`")),
+        "kfac bases": lambda: forms(
+            kfac_bases, DEFAULT, ("K-FAC's bases", "`Source()`"), shares_weights
         ),
+        "expected": lambda: forms("expected Gauss-Newton", BEST, ("expected", "`Best()`")),
         "gauss newton": lambda: pairs(
             by_method(folder, (GAUSS_NEWTON, "SOURCE")),
             GAUSS_NEWTON,
             "SOURCE",
             ("full matrix", "EK-FAC"),
         ),
-        "coupling": lambda: pairs(
-            single, "coupled, L = 1", "appendix C, L = 1", ("coupled", "not coupled")
+        "coupling": lambda: forms(
+            "coupled, L = 1", "appendix C, L = 1", ("coupled", "not coupled")
         ),
-        "mixture": lambda: pairs(
-            {w: v for w, v in forms.items() if w in adam_tasks()},
-            PUBLISHED,
-            "appendix C",
-            ("mixture", "appendix C"),
+        "mixture": lambda: forms(
+            PUBLISHED, "appendix C", ("mixture", "appendix C"), trained_with_adam
         ),
         "mixture settings": lambda: mixture_settings(folder),
         "damping": lambda: pairs(
@@ -143,6 +143,14 @@ def text(folder: Path = RESULTS) -> str:
     return filled("negative.template.md", parts)
 
 
-def adam_tasks() -> set[str]:
-    """Titles of the tasks that are trained with Adam."""
-    return {title(task) for task, e in TASKS.items() if "SOURCE, exact" in e.methods}
+def one_stage(task: str) -> bool:
+    return TASKS[task].stage is None
+
+
+def shares_weights(task: str) -> bool:
+    """Whether layers act on many positions."""
+    return one_stage(task) and TASKS[task].keep_factors
+
+
+def trained_with_adam(task: str) -> bool:
+    return "SOURCE, exact" in TASKS[task].methods
