@@ -78,7 +78,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Path]:
     """All figures of the committed results, drawn anew; no text is written into the results."""
     docs = tmp_path_factory.mktemp("docs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "write_json", lambda file, content: None)
+        patch.setattr(page, "write_json", lambda *given, **options: None)
         return set(page.draw(docs=docs)), docs / figures.FOLDER
 
 

@@ -125,7 +125,7 @@ def test_what_is_there_is_not_done_again_and_more_can_be_added(
     more = reproduction(tmp_path, scale=replace(SMALL, subsets=5, seeds=3, runs=1)).run()
     assert more["lds"]["SOURCE"]["of"] == {"subsets": 5, "seeds": 3, "queries": 6, "runs": 1}
     grid = json.loads((tmp_path / "blobs/truth-0.5/truth.json").read_text())
-    assert grid["shape"] == [5, 3, 6]
+    assert grid["arrays"]["measurements"]["shape"] == [5, 3, 6]
     less = reproduction(tmp_path, scale=replace(SMALL, subsets=4, seeds=2, runs=1)).run()
     assert numbers(less) == numbers(more)  # larger results stay
 

@@ -423,7 +423,7 @@ def test_two_stages_that_really_train() -> None:
 
 
 class Counting:
-    """Examples whose training loss was taken, by stage and weights."""
+    """Examples whose training loss was differentiated, by stage and weights."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[str, float]] = Counter()
@@ -438,7 +438,8 @@ class Counting:
                 return super().outputs(model, batch)
 
             def losses(self, outputs: Tensor, batch: Any) -> Tensor:
-                counts.seen[stage, counts.marker] += len(outputs)
+                if torch.is_grad_enabled():  # else only compared
+                    counts.seen[stage, counts.marker] += len(outputs)
                 return super().losses(outputs, batch)
 
             pseudo_losses = whence.Classification.pseudo_losses  # the loss is as it was

@@ -704,7 +704,7 @@ def test_no_layers_are_said_to_be_left_out(tmp_path: Path) -> None:
         "data": models.documents(),
         "task": whence.LanguageModeling(),
         "optimizer": OPTIMIZERS["momentum"],
-        "batches": dense.batches(6, 3, 4),
+        "batches": [np.arange(3), np.arange(3, 6)] * 2,
     }
     study = studied(tmp_path, models.Transformer(), [stage])
     with warnings.catch_warnings():
@@ -809,7 +809,8 @@ def test_runs_that_cannot_be_replayed(case: Any) -> None:
     refused(changed(case, hyperparameters=more), "maximize=True")
     refused(changed(case, notes={"clip_value": 0.1}), r"clipped gradients by value \(0\.1\)")
     wrong = [*run.batches[:3], np.array([4, 10]), *run.batches[4:]]
-    refused(changed(case, batches=wrong), "update 4 used example 10 .* has 10", RunError)
+    with pytest.raises(ValueError, match="used example 10, but the data has 10"):
+        changed(case, batches=wrong)
     refused(changed(case, batches=[np.array([], int), *run.batches[1:]]), "empty batch", RunError)
     refused(changed(case, subset=np.arange(9)), "is not in the run's subset", RunError)
     refused(case[0], "dtype=torch.bfloat16", dtype=torch.bfloat16)

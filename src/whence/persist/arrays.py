@@ -66,7 +66,8 @@ def entry_of(array: NDArray[Any]) -> Entry:
 
 
 def save_array(path: Path, array: NDArray[Any]) -> Entry:
-    """Write a .npy file, and return the array's entry."""
+    """Write a .npy file, row by row, and return the array's entry."""
+    array = np.ascontiguousarray(_plain(array)).reshape(array.shape)  # also a single number
     with atomic(path) as temporary, open(temporary, "wb") as file:
         np.save(file, array, allow_pickle=False)
     return entry_of(array)
@@ -123,14 +124,14 @@ def map_array(path: Path, mode: Mode = "r", *, remedy: str = REMEDY) -> NDArray[
     try:
         # One open file for all: another process may replace it by a new one at any time.
         with open(path, "rb+" if mode == "r+" else "rb") as file:
-            shape, dtype = _read_header(file)
+            shape, order, dtype = _read_header(file)
             offset, size = file.tell(), os.fstat(file.fileno()).st_size
             if size != offset + math.prod(shape) * dtype.itemsize:
                 reason = f"truncated or extended: {size} bytes do not hold {dtype} of {shape}"
                 raise damaged(path, reason, remedy)
             if size == offset:
                 return np.zeros(shape, dtype)
-            return np.memmap(file, dtype, mode, offset, shape)
+            return np.memmap(file, dtype, mode, offset, shape, order)
     except FileNotFoundError as error:
         raise MissingFile(f"{path} is missing: {remedy}") from error
     except (PermissionError, DamagedFile):
@@ -166,16 +167,15 @@ def _reserve(file: IO[bytes], size: int) -> None:
             raise
 
 
-def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any]]:
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
     else:
         shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
-    if dtype.kind not in "biuf" or any(n < 0 for n in shape) or (fortran and len(shape) > 1):
-        order = " in Fortran's order" if fortran else ""
-        raise InvalidInput(f"{dtype} of shape {shape}{order}")
-    return shape, dtype
+    if dtype.kind not in "biuf" or any(n < 0 for n in shape):
+        raise InvalidInput(f"{dtype} of shape {shape}")
+    return shape, "F" if fortran else "C", dtype
 
 
 class CheckedArray(np.memmap):
