@@ -106,6 +106,7 @@ class ScoredData:
         self.query_predictions: dict[int, dict[str, Any]] = {}  # by row, once computed
         self.measured: Floats | None = None  # (q,)
         self.wrong: NDArray[np.bool_] | None = None  # (q,)
+        self.lead: Floats | None = None  # (q,) of `predictions`, negative where they are wrong
         self._worker = PredictionWorker(self._predict)
         self._indices = {name: Index(examples) for name, examples in self.train.items()}
         self._query_index = Index(self.query)
@@ -147,6 +148,8 @@ class ScoredData:
                     for label, view in zip(labels, views, strict=True)
                 ]
             )
+            leads = [outputs[int(k)]["output"].get("lead", np.nan) for k in ids]
+            self.lead = np.array(leads)
         self.query_predictions = {row: outputs[int(k)] for row, k in enumerate(ids)}
 
     def _note_prediction_failure(self, what: str, error: Exception) -> None:
