@@ -413,6 +413,8 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     assert best["helpful"][0]["label"] in ("none", "one", "both") and best["shown"]["label"]
     assert typed("top scores/source --query 3 -k 2 --study study.py") == 0
     shown = capsys.readouterr().out
+    first = shown.splitlines()[0]  # one does not read the label as a margin
+    assert "Source, margin in logits; query 3: label " + best["shown"]["label"] in first
     assert "most helpful" in shown and str(best["harmful"][0]["example"]) in shown
 
     truth = answered("truth study.py --subsets 4 --seeds 2 --alpha 0.6 --out truth/x", capsys)

@@ -225,6 +225,17 @@ def test_lists_are_filtered_ordered_and_cut_into_pages() -> None:
         explored.list_queries(wrong=True)
 
 
+def test_numbers_are_no_classes_to_choose_from() -> None:
+    x, y = TRAIN.tensors
+    for labels, classes in ((y, {str(int(k)) for k in y}), (y + 0.25, set())):
+        data = ScoredData({"a": make()}, train=torch.utils.data.TensorDataset(x, labels))
+        explorer = Explorer(data)
+        data.read()
+        assert set(explorer.overview()["labels"]) == classes
+        assert (explorer.query("a", 0, 5)["classes"] is not None) == bool(classes)
+        explorer.close()
+
+
 def test_wrong_predictions_come_from_the_model(tmp_path: Path) -> None:
     recipe = recipes.recipe()
     study = whence.Study(

@@ -118,6 +118,14 @@ def test_what_the_report_holds(study: whence.Study, scores: whence.Scores, tmp_p
     assert example["kind"] == "row" and example["label"] in "abc"
 
 
+def test_numbers_are_not_counted_as_classes(tmp_path: Path) -> None:
+    scores = made(np.random.default_rng(0).standard_normal((2, 20)))
+    x, y = torch.randn(20, 3), torch.randint(3, (20,))
+    for labels, counted in ((y, True), (y.double() + 0.25, False)):
+        payload, _ = read(scores.report(tmp_path / "r.html", train=TensorDataset(x, labels)))
+        assert [view["classes"] is not None for view in payload["queries"]] == [counted] * 2
+
+
 def test_predictions_are_the_final_models(study: whence.Study, tmp_path: Path) -> None:
     model = models.mlp().double()
     model.load_state_dict(study.runs[0].final.weights())

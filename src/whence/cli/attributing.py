@@ -368,10 +368,11 @@ def top(
             for end, ranking in rankings.items()
         },
     }
-    heading = "" if query is None else f" of query {query}"
+    heading = "" if query is None else f"; query {query}"
     if examples is not None and query is not None:
         data["shown"] = examples.query(int(opened.query_ids[query]))
-        heading += f": {_line(data['shown'])}"
+        shown = data["shown"]
+        heading += f": {'label ' if shown.get('label') else ''}{_line(shown)}"
     return Answer(data, _tables(opened, data, heading))
 
 
@@ -432,7 +433,7 @@ def _tables(scores: Scores, data: dict[str, Any], heading: str) -> Any:
     from rich.text import Text
 
     head = f"{scores.method}, {scores.measurement} in {scores.unit}"
-    parts: list[Any] = [Text(head + (f"; {scores.measurement}{heading}" if heading else ""))]
+    parts: list[Any] = [Text(head + heading)]
     words = {"helpful": ("most helpful", "green"), "harmful": ("most harmful", "red")}
     for end, (word, colour) in words.items():
         table = Table(title=Text(word, style=f"bold {colour}"), title_justify="left", box=None)

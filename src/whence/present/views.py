@@ -22,6 +22,8 @@ from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
 from whence.scores.uncertainty import calibrated
+from whence.study import Study
+from whence.task import Task
 
 BINS = 40
 CHUNK = 2**24  # scores in memory at a time
@@ -31,7 +33,7 @@ PER_QUERY = ("residual", "noise")  # of a calibration
 View = dict[str, Any]
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
-Label = Callable[[int], str | None]
+Class = Callable[[int], str | None]
 
 
 class TrainingExamples:
@@ -39,16 +41,20 @@ class TrainingExamples:
 
     Args:
         train: the training data, or `{stage: dataset}` for several stages; None shows only ids.
+        study: whose tasks say what the labels are.
         options: of `Examples`; `labels` may be `{stage: labels}`.
     """
 
-    def __init__(self, scores: Scores, train: Any = None, **options: Any) -> None:
+    def __init__(
+        self, scores: Scores, train: Any = None, study: Study | None = None, **options: Any
+    ) -> None:
         self._scores = scores
         labels = options.pop("labels", None)
         self._examples = {
             stage: Examples(
                 dataset,
                 labels=labels[stage] if isinstance(labels, Mapping) else labels,
+                task=task_of(study, stage),
                 **options,
             )
             for stage, dataset in by_stage(scores, train).items()
@@ -66,9 +72,15 @@ class TrainingExamples:
         stage = None if self._scores.stage is None else self._scores.stage[column]
         return examples.render(index) | {"stage": stage}
 
-    def label(self, column: int) -> str | None:
+    def class_of(self, column: int) -> str | None:
+        """The label of a column, if it names a class."""
         examples, index = self.of(column)
-        return examples.label(index)
+        return examples.label(index) if examples.names_classes else None
+
+
+def task_of(study: Study | None, stage: str | None) -> Task | None:
+    """The task of a stage; of the last one for scores that name no stage."""
+    return None if study is None else study.tasks.get(stage or study.stages[-1])
 
 
 def overview(scores: Scores, notes: list[str] | None = None) -> View:
@@ -129,20 +141,20 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
     }
 
 
-def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None = None) -> View:
+def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | None = None) -> View:
     """One query, or self-influence: which examples helped or harmed it, how much and when.
 
     Args:
         row: the query's row; None for self-influence.
         k: number of entries at each end.
-        label: returns a column's label, for the class mix (`TrainingExamples.label`).
+        class_of: returns a column's class, for the class mix (`TrainingExamples.class_of`).
 
     Returns:
         `row`, `id`; `helpful` and `harmful`: entries with `column`, `value` and, if the scores have
         them, `spread` and `segments` (L), strongest first, with the right sign only; `histogram` of
         all finite scores ({low, width, counts}, bins start at multiples of the width); `helped` and
         `harmed`: their sums by sign, None if only the top was kept; `segments`: these two sums per
-        segment; `classes`: the labels of the entries, counted; `not_numbers`: the number of scores
+        segment; `classes`: those of the entries, counted; `not_numbers`: the number of scores
         that are not finite; `residual`: of calibrated scores, the standard deviation of one
         retraining around its prediction.
     """
@@ -176,8 +188,8 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
     if scores.by_segment is not None:
         parts = _rows(scores.by_segment)[:, place]
         view["segments"] = [_both_signs(part[np.isfinite(part)], direction) for part in parts]
-    if label is not None:
-        mix = {name: class_mix(view[name], label) for name in ("helpful", "harmful")}
+    if class_of is not None:
+        mix = {name: class_mix(view[name], class_of) for name in ("helpful", "harmful")}
         view["classes"] = mix if any(mix.values()) else None
     return view
 
@@ -288,10 +300,10 @@ def histogram(values: Floats) -> View:
     return {"low": first * width, "width": width, "counts": counts.tolist()}
 
 
-def class_mix(entries: list[View], label: Label) -> list[list[Any]]:
-    """[label, count] of the entries, most frequent first; rare labels are summed at the end."""
-    labels = [label(entry["column"]) for entry in entries]
-    counts = Counter(name for name in labels if name is not None).most_common()
+def class_mix(entries: list[View], class_of: Class) -> list[list[Any]]:
+    """[class, count] of the entries, most frequent first; rare classes are summed at the end."""
+    classes = [class_of(entry["column"]) for entry in entries]
+    counts = Counter(name for name in classes if name is not None).most_common()
     mix = [[name, count] for name, count in counts[:CLASSES]]
     if counts[CLASSES:]:
         mix.append([f"{len(counts) - CLASSES} others", sum(c for _, c in counts[CLASSES:])])

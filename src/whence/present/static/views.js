@@ -124,9 +124,10 @@ Whence.views = (() => {
       const value = values[k];
       const weight = Math.abs(value || 0) / most;
       if (value === undefined || weight < 0.15) return text.append(piece);
-      const mark = el("span", { class: `token ${side(value, ctx)}`, title: signed(value) }, piece);
+      const word = piece.trimStart();
+      const mark = el("span", { class: `token ${side(value, ctx)}`, title: signed(value) }, word);
       mark.style.setProperty("--weight", weight.toFixed(2));
-      text.append(mark);
+      text.append(piece.slice(0, piece.length - word.length), mark);
     });
     return text;
   }
