@@ -99,3 +99,14 @@ def test_numbers_that_are_none_are_counted_and_said() -> None:
     hopeless = made(np.full((1, 3), np.nan))
     view = query_view(hopeless, 0)
     assert view["helpful"] == view["harmful"] == [] and view["histogram"] is None
+
+
+def test_frozen_layers_are_not_left_out() -> None:
+    frozen = [{"name": f"f{k}", "share": 0.0, "reason": "frozen"} for k in range(12)]
+    view = overview(made([[1.0, -1.0]], excluded=frozen))
+    assert view["notes"] == []
+    assert view["excluded"] == [{"name": "12 layers", "share": None, "reason": "frozen"}]
+    norm = {"name": "norm", "share": 0.25, "reason": "LayerNorm"}
+    view = overview(made([[1.0, -1.0]], excluded=[norm, *frozen]))
+    assert view["notes"][0].startswith("25.0% of the trained parameters do not contribute")
+    assert [part["name"] for part in view["excluded"]] == ["norm", "12 layers"]

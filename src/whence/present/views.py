@@ -100,10 +100,10 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         notes.append(f"Calibrated {calibrated(scores.diagnostics['calibration'])}.")
     if scores.unit.startswith("none"):
         notes.append("These scores have no unit: only their order is meaningful.")
-    share = sum(float(part.get("share", 0.0)) for part in scores.excluded)
-    if scores.excluded:
+    share, names = scores.left_out
+    if names:
         notes.append(
-            f"{share:.1%} of the parameters do not contribute to the scores (see Excluded)."
+            f"{share:.1%} of the trained parameters do not contribute to the scores (see Excluded)."
         )
     facts = {k: v for k, v in scores.provenance.items() if v is not None}
     return {
@@ -120,14 +120,7 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         "stages": [] if scores.stage is None else list(dict.fromkeys(scores.stage)),
         "segments": segments(scores),
         "spread": scores.spread is not None,
-        "excluded": [
-            {
-                "name": str(part.get("name", "?")),
-                "share": number(part.get("share")),
-                "reason": str(part.get("reason", "")),
-            }
-            for part in scores.excluded
-        ],
+        "excluded": _excluded(scores),
         "diagnostics": _facts(
             {
                 # each query shows its own
@@ -139,6 +132,23 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         "provenance": _facts(facts),
         "notes": notes,
     }
+
+
+def _excluded(scores: Scores) -> list[View]:
+    """What no score includes: each layer that was trained, and all frozen ones in a line each
+    reason."""
+    views: list[View] = []
+    frozen: dict[str, list[str]] = {}
+    for part in scores.excluded:
+        name, reason = str(part.get("name", "?")), str(part.get("reason", ""))
+        if part.get("share", 0.0) > 0:
+            views.append({"name": name, "share": number(part["share"]), "reason": reason})
+        else:
+            frozen.setdefault(reason, []).append(name)
+    for reason, names in frozen.items():
+        what = names[0] if len(names) == 1 else f"{len(names):,} layers"
+        views.append({"name": what, "share": None, "reason": reason})
+    return views
 
 
 def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | None = None) -> View:

@@ -444,8 +444,8 @@ Whence.views = (() => {
       part("Segments", segments.length ? facts(segments.map((segment) =>
         [segment.name, `${percent(segment.share)} of the scores${segment.stage ? `, stage ${segment.stage}` : ""}`])) : null),
       part("Excluded", overview.excluded.length ? facts(overview.excluded.map((left) =>
-        [left.name, `${left.share === null ? "" : `${percent(left.share)} of the parameters`}${left.reason ? `: ${left.reason}` : ""}`]))
-        : el("p", { class: "muted" }, "Nothing: every parameter contributes to the scores.")),
+        [left.name, [left.share === null ? "" : `${percent(left.share)} of the trained parameters`, left.reason].filter(Boolean).join(": ")]))
+        : el("p", { class: "muted" }, "Nothing: every trained parameter contributes to the scores.")),
       part("Diagnostics", overview.diagnostics.length ? facts(overview.diagnostics) : null),
       part("Provenance", overview.provenance.length ? facts(overview.provenance) : null));
   }
