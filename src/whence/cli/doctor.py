@@ -16,6 +16,7 @@ from whence.cli import settings
 from whence.cli.options import Device, device_of
 from whence.cli.screen import FAILED, FINE, Answer, command
 from whence.errors import WhenceError
+from whence.table import byte_size
 
 if TYPE_CHECKING:
     from whence.cli.studyfile import StudyFile
@@ -201,11 +202,11 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     passes = ", ".join(f"{count} × {kind}" for kind, count in estimate["passes"].items() if count)
     text = (
-        f"{chosen!r}: about {duration(seconds)}, {_size(estimate['bytes'])} of memory, "
-        f"{_size(size)} of scores; passes over the data: {passes}"
+        f"{chosen!r}: about {duration(seconds)}, {byte_size(estimate['bytes'])} of memory, "
+        f"{byte_size(size)} of scores; passes over the data: {passes}"
     )
     return (SOUND if size < free else BAD), text + (
-        "" if size < free else f". Only {_size(free)} are free on this disk: use --top"
+        "" if size < free else f". Only {byte_size(free)} are free on this disk: use --top"
     )
 
 
@@ -289,7 +290,7 @@ def _machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
     for device in machine["devices"]:
         memory = ""
         if device["total"]:
-            memory = f", {_size(device['free'])} free of {_size(device['total'])}"
+            memory = f", {byte_size(device['free'])} free of {byte_size(device['total'])}"
         lines.append((SOUND, f"{device['device']}: {device['about']}{memory}"))
     if len(machine["devices"]) == 1:
         lines.append((NOTE, "no GPU found: everything runs on the CPU"))
@@ -319,11 +320,3 @@ def _lines(lines: list[tuple[str, str]]) -> Any:
         mark, style = MARKS.get(verdict, ("", ""))
         table.add_row(Text(mark, style=style), Text(text))
     return table
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
