@@ -113,7 +113,7 @@ def main() -> None:
             progress=False,
         )
         built = time.process_time() - start
-        rows = store.rows("train", study.runs[0].final)
+        rows = store.rows("train", study.runs[0].final)[:]
         size = rows.numel() * rows.element_size()
         float(rows.sum())  # into memory
 

@@ -27,7 +27,7 @@ from benchmarks.models import WORKLOADS, final_run
 from experiments.pages import ours, tables
 from experiments.pages.claims import difference, negated
 from experiments.tasks import RESULTS
-from experiments.tasks.forms import DEFAULT, DEFAULT_BY_STAGE, INFLUENCE, PUBLISHED
+from experiments.tasks.forms import BEST, DEFAULT, DEFAULT_BY_STAGE, INFLUENCE, PUBLISHED
 from experiments.tasks.methods import ARGUMENTS
 from whence.operators import cost
 
@@ -468,8 +468,140 @@ def default_table() -> list[str]:
     ]
 
 
+BEST_FORMS = {  # heads of a table, and the forms in forms.json
+    "influence": INFLUENCE,
+    "the paper's form": PUBLISHED,
+    "`Source()`": None,
+    "`Best()`": BEST,
+    "2 iterations": "best, 2 iterations",
+    "4": "best, 4 iterations",
+    "16": "best, 16 iterations",
+    "δ = 1": "best, damping 1",
+    "δ = 10": "best, damping 10",
+    "query at the end": "best, query at the end",
+}
+
+
+def best_table() -> list[str]:
+    """LDS of `Best` and its variants, at every α."""
+    heads = ["LDS", "α", "ceiling", *BEST_FORMS, "`Best()` − the paper's form"]
+    heads += ["spread of `Source()`", "of `Best()`"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    of: dict[str, Any] = {}
+    for task, entries in ours.read(RESULTS).items():
+        for entry in sorted(entries, key=lambda entry: float(entry["protocol"]["alpha"])):
+            forms = entry["forms"]
+            if BEST not in forms:
+                continue
+            of = entry["protocol"]
+            default = DEFAULT if DEFAULT in forms else DEFAULT_BY_STAGE
+            cells = [f"{of['alpha']:g}", f"{forms[BEST]['ceiling']:.2f}"]
+            for head, name in BEST_FORMS.items():
+                row = forms.get(name or default)
+                both = row and row["ensemble"] and head in ("`Source()`", "`Best()`")
+                value = "" if row is None else f"{row['single'][0]:.2f}"
+                cells.append(f"{value} / {row['ensemble'][0]:.2f}" if both else value)
+            gain, low, high = forms[BEST]["over"][PUBLISHED]["single"]
+            cells.append(f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]")
+            cells += [f"{forms[name]['spread']:.2f}" for name in (default, BEST)]
+            lines.append(f"| {tables.title(task)} | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        f"LDS of one model, and after the slash of the mean of {of['runs']}; "
+        f"{of['subsets']} × {of['seeds']} retrainings for each row. Variants: one run. The "
+        "difference is paired, with a 95 % interval. *Spread* is the standard deviation of the "
+        "predicted over that of the real changes. `python -m experiments.studies.forms`.",
+    ]
+
+
+def best_cost_table() -> list[str]:
+    """Seconds of `Source` and of `Best`."""
+    study = json.loads((RESULTS / "best.json").read_text())
+    lines = [
+        "| task | queries | products | `Source()` | `Best()` | ratio |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for task, row in study["tasks"].items():
+        for products, least in row["seconds"].items():
+            a, b = least["Source"], least["Best"]
+            lines.append(
+                f"| {tables.title(task)} | {row['queries']} | {products} | {a:.1f} s | {b:.1f} s | "
+                f"{b / a:.1f}× |"
+            )
+    return [
+        *lines,
+        "",
+        f"From nothing to scores, the least of {study['rounds']} rounds, alternating; "
+        f"{study['device']}. `python -m experiments.studies.best`.",
+    ]
+
+
+FAULTS = {  # the kinds of tests/faults: what is attempted, what must not happen
+    "SIGKILL": (
+        "a process is killed one to three times, anywhere in recording, fitting, scoring, building "
+        "a store or ground truth; then the same call",
+        "other bits, or a folder that cannot be resumed",
+    ),
+    "flipped bytes": (
+        "a flipped bit, a lost end or a zeroed sector in any file, finished or not",
+        "another answer, or an error that is not whence's",
+    ),
+    "full disk": (
+        "no room left, at a random moment; then the same call with room",
+        "an error that does not say so, or other bits",
+    ),
+    "several processes": (
+        "two to four processes do the same job in one folder",
+        "another answer, an error other than a lock that is held, or damage",
+    ),
+    "hostile files": (
+        "absurd values in JSON, headers of terabytes, deep nesting, other kinds of files, folders",
+        "an error that is not whence's, a hang, or more than 4 GiB of memory",
+    ),
+    "hostile texts": (
+        "names with control characters, markup, TeX, halves of surrogate pairs",
+        "a crash, or a character that the terminal obeys",
+    ),
+    "random networks": (
+        "random networks, tasks, curvatures and segments",
+        "SOURCE or TracIn that differ from dense float64 matrices",
+    ),
+    "random programs": (
+        "random training programs with a Recorder: model, data, optimizer, schedule, loop",
+        "SOURCE that differs from a brute force written from the paper",
+    ),
+}
+
+
+def fault_table() -> list[str]:
+    """Attempts to break whence, and how many succeeded."""
+    result = json.loads((RESULTS / "faults.json").read_text())
+    lines = ["| attempt | a failure is | attempts | failures |", "|---|---|---:|---:|"]
+    for kind, (what, failure) in FAULTS.items():
+        row = result["rows"][kind]
+        cells = f"{row['attempts']} | {row['failures']}"
+        lines.append(f"| **{kind}**: {what} | {failure} | {cells} |")
+    machine = result["machine"]
+    version = f"whence {machine['whence']}, PyTorch {machine['torch']}, {machine['date']}"
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"].values()))
+    found = [f"- {f['kind']}: {f['what']} ({f['mended']})." for f in result["found"]]
+    return [
+        *lines,
+        "",
+        f"{version}, commit {commits}, first seed {result['seed']}. `python -m tools.faults`.",
+        "",
+        "What earlier runs, with other seeds, had found:",
+        "",
+        *found,
+    ]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "faults": fault_table,
     "default": default_table,
+    "best": best_table,
+    "best cost": best_cost_table,
     "time": time_table,
     "faster": faster_table,
     "memory": memory_table,

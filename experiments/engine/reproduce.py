@@ -147,7 +147,7 @@ class Reproduction(Trainings):
         if self.command not in commands:
             commands.append(self.command)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.file, self.result)
+        write_json(self.file, self.result, checksum=False)
 
     def run(self) -> dict[str, Any]:
         """Compute all parts. The result is saved after each number."""

@@ -108,7 +108,7 @@ def search(
         "machine": machine(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{experiment.name}.json", result)
+    write_json(folder / f"{experiment.name}.json", result, checksum=False)
     return result
 
 

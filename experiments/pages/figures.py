@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from experiments.pages import ours
 from experiments.pages.tables import Result, baselines, over_values, title
 from experiments.tasks import TASKS, Experiment, data
-from experiments.tasks.forms import BASELINES, INFLUENCE, PUBLISHED
+from experiments.tasks.forms import BASELINES, BEST, INFLUENCE, PUBLISHED
 from whence.evaluate.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 
 Floats = NDArray[np.float64]
@@ -51,8 +51,7 @@ FORM_LOOKS = {  # colour and marker of the forms in `experiments.pages.ours.SHOW
     PUBLISHED: (BLUE, "o"),
     "influence, coupled": (YELLOW, "v"),
     None: (BLUE, "o"),
-    "expected Gauss-Newton": (GREEN, "^"),
-    "sum": (PINK, "D"),
+    BEST: (GREEN, "D"),
     "combined, 20 retrainings": (RED, "s"),
 }
 SHORT = {

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.pages.markdown import listed, table
 from experiments.pages.tables import NOISY, counted, title, with_interval
 from experiments.tasks import TASKS
-from experiments.tasks.forms import BASELINES, INFLUENCE, PUBLISHED, default_of, read_results
+from experiments.tasks.forms import BASELINES, BEST, INFLUENCE, PUBLISHED, default_of, read_results
 
 Entry = Mapping[str, Any]  # one task under one protocol
 Row = Mapping[str, Any]
@@ -20,8 +20,7 @@ SHOWN = {  # forms in the table and the figure; Source() is `default_of` a task
     PUBLISHED: "SOURCE, published",
     "influence, coupled": "`Influence()`",
     None: OURS,
-    "expected Gauss-Newton": "expected Gauss-Newton",
-    "sum": "sum",
+    BEST: "`Best()`",
     "combined, 20 retrainings": "combined, 20 retrainings",
 }
 PUBLISHED_METHODS = (*BASELINES, "RepSim", "TracIn", "TRAK")

@@ -124,7 +124,7 @@ def store(saved: Sums, rows: dict[str, Row], file: Path) -> None:
     entry["forms"] |= rows
     stored |= about
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, stored)
+    write_json(file, stored, checksum=False)
 
 
 def judge(path: Path, file: Path) -> None:

@@ -77,9 +77,8 @@ def main() -> None:
             name: agreement(TASKS[name], options.queries, Path(scratch)) for name in options.task
         }
     about = {"device": torch.cuda.get_device_name(), "machine": machine()}
-    write_json(
-        options.results / "rounding.json", {"tasks": tasks, "queries": options.queries} | about
-    )
+    content = {"tasks": tasks, "queries": options.queries} | about
+    write_json(options.results / "rounding.json", content, checksum=False)
 
 
 if __name__ == "__main__":

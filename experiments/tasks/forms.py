@@ -19,6 +19,7 @@ PUBLISHED, INFLUENCE = "published", "influence, published"
 BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these
 DEFAULT = "coupled, query along the run, L = 1"  # Source()
 DEFAULT_BY_STAGE = "coupled, query along the run"  # Source(), where a segment is a stage
+BEST = "best"  # Best()
 CHOSEN_ON = (
     "digits",
     "digits_adamw",
@@ -86,11 +87,18 @@ FORMS: Mapping[str, Form] = {
     "coupled, query along the run, K-FAC bases, L = 1": Form(
         source(1, curvature="ekfac"), one_stage
     ),
-    # "expected Gauss-Newton": Form(
-    #     lambda s: whence.Unrolled("gauss-newton", True, damping="source", query_at="run"),
-    #     small, most_runs=3, combined=True,
-    # ),
-    # "sum": Form(lambda s: whence.???(stage=s.stage), small, most_runs=3),
+    BEST: Form(lambda s: whence.Best(stage=s.stage), combined=True),
+    "best, 2 iterations": Form(lambda s: whence.Best(2), small, most_runs=1),
+    "best, 4 iterations": Form(lambda s: whence.Best(4), small, most_runs=1),
+    "best, 16 iterations": Form(lambda s: whence.Best(16), small, most_runs=1),
+    "best, damping 1": Form(lambda s: whence.Best(relative_damping=1.0), small, most_runs=1),
+    "best, damping 10": Form(lambda s: whence.Best(relative_damping=10.0), small, most_runs=1),
+    "best, query at the end": Form(lambda s: whence.Best(query_at="final"), small, most_runs=1),
+    "expected Gauss-Newton": Form(
+        lambda s: whence.Unrolled("gauss-newton", True, damping=1e-3, query_at="run"),
+        lambda experiment: experiment.name in ("digits", "concrete"),
+        most_runs=1,
+    ),
 }
 
 

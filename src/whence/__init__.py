@@ -52,7 +52,7 @@ _HOMES = {
     "whence.scores": ("Scores",),
     "whence.store": ("GradientStore",),
     "whence.study": ("Study",),
-    "whence.task": ("Classification", "LanguageModeling", "Regression", "Task"),
+    "whence.task": ("Classification", "LanguageModeling", "MultiLabel", "Regression", "Task"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -66,6 +66,7 @@ __all__ = [
     "Influence",
     "LanguageModeling",
     "LeaveOneOut",
+    "MultiLabel",
     "Random",
     "Recipe",
     "Recorder",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.persist.identity import digest, sha256_of
 
 Collate = Callable[[list[Any]], Any]
 HASH_BATCH = 256  # examples per digest
+READ_TWICE = 8192  # examples that are compared with a second read, of a larger dataset
 
 
 class Batches:
@@ -38,6 +39,7 @@ class Batches:
             raise InvalidInput(f"{name} is empty: it must hold at least one example")
         self.name, self.dataset, self.collate = name, dataset, collate
         self._fingerprint: str | None = None
+        self._moving = ""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -90,33 +92,70 @@ class Batches:
         for block, batch in zip(blocks, loader, strict=True):
             yield block, place(batch, device, dtype)
 
-    @property
-    def steady(self) -> bool:
-        """Whether two reads of the first example give the same content."""
-        first, again = (digest(self.take([0])) for _ in range(2))
-        return first == again
-
     def refresh(self) -> None:
         """Discard the cached fingerprint, because the data may have changed."""
         self._fingerprint = None
 
     def fingerprint(self) -> str:
-        """SHA-256 of every example. A Hugging Face dataset's own fingerprint is trusted."""
-        recorded = getattr(self.dataset, "_fingerprint", None)
-        if isinstance(recorded, str) and self.collate is None:
-            return recorded
+        """SHA-256 of every example; warns if examples differ between two reads.
+
+        A Hugging Face dataset's own fingerprint is trusted, unless a transform computes its
+        examples.
+        """
         if self._fingerprint is None:
-            starts = range(0, len(self), HASH_BATCH)
-            blocks = [np.arange(s, min(s + HASH_BATCH, len(self))) for s in starts]
-            if not self.steady:
-                warnings.warn(
-                    f"{self.name}[0] differs between two reads: the data is random (augmented?). "
-                    "Scores then depend on the draw; give the dataset without augmentation",
-                    stacklevel=2,
-                )
-            digests = [digest(self.take(block)) for block in blocks]
-            self._fingerprint = sha256_of(str(len(self)), *digests)
+            self._moving = ""
+            self._fingerprint = self._recorded_fingerprint() or self._read_fingerprint()
+            if self._moving:
+                warn(self._moving)
         return self._fingerprint
+
+    @property
+    def moving(self) -> str:
+        """The warning if examples differ between two reads; else nothing."""
+        self.fingerprint()
+        return self._moving
+
+    def _recorded_fingerprint(self) -> str | None:
+        """That of a `datasets.Dataset` itself: a subclass or a wrapper may change its examples."""
+        trusted = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
+        if (
+            type(self.dataset) is not trusted
+            or self.collate is not None
+            or self.dataset.format["type"] == "custom"
+        ):
+            return None
+        return str(self.dataset._fingerprint)
+
+    def _read_fingerprint(self) -> str:
+        blocks = cut(len(self), HASH_BATCH)
+        if self.collate is None and type(self.dataset) in (TensorDataset, list, tuple):
+            return sha256_of(str(len(self)), *self._digests(blocks))
+        sample, first = blocks, None
+        if len(self) > READ_TWICE:  # scattered, so that it has examples of every kind
+            order = np.random.default_rng(0).permutation(len(self))[:READ_TWICE]
+            sample = [order[block] for block in cut(READ_TWICE, HASH_BATCH)]
+            first = self._digests(sample)
+        digests = self._digests(blocks)
+        len(self)  # between two passes, as a loader asks for it: some datasets then shuffle
+        second = self._digests(sample)
+        for block, before, after in zip(sample, first or digests, second, strict=True):
+            if before != after:
+                self._moving = self._describe_moving(block)
+                break
+        return sha256_of(str(len(self)), *digests)
+
+    def _digests(self, blocks: list[np.ndarray]) -> list[str]:
+        return [digest(self.take(block)) for block in blocks]
+
+    def _describe_moving(self, block: np.ndarray) -> str:
+        """The warning about a block of examples of which some differ between two reads."""
+        singles = ([block[k : k + 1]] for k in range(len(block)))
+        place = next((str(k[0][0]) for k in singles if self._digests(k) != self._digests(k)), "...")
+        return (
+            f"{self.name}[{place}] differs between two reads: the data is random (augmented?) or "
+            "changes its order. Scores then depend on the draw; give the dataset without "
+            "augmentation, in a fixed order"
+        )
 
 
 def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -133,15 +172,28 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def batch_length(batch: Any) -> int:
     """The number of examples in a batch: the length of its first tensor."""
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return len(batch)
+    first = next(_tensors(batch), None)
+    if first is None or first.dim() == 0:
+        raise InvalidType(
+            "a batch has no tensor with an entry for each example, so its length is not known: "
+            "give Study(collate=...) that makes such tensors of the examples"
+        )
+    return len(first)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Collection) and not isinstance(batch, (str, bytes)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)
 
 
 def structure(batch: Any) -> Any:
     """The fields of a batch, independent of its size, to compare training and query batches."""
     if isinstance(batch, Tensor):
-        return "float" if batch.is_floating_point() else "integer"
+        kind = "complex" if batch.is_complex() else "integer"
+        return "float" if batch.is_floating_point() else kind
     if isinstance(batch, Mapping):
         return {str(key): structure(value) for key, value in sorted(batch.items())}
     if isinstance(batch, (tuple, list)):

@@ -13,12 +13,19 @@ bug. This module needs only the standard library, so that every room may use it.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 __all__ = [
     "DamagedFile",
     "DiskFull",
     "FolderConflict",
     "InvalidIndex",
     "InvalidInput",
+    "InvalidTarget",
     "InvalidType",
     "MissingDependency",
     "MissingFile",
@@ -35,6 +42,32 @@ class WhenceError(Exception):
 
 class InvalidInput(WhenceError, ValueError):
     """A value that cannot be used: a setting, a dataset, a model, a shape."""
+
+
+class InvalidTarget(InvalidInput):
+    """A label that the task's loss is not defined for.
+
+    Args:
+        problem: what is wrong with it, as in "has the target 7, but ...".
+        position: of the example in its batch.
+    """
+
+    def __init__(self, problem: str, position: int | None = None) -> None:
+        self.problem, self.position = problem, position
+        of_batch = "" if position is None else f"example {position} of the batch "
+        super().__init__(of_batch + problem)
+
+
+@contextmanager
+def examples_of(name: str, indices: Any) -> Iterator[None]:
+    """Name the dataset and the example in errors about a target of a batch of these examples."""
+    try:
+        yield
+    except InvalidTarget as error:
+        if error.position is None:
+            raise
+        example = int(indices[error.position])
+        raise InvalidTarget(f"{name} example {example} {error.problem}") from None
 
 
 class InvalidType(WhenceError, TypeError):
@@ -78,3 +111,36 @@ class NotFinite(WhenceError, FloatingPointError):
 
 class MissingDependency(WhenceError, ImportError):
     """An optional package that is not installed."""
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
+_collected: ContextVar[list[str] | None] = ContextVar("collected warnings", default=None)
+
+
+def warn(message: str, *, stacklevel: int = 2) -> None:
+    """Warn, and note the message for the result that is being computed, if there is one.
+
+    Python shows the same warning of the same line once; a result has all of its own.
+    """
+    messages = _collected.get()
+    if messages is not None and message not in messages:
+        messages.append(message)
+    warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def collected_warnings() -> list[str]:
+    """The list that `warn` adds to; an empty one where nothing is collected."""
+    messages = _collected.get()
+    return [] if messages is None else messages
+
+
+@contextmanager
+def collect_warnings() -> Iterator[list[str]]:
+    """The messages of `warn` inside the `with`, each once."""
+    messages: list[str] = []
+    token = _collected.set(messages)
+    try:
+        yield messages
+    finally:
+        _collected.reset(token)

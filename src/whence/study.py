@@ -15,19 +15,29 @@ from torch import Tensor, nn
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
 from whence.layers.choose import Chooser, by_name
-from whence.layers.passes import Clock, Passes, WeightLoader, precision_as_asked
+from whence.layers.passes import (
+    Clock,
+    Passes,
+    WeightLoader,
+    precision_as_asked,
+    rounded_products,
+)
+from whence.layers.separate import Separation, candidates, pairs
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.identity import sha256_of
+from whence.persist.definition import class_sha256, model_sha256
+from whence.persist.identity import digest, sha256_of
 from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
-from whence.run.checkpoint import architecture_sha256
-from whence.table import Table
-from whence.task import Task
+from whence.run.checkpoint import architecture_sha256, weights_sha256
+from whence.run.evidence import Draws, changed_untrained, distance_from_final
+from whence.table import Table, listed, one_line
+from whence.task import IGNORED, Classification, Task
 
 Runs = Run | str | os.PathLike[str]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
+GRADIENTS_COMPARED = 2  # pairs of examples whose gradients are compared alone and together
 
 
 class Study:
@@ -70,6 +80,13 @@ class Study:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
         self.models = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
+        for one in self.models.values():
+            for name, parameter in one.named_parameters():
+                if parameter.is_complex():
+                    raise InvalidInput(
+                        f"parameter {name} is {parameter.dtype}: whence differentiates by real "
+                        "numbers. Write the layer with a real and an imaginary part"
+                    )
         self.model = self.models[self.stages[-1]]
         self.train = self._by_stage("train", train)
         self.data = {
@@ -77,10 +94,13 @@ class Study:
             for name, d in self.train.items()
         }
         self.tasks: dict[str, Task] = self._by_stage("task", task)
+        # of each run, by its id, and stage: read once
+        self._warnings: dict[int, list[str]] = {}
+        self._untrained: dict[tuple[int, str], list[str]] = {}
+        self._drawn: dict[tuple[int, str], Draws | None] = {}
         for run in self.runs:
             self._check(run)
         self.cache = None if cache is None else Path(cache)
-        self.probe: dict[str, dict[str, list[str]]] = {}
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 
@@ -112,6 +132,7 @@ class Study:
             raise InvalidInput(f"runs differ in their stages: {self.stages} and {names}")
         for stage in run.stages:
             count = len(self.data[stage.name])
+            self._draws(run, stage.name)  # refuses examples that the data does not have
             subset = run.subset if stage.name == (run.subset_stage or names[0]) else None
             if subset is not None and len(subset) and int(np.max(subset)) >= count:
                 raise InvalidInput(
@@ -128,10 +149,90 @@ class Study:
                 )
 
     def used(self, run: Run, stage: str) -> np.ndarray:
-        """The examples of a stage's dataset that the run trained on."""
+        """The examples of a stage's dataset that the run trained on: its subset, without those
+        that its recorded batches clearly left out."""
+        draws = self._draws(run, stage)
+        if draws is not None and draws.left_out:
+            return draws.examples[draws.counts > 0]
+        return self._declared(run, stage)
+
+    def _declared(self, run: Run, stage: str) -> np.ndarray:
         if run.subset is not None and stage == (run.subset_stage or self.stages[0]):
             return np.sort(np.asarray(run.subset, dtype=np.int64))
         return np.arange(len(self.data[stage]))
+
+    def _draws(self, run: Run, stage: str) -> Draws | None:
+        if (id(run), stage) not in self._drawn:
+            (about,) = (s for s in run.stages if s.name == stage)
+            draws = Draws.of(run, about, self._declared(run, stage), len(self.data[stage]))
+            self._drawn[id(run), stage] = draws
+        return self._drawn[id(run), stage]
+
+    def warnings(self, run: Run) -> list[str]:
+        """Why scores of a run may be wrong, as its files and its recorder show."""
+        if id(run) not in self._warnings:
+            messages = list(run.warnings)
+            for stage in self.stages:
+                untrained = self._changed_untrained(run, stage)
+                if untrained:
+                    messages.append(
+                        f"stage {stage!r}: parameters differ between checkpoints, but no recorded "
+                        f"optimizer updates them: {listed(untrained, 4)}. Their layers are left "
+                        "out of scores. Were they trained by a second optimizer?"
+                    )
+                draws = self._draws(run, stage)
+                messages += [] if draws is None else draws.warnings(stage)
+                messages += self._ignored(stage)
+            self._warnings[id(run)] = messages + self._other_model(run)
+        return self._warnings[id(run)]
+
+    def _ignored(self, stage: str) -> list[str]:
+        """Whether examples have no loss: then it matters what training divided by."""
+        task, data = self.tasks[stage], self.data[stage]
+        if not isinstance(task, Classification):
+            return []
+        spread = candidates(data)
+        count = sum(int(task.ignored(data.take([k])).sum()) for k in spread)
+        if not count:
+            return []
+        return [
+            f"stage {stage!r}: {count} of {len(spread)} examples that were looked at have the "
+            f"target {IGNORED}, which has no loss. They count in N: training minimised the sum of "
+            "losses divided by all examples. If it divided by the others only, as "
+            "nn.CrossEntropyLoss() does, leave them out of the training data"
+        ]
+
+    def _changed_untrained(self, run: Run, stage: str) -> list[str]:
+        if (id(run), stage) not in self._untrained:
+            (about,) = (s for s in run.stages if s.name == stage)
+            names = [name for name, _ in self.models[stage].named_parameters()]
+            self._untrained[id(run), stage] = changed_untrained(run, about, names)
+        return self._untrained[id(run), stage]
+
+    def _other_model(self, run: Run) -> list[str]:
+        """Whether the given model was trained with the run, but has other weights."""
+        if len(self.runs) > 1 or any(p.is_meta for p in self.model.parameters()):
+            return []  # a model can be that of one run only
+        sha256 = weights_sha256(self.model)
+        steps = [c.step for c in run.checkpoints if c.sha256 == sha256]
+        if run.final.step in steps:
+            return []
+        if steps:
+            return [
+                f"the given model has the run's weights after update {steps[-1]} (the best ones?), "
+                f"not its final ones. Scores are of the model after update {run.final.step}"
+            ]
+        first = run.initial or (run.checkpoints[0] if len(run.checkpoints) > 1 else None)
+        distances = distance_from_final(dict(self.model.named_parameters()), run.final, first)
+        if distances is None:
+            return []
+        away, moved = distances
+        return [
+            "the weights of the given model are not the run's final ones: they are "
+            f"{away / moved:.1%} as far from them as the run's first weights (best weights loaded, "
+            "averaging, clamping, further training?). Scores are of the model after update "
+            f"{run.final.step}"
+        ]
 
     def passes(
         self,
@@ -156,7 +257,9 @@ class Study:
         passes: dict[str, Passes] = {}
         clock = Clock(device)
         for stage in reversed(self.stages):
-            original, task = self.models[stage], self.tasks[stage]
+            original = self.models[stage]
+            pair = id(original), id(self.tasks[stage])
+            task = copy.copy(self.tasks[stage])  # it may keep something between outputs and losses
             if id(original) not in copies:
                 model = cast(copied(original), device, dtype).eval()
                 for parameter in model.parameters():
@@ -169,20 +272,23 @@ class Study:
                     f"{run!r} has no checkpoint in stage {stage!r} yet: let training reach one"
                 )
             loaded.load(checkpoints[-1])
-            count = min(PROBED, len(self.data[stage]))
-            several, one = (
-                place(self.data[stage].take(range(k)), device, dtype) for k in (count, 1)
-            )
-            if (id(original), id(task)) not in layers:
+            data = self.data[stage]
+            several = place(data.take(range(min(PROBED, len(data)))), device, dtype)
+            if pair not in layers:
+                rounded = bool(rounded_products(dtype, device))
+                separation = Separation(loaded.model, task, data, device, dtype, rounded)
+                compared = pairs(data)
+                separation.check_losses(compared)
                 trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
-                tracked = find(loaded.model, task, several, one, self.layers, trained)
+                untrained = self._changed_untrained(run, stage)
+                tracked = find(loaded.model, task, several, self.layers, trained, untrained)
+                separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(layers.values()), tracked)
-                layers[id(original), id(task)] = tracked.shared_with(last) if shared else tracked
-            self.probe[stage] = self._probed(loaded.model, task, several)
+                layers[pair] = tracked.shared_with(last) if shared else tracked
             passes[stage] = Passes(
                 loaded,
                 task,
-                layers[id(original), id(task)],
+                layers[pair],
                 clock,
                 dtype=dtype,
                 workers=workers,
@@ -192,18 +298,6 @@ class Study:
             self._exclusions_reported = True
             report(passes[self.stages[-1]].tracked)
         return {stage: passes[stage] for stage in self.stages}
-
-    @staticmethod
-    def _probed(model: nn.Module, task: Task, batch: Any) -> dict[str, list[str]]:
-        """Outputs and losses of a few examples, in few digits, to detect a change of either."""
-        with torch.no_grad():
-            outputs = task.outputs(model, batch)
-            probe = {
-                "outputs": outputs.reshape(len(outputs), -1).double().norm(dim=1),
-                "losses": task.losses(outputs, batch),
-                "measurements": task.measurements(outputs, batch),
-            }
-        return {name: [f"{float(x):.3e}" for x in values] for name, values in probe.items()}
 
     def query(self, query: Any) -> Batches:
         """The query set as batches; they must have the fields of the training batches."""
@@ -225,15 +319,12 @@ class Study:
         return self._stores.setdefault(str(folder), FactorCache(folder))
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
-        """Everything that a fit depends on, except weights and settings."""
-        task = self.tasks[stage]
+        """Everything that a fit depends on, except weights, losses and settings."""
         return {
             "data": self.data[stage].fingerprint(),
             "used": sha256_of(self.used(run, stage)),
-            "task": f"{type(task).__module__}.{type(task).__qualname__}",
-            "settings": {k: v for k, v in vars(task).items() if k not in MEASURED},
-            "probe": [self.probe[stage]["outputs"], self.probe[stage]["losses"]],
-            "model": architecture_sha256(self.models[stage]),
+            "task": task_identity(self.tasks[stage]),
+            "model": model_identity(self.models[stage]),
             "layers": [block.name for block in tracked.blocks],
         }
 
@@ -252,7 +343,7 @@ class Study:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
         name = type(self.model).__name__
-        return f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))"
+        return one_line(f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))")
 
     def _repr_html_(self) -> str:
         numbers = sum(p.numel() for p in self.model.parameters())
@@ -263,6 +354,22 @@ class Study:
             *(("run", repr(run)) for run in self.runs),
         ]
         return Table(None, facts, title="Study")._repr_html_()
+
+
+def task_identity(task: Task, measured: bool = False) -> dict[str, str]:
+    """What a task's losses depend on: its code, and its settings by content.
+
+    Args:
+        measured: with what its measurements depend on.
+    """
+    names = [name for name in vars(task) if measured or name not in MEASURED]
+    settings = {name: digest(getattr(task, name)) for name in names}
+    return {"class": class_sha256(type(task)), **settings}
+
+
+def model_identity(model: nn.Module) -> list[str]:
+    """Of a model's modules and of their code."""
+    return [architecture_sha256(model), model_sha256(model)]
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -1,14 +1,31 @@
-"""Tables as plain text, Markdown and HTML, and lists shortened for messages.
+"""Tables as plain text, Markdown and HTML; lists shortened for messages; text for a terminal.
 
 This module knows nothing else of whence, so every room may use it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from whence.errors import InvalidInput, InvalidType
+
+# What a terminal would obey: control characters, changes of the direction of writing, and halves of
+# surrogate pairs, which cannot be printed. They may come from a dataset, or a folder of scores.
+UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def escaped(text: str) -> str:
+    """Text for a terminal: what it would obey becomes visible, as in "\\u001b[31m"."""
+    return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def one_line(text: str) -> str:
+    """Escaped text for a cell or a line: line breaks and tabs are visible too."""
+    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class Table:
@@ -29,9 +46,9 @@ class Table:
         title: str = "",
         texts: int = 1,
     ) -> None:
-        self.title, self.texts = title, texts
-        self.heads = None if heads is None else list(heads)
-        self.rows = [["–" if cell is None else str(cell) for cell in row] for row in rows]
+        self.title, self.texts = escaped(title), texts
+        self.heads = None if heads is None else [one_line(head) for head in heads]
+        self.rows = [["–" if cell is None else one_line(str(cell)) for cell in row] for row in rows]
         columns = 2 if self.heads is None else len(self.heads)
         for row in self.rows:
             if len(row) != columns:

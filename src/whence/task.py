@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
-from whence.errors import InvalidInput, InvalidType, MissingKey
+from whence.errors import InvalidInput, InvalidTarget, InvalidType, MissingKey
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
-IGNORED = -100  # label of positions without a loss, as in torch.nn.functional.cross_entropy
+IGNORED = -100  # target without a loss, as in torch.nn.functional.cross_entropy
+SUM_TOLERANCE = 1e-2  # of a target's probabilities, which may be rounded to bfloat16
 EXACT_LIMIT = 4096  # outputs per example above which an output Hessian is refused
 
 
@@ -170,12 +171,75 @@ def _sample(logits: Tensor, uniform: Draws) -> Tensor:
     return torch.searchsorted(cumulative, levels).squeeze(-1).clamp_(max=cumulative.shape[-1] - 1)
 
 
+def _readable(targets: Tensor) -> bool:
+    """Whether reading numbers is possible (not inside torch.vmap) and does not wait for a GPU."""
+    return targets.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(
+        targets
+    )
+
+
+def _check(targets: Tensor, wrong: Tensor, problem: str) -> None:
+    """Raise for the first example (n, ...) that has a wrong target. `problem` says {value}.
+
+    Where numbers cannot be read, losses are NaN instead (`_unless`), and `Passes` asks again.
+    """
+    if _readable(targets) and bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise InvalidTarget(problem.format(value=f"{targets[place].item():g}"), place[0])
+
+
+def _unless(wrong: Tensor | None, losses: Tensor) -> Tensor:
+    """Losses (n,), NaN for examples with a wrong target."""
+    if wrong is None or _readable(wrong):  # then `_check` has raised
+        return losses
+    return torch.where(wrong.reshape(len(wrong), -1).any(1), torch.nan, losses)
+
+
+def _class_numbers(targets: Tensor, classes: int) -> tuple[Tensor, Tensor | None]:
+    """Targets of any shape as class numbers, and which of them are wrong (if that is unknown)."""
+    advice = (
+        f"has the target {{value}}, but the model has {classes} classes: targets must be 0 to "
+        f"{classes - 1}, or {IGNORED} for no loss"
+    )
+    if classes == 2:
+        advice += ". Give labels of -1 and 1 as 0 and 1: (y + 1) // 2"
+    numbers, wrong = targets.long(), None
+    if targets.is_floating_point():
+        if classes > 2 / torch.finfo(targets.dtype).eps:
+            raise InvalidInput(
+                f"targets in {targets.dtype} cannot name {classes} classes: give them as integers"
+            )
+        advice += (
+            ". Give a probability for every class, shape (n, classes), for soft targets, and use "
+            "Regression for numbers"
+        )
+        wrong = numbers != targets  # also for NaN
+        _check(targets, wrong, advice)
+    if _readable(numbers):
+        if numbers.numel():
+            least, most = torch.aminmax(numbers)
+            if int(least) < 0 or int(most) >= classes:
+                _check(targets, _outside(numbers, classes), advice)
+        return numbers, None
+    outside = _outside(numbers, classes)
+    return numbers.masked_fill(outside, IGNORED), outside if wrong is None else outside | wrong
+
+
+def _outside(numbers: Tensor, classes: int) -> Tensor:
+    return ((numbers < 0) | (numbers >= classes)) & (numbers != IGNORED)
+
+
 class Classification(Task):
     """Softmax cross-entropy over two or more logits; with one logit, binary cross-entropy.
 
+    Targets are class numbers (n,), or a probability for every class (n, c): one-hot or soft. With
+    one logit, a target is the probability of class 1. Examples with the target -100 have no loss,
+    no curvature and no measurement (it is 0); they count in the mean over examples. For several
+    labels per example, use `MultiLabel`.
+
     Args:
-        measurement: "margin" (correct logit minus the log-sum-exp of the others), "loss" or
-            "log_prob".
+        measurement: "margin" (correct logit minus the log-sum-exp of the others; for soft targets,
+            of the most probable class), "loss" or "log_prob".
     """
 
     def __init__(self, measurement: str = "margin") -> None:
@@ -194,31 +258,184 @@ class Classification(Task):
         return F.pad(outputs, (1, 0)) if outputs.shape[1] == 1 else outputs
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.cross_entropy(self.logits(outputs), self.labels(batch), reduction="none")
+        logits = self.logits(outputs)
+        targets, wrong = self._checked(logits, outputs, batch)
+        return _unless(wrong, F.cross_entropy(logits, targets, reduction="none"))
 
     def labels(self, batch: Any) -> Tensor:
-        """Targets as class numbers, (n,)."""
-        return self.targets(batch).long().flatten()
+        """Targets as class numbers, (n,): of soft targets, the most probable class."""
+        targets = self.targets(batch)
+        if targets.dim() == 2 and targets.shape[1] > 1:
+            return targets.argmax(1)
+        targets = targets.flatten()
+        probable = (targets > 0) & (targets < 1)  # the probability of class 1, with one logit
+        return torch.where(probable, (targets >= 0.5).to(targets.dtype), targets).long()
+
+    def _checked(self, logits: Tensor, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Class numbers (n,) or probabilities (n, c); and which are wrong, if that is unknown."""
+        targets, (n, classes) = self._given(batch), logits.shape
+        several = targets.dim() == 2 and targets.shape[1] > 1
+        if targets.shape[:1] != (n,) or (targets.shape[1:].numel() != 1 and not several):
+            raise InvalidInput(
+                f"targets of shape {tuple(targets.shape)} for outputs of shape "
+                f"{tuple(outputs.shape)}: Classification needs class numbers ({n},), or a "
+                f"probability for every class ({n}, {classes}). Override targets(batch)"
+            )
+        if several:
+            if targets.shape[1] != classes or outputs[0].numel() == 1:
+                raise InvalidInput(
+                    f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+                    f"{tuple(outputs.shape)}: give class numbers ({n},), or use MultiLabel, which "
+                    "has one output per label"
+                )
+            return self._probabilities(targets, logits.dtype)
+        targets = targets.flatten()
+        if outputs[:1].numel() > 1 or not targets.is_floating_point():
+            return _class_numbers(targets, classes)
+        ignored = targets == IGNORED
+        wrong = ~((targets >= 0) & (targets <= 1) | ignored)
+        advice = (
+            "has the target {value}, but the model has one logit: a target must be 0, 1, or the "
+            f"probability of class 1 ({IGNORED} for no loss). Give labels of -1 and 1 as 0 and 1: "
+            "(y + 1) / 2"
+        )
+        _check(targets, wrong, advice)
+        both = torch.stack([1 - targets, targets], 1).to(logits.dtype)
+        return both.masked_fill(ignored.unsqueeze(1), 0.0), wrong
+
+    @staticmethod
+    def _probabilities(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        negative = ~((targets >= 0) & (targets <= 1))
+        _check(
+            targets,
+            negative,
+            "has the probability {value} in its target: probabilities must be between 0 and 1",
+        )
+        targets = targets.to(dtype)
+        sums = targets.sum(1)
+        unequal = ~((sums - 1).abs() <= SUM_TOLERANCE)
+        _check(
+            sums,
+            unequal,
+            "has a target whose probabilities sum to {value}, not 1: use MultiLabel if an example "
+            "has several labels, or normalise them",
+        )
+        return targets, unequal | negative.any(1)
+
+    def ignored(self, batch: Any) -> Tensor:
+        """The examples that have no loss, (n,)."""
+        targets = self._given(batch)
+        return targets.reshape(len(targets), -1)[:, 0] == IGNORED
+
+    def _given(self, batch: Any) -> Tensor:
+        """What a subclass defines: `labels` if it has its own, else `targets`."""
+        own = type(self).labels is not Classification.labels
+        return self.labels(batch) if own else self.targets(batch)
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
-        logits, labels = self.logits(outputs), self.labels(batch)
-        if self.measurement == "margin":
-            correct = labels.unsqueeze(1)
-            others = logits.scatter(1, correct, float("-inf"))
-            return logits.gather(1, correct).squeeze(1) - others.logsumexp(1)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        return losses if self.measurement == "loss" else -losses
+        if self.measurement != "margin":
+            losses = self.losses(outputs, batch)
+            return losses if self.measurement == "loss" else -losses
+        logits = self.logits(outputs)
+        targets, wrong = self._checked(logits, outputs, batch)
+        labels = targets if targets.dim() == 1 else targets.argmax(1)
+        correct = labels.clamp_min(0).unsqueeze(1)
+        others = logits.scatter(1, correct, float("-inf"))
+        margins = logits.gather(1, correct).squeeze(1) - others.logsumexp(1)
+        return _unless(wrong, margins.masked_fill(self.ignored(batch), 0.0))
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
         logits = self.logits(outputs)
-        return F.cross_entropy(logits, _sample(logits, uniform), reduction="none")
+        self._checked(logits, outputs, batch)
+        drawn = _sample(logits, uniform).masked_fill(self.ignored(batch), IGNORED)
+        return F.cross_entropy(logits, drawn, reduction="none")
 
     def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
+        self._checked(self.logits(outputs), outputs, batch)
         if outputs.dim() == 1 or outputs.shape[1] == 1:
             p = outputs.detach().reshape(-1, 1, 1).sigmoid()
-            return (p * (1 - p)).sqrt()
-        p = self.logits(outputs).detach().softmax(1)  # diag(p) - ppᵀ = BBᵀ, B = diag(√p) - p√pᵀ
-        return p.sqrt().diag_embed() - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
+            factor = (p * (1 - p)).sqrt()
+        else:
+            p = self.logits(outputs).detach().softmax(1)  # diag(p) - ppᵀ = BBᵀ, B = diag(√p) - p√pᵀ
+            factor = p.sqrt().diag_embed() - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
+        return factor.masked_fill(self.ignored(batch).reshape(-1, 1, 1), 0.0)
+
+
+class MultiLabel(Task):
+    """Binary cross-entropy of every label of an example, as `nn.BCEWithLogitsLoss`.
+
+    Outputs and targets have the same shape, (n, labels). A target is 0, 1, or the probability of
+    1; -100 for a label that is not known, which has no loss and is left out of the mean.
+
+    Args:
+        reduction: "mean" or "sum" over an example's labels, as in *training*. The default of
+            `nn.BCEWithLogitsLoss` is the mean over examples and labels.
+        measurement: "margin" (each label's logit, with the sign of the right answer), "loss" or
+            "log_prob", reduced over labels in the same way.
+    """
+
+    def __init__(self, reduction: str = "mean", measurement: str = "margin") -> None:
+        self.reduction = _one_of("reduction", reduction, ("mean", "sum"))
+        self.measurement = _one_of("measurement", measurement, ("margin", "loss", "log_prob"))
+        self.higher_is_better = measurement != "loss"
+        self.unit = {"margin": "logits", "loss": "nats", "log_prob": "nats"}[measurement]
+
+    def _checked(self, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits, targets and which targets are known, (n, labels); which are wrong."""
+        targets = self.targets(batch)
+        if targets.shape != outputs.shape:
+            raise InvalidInput(
+                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+                f"{tuple(outputs.shape)}: MultiLabel needs 0 or 1 for every label and example. Use "
+                "Classification for one class per example"
+            )
+        targets = targets.reshape(len(outputs), -1)
+        known = targets != IGNORED
+        wrong = ~((targets >= 0) & (targets <= 1)) & known
+        _check(
+            targets,
+            wrong,
+            "has the target {value}: a label must be 0, 1, or the probability of 1 "
+            f"({IGNORED} if it is not known). Give labels of -1 and 1 as 0 and 1",
+        )
+        logits = outputs.reshape(len(outputs), -1)
+        return logits, targets.to(outputs.dtype), known, wrong
+
+    def _over_labels(
+        self, values: Tensor, known: Tensor, normaliser: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        sums = values.masked_fill(~known, 0.0).sum(1)
+        if self.reduction == "sum":
+            return sums
+        return sums / normaliser(known.sum(1).clamp_min(1).to(sums.dtype))
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        logits, targets, known, wrong = self._checked(outputs, batch)
+        each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return _unless(wrong, self._over_labels(each, known, lambda count: count))
+
+    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
+        if self.measurement != "margin":
+            losses = self.losses(outputs, batch)
+            return losses if self.measurement == "loss" else -losses
+        logits, targets, known, wrong = self._checked(outputs, batch)
+        margins = torch.where(targets >= 0.5, logits, -logits)
+        return _unless(wrong, self._over_labels(margins, known, lambda count: count))
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
+        logits, _, known, _ = self._checked(outputs, batch)
+        drawn = (draw(uniform, logits) < logits.detach().sigmoid()).to(logits.dtype)
+        each = F.binary_cross_entropy_with_logits(logits, drawn, reduction="none")
+        # independent draws add their variances, as over the tokens of a document
+        return self._over_labels(each, known, torch.sqrt)
+
+    def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
+        logits, _, known, _ = self._checked(outputs, batch)
+        p = logits.detach().sigmoid()
+        roots = (p * (1 - p)).sqrt().masked_fill(~known, 0.0)
+        if self.reduction == "mean":
+            roots = roots / known.sum(1, keepdim=True).clamp_min(1).to(roots.dtype).sqrt()
+        return roots.diag_embed()
 
 
 class Regression(Task):
@@ -239,7 +456,7 @@ class Regression(Task):
     def residuals(self, outputs: Tensor, batch: Any) -> Tensor:
         """f - y, (n, outputs)."""
         targets = self.targets(batch)
-        if targets.numel() != outputs.numel():
+        if targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
             raise InvalidInput(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
                 f"{tuple(outputs.shape)}: override targets(batch) or outputs(model, batch)"
@@ -306,7 +523,19 @@ class LanguageModeling(Task):
         return moved if mask is None else moved.masked_fill(mask == 0, IGNORED)
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
-        return self._over_tokens(outputs, self.targets(batch), lambda count: count)
+        targets, wrong = self._checked(outputs, batch)
+        return _unless(wrong, self._over_tokens(outputs, targets, lambda count: count))
+
+    def _checked(self, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Targets (n, t); and which are wrong, if that is unknown."""
+        targets = self.targets(batch)
+        if outputs.dim() != 3 or targets.shape != outputs.shape[:2]:
+            raise InvalidInput(
+                f"labels of shape {tuple(targets.shape)} do not fit outputs of shape "
+                f"{tuple(outputs.shape)}: LanguageModeling needs logits (n, t, tokens) and one "
+                "label per position (n, t). Override outputs(model, batch) or targets(batch)"
+            )
+        return _class_numbers(targets, outputs.shape[2])
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         losses = self.losses(outputs, batch)
@@ -316,8 +545,8 @@ class LanguageModeling(Task):
         draws, mask = draw(uniform, outputs[..., 0]), self.mask(batch)
         if mask is not None:  # padding must not change a token's draw
             draws = draws.gather(1, (mask.cumsum(1) - 1).clamp_min(0))
-        drawn = _sample(outputs, draws)
-        drawn = drawn.masked_fill(self.targets(batch) == IGNORED, IGNORED)
+        targets, _ = self._checked(outputs, batch)
+        drawn = _sample(outputs, draws).masked_fill(targets == IGNORED, IGNORED)
         # independent draws add their variances: Σ_t ℓ_t/√T has the Hessian of Σ_t ℓ_t/T
         return self._over_tokens(outputs, drawn, torch.sqrt)
 

@@ -365,7 +365,7 @@ def test_the_choices_are_those_of_the_constructor(path: str, name: str, option: 
     ("method", "text", "value"),
     [
         ("source", {"segments": "2"}, {"segments": 2}),
-        ("source", {"segments": "auto"}, {"segments": "auto"}),
+        ("source", {"segments": "stages"}, {"segments": "stages"}),
         ("source", {"segments": "30,60"}, {"segments": [30, 60]}),
         ("source", {"damping": "1e-3"}, {"damping": 1e-3}),
         ("source.published", {"damping": "none"}, {"damping": None}),
@@ -469,6 +469,7 @@ def test_the_doctor(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("TensorDataset(x[:6], y[:6])", "query", "bad", "query batches are built like"),
         ("recipe = make_recipe(few, 8)", "recipe", "bad", "is not the study's"),
         ("seed", "recipe", "note", "does not start from the run's initial weights"),
+        ("rate", "recipe", "bad", "24 updates, the recipe makes 6; the learning rate at update 1"),
         ("weights", "run, weights", "bad", "truncated or altered"),
         ("", "recipe", "note", "not defined"),
     ],
@@ -493,8 +494,10 @@ def test_the_doctor_finds(
         "recipe = make_recipe(few, 8)": "recipe = make_recipe(TensorDataset(x[:70], y[:70]), 8)",
         "seed": "recipe = whence.Recipe(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), "
         "nn.Linear(5, 3)).apply(lambda m: [p.data.mul_(2) for p in m.parameters()] and None), "
-        "whence.Classification(), few, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), "
-        "batch_size=20, epochs=2)",
+        "whence.Classification(), few, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), "
+        "batch_size=20, epochs=8)",
+        "rate": "recipe = whence.Recipe(make_model, whence.Classification(), few, "
+        "optimizer=lambda p: torch.optim.SGD(p, lr=10.0), batch_size=20, epochs=2)",
         "weights": "",
         "": "del recipe",
     }[change]

@@ -58,7 +58,7 @@ def test_results_say_where_they_come_from() -> None:
         else:
             rows = {"rows", "of"}
             keys = {"rounding": {"tasks", "queries"}, "adam": rows, "depth": rows}
-            keys |= {"forms": {"tasks"}}
+            keys |= {"forms": {"tasks"}, "faults": {"rows", "seed"}}
             assert keys.get(file.stem, {"task", "settings"}) <= set(result), file
 
 

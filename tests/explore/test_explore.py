@@ -23,6 +23,7 @@ import torch
 from scipy import stats
 from starlette.testclient import TestClient
 from support import recipes
+from support.files import edit_json
 
 import whence
 from whence.data import Batches
@@ -887,7 +888,7 @@ def test_a_thousand_queries_of_sixty_thousand_examples_stay_on_disk(tmp_path: Pa
         "query_ids": {"shape": [q], "dtype": "int64"},
         "train_ids": {"shape": [n], "dtype": "int64"},
     }
-    (tmp_path / "scores.json").write_text(json.dumps(meta))
+    edit_json(tmp_path / "scores.json", **meta)
     scores = Scores.load(tmp_path)
     explorer = Explorer(ScoredData({"a": scores, "b": scores}))
     places = list(range(0, n, 60))

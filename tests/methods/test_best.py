@@ -21,7 +21,7 @@ CONVERGED = 500  # iterations: as many as it takes in float64
 
 
 def brute_force(
-    study: whence.Study, train: Any, query: Any, segments: int, damping: float | None = None
+    study: whence.Study, train: Any, query: Any, segments: int, δ: float = 3.0
 ) -> np.ndarray:
     """Dense matrices; through later segments by the coupled diagonal, number by number."""
     it, run, n = Flat(study), study.runs[0], len(train)
@@ -33,7 +33,7 @@ def brute_force(
         J = [it.columns(c, train) for c in segment.checkpoints]
         H = torch.stack([j.T @ j / n for j in J]).mean(0)
         g = torch.stack([it.gradients(c, "losses", train) for c in segment.checkpoints]).mean(0)
-        λ = 3 / ηK if damping is None else damping
+        λ = δ / ηK
         total -= torch.linalg.solve(H + λ * torch.eye(len(H), dtype=H.dtype), v.T).T @ g.T / n
         σ = H.diagonal()
         traces = torch.stack([part.sum() for part in torch.split(σ, sizes)])
@@ -59,9 +59,9 @@ def test_the_answer_does_not_depend_on_the_preconditioner(curvature: str) -> Non
     close(scores.values, brute_force(study, train, query, 1))
 
 
-def test_damping() -> None:
+def test_relative_damping() -> None:
     study, train, query = small()
-    scores = whence.Best(CONVERGED, damping=0.2).attribute(study, query, **EXACT)
+    scores = whence.Best(CONVERGED, relative_damping=0.2).attribute(study, query, **EXACT)
     close(scores.values, brute_force(study, train, query, 1, 0.2))
 
 
@@ -136,8 +136,8 @@ def test_estimate_counts_the_products() -> None:
 def test_settings() -> None:
     with pytest.raises(ValueError, match="iterations=0 must be a whole number, at least 1"):
         whence.Best(0)
-    with pytest.raises(ValueError, match="damping=0 must be positive"):
-        whence.Best(damping=0)
+    with pytest.raises(ValueError, match="relative_damping=0 must be a positive number"):
+        whence.Best(relative_damping=0)
     with pytest.raises(ValueError, match="curvature='gauss-newton' is not known"):
         whence.Best(curvature="gauss-newton")
     assert "coupling" not in repr(whence.Best())

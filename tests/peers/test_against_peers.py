@@ -52,7 +52,7 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
         run, device=torch.device("cpu"), dtype=torch.float64, quiet=True
     ).values()
     identity = study.identity(run, "train", passes.tracked)
-    part = FitData(passes, study.data["train"], study.used(run, "train"), identity)
+    part = FitData(passes, study.data["train"], study.used(run, "train"), identity, lambda _: "")
     fitter = Fitter([part], study.store(run), batch_size=5, fisher=fisher)
     covariances, fitted = fitter.covariances(run.final), EKFAC.fit(fitter, [run.final]).factors
     found = {}

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import whence.methods
 import whence.replay.sweep
-from whence.persist.files import DamagedFile, Throttle
+from whence.errors import DamagedFile
+from whence.persist.files import Throttle
 from whence.persist.tensors import FactorCache, load_tensors, save_tensors, serialize
 from whence.retrain.grid import Grid
 from whence.retrain.unfinished import StackCheckpoint

@@ -68,7 +68,8 @@ def told(run: Run) -> Any:
             return [plain(value) for value in held]
         if not isinstance(held, dict):
             return held
-        return {key: plain(value) for key, value in held.items() if key != "sha256"}
+        hashes = ("sha256", "checksum")
+        return {key: plain(value) for key, value in held.items() if key not in hashes}
 
     assert run.path is not None
     return plain(json.loads((run.path / "run.json").read_text()))

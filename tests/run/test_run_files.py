@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.files import edit_json
 from torch import Tensor, nn
 
 from whence.run import Recorder, Run, RunError
@@ -244,7 +245,11 @@ def test_a_damaged_checkpoint_is_named(
         (damage("run.json", None), "no run.json"),
         (damage("run.json", lambda d: d[:100]), "run.json is damaged"),
         (damage("run.json", lambda d: d.replace(b'"schema": 1', b'"schema": 99')), "has schema 99"),
-        (damage("run.json", lambda d: d.replace(b'"stages"', b'"phases"')), "stages"),
+        (
+            damage("run.json", lambda d: d.replace(b'"stages"', b'"phases"')),
+            "its checksum",
+        ),
+        (lambda folder: edit_json(folder / "run.json", stages=[{}]), "'name' is missing"),
         (damage("learning_rates.npy", None), r"learning_rates\.npy is missing"),
         (damage("learning_rates.npy", lambda d: d[:130]), r"learning_rates\.npy is damaged"),
         (damage("momentums.npy", lambda d: b""), r"momentums\.npy is damaged"),
@@ -261,7 +266,7 @@ def test_a_damaged_folder_is_refused(
 @pytest.mark.parametrize("shape", [(5, 1), (7, 1), (6, 2), (6,)])
 def test_rates_of_the_wrong_length_are_refused(folder: Path, shape: tuple[int, ...]) -> None:
     np.save(folder / "learning_rates.npy", np.ones(shape))
-    with pytest.raises(RunError, match=r"learning_rates\.npy has shape"):
+    with pytest.raises(RunError, match=r"learning_rates\.npy is float64 of shape"):
         Run.open(folder)
 
 
@@ -280,7 +285,7 @@ def test_a_file_outside_the_folder_is_not_read(folder: Path, tmp_path: Path) -> 
     content = json.loads((folder / "run.json").read_text())
     save_file(states([1])[0], tmp_path / "other.safetensors")
     content["checkpoints"][0]["file"] = "../../other.safetensors"
-    (folder / "run.json").write_text(json.dumps(content))
+    edit_json(folder / "run.json", checkpoints=content["checkpoints"])
     with pytest.raises(RunError, match=r"checkpoints/other\.safetensors is missing"):
         Run.open(folder).checkpoints[0].weights()
 

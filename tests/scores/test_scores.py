@@ -1,7 +1,6 @@
 """Scores and ScoreWriter: rankings against a full sort, files against kills and damage."""
 
 import builtins
-import json
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from support.files import edit_json
 
 from whence.scores import Scores, ScoreWriter, Top
 
@@ -238,8 +238,7 @@ def damage_truncate(path):
 
 
 def damage_json(path, **changes):
-    meta = json.loads((path / "scores.json").read_text())
-    (path / "scores.json").write_text(json.dumps({**meta, **changes}))
+    edit_json(path / "scores.json", **changes)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +248,8 @@ def damage_json(path, **changes):
         (lambda p: (p / "scores.json").unlink(), FileNotFoundError, "has no scores.json"),
         (lambda p: (p / "scores.json").write_text("{"), ValueError, "scores.json is damaged"),
         (lambda p: damage_json(p, schema=2), ValueError, "has schema 2, this whence reads 1"),
-        (lambda p: damage_json(p, arrays={}), ValueError, "incomplete"),
-        (lambda p: damage_json(p, settings=3, excluded=7), ValueError, "incomplete"),
+        (lambda p: damage_json(p, arrays={}), ValueError, "scores.json is damaged"),
+        (lambda p: damage_json(p, settings=3, excluded=7), ValueError, "is damaged"),
         (lambda p: (p / "scores.npy").unlink(), FileNotFoundError, "scores.npy is missing"),
         (damage_truncate, ValueError, r"scores.npy is damaged \(truncated"),
         (lambda p: (p / "scores.npy").write_bytes(b""), ValueError, r"damaged \(truncated"),

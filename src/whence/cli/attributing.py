@@ -41,6 +41,7 @@ TASKS = {
     "classification": "Classification",
     "regression": "Regression",
     "language": "LanguageModeling",
+    "multi-label": "MultiLabel",
 }
 WIDTH = 60  # characters of an example in a table
 
@@ -380,6 +381,7 @@ def about(scores: Scores) -> dict[str, Any]:
     """A description of scores for --json."""
     names = ("method", "settings", "measurement", "unit", "higher_is_better", "shape", "excluded")
     return {name: getattr(scores, name) for name in names} | {
+        "warnings": scores.warnings,
         "self_influence": scores.is_self_influence,
         "diagnostics": scores.diagnostics,
         "provenance": scores.provenance,

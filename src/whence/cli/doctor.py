@@ -139,8 +139,8 @@ def _data(study: Any, stage: str) -> Finding:
 
     data = study.data[stage]
     built = structure(data.take(range(min(TRIAL, len(data)))))
-    if not data.steady:
-        return BAD, f"{data.name}[0] differs between two reads: give the data without augmentation"
+    if data.moving:
+        return BAD, data.moving
     return SOUND, f"{len(data):,} examples; a batch is {built}"
 
 
@@ -211,6 +211,8 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
 
 
 def _recipe(file: StudyFile) -> Finding:
+    from whence.retrain.compare import differences, other_initial_weights
+
     recipe, study = file.recipe, file.study
     if recipe is None:
         return NOTE, "not defined: truth, removal and leave-one-out need one"
@@ -221,21 +223,23 @@ def _recipe(file: StudyFile) -> Finding:
     run = study.runs[0]
     if run.origin and run.origin.get("recipe") == recipe.fingerprint:
         return SOUND, f"it trained the run, with seed {run.origin['seed']}"
+    unequal = differences(recipe, run)
+    if unequal:
+        return BAD, f"it is not the training that the run recorded: {'; '.join(unequal)}"
     if run.initial is None:
         return NOTE, "the run has no initial weights to compare with the recipe's"
     seed = int(run.origin.get("seed", 0)) if run.origin else 0
-    built, initial = recipe.build(seed).state_dict(), run.initial.weights()
-    unlike = [n for n, w in initial.items() if n not in built or built[n].shape != w.shape]
-    if unlike:
-        return BAD, f"its model is not the run's: {unlike[0]} differs"
-    moved = [n for n, w in initial.items() if not bool((built[n].cpu() == w).all())]
-    if moved:
+    other = other_initial_weights(recipe, run, seed)
+    if other is not None:
         return NOTE, (
-            f"with seed {seed} it does not start from the run's initial weights ({moved[0]} "
+            f"with seed {seed} it does not start from the run's initial weights ({other} "
             "differs). Commands that retrain follow the recipe: use runs=recipe.run(seed, out) in "
             "the study to be sure that both are the same training"
         )
-    return SOUND, f"with seed {seed} it starts from the run's initial weights"
+    known = "updates, rates and settings are the run's" + (
+        "" if run.batches is None else ", and so are the batch sizes"
+    )
+    return SOUND, f"{known}; with seed {seed} it starts from the run's initial weights"
 
 
 def _versions() -> dict[str, str | None]:

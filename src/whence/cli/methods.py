@@ -57,8 +57,8 @@ SEGMENTS = Option(
     "int | str | Sequence[int]",
     3,
     "Number of segments; or the updates at which they end, such as 30,60; or stages (one segment "
-    "per stage); or auto (a new segment where the curvature changes).",
-    ("stages", "auto"),
+    "per stage).",
+    ("stages",),
 )
 WEIGHT_DECAY = Option(
     "str",
@@ -174,6 +174,24 @@ METHODS: dict[str, dict[str, Option]] = {
     "FastSource.published": PUBLISHED_SOURCE,
     "Influence": INFLUENCE,
     "Influence.published": PUBLISHED_INFLUENCE,
+    "Best": {
+        "iterations": Option(
+            "int", 8, "Most iterations of conjugate gradients: each is a pass over the data."
+        ),
+        "relative_damping": Option("float", 3.0, "Damping, in units of 1/(η̄K P̄)."),
+        "stage": STAGE,
+        "segments": SOURCE["segments"],
+        "curvature": replace(
+            CURVATURE,
+            help="Curvature of the preconditioner, layer by layer: auto, ekfac, shampoo, kfac, "
+            "diagonal or identity.",
+            choices=CURVATURE.choices[:-1],
+        ),
+        "fisher": FISHER,
+        "query_at": SOURCE["query_at"],
+        "floor": SOURCE["floor"],
+        "seed": SEED,
+    },
     "Downsampling": {
         "truth": Option(
             "Truth | str | os.PathLike[str]",
@@ -259,6 +277,8 @@ METHODS: dict[str, dict[str, Option]] = {
             "every example is credited. Default: a 32nd of the stage.",
         ),
         "stage": STAGE,
+        "damping": SOURCE["damping"],
+        "query_at": replace(SOURCE["query_at"], default="final"),
         "seed": replace(SEED, help="Seed of the curvature's batches."),
     },
 }

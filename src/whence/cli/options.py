@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whence.cli.screen import CommandError
+from whence.cli.screen import CommandError, say
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +173,10 @@ def open_scores(path: Path) -> Scores:
         )
     if not (path / "scores.json").exists():
         raise CommandError(f"{path} holds no scores: give a folder written by `whence attribute`")
-    return Scores.load(path)
+    scores = Scores.load(path)
+    for message in scores.warnings:
+        say(f"warning: {path.name}: {message}")
+    return scores
 
 
 def open_many(paths: list[Path]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import typer
 from typer.exceptions import TyperException
 
 from whence.errors import NotFinite, WhenceError
+from whence.table import escaped
 
 FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PACKAGE = str(Path(__file__).parent.parent)
@@ -72,7 +73,8 @@ def command(resumes: bool = False) -> Callable[[Callable[..., Answer]], Callable
             except Exception as error:
                 return _failed(error)
             if as_json:
-                print(json.dumps(jsonable(answer.data), indent=2, ensure_ascii=False))
+                # an escaped character is the same in JSON
+                print(escaped(json.dumps(jsonable(answer.data), indent=2, ensure_ascii=False)))
             elif answer.text != "":
                 show(answer.text)
             return answer.code
@@ -164,18 +166,30 @@ def _interrupted(resumes: bool) -> int:
 
 def say(message: str) -> None:
     """Print a message on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    print(escaped(message), file=sys.stderr, flush=True)
 
 
 def show(text: Any) -> None:
     """Print an answer on stdout."""
     if isinstance(text, str):
-        print(text)
+        print(escaped(text))
         return
     from rich.console import Console
 
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    console.print(text)
+    # No markup: a stage may be called "[/bold]".
+    console = Console(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False, highlight=False)
+    console.print(_Escaped(text))
+
+
+@dataclass(frozen=True)
+class _Escaped:
+    """What rich draws, with its text escaped."""
+
+    drawn: Any
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        for segment in console.render(self.drawn, options):
+            yield segment if segment.control else segment._replace(text=escaped(segment.text))
 
 
 @contextmanager
@@ -204,7 +218,7 @@ def _one_line_warnings() -> Iterator[None]:
     def show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
         from tqdm import tqdm
 
-        tqdm.write(f"warning: {message}", file=sys.stderr)
+        tqdm.write(escaped(f"warning: {message}"), file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show_warning

@@ -6,7 +6,6 @@ RMSprop (appendix C), d AdamW's decoupled weight decay.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.operators import BlockDiagonal
 from whence.run import Segment
 
@@ -105,7 +104,7 @@ def block_durations(workspace: Workspace, segment: Segment) -> dict[str, float]:
     """η̄K of every block in a segment, from the parameter group its weight and bias are in."""
     rates = workspace.rates(segment.rate)
     if not any(rates.values()):
-        warnings.warn(
+        warn(
             f"updates {segment.start}..{segment.end} are inert: every tracked layer's rate is 0",
             stacklevel=2,
         )
@@ -118,7 +117,7 @@ def block_decays(workspace: Workspace, segment: Segment) -> dict[str, float]:
     for layer in workspace.layers:
         each = [segment.weight_decay(name) for name in layer.parameter_names()]
         if len(set(each)) > 1:
-            warnings.warn(
+            warn(
                 f"layer {layer.name}: weight decay {each[0]} on the weight and {each[1]} on the "
                 "bias; the weight's is used for both",
                 stacklevel=2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from whence.errors import collected_warnings, warn
 from whence.operators import cost
 from whence.run import Segment
 from whence.table import byte_size
@@ -47,7 +47,7 @@ class Ledger:
         median = noted[str(segment)] = float(share.nanmedian().nan_to_num(1.0))  # 0/0: flat query
         if median < FORGOTTEN:
             about = self.diagnostics["segments"][segment]
-            warnings.warn(
+            warn(
                 f"segment {segment + 1} (updates {about['start']}..{about['end']}) is saturated: "
                 f"only {median:.1e} of what was learned before survives it, so earlier segments "
                 "score about zero. If that surprises you, check that losses() is scaled as in "
@@ -67,7 +67,7 @@ class Ledger:
         if most is not None and statistics["residual"] <= most:
             statistics = statistics | {"unconverged": 0}
         if statistics["unconverged"] and not any(s["unconverged"] for s in noted.values()):
-            warnings.warn(
+            warn(
                 f"conjugate gradients have not converged for {statistics['unconverged']} of "
                 f"{statistics['queries']} queries (relative residual up to "
                 f"{statistics['residual']:.1e} after {statistics['iterations']} iterations): raise "
@@ -98,6 +98,9 @@ class Ledger:
                 "residual": max(s["residual"] for s in solves),
             }
         self._add_sensitivity()
+        messages = dict.fromkeys([*self.tallies.get("warnings", []), *collected_warnings()])
+        if messages:
+            self.diagnostics["warnings"] = list(messages)
         return self.diagnostics
 
     def _add_sensitivity(self) -> None:
@@ -107,7 +110,7 @@ class Ledger:
         self.diagnostics["damping_sensitivity"] = shares
         median = float(np.median(list(shares.values())))
         if median > SENSITIVE:
-            warnings.warn(
+            warn(
                 f"scores are sensitive to the damping: raising it tenfold changes the median "
                 f"layer's score vector by {median:.0%}, so directions of hardly any curvature "
                 "dominate it. Compare Source(), which needs no inverse, or a larger damping",

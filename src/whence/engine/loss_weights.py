@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from whence.data import cut
+from whence.engine.trials import LOSSES, MEASUREMENTS
 from whence.engine.workspace import Workspace
+from whence.errors import warn
 from whence.layers.passes import Passes
 from whence.persist.identity import key_of
 from whence.run import Run
+from whence.study import task_identity
 
 
 def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
@@ -31,7 +33,7 @@ def ensemble_weights(workspace: Workspace) -> dict[str, Tensor] | None:
                     "is not defined: scores are averaged over runs as they are, with -∇L in place "
                     "of Q∇f"
                 )
-                warnings.warn(message, stacklevel=2)
+                warn(message, stacklevel=2)
                 workspace.ledger.diagnostics["ensemble"] = message
                 return None
             share = weights / len(runs)
@@ -48,10 +50,11 @@ def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
     identity = study.identity(run, stage, passes.tracked)
     settings = {
         "what": "loss by measurement",
-        # "used" does not matter, because all examples count; the probe is of the current run
-        "identity": {k: v for k, v in identity.items() if k not in ("used", "probe")},
-        "task": repr(study.tasks[stage]),
+        # "used" does not matter, because all examples count
+        "identity": {k: v for k, v in identity.items() if k != "used"},
+        "task": task_identity(study.tasks[stage], measured=True),
         "weights": run.final.sha256,
+        "losses": [workspace.losses(stage, run.final, what) for what in (LOSSES, MEASUREMENTS)],
         "dtype": passes.arithmetic,
     }
     key, store = key_of(settings), study.store(run)

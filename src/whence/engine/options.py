@@ -104,11 +104,16 @@ def check_count(name: str, value: Any) -> None:
         raise InvalidInput(f"{name}={value!r} must be a whole number, at least 1")
 
 
-def check_damping(damping: Any, positive: bool = False) -> None:
-    """Refuse a damping that is not a positive number, or zero where that is allowed."""
-    number = isinstance(damping, Real) and not isinstance(damping, bool)
-    if not (number and (float(damping) > 0 or (float(damping) == 0 and not positive))):
-        raise InvalidInput(f"damping={damping!r} must be {'' if positive else 'zero or '}positive")
+def check_damping(damping: Any) -> None:
+    """Refuse a damping that is not zero or a positive number."""
+    if isinstance(damping, bool) or not (isinstance(damping, Real) and float(damping) >= 0):
+        raise InvalidInput(f"damping={damping!r} must be zero or positive")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse a value that is not a positive number."""
+    if isinstance(value, bool) or not (isinstance(value, Real) and 0 < float(value) < float("inf")):
+        raise InvalidInput(f"{name}={value!r} must be a positive number")
 
 
 def check_share(name: str, value: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from whence.engine.trials import MEASUREMENTS
 from whence.engine.workspace import MEASUREMENT, Queries, Workspace
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock
@@ -20,6 +22,7 @@ from whence.persist.identity import key_of
 from whence.projections import Projection, Random, check, gather, moments, projected
 from whence.projections.projection import PROBED
 from whence.projections.random import shares
+from whence.study import task_identity
 
 
 class Space(Protocol):
@@ -65,12 +68,19 @@ class ProjectedSpace:
         for stage in study.stages:
             everyone, passes = np.arange(len(study.data[stage])), workspace.passes[stage]
             identity = study.identity(run, stage, passes.tracked) | {"used": "all"}
-            data.append(FitData(passes, study.data[stage], everyone, identity))
+            losses = partial(workspace.losses, stage)
+            data.append(FitData(passes, study.data[stage], everyone, identity, losses))
         settings = {
             "what": "moments of projected measurement gradients",
             "projection": [repr(part) for part in self.projection.parts],
             "identity": [part.identity for part in data],
-            "tasks": [[repr(study.tasks[s]), study.probe[s]["measurements"]] for s in study.stages],
+            "tasks": [
+                [
+                    task_identity(study.tasks[s], measured=True),
+                    workspace.losses(s, run.final, MEASUREMENTS),
+                ]
+                for s in study.stages
+            ],
             "weights": run.final.sha256,
             "dtype": workspace.final_passes.arithmetic,
         }

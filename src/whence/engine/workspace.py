@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from whence.data import Batches, cut
 from whence.engine.ledger import Ledger
 from whence.engine.options import ComputeOptions, allowance
+from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
 from whence.errors import InvalidInput
 from whence.layers.capture import LayerFactors, ParameterBlock, TrackedLayer
 from whence.layers.passes import Clock, Passes, Signal, Weights
@@ -32,8 +34,9 @@ from whence.operators import (
 )
 from whence.operators.fit import grouped
 from whence.operators.products import FactoredReadout, Readout, build
+from whence.persist.tried import Tried
 from whence.run import Run, Segment
-from whence.study import Study
+from whence.study import Study, task_identity
 
 if TYPE_CHECKING:
     from whence.engine.projected_space import Space
@@ -104,6 +107,7 @@ class Workspace:
     batch_size: int
     memory: int
     room: int | None = None
+    trials: Trials = field(kw_only=True)
     ledger: Ledger = field(default_factory=Ledger)
 
     reads_training_data: ClassVar[bool] = True
@@ -151,7 +155,8 @@ class Workspace:
             batch_size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
             batch_size = 1 << (batch_size.bit_length() - 1)
         room = int(FACTOR_SHARE[device.type] * memory) if device.type in FACTOR_SHARE else None
-        return cls(study, run, query, stages, passes, batch_size, memory, room)
+        trials = Trials(passes, batch_size)
+        return cls(study, run, query, stages, passes, batch_size, memory, room, trials=trials)
 
     def for_query(self, query: Batches, stages: list[str]) -> Self:
         """The same for other queries, with a new ledger."""
@@ -249,8 +254,7 @@ class Workspace:
             "run": self.run.fingerprint,
             "train": {s: study.identity(self.run, s, self.tracked) for s in study.stages},
             "query": None if self.query is None else self.query.fingerprint(),
-            "tasks": [repr(task) for task in study.tasks.values()],
-            "measured": study.probe[study.stages[-1]]["measurements"],
+            "tasks": [task_identity(task, measured=True) for task in study.tasks.values()],
             "dtype": self.final_passes.arithmetic,
         }
 
@@ -275,16 +279,40 @@ class Workspace:
         """What is stored with the scores in addition to the method's own settings."""
         return {}
 
+    def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
+        """What scores of the same identity must agree in: losses at these stages and weights, and
+        measurements of what is explained at the end. Or outputs, of both."""
+        trials = [self.trials(s, self.study.data[s], c, what) for s, c in places]
+        last, explained = self.study.stages[-1], what if what == OUTPUTS else MEASUREMENTS
+        query = self.study.data[last] if self.query is None else self.query
+        return together([*trials, self.trials(last, query, self.run.final, explained)])
+
+    def losses(
+        self, stage: str, checkpoint: Weights, what: str = LOSSES, observed: bool = False
+    ) -> str:
+        """The name of all losses (or measurements) of a stage at these weights.
+
+        Args:
+            observed: whether backward passes over all the data follow if nothing is cached.
+        """
+        data, cache = self.study.data[stage], self.study.store(self.run)
+        return self.trials.version(stage, data, checkpoint, what, cache, observed)
+
     # -- curvature -------------------------------------------------------------------------------
 
-    def fit_data(self, stages: Sequence[str]) -> list[FitData]:
-        """The data of these stages that the run trained on, and what it goes through."""
+    def fit_data(self, stages: Sequence[str], observed: bool = False) -> list[FitData]:
+        """The data of these stages that the run trained on, and what it goes through.
+
+        Args:
+            observed: whether it goes through backward passes, which show its losses.
+        """
         return [
             FitData(
                 self.passes[stage],
                 self.study.data[stage],
                 self.used(stage),
                 self.study.identity(self.run, stage, self.passes[stage].tracked),
+                partial(self.losses, stage, observed=observed),
             )
             for stage in stages
         ]
@@ -292,7 +320,7 @@ class Workspace:
     def fitter(self, stages: Sequence[str], fisher: str, seed: int, resident: int = 1) -> Fitter:
         """Fits curvature layer by layer on the data of these stages, pooled."""
         return Fitter(
-            self.fit_data(stages),
+            self.fit_data(stages, observed=True),
             self.study.store(self.run),
             self.batch_size,
             fisher=fisher,

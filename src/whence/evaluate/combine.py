@@ -230,8 +230,8 @@ def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Trut
 
 def _with_values(scores: Scores, values: Any) -> Scores:
     """Other values for the same queries and training examples."""
-    runs = {k: v for k, v in scores.diagnostics.items() if k == "runs"}
-    return scores.with_values(values, diagnostics=runs)
+    kept = {k: v for k, v in scores.diagnostics.items() if k in ("runs", "warnings")}
+    return scores.with_values(values, diagnostics=kept)
 
 
 def _deviations(scores: Scores, truth: Truth) -> Floats:
@@ -263,6 +263,7 @@ def _sum(inputs: Iterable[Scores], weights: Floats, truth: Truth) -> Scores:
     assert total is not None
     first = every[0]
     excluded = {str(part.get("name")): part for one in every for part in one.excluded}
+    messages = dict.fromkeys(message for one in every for message in one.warnings)
     return Scores(
         total.astype(np.result_type(*(one.values.dtype for one in every))),
         method="Combination",
@@ -271,6 +272,7 @@ def _sum(inputs: Iterable[Scores], weights: Floats, truth: Truth) -> Scores:
         unit=truth.unit,
         higher_is_better=first.higher_is_better,
         stage=None if first.stage is None else [truth.stage or first.stage[0]] * total.shape[1],
+        diagnostics={"warnings": list(messages)} if messages else None,
         provenance=first.provenance,
         excluded=list(excluded.values()),
     )

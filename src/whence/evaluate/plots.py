@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from whence.errors import InvalidInput, MissingDependency
+from whence.table import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from whence.evaluate.removal import SubsetRemoval
 
 StrPath = str | os.PathLike[str]
+T = TypeVar("T")
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -58,7 +60,7 @@ def plot_lds(
     """Bars with 95 % intervals, one method each; where runs were given one by one, the mean of the
     single runs (hatched) next to their ensemble. The dashed line is the noise ceiling of the truth.
     """
-    _check(results)
+    results = _named(results)
     both = any(found.single is not None for found in results.values())
     width = 0.36 if both else 0.6
     with _figure((1.9 + (0.8 if both else 0.6) * len(results), 3.0), path) as (fig, axis):
@@ -100,7 +102,7 @@ def plot_lds_over_alpha(
 ) -> Figure:
     """LDS with 95 % intervals over the share α of the data that the subsets hold, a line for each
     method; the noise ceiling in grey."""
-    _check(results)
+    results = _named(results)
     shares = sorted({found.alpha for series in results.values() for found in series})
     apart = 0.008 * (shares[-1] - shares[0])  # so that error bars stand next to each other
     ceilings: dict[float, float] = {}
@@ -135,7 +137,7 @@ def plot_removal(
             look = _look(k) | floor
             low, high = result.interval(name).T
             axis.fill_between(result.k, low, high, color=look["color"], alpha=0.12, linewidth=0)
-            axis.plot(result.k, result.flipped(name), label=name, **look)
+            axis.plot(result.k, result.flipped(name), label=_drawn(name), **look)
         if result.k[-1] > 12 * result.k[0]:
             axis.set_xscale("log")
             axis.minorticks_off()
@@ -152,7 +154,7 @@ def plot_mislabeled(
 ) -> Figure:
     """Share of the mislabelled examples found over the share of the data checked, most suspicious
     first; with the best possible curve, and that of luck."""
-    _check(results)
+    results = _named(results)
     with _figure((5.6, 2.9), path) as (fig, axis):
         for k, (name, result) in enumerate(results.items()):
             checked = np.linspace(0, 100, result.examples + 1)
@@ -246,6 +248,13 @@ def _look(k: int) -> dict[str, Any]:
     }
 
 
-def _check(results: Mapping[str, Any]) -> None:
+def _named(results: Mapping[str, T]) -> dict[str, T]:
+    """Results by the names to draw."""
     if not results:
         raise InvalidInput("results is empty: give at least one result, by the name of its method")
+    return {_drawn(name): result for name, result in results.items()}
+
+
+def _drawn(name: str) -> str:
+    """A name that matplotlib draws as it is: it takes what is between $ for TeX."""
+    return one_line(name).replace("$", r"\$")

@@ -29,7 +29,8 @@ from whence.data import Batches
 from whence.errors import InvalidInput, MissingKey
 from whence.explore.reading import Floats
 from whence.persist import locks
-from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
+from whence.persist.arrays import load_array, save_array
+from whence.persist.files import check_types, make_folder, read_json, write_json
 from whence.persist.identity import digest, sha256_of
 from whence.retrain import Training, Update
 from whence.retrain.grid import Grid
@@ -83,6 +84,7 @@ class Job:
     error: str | None = None
     seconds: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)  # the array's checksums
 
 
 @dataclass
@@ -267,8 +269,10 @@ class Jobs:
         """The measurements, once the job is done."""
         if job.state != DONE:
             return None
-        shape = (2, len(job.seeds), len(self.query))
-        before, after = load_array(self.folder / "jobs" / f"{job.id}.npy", shape, "float64")
+        entry = {"shape": [2, len(job.seeds), len(self.query)], "dtype": "float64"}
+        entry |= {name: job.measured[name] for name in ("crc32",) if name in job.measured}
+        remedy = "remove this retraining from the list, and request it again"
+        before, after = load_array(self.folder / "jobs" / f"{job.id}.npy", entry, remedy=remedy)
         return Outcome(before, after)
 
     def close(self, wait: float = 10.0) -> None:
@@ -351,7 +355,7 @@ class Jobs:
         job.notes["why"] = grid.notes.get("why")
         measured = rows.reshape(2, len(job.seeds), -1)
         job.notes["diverged"] = int(np.isnan(measured[..., 0]).sum())
-        save_array(self.folder / "jobs" / f"{job.id}.npy", measured)
+        job.measured = save_array(self.folder / "jobs" / f"{job.id}.npy", measured)
 
 
 def _read(file: Path) -> Job | None:
@@ -359,6 +363,8 @@ def _read(file: Path) -> Job | None:
     try:
         content = read_json(file, schema=SCHEMA)
         del content["schema"]
+        check_types(content, of=str, stage=str, examples=list, seeds=list, created=float)
+        check_types({"measured": {}} | content, state=str, notes=dict, measured=dict)
         return Job(**content) if content["id"] == file.stem else None
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         return None
@@ -367,13 +373,9 @@ def _read(file: Path) -> Job | None:
 def _hold(folder: Path) -> tuple[IO[bytes] | None, str | None]:
     """The folder's lock, or why we do not have it. The system releases it when the process dies."""
     file = locks.acquire(folder / "lock", wait=False)  # held as long as the explorer lives
-    if file is None:
-        who = (folder / "lock").read_text(errors="replace").strip()
-        return None, (
-            f"another explorer{f' ({who})' if who else ''} retrains in {folder}: close it, or "
-            "start this one with another folder (out=)"
-        )
-    file.truncate(0)
-    file.write(f"process {os.getpid()}".encode())
-    file.flush()
-    return file, None
+    if file is not None:
+        return file, None
+    return None, (
+        f"another explorer ({locks.holder(folder / 'lock')}) retrains in {folder}: close it, or "
+        "start this one with another folder (out=)"
+    )

@@ -21,6 +21,7 @@ from whence.explore.jobs import Jobs
 from whence.explore.scored_data import Given, ScoredData, open_scores
 from whence.present.check import check_data
 from whence.scores import Scores
+from whence.table import escaped
 
 if TYPE_CHECKING:
     from whence.retrain.recipe import Recipe
@@ -44,7 +45,7 @@ class Running:
     def __init__(self, explorer: Explorer, host: str, port: int) -> None:
         import uvicorn
 
-        from whence.explore.server import create_app
+        from whence.explore.server import Punctual, create_app
 
         self.explorer, self._token = explorer, secrets.token_urlsafe(32)
         self._socket = bind(host, port)
@@ -59,7 +60,7 @@ class Running:
             log_level="critical",  # `server` reports errors of requests
             access_log=False,  # the first address contains the token
             lifespan="off",
-            http="h11",
+            http=Punctual,
             h11_max_incomplete_event_size=2**17,  # a thousand ticked examples make a long address
             server_header=False,
             ws="none",
@@ -169,13 +170,13 @@ def serve(
         port=port,
         out=out,
     )
-    print(f"Exploring at {page.url}")
+    print(escaped(f"Exploring at {page.url}"))
     if page.explorer.refused is None:
         jobs = page.explorer.jobs
         assert jobs is not None
-        print(f"Retrainings are stored in {jobs.folder}.")
+        print(escaped(f"Retrainings are stored in {jobs.folder}."))
     else:
-        print(f"Retraining is not available: {page.explorer.refused}.")
+        print(escaped(f"Retraining is not available: {page.explorer.refused}."))
     print("Press Ctrl-C to stop.", flush=True)
     if open_browser:
         threading.Thread(target=_open, args=(page,), daemon=True).start()

@@ -265,7 +265,7 @@ class ScoredData:
                 )
             return -harm, "mean harm to the queries"
         if scores.top is None:
-            values = np.asarray(scores.values, np.float64)
+            values = np.asarray(scores.values[...], np.float64)
         else:
             values = np.full(scores.shape[0], np.nan)
             values[scores.top.columns.ravel()] = scores.top.values.ravel()

@@ -7,15 +7,19 @@ another origin, are refused before anything else is checked.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import json
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, quote
 
-from fastapi import Body, FastAPI, Query, Request
+from fastapi import Body, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import (
     HTMLResponse,
@@ -25,14 +29,17 @@ from fastapi.responses import (
     StreamingResponse,
 )
 from pydantic import Field
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as AnyHTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from whence.errors import InvalidInput
 from whence.explore.explorer import Explorer
 from whence.explore.reading import Busy
+from whence.table import escaped
 
 TOKEN = "x-whence-token"  # the header
 BODY = 2**20  # bytes of a request
+SECONDS = 20.0  # in which a request must arrive
 STATIC = {
     "views.js": ("whence.present", "text/javascript"),
     "whence.css": ("whence.present", "text/css"),
@@ -97,7 +104,11 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", []), *added]}
             await send(message)
 
-        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:  # one that is repeated fits nothing that is expected
+            given = headers.get(name.decode("latin-1"))
+            text = value.decode("latin-1")
+            headers[name.decode("latin-1")] = text if given is None else f"{given}, {text}"
         status, why = self.refuse(scope["method"], scope["path"], scope["query_string"], headers)
         if status:
             body = f"{why}\n".encode()
@@ -105,7 +116,7 @@ class Guard:
             await answer({"type": "http.response.start", "status": status, "headers": kind})
             await answer({"type": "http.response.body", "body": body})
             return
-        await self.app(scope, receive, answer)
+        await self.app(scope, _limited(receive), answer)
 
     def refuse(
         self, method: str, path: str, query: bytes, headers: Mapping[str, str]
@@ -133,10 +144,41 @@ class Guard:
                 "with ?token=... at its end"
             )
         if method == "POST":
+            if "transfer-encoding" in headers:
+                return 411, "411: send the body in one piece, with a content-length"
             length = headers.get("content-length", "")
             if not length.isdecimal() or len(length) > 9 or int(length) > BODY:
                 return 413, f"413: send a content-length of at most {BODY} bytes"
         return 0, ""
+
+
+def _limited(receive: Receive) -> Receive:
+    """`receive`, that neither reads a body without end nor waits for one without end."""
+    size, complete = 0, False
+
+    async def limited() -> Any:
+        nonlocal size, complete
+        if complete:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), SECONDS)
+        except TimeoutError:
+            raise HTTPException(408, "the rest of the request did not arrive") from None
+        size += len(message.get("body", b""))
+        complete = not message.get("more_body", False)
+        if size > BODY:
+            raise HTTPException(413, f"send at most {BODY} bytes")
+        return message
+
+    return limited
+
+
+class Json(JSONResponse):
+    """JSON in UTF-8, with halves of surrogate pairs, which it cannot hold, replaced."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace")
 
 
 def _cookie(header: str, name: str) -> str:
@@ -145,6 +187,36 @@ def _cookie(header: str, name: str) -> str:
     except CookieError:
         return ""
     return "" if cookie is None else cookie.value
+
+
+class Punctual(H11Protocol):
+    """A connection that is closed unless a whole request head arrives in time."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """Set the deadline while no request is being answered. More bytes do not move it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(SECONDS, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 def create_app(explorer: Explorer, token: str, hosts: frozenset[str]) -> Guard:
@@ -158,7 +230,9 @@ def create_app(explorer: Explorer, token: str, hosts: frozenset[str]) -> Guard:
     # cookies ignore ports: two explorers in one browser need two names
     ports = {host.rpartition(":")[2] for host in hosts}
     cookie = f"whence-token-{'-'.join(sorted(ports))}"
-    app = FastAPI(title="whence", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="whence", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=Json
+    )
     _pages(app, token, cookie)
     _reading(app, explorer)
     _retraining(app, explorer)
@@ -183,13 +257,13 @@ def _pages(app: FastAPI, token: str, cookie: str) -> None:
 
 
 def _reading(app: FastAPI, explorer: Explorer) -> None:
-    data = explorer.data
+    data, get = explorer.data, partial(app.get, response_model=None)
 
-    @app.get("/api/overview")
+    @get("/api/overview")
     def overview() -> dict[str, Any]:
         return explorer.overview()
 
-    @app.get("/api/queries")
+    @get("/api/queries")
     def queries(
         text: Text = "",
         label: Text = "",
@@ -202,11 +276,11 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
             text=text, label=label, wrong=wrong, order=order, offset=offset, limit=limit
         )
 
-    @app.get("/api/query")
+    @get("/api/query")
     def query(scores: Text, row: Count, k: Count = 10) -> dict[str, Any]:
         return explorer.query(scores, row, k)
 
-    @app.get("/api/examples")
+    @get("/api/examples")
     def examples(
         scores: Text,
         row: Count | None = None,
@@ -230,27 +304,27 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
             limit=limit,
         )
 
-    @app.get("/api/example")
+    @get("/api/example")
     def example(place: Count, scores: Text = "") -> dict[str, Any]:
         return explorer.example(scores, place)
 
-    @app.get("/api/rows")
+    @get("/api/rows")
     def rows(rows: Places = "") -> list[dict[str, Any]]:
         return explorer.queries(_places(rows))
 
-    @app.get("/api/chosen")
+    @get("/api/chosen")
     def chosen(places: Places = "") -> list[dict[str, Any]]:
         return explorer.examples(_places(places))
 
-    @app.get("/api/compare")
+    @get("/api/compare")
     def compare(a: Text, b: Text, row: Count, k: Count = 10) -> dict[str, Any]:
         return explorer.compare(a, b, row, k)
 
-    @app.get("/api/compare/overall")
+    @get("/api/compare/overall")
     def overall(a: Text, b: Text, k: Count = 10) -> dict[str, Any]:
         return explorer.overall(a, b, k)
 
-    @app.get("/api/audit")
+    @get("/api/audit")
     def audit(
         scores: Text,
         text: Text = "",
@@ -263,7 +337,7 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
             scores, text=text, label=label, stage=stage, offset=offset, limit=limit
         )
 
-    @app.get("/api/audit.csv")
+    @get("/api/audit.csv")
     def audit_csv(
         scores: Text, text: Text = "", label: Text = "", stage: Text = ""
     ) -> StreamingResponse:
@@ -275,35 +349,37 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
             headers={"content-disposition": f"attachment; filename*=UTF-8''{name}"},
         )
 
-    @app.get("/api/whatif")
+    @get("/api/whatif")
     def whatif(places: Places = "") -> dict[str, Any]:
         return explorer.what_if(_places(places))
 
 
 def _retraining(app: FastAPI, explorer: Explorer) -> None:
-    @app.get("/api/jobs")
+    get, post = partial(app.get, response_model=None), partial(app.post, response_model=None)
+
+    @get("/api/jobs")
     def jobs() -> dict[str, Any]:
         return explorer.list_jobs()
 
-    @app.get("/api/jobs/{name}")
+    @get("/api/jobs/{name}")
     def job(name: str) -> dict[str, Any]:
         return explorer.job(name)
 
-    @app.post("/api/jobs")
+    @post("/api/jobs")
     def submit(
         places: Annotated[list[Place], Body()], seeds: Annotated[int, Body()]
     ) -> dict[str, Any]:
         return explorer.submit(places, seeds)
 
-    @app.post("/api/jobs/{name}/cancel")
+    @post("/api/jobs/{name}/cancel")
     def cancel(name: str) -> dict[str, Any]:
         return explorer.cancel(name)
 
-    @app.post("/api/jobs/{name}/resume")
+    @post("/api/jobs/{name}/resume")
     def resume(name: str) -> dict[str, Any]:
         return explorer.resume(name)
 
-    @app.post("/api/jobs/{name}/remove")
+    @post("/api/jobs/{name}/remove")
     def remove(name: str) -> dict[str, Any]:
         return explorer.remove(name)
 
@@ -312,22 +388,22 @@ def _errors(app: FastAPI) -> None:
     """Send every error as one sentence for the page to show."""
 
     def with_status(status: int) -> Callable[[Request, Exception], JSONResponse]:
-        return lambda _, error: JSONResponse({"error": str(error.args[0])}, status)
+        return lambda _, error: Json({"error": str(error.args[0] if error.args else error)}, status)
 
     def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         parts = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
-        return JSONResponse({"error": "; ".join(parts)}, 422)
+        return Json({"error": "; ".join(parts)}, 422)
 
     def broken(_: Request, error: Exception) -> JSONResponse:
-        traceback.print_exception(error)
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+        print(escaped("".join(traceback.format_exception(error))), file=sys.stderr)
+        return Json({"error": f"{type(error).__name__}: {error}"}, 500)
 
     def refused(_: Request, error: Exception) -> JSONResponse:  # by FastAPI itself
-        assert isinstance(error, HTTPException)
-        return JSONResponse({"error": error.detail}, error.status_code)
+        assert isinstance(error, AnyHTTPException)
+        return Json({"error": error.detail}, error.status_code)
 
-    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(AnyHTTPException, refused)
     app.add_exception_handler(Busy, with_status(503))
     app.add_exception_handler(ValueError, with_status(400))
     app.add_exception_handler(KeyError, with_status(404))

@@ -7,7 +7,8 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,6 +35,8 @@ class TrainerRecorder:
         checkpoints: as for the Recorder.
         options: of the Recorder. They take precedence over the trainer's values.
     """
+
+    _unended: ClassVar[WeakValueDictionary[Path, Recorder]] = WeakValueDictionary()
 
     def __init__(
         self,
@@ -73,15 +76,16 @@ class TrainerRecorder:
                 attempt left.
         """
         failed, self._recorder = self._recorder, None
-        if failed is not None:  # an error ended that training without a call of the callback
-            failed.__exit__(RuntimeError, None, None)
+        left = self._unended.pop(self.path.resolve(), failed)
+        if left is not None:  # an error ended that training without a call of the callback
+            left.__exit__(RuntimeError, None, None)
         _refuse_shards(model)
         options: dict[str, Any] = {"total_steps": total_steps, "size": size, **self.options}
         options["notes"] = dict(notes) | dict(self.options.get("notes") or {})
         options["overwrite"] = self._overwrites(model, done) or (retried and failed is not None)
         recorder = Recorder(self.path, model, optimizer, checkpoints=self.checkpoints, **options)
         recorder.__enter__()
-        self._recorder = recorder
+        self._recorder = self._unended[self.path.resolve()] = recorder
         total_steps = options["total_steps"]
         if done and not recorder.updates and writes_run():
             warnings.warn(
@@ -105,6 +109,7 @@ class TrainerRecorder:
         """Finish the run. After an error, leave it unfinished."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
+            self._unended.pop(self.path.resolve(), None)
             recorder.__exit__(type(error) if error is not None else None, error, None)
 
     def _overwrites(self, model: nn.Module, done: int) -> bool:

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from whence.data import Batches
-from whence.errors import InvalidInput, NotFinite
+from whence.data import Batches, place
+from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
+from whence.layers.separate import Separation
 from whence.layers.tracked import Tracked
 from whence.table import listed
 from whence.task import Task, Uniform
 
+#: sees the data, indices, outputs and batch of every pass
+Observer = Callable[[Batches, np.ndarray, Tensor, Any], None]
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
 
 
@@ -129,7 +132,9 @@ class Passes:
         self.task, self.tracked = task, tracked
         self.clock, self.device = clock, clock.device
         self.dtype, self.workers, self.progress = dtype, workers, progress
-        self.step = -1  # of the loaded weights
+        self.step, self.sha256 = -1, ""  # of the loaded weights
+        self.observe: Observer | None = None
+        self._compared: set[tuple[int, str]] = set()  # datasets, by id, and signals
 
     @property
     def arithmetic(self) -> str:
@@ -140,7 +145,7 @@ class Passes:
     def load(self, checkpoint: Weights) -> None:
         """Use this checkpoint's weights in the following passes."""
         self.loaded.load(checkpoint)
-        self.step = checkpoint.step
+        self.step, self.sha256 = checkpoint.step, checkpoint.sha256
 
     def backward_passes(
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
@@ -156,15 +161,21 @@ class Passes:
     def _batch(
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
     ) -> Iterator[BackwardPass]:
-        with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
+        named = examples_of(data.name, indices)
+        with torch.enable_grad(), named, Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
+            if self.observe is not None:
+                self.observe(data, indices, outputs.detach(), batch)
             directions: list[tuple[Tensor, Tensor | None]]
             if signal.name == "exact":
                 factor = self.task.output_factor(outputs, batch)  # (n, c, k)
                 columns = factor.unbind(2)
                 directions = [(outputs, column.reshape(outputs.shape)) for column in columns]
             else:
-                directions = [(self._values(outputs, batch, indices, signal).sum(), None)]
+                values = self._values(outputs, batch, indices, signal)
+                directions = [(values.sum(), None)]
+        if signal.name != "exact":
+            self._check_separate(data, indices, values, signal)
         for layer in self.tracked.layers:
             problem = tape.problem(layer, len(indices))
             if problem:
@@ -179,6 +190,28 @@ class Passes:
             factors = tape.backward(output, gradient, mask, keep=not last)
             diagnosis = partial(self._diagnosis, data, indices, batch, signal)
             yield BackwardPass(indices, k == 1, last, self._checked(factors, seen, diagnosis))
+
+    def _check_separate(
+        self, data: Batches, indices: np.ndarray, values: Tensor, signal: Signal
+    ) -> None:
+        """Compare the first real batch of a dataset with some of its examples alone."""
+        if (id(data), signal.name) in self._compared or len(indices) < 2:
+            return
+        self._compared.add((id(data), signal.name))
+        values = values.detach()
+        if not bool(values.isfinite().all()):
+            return  # which is reported later, with the layer
+        rounded = bool(rounded_products(self.dtype, self.device))
+        separation = Separation(self.model, self.task, data, self.device, self.dtype, rounded)
+
+        def alone(index: int) -> Tensor:
+            batch = place(data.take([index]), self.device, self.dtype)
+            with torch.no_grad():
+                outputs = self.task.outputs(self.model, batch)
+                return self._values(outputs, batch, np.array([index]), signal)[0]
+
+        which = sorted({0, int(values.argmin()), int(values.argmax()), len(indices) - 1})
+        separation.compare(indices, values, which, alone, NAMES[signal.name])
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":
@@ -214,6 +247,7 @@ class Passes:
         plain = Signal("loss") if signal.name == "exact" else signal
         with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
             outputs = self.task.outputs(self.model, batch)
+            self._check_targets(data, indices, outputs, batch)
             values = self._values(outputs, batch, indices, plain)
             total = values.sum()
         for layer in self.tracked.layers:
@@ -229,6 +263,19 @@ class Passes:
                     what = f"the gradient at layer {layer.name}"
                     return self._not_finite(data, indices, bad, what)
         return self._not_finite(data, indices, ~values.isfinite(), f"the {NAMES[plain.name]}")
+
+    def _check_targets(
+        self, data: Batches, indices: np.ndarray, outputs: Tensor, batch: Any
+    ) -> None:
+        """Raise an error that names a wrong target. On a GPU, a task cannot read targets."""
+        cpu = torch.device("cpu")
+        try:
+            with examples_of(data.name, indices):
+                self.task.losses(outputs.detach().to(cpu), place(batch, cpu, self.dtype))
+        except InvalidTarget:
+            raise
+        except Exception:  # a task whose own tensors are on the device
+            return
 
     def _not_finite(self, data: Batches, indices: np.ndarray, bad: Tensor, what: str) -> str:
         examples = listed(indices[bad.cpu().numpy()])

@@ -8,7 +8,7 @@ handled exactly or excluded by name. No gradient is silently wrong.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from whence.layers.kind import kind_of
 from whence.task import Task
 
 FROZEN = "frozen: no update of the run moved it"
+UNRECORDED = "changed between checkpoints, but no recorded optimizer updates it"
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,19 @@ def find(
     model: nn.Module,
     task: Task,
     batch: Any,
-    single: Any,
     choose: Chooser | None = None,
     trained: Callable[[str], bool] | None = None,
+    untrained: Sequence[str] = (),
 ) -> Tracked:
     """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
-        single: the first of them alone, to check that examples do not mix.
         choose: which of the trackable layers to track; None is all.
         trained: whether training moved the parameter of this name. Layers that it did not move do
             not respond to the data, so they are not tracked. If it moved none, all are tracked, and
             the method reports the problem.
+        untrained: parameters that changed although no recorded optimizer trained them.
     """
     reasons: dict[str, str] = {}
     frozen: set[str] = set()
@@ -127,9 +128,9 @@ def find(
         else:
             usable.append(layer)
     usable.sort(key=tape.first_call)
-    _check_separate(model, task, losses, single)
     verified, positions = _verified(model, task, batch, usable, reasons)
     reasons.update(dict.fromkeys(frozen, FROZEN))
+    reasons.update({name: UNRECORDED for name in untrained if name in frozen})
     if not verified:
         raise InvalidInput(
             "no layer of the model can be tracked: "
@@ -191,25 +192,6 @@ def _candidates(
         )
         layer.modules.append(module)
     return list(layers.values())
-
-
-def _check_separate(model: nn.Module, task: Task, losses: Tensor, single: Any) -> None:
-    """Check that an example has the same loss alone as in a batch."""
-    mixed = (
-        "attribution needs examples that do not mix (batch norm without running statistics? a "
-        "collate function that changes examples? random augmentation?)"
-    )
-    try:
-        with torch.no_grad():
-            (alone,) = task.losses(task.outputs(model, single), single)
-    except ValueError as error:
-        raise InvalidInput(f"the model cannot take one example alone ({error}): {mixed}") from error
-    together = losses[0].detach()
-    if bool((alone - together).abs() > 1e-3 * (1 + together.abs())):
-        raise InvalidInput(
-            f"the loss of an example depends on the rest of its batch ({float(alone):.6g} alone, "
-            f"{float(together):.6g} in it): {mixed}"
-        )
 
 
 def _verified(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import torch
 
 from whence.data import Batches
 from whence.engine.options import ComputeOptions
+from whence.engine.trials import LOSSES
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput
-from whence.layers.passes import precision_as_asked
+from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
+from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
@@ -81,7 +82,7 @@ class Method(ABC):
         def each() -> Iterator[Scores]:
             for k, run in enumerate(study.runs):
                 folder = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
-                with torch.no_grad(), precision_as_asked():
+                with torch.no_grad(), precision_as_asked(), collect_warnings():
                     workspace = self.lay_out(study, run, query, options)
                     scores = self.score(workspace, folder, top, by_segment)
                 yield scores
@@ -108,9 +109,20 @@ class Method(ABC):
         )
 
     def writer(
-        self, workspace: Workspace, out: Folder, top: int | None, segments: int | None
+        self,
+        workspace: Workspace,
+        out: Folder,
+        top: int | None,
+        segments: int | None,
+        places: Iterable[tuple[str, Weights]],
+        what: str = LOSSES,
     ) -> ScoreWriter:
-        """Where this run's scores go. What is tallied on the way is kept with them."""
+        """Where this run's scores go. What is tallied on the way is kept with them.
+
+        Args:
+            places: the stages and weights at which training examples are looked at.
+            what: of them the scores depend on: losses, or only outputs.
+        """
         writer = ScoreWriter(
             out,
             None if workspace.query is None else len(workspace.query),
@@ -119,8 +131,14 @@ class Method(ABC):
             segments=segments,
             top=top,
             dtype=np.float64 if workspace.dtype == torch.float64 else np.float32,
+            tried=None if out is None else workspace.tried(places, what),
         )
         workspace.ledger.tallies = writer.account
+        for message in workspace.study.warnings(workspace.run):
+            warn(message, stacklevel=4)
+        messages = collected_warnings()
+        messages[:0] = [m for m in writer.account.get("warnings", []) if m not in messages]
+        writer.account["warnings"] = messages  # what is added later is saved with the progress
         return writer
 
     def key(self, workspace: Workspace) -> str:

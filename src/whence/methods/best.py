@@ -1,13 +1,13 @@
 """The truest scores we know from a run's checkpoints: SOURCE's averages, one matrix for all layers.
 
-    values[q, m] = -(1/N) ∇f(q)ᵀ (H̄ + λ)⁻¹ ḡ(m)                λ = 3 D⁻¹,  D = η̄K P̄
+    values[q, m] = -(1/N) ∇f(q)ᵀ (H̄ + λ)⁻¹ ḡ(m)                λ = δ D⁻¹,  D = η̄K P̄
 
 H̄ is the whole Gauss-Newton matrix, ḡ(m) an example's gradient, ∇f(q) the query's: all are means
-over the checkpoints of a stage. In the coordinates of SOURCE, M = D^½ H̄ D^½, it is the response
-(M + 3)⁻¹, which F_r(M + 3) equals to 5 %. Products with H̄ cost a pass over the data at every
-checkpoint, so few are taken: conjugate gradients start from the answer of coupled EK-FAC, which is
-their preconditioner. Through later stages the query gradient is carried by SOURCE's survival,
-exp(-M) with coupled EK-FAC.
+over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½ it is the response (M + δ)⁻¹, which is
+F_r(M + δ) to 5 % for δ = 3. A product with H̄ costs a pass over the data at every checkpoint, so few
+are taken: conjugate gradients are preconditioned by coupled EK-FAC, whose answer is their first
+direction. Through later stages the query gradient is carried by SOURCE's survival, exp(-M), with
+coupled EK-FAC.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whence.engine.dynamics import Rates
-from whence.engine.options import check_choice, check_count, check_damping
+from whence.engine.options import check_choice, check_count, check_positive
 from whence.engine.solvers import solved_at_once
 from whence.engine.workspace import Queries, Term, Workspace
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors, first_scored
@@ -26,7 +26,6 @@ from whence.operators.functions import survival as F_S
 from whence.operators.gauss_newton import GaussNewton
 from whence.run import Segment
 
-DAMPING = 3.0  # λD, chosen on digits and FashionMNIST: docs/best.md
 MOST_RESIDUAL = 0.5  # of conjugate gradients, without a warning: eight iterations leave about 0.1
 
 
@@ -50,8 +49,8 @@ class Best(SegmentedMethod):
 
     Args:
         iterations: of conjugate gradients, at most; a query that has converged takes no more.
-        damping: λ, or "auto" for 3/(η̄K P̄): no update has less, so nothing needs to be known of the
-            curvature.
+        relative_damping: λ, in units of 1/(η̄K P̄). The longer the training and the larger its
+            rates, the smaller λ is.
         stage: attribute to this stage's examples only (default: all stages').
         segments, curvature, fisher, query_at, floor, seed: as in `Source`; the curvature is the
             preconditioner's, layer by layer.
@@ -60,7 +59,7 @@ class Best(SegmentedMethod):
     def __init__(
         self,
         iterations: int = 8,
-        damping: float | str = "auto",
+        relative_damping: float = 3.0,
         stage: str | None = None,
         *,
         segments: int | str | Sequence[int] = "stages",
@@ -71,15 +70,14 @@ class Best(SegmentedMethod):
         seed: int = 0,
     ) -> None:
         check_count("iterations", iterations)
-        if damping != "auto":
-            check_damping(damping, positive=True)
+        check_positive("relative_damping", relative_damping)
         check_choice("curvature", curvature, KINDS)
+        self.iterations, self.relative_damping = iterations, relative_damping
         along: Any = {"query_at": query_at, "floor": floor, "seed": seed}
         super().__init__(segments, curvature, fisher, stage, **along)
-        self.iterations, self.damping = iterations, damping  # type: ignore[assignment]
 
     def settings(self) -> dict[str, Any]:
-        fixed = ("coupling", "weight_decay")
+        fixed = ("damping", "coupling", "weight_decay")
         return {k: v for k, v in super().settings().items() if k not in fixed}
 
     def rates(self, workspace: Workspace, segment: Segment) -> Rates:
@@ -94,8 +92,7 @@ class Best(SegmentedMethod):
         H = workspace.curvature(self.curvature, stages, points, D, **how)
         M = H.whitened(workspace.diagonal(D))
         c = coupling(M)
-        given: Any = self.damping
-        λ = BlockDiagonal({n: DAMPING / x if given == "auto" else given for n, x in D.items()})
+        λ = BlockDiagonal({name: self.relative_damping / x for name, x in D.items()})
         whole = workspace.gauss_newton(
             workspace.fit_data(stages),
             points,

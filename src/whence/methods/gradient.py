@@ -103,7 +103,8 @@ class GradientMethod(Method):
 
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
         terms = self.terms(workspace)
-        writer = self.writer(workspace, out, top, len(terms) if by_segment else None)
+        places = [(term.stage, c) for term in terms for c in term.checkpoints]
+        writer = self.writer(workspace, out, top, len(terms) if by_segment else None, places)
         if writer.already is not None:
             return writer.already
         if workspace.reads_training_data:

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.ledger import announce
+from whence.engine.trials import OUTPUTS
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, NotFinite
 from whence.layers.representation import representations
@@ -77,7 +78,8 @@ class RepSim(Method):
         self.metric, self.layer, self.stage = metric, layer, stage
 
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
-        writer = self.writer(workspace, out, top, 1 if by_segment else None)
+        places = [(stage, workspace.run.final) for stage in workspace.stages]
+        writer = self.writer(workspace, out, top, 1 if by_segment else None, places, OUTPUTS)
         if writer.already is not None:
             return writer.already
         tracked = workspace.tracked

@@ -6,7 +6,6 @@ yields the credit of each update to its examples.
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from whence.data import cut
 from whence.engine.ledger import announce
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
-from whence.errors import NotFinite
+from whence.errors import NotFinite, warn
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.persist.identity import key_of
@@ -71,14 +70,16 @@ class Unrolling(Method):
         if replay.unmodelled:
             modules = "; ".join(dict.fromkeys(replay.unmodelled))
             workspace.ledger.diagnostics["unmodelled"] = modules
-            warnings.warn(f"{modules}: gradients are taken without", stacklevel=3)
+            warn(f"{modules}: gradients are taken without", stacklevel=3)
         return ReplayWorkspace(**vars(workspace), replay=replay)
 
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
         assert isinstance(workspace, ReplayWorkspace)
         ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
-        writer = self.writer(workspace, out, top, len(ends) if by_segment else None)
-        snapshot = SweepSnapshot(None if out is None else Path(out) / "sweep.safetensors")
+        places = [(checkpoint.stage, checkpoint) for checkpoint in workspace.run.checkpoints]
+        writer = self.writer(workspace, out, top, len(ends) if by_segment else None, places)
+        path = None if out is None else Path(out) / "sweep.safetensors"
+        snapshot = SweepSnapshot(path, writer.of)
         if writer.already is not None:
             snapshot.discard()
             return writer.already
@@ -117,7 +118,7 @@ class Unrolling(Method):
     ) -> None:
         """Add up all credits of a block; resumes from the snapshot of an earlier call."""
         place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}
-        key = key_of({"scores": self.key(workspace), **place})
+        key = key_of({"scores": self.key(workspace), "losses": snapshot.of, **place})
         step, adjoint = workspace.replay.steps, None
         resumed = snapshot.load(key, total)
         if resumed is not None:

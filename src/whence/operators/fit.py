@@ -84,7 +84,7 @@ class Fitter:
 
     def covariances(self, checkpoint: Weights, whole: Sequence[str] = ()) -> Tensors:
         """ "<block>/A" and "<block>/S" at one checkpoint; R and L in the blocks `whole`."""
-        settings = {**self.settings, "what": "covariances", "weights": _identity(checkpoint)}
+        settings = {**self.settings, "what": "covariances", "weights": self._identity(checkpoint)}
         settings |= {"whole": list(whole)} if whole else {}
 
         def statistic(blocks: Sequence[ParameterBlock]) -> Covariances:
@@ -193,6 +193,12 @@ class Fitter:
 
     # -- the cache -------------------------------------------------------------------------------
 
+    def _identity(self, checkpoint: Weights) -> list[str]:
+        """Weights by content; by step, because pseudo-targets are drawn again at each; and by the
+        losses there."""
+        losses = [part.losses(checkpoint) for part in self.data]
+        return [f"{checkpoint.sha256}@{checkpoint.step}", *losses]
+
     @property
     def settings(self) -> dict[str, Any]:
         """What every cached result depends on."""
@@ -206,15 +212,15 @@ class Fitter:
     def _factor_settings(
         self, kind: type[Factored], checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Any]:
-        weights = [_identity(c) for c in checkpoints]
+        weights = [self._identity(c) for c in checkpoints]
         return {**self.settings, "curvature": kind.kind, "diagonal": diagonal, "weights": weights}
 
     def _squares_settings(
         self, kind: str, checkpoint: Weights, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Any]:
-        basis = None if kind == "diagonal" else [_identity(c) for c in checkpoints]
+        basis = None if kind == "diagonal" else [self._identity(c) for c in checkpoints]
         about = {"what": "squares", "kind": kind, "basis": basis, "diagonal": diagonal}
-        return {**self.settings, **about, "weights": _identity(checkpoint)}
+        return {**self.settings, **about, "weights": self._identity(checkpoint)}
 
     def _with_other_diagonal(
         self, kind: type[Factored], checkpoints: Sequence[Weights], diagonal: bool
@@ -292,11 +298,6 @@ class Fitter:
         eigenvalues = factors[f"{name}/eigenvalues"].to(self.device, self.accumulator)
         basis = Basis(x["outputs"], x["inputs"]) if "outputs" in x else None
         return EigenFactors(eigenvalues, basis, x.get("diagonal"))
-
-
-def _identity(checkpoint: Weights) -> str:
-    """Weights by content; and by step, because pseudo-targets are drawn again at each."""
-    return f"{checkpoint.sha256}@{checkpoint.step}"
 
 
 def _has_bases(kind: type[Factored]) -> bool:

@@ -8,7 +8,6 @@ counts as 0, as published. H is symmetric, so the iteration is that of Lanczos.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.krylov import Lanczos
 from whence.operators.operator import Inverse
@@ -60,6 +59,7 @@ class LowRank:
             "identity": [dict(part.identity) for part in H.data],
             "chosen": [key_of({"indices": part.indices.tolist()}) for part in H.data],
             "weights": H.checkpoints[0].sha256,
+            "losses": [part.losses(H.checkpoints[0]) for part in H.data],
             "layers": list(H.space.blocks),
             "dtype": H.data[0].passes.arithmetic,
             "seed": seed,
@@ -78,7 +78,7 @@ class LowRank:
         residuals = pairs["residuals"] / values
         rough = int((residuals > ROUGH).sum())
         if rough:
-            warnings.warn(
+            warn(
                 f"{rough} of the {len(values)} leading eigenvectors are only roughly known after "
                 f"{steps} iterations: raise iterations, or lower rank to {len(values) - rough}",
                 stacklevel=2,

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,12 +34,14 @@ class FitData:
         indices: the examples the run really used.
         identity: what makes two fits the same besides weights and settings (data, task, model,
             layers).
+        losses: the digest of the losses of all examples at given weights.
     """
 
     passes: Passes
     data: Batches
     indices: NDArray[np.int64]
     identity: Mapping[str, Any]
+    losses: Callable[[Weights], str]
 
     def batches(self, size: int) -> list[NDArray[np.int64]]:
         return [self.indices[b] for b in cut(len(self.indices), size)]

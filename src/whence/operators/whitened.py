@@ -7,7 +7,6 @@ that H does not tie together are solved one after another.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whence.data import cut
+from whence.errors import warn
 from whence.layers.passes import products_as
 from whence.operators.krylov import Product, Solution, conjugate_gradients, matrix_functions
 from whence.operators.operator import Function, Inverse, Operator
@@ -102,7 +102,7 @@ class Whitened(Operator[BlockVectors]):
                     self._product(shapes, right), precondition, right, CG_STEPS, tolerance
                 )
             if bool((solution.steps == CG_STEPS).any()):
-                warnings.warn(
+                warn(
                     f"the inverse of {_named(names)} is only known to "
                     f"{float(solution.residuals.max()):.0e} after {CG_STEPS} steps of conjugate "
                     "gradients: raise the damping, or use dtype=torch.float64",
@@ -140,7 +140,7 @@ class Whitened(Operator[BlockVectors]):
         residual, steps = float(solution.residuals.max()), int(solution.steps.max())
         noted = self.H.tallies.setdefault("lanczos", {"iterations": 0, "residual": 0.0})
         if residual > tolerance >= noted["residual"]:
-            warnings.warn(
+            warn(
                 f"the dynamics of {_named(names)} are only known to {residual:.0e} after {STEPS} "
                 "Lanczos steps: use dtype=torch.float64, or a larger floor (for Adam)",
                 stacklevel=2,

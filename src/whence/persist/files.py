@@ -5,46 +5,45 @@ Nothing is ever pickled or unpickled.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import platform
 import re
+import secrets
 import time
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from whence.errors import InvalidInput, MissingFile, NotAFolder
+from whence.errors import DamagedFile, DiskFull, InvalidInput, InvalidType, NotAFolder, WhenceError
 
 REMEDY = "restore it from a copy, or compute it again"
 
 # Temporary files: ours, with their writer's machine and process, and those of safetensors.
 TEMPORARY = re.compile(
-    r"\..+\.(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-\d+\.tmp|\.tmp[A-Za-z0-9]{6}"
+    r"\..+\.(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]+\.tmp|\.tmp[A-Za-z0-9]{6}"
 )
 ABANDONED = 3600.0  # seconds without a change, after which the writer is taken to be dead
-_NUMBERS = count()
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CHECKSUM = "checksum"  # the name of the checksum in a JSON file
 
 SAVING_SHARE = 0.03  # of the time, at most, is spent on saving unfinished work
 FREE = 0.01  # seconds; saving that takes less is not counted
-
-
-class DamagedFile(OSError, ValueError):
-    """A file that is truncated, altered, or not of the format it should have."""
 
 
 def damaged(path: Path, reason: object, remedy: str = REMEDY) -> DamagedFile:
     """The error for a damaged file: what is wrong with it (text, or an exception), what to do."""
     if isinstance(reason, KeyError):
         reason = f"{reason} is missing"
+    elif isinstance(reason, Exception) and not isinstance(reason, WhenceError):
+        reason = f"{type(reason).__name__}: {reason}"
     return DamagedFile(f"{path} is damaged ({reason}): {remedy}")
 
 
@@ -60,21 +59,46 @@ def atomic(path: Path) -> Iterator[Path]:
     """
     temporary = _temporary(path)
     try:
-        with open(temporary, "xb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-        yield temporary
-        if temporary.stat().st_mode != mode:  # safetensors lets only the owner read its files
-            os.chmod(temporary, mode)
-        move_into_place(temporary, path)
+        with naming_full_disk(path):
+            with open(temporary, "xb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+            yield temporary
+            if temporary.stat().st_mode != mode:  # safetensors lets only the owner read its files
+                os.chmod(temporary, mode)
+            move_into_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Report a write that fails for lack of space, the disk's or a limit's."""
+    try:
+        yield
+    except Exception as error:
+        words = str(error)  # safetensors: "(os error 28)"; NumPy: "9 requested and 3 written"
+        full = "requested and" in words or any(f"(os error {code})" in words for code in FULL)
+        if isinstance(error, OSError) and error.errno is not None:
+            full = error.errno in FULL
+        if not full or isinstance(error, WhenceError):
+            raise
+        raise DiskFull(
+            f"{path} cannot be written, because the disk is full ({error}): free some space, and "
+            "make the same call again. What was there before is unharmed"
+        ) from error
+
+
 def move_into_place(written: Path, path: Path) -> None:
     """Sync a finished file to disk and rename it, so that `path` survives a power failure."""
-    with open(written, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(written, path)
+    with naming_full_disk(path):
+        with open(written, "rb+") as file:
+            os.fsync(file.fileno())
+        try:
+            os.replace(written, path)
+        except IsADirectoryError as error:
+            raise InvalidInput(
+                f"{path} is a folder, where a file is to be written: move it away"
+            ) from error
     with suppress(OSError):  # folders cannot be synced on Windows and on some network disks
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -88,13 +112,16 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: Any, *, checksum: bool = True) -> None:
+    """Write a JSON object, by default with a checksum, which `read_json` verifies."""
+    if checksum:
+        content = {**content, CHECKSUM: _checksum(json.loads(json.dumps(content)))}
     write_bytes(path, json.dumps(content, indent=2).encode())
 
 
-def save_array(path: Path, array: NDArray[Any]) -> None:
-    with atomic(path) as temporary, open(temporary, "wb") as file:
-        np.save(file, array, allow_pickle=False)
+def _checksum(content: Mapping[str, Any]) -> str:
+    """A digest of values, not of layout: a file may be indented in another way."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def make_folder(path: Path) -> None:
@@ -156,7 +183,7 @@ def remove_abandoned(folder: Path) -> None:
 
 def _temporary(path: Path) -> Path:
     """A name that no other process, thread or machine uses."""
-    writer = f"{_machine()}-{os.getpid()}-{next(_NUMBERS)}"
+    writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
     return path.with_name(f".{path.name}.{writer}.tmp")
 
 
@@ -183,26 +210,64 @@ def _runs(process: int) -> bool:
 # --- reading ------------------------------------------------------------------------------------
 
 
+@contextmanager
+def parsing(path: Path, remedy: str = REMEDY) -> Iterator[None]:
+    """Report whatever goes wrong while the content of a file is taken apart as damage to it."""
+    try:
+        yield
+    except (DamagedFile, FileNotFoundError, PermissionError):
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise damaged(path, error, remedy) from error
+
+
 def read_json(path: Path, *, schema: int | None = None, remedy: str = REMEDY) -> dict[str, Any]:
-    """The object in a JSON file.
+    """The object in a JSON file, without its checksum, which is verified.
 
     Args:
         schema: the schema version that it must have (None: it has no version).
         remedy: what to do if the file is damaged.
 
     Raises:
-        DamagedFile: the file is not a JSON object.
-        ValueError: the file has another schema version.
+        DamagedFile: the file is not a JSON object, or was altered.
+        InvalidInput: the file has another schema version.
     """
-    try:
+    with parsing(path, remedy):
         content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise damaged(path, error, remedy) from error
     if not isinstance(content, dict):
         raise damaged(path, f"{type(content).__name__} instead of an object", remedy)
     if schema is not None:
         check_schema(path, content, schema, remedy)
+    checksum = content.pop(CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(content):
+        reason = f"altered: its checksum does not fit. If you edited it, delete its {CHECKSUM!r}"
+        raise damaged(path, reason, remedy)
+    if checksum is None and schema is not None:
+        warnings.warn(
+            f"{path} has no checksum, as earlier versions of whence wrote it: damage to it and to "
+            "the arrays that it describes is not noticed. To add checksums, save or compute it "
+            "again",
+            stacklevel=3,
+        )
     return content
+
+
+def check_types(content: Mapping[str, Any], **kinds: type | tuple[type, ...]) -> None:
+    """Refuse values of another type than these. Call it inside `parsing`, which names the file."""
+    for name, kind in kinds.items():
+        value = content[name]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise InvalidType(f"{name} is a {type(value).__name__}")
 
 
 def check_schema(path: Path, content: Mapping[str, Any], schema: int, remedy: str = REMEDY) -> None:
@@ -214,39 +279,3 @@ def check_schema(path: Path, content: Mapping[str, Any], schema: int, remedy: st
             f"{path} has schema {content['schema']!r}, this whence reads {schema}: use the version "
             "of whence that wrote it"
         )
-
-
-def load_array(
-    path: Path,
-    shape: tuple[int, ...] | None = None,
-    dtype: str | None = None,
-    *,
-    mode: Literal["r", "c"] | None = "r",
-    remedy: str = REMEDY,
-) -> NDArray[Any]:
-    """The array in a .npy file.
-
-    Args:
-        shape, dtype: what the array must have, according to the file that describes it.
-        mode: how it is mapped into memory ("r": read-only, "c": changes stay in memory); None
-            reads it.
-        remedy: what to do if the file is missing or damaged.
-    """
-    try:
-        array = np.load(path, mmap_mode=mode, allow_pickle=False)
-    except FileNotFoundError as error:
-        raise MissingFile(f"{path} is missing: {remedy}") from error
-    except PermissionError:
-        raise
-    except (ValueError, OSError, EOFError) as error:
-        raise damaged(path, f"truncated, or not a .npy file: {error}", remedy) from error
-    if not isinstance(array, np.ndarray):
-        raise damaged(path, "an archive instead of an array", remedy)
-    if (shape is not None and array.shape != shape) or (dtype and str(array.dtype) != dtype):
-        raise damaged(
-            path,
-            f"{array.dtype} of shape {array.shape}, but its description says {dtype} of shape "
-            f"{shape}: the files do not belong together",
-            remedy,
-        )
-    return array

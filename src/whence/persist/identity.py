@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+PLAIN = (bool, int, float, complex, str, bytes, np.generic)  # repr shows all of their content
+
+NAMED = (torch.dtype, torch.device)
 
 
 def sha256_of(*parts: str | bytes | NDArray[Any] | Tensor) -> str:
@@ -35,7 +40,12 @@ def sha256_of(*parts: str | bytes | NDArray[Any] | Tensor) -> str:
 
 def key_of(settings: Mapping[str, Any]) -> str:
     """A name for settings: the first half of the digest of their canonical JSON."""
-    return sha256_of(json.dumps(settings, sort_keys=True, default=str))[:32]
+    return sha256_of(json.dumps(settings, sort_keys=True, default=_as_text))[:32]
+
+
+def _as_text(value: Any) -> str:
+    """What JSON cannot hold: by its text if that is all of it, or else by its content."""
+    return str(value) if isinstance(value, (Path, *PLAIN, *NAMED)) else digest(value)
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -49,16 +59,74 @@ def file_sha256(path: Path) -> str:
 
 
 def digest(value: Any) -> str:
-    """The digest of a batch, or of anything it may consist of; dtypes and shapes count."""
+    """The digest of a batch or of a setting, by content; dtypes and shapes count.
+
+    An object is digested field by field, a function by its code and by the values it captures.
+    Whatever has no readable content (a lock, an open file) counts by its type only.
+    """
+    return _digest(value, {})
+
+
+def _digest(value: Any, known: dict[int, tuple[Any, str]]) -> str:
+    """Args:
+    known: digests of the objects so far, by id; of one that contains itself, its number.
+    """
     if isinstance(value, Tensor):
         return sha256_of(f"{value.dtype}{tuple(value.shape)}", value)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return sha256_of(f"{value.dtype}{value.shape}", value)
+    if value is None or isinstance(value, PLAIN):
+        return sha256_of(repr(value))
+    if id(value) not in known:
+        known[id(value)] = value, f"object {len(known)}"  # holds the value, so its id stays its own
+        known[id(value)] = value, _digest_parts(value, known)
+    return known[id(value)][1]
+
+
+def _digest_parts(value: Any, known: dict[int, tuple[Any, str]]) -> str:
     if isinstance(value, Mapping):
-        return sha256_of(*(f"{key}={digest(value[key])}" for key in sorted(value)))
-    if isinstance(value, (tuple, list)):
-        return sha256_of(*map(digest, value))
-    return sha256_of(repr(value))
+        try:
+            keys = sorted(value)
+        except TypeError:  # keys of several types
+            keys = sorted(value, key=repr)
+        return sha256_of(*(f"{key}={_digest(value[key], known)}" for key in keys))
+    if isinstance(value, (set, frozenset)):
+        return sha256_of("set", *sorted(_digest(item, known) for item in value))
+    parts = value if isinstance(value, (tuple, list)) else _parts(value)
+    return sha256_of(*(_digest(part, known) for part in parts))
+
+
+def _parts(value: Any) -> list[Any]:
+    """What an object consists of, in values that are simpler."""
+    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    if isinstance(value, np.ndarray):  # of objects: its bytes are memory addresses
+        return [value.shape, value.ravel().tolist()]
+    if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
+        return [name, getattr(value, "__name__", "")]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType):
+        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_consts, value.co_names, value.co_varnames]
+    owner = f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # it cannot be copied, so its fields are all there is to read
+        return [owner, getattr(value, "__dict__", None)]
+    if isinstance(reduced, str):  # the name of a global object
+        return [owner, reduced]
+    make, arguments, *state = reduced
+    items = [list(part) if isinstance(part, Iterator) else part for part in state]
+    return [owner, getattr(make, "__qualname__", ""), arguments, *items]
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 def _bytes(tensor: Tensor) -> memoryview | bytes:

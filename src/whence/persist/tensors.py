@@ -7,7 +7,7 @@ data, task, layers and settings. So nothing stale is ever reused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,16 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from whence.persist.files import REMEDY, Throttle, atomic, damaged, make_folder
-from whence.persist.identity import tensors_sha256
+from whence.persist.files import (
+    CHECKSUM,
+    REMEDY,
+    Throttle,
+    atomic,
+    damaged,
+    make_folder,
+    parsing,
+)
+from whence.persist.identity import sha256_of, tensors_sha256
 
 SNAPSHOT_SECONDS = 20.0
 REFIT = "delete it to fit it again"
@@ -44,10 +52,17 @@ def serialize(tensors: Mapping[str, Tensor]) -> bytes:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write tensors and what is to be known about them, as JSON, with a checksum."""
     separate = independent(tensors)
-    text = json.dumps({**about, "sha256": tensors_sha256(separate)}, default=str)
+    plain = json.loads(json.dumps(about, default=str))
+    text = json.dumps({**plain, CHECKSUM: _checksum(separate, plain)})
     with atomic(path) as temporary:
         # One metadata entry, because the order of several varies.
         safetensors.torch.save_file(separate, temporary, {"about": text})
+
+
+def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    """A digest of the tensors, with names, dtypes and shapes, and of what is known about them."""
+    forms = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
+    return sha256_of(json.dumps([forms, about], sort_keys=True), tensors_sha256(tensors))
 
 
 def load_tensors(
@@ -63,19 +78,21 @@ def load_tensors(
     Raises:
         DamagedFile: the file is truncated or altered.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            about: dict[str, Any] = dict(file.metadata() or {})
+    with parsing(path, remedy):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                about: dict[str, Any] = dict(file.metadata() or {})
+        except SafetensorError as error:
+            raise damaged(path, f"truncated, or not a safetensors file: {error}", remedy) from error
         about |= json.loads(about.pop("about", "{}"))
-    except (FileNotFoundError, PermissionError):
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise damaged(path, f"truncated, or not a safetensors file: {error}", remedy) from error
-    checksum = about.pop("sha256", None)
-    if checksum is None and checksum_required:
+    # Earlier versions had a checksum of the names and bytes only, or none.
+    checksum, bytes_only = about.pop(CHECKSUM, None), about.pop("sha256", None)
+    if checksum is None and bytes_only is None and checksum_required:
         raise damaged(path, "it has no checksum", remedy)
-    if checksum is not None and checksum != tensors_sha256(tensors):
+    if (checksum is not None and checksum != _checksum(tensors, about)) or (
+        bytes_only is not None and bytes_only != tensors_sha256(tensors)
+    ):
         raise damaged(path, "altered: its checksum does not fit", remedy)
     return tensors, about
 
@@ -90,14 +107,16 @@ class FactorCache:
         self.folder = folder
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._throttle = Throttle(SNAPSHOT_SECONDS)
+        self.before_saving: dict[str, Callable[[], None]] = {}  # what entries depend on, by its key
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         if self.folder is None:
             return self._memory.get(key)
-        path = self._path(key)
-        return load_tensors(path, remedy=REFIT)[0] if path.exists() else None
+        entry = self._load(self._path(key))
+        return None if entry is None else entry[0]
 
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+        self._save_dependencies()
         if self.folder is None:
             self._memory[key] = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             return
@@ -111,10 +130,8 @@ class FactorCache:
 
     def snapshot(self, key: str) -> tuple[dict[str, Tensor], dict[str, int]] | None:
         """The totals of a pass that was interrupted, and how far it had come."""
-        if self.folder is None or not self._partial(key).exists():
-            return None
-        totals, about = load_tensors(self._partial(key), remedy=REFIT)
-        return totals, about["position"]
+        entry = None if self.folder is None else self._load(self._partial(key))
+        return None if entry is None else (entry[0], entry[1]["position"])
 
     def offer_snapshot(
         self, key: str, tensors: Mapping[str, Tensor], position: dict[str, int]
@@ -122,7 +139,19 @@ class FactorCache:
         """Save the totals of a pass if it is time to."""
         if self.folder is not None and self._throttle.due():
             with self._throttle.saving():
+                self._save_dependencies()
                 self._save(self._partial(key), tensors, {"position": position})
+
+    @staticmethod
+    def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        try:
+            return load_tensors(path, remedy=REFIT)
+        except FileNotFoundError:  # not there yet, or another process has just removed it
+            return None
+
+    def _save_dependencies(self) -> None:
+        for save in list(self.before_saving.values()):
+            save()
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
         make_folder(path.parent)

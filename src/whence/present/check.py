@@ -124,7 +124,7 @@ def _check_contents(
         by_content = Batches(name, Subset(dataset, range(len(dataset))), collate)
         if by_content.fingerprint() == known:
             return []
-    random = "" if data.steady else "; it is random (augmented?), which explains the difference"
+    random = "; it is random (augmented?), which explains the difference" if data.moving else ""
     raise InvalidInput(
         f"{name} is not what the scores were computed from: its content or order differs"
         f"{random}. Give the same data in the same order, or skip the check with check=False "

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from whence.errors import InvalidInput, InvalidType
-from whence.task import LABEL_KEYS, Classification, Regression, Task
+from whence.task import IGNORED, LABEL_KEYS, SUM_TOLERANCE, Classification, Regression, Task
 
 Renderer = Callable[[Any], Any]
 Rendered = dict[str, Any]
@@ -31,6 +31,7 @@ QUERY_SIZE = 128  # pixels of a query's image
 CHARACTERS = 2000  # shown of a text
 CELLS = 60  # shown of a row
 LOOKED_AT = 64  # labels from which it is seen whether they name classes
+MAX_CLASSES = 4096  # numbers in a target that may be one per class
 # flat vectors of these lengths are more likely images than rows: shape (c, h, w)
 FLAT = {64: (1, 8, 8), 256: (1, 16, 16), 784: (1, 28, 28), 1024: (1, 32, 32)}
 FLAT |= {3072: (3, 32, 32), 4096: (1, 64, 64), 12288: (3, 64, 64)}
@@ -256,15 +257,27 @@ class Examples:
         label = self.labels[index] if self.labels is not None else _target(example)
         if isinstance(label, (Tensor, np.ndarray, np.generic)):
             if math.prod(label.shape) != 1:
-                return None
+                return self._label_of_vector(np.asarray(label))
             label = label.item()
         if label is None or isinstance(label, (list, tuple, Mapping)):
             return None
         if isinstance(label, float) and not label.is_integer():
             return f"{label:.4g}"
         if isinstance(label, (bool, int, float)) and math.isfinite(label):
-            return self.class_name(int(label))
+            return None if label == IGNORED else self.class_name(int(label))
         return _cut(str(label), 80)[0] or None
+
+    def _label_of_vector(self, label: NDArray[Any]) -> str | None:
+        """The most probable class of one-hot and soft targets; of several labels, those given."""
+        if label.ndim != 1 or label.dtype.kind not in "buif" or len(label) > MAX_CLASSES:
+            return None
+        label = label.astype(np.float64)
+        if (label >= 0).all() and abs(label.sum() - 1) <= SUM_TOLERANCE:
+            return self.class_name(int(label.argmax()))
+        if not np.isin(label, (0, 1, IGNORED)).all():
+            return None
+        numbers = np.flatnonzero(label == 1).tolist()
+        return _cut(", ".join(map(self.class_name, numbers)), 80)[0] or None
 
 
 def check_display_options(

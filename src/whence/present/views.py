@@ -126,10 +126,11 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
                 # each query shows its own
                 k: {n: x for n, x in v.items() if n not in PER_QUERY} if k == "calibration" else v
                 for k, v in scores.diagnostics.items()
-                if k != "segments"
+                if k not in ("segments", "warnings")
             }
         ),
         "provenance": _facts(facts),
+        "warnings": scores.warnings,
         "notes": notes,
     }
 

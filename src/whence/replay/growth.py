@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whence.errors import NotFinite
+from whence.errors import NotFinite, warn
 from whence.replay.objective import Tensors
 from whence.replay.sweep import ReplayWorkspace
 from whence.replay.training import Adjoint
@@ -48,7 +47,7 @@ def growth_summary(tallies: dict[str, Any]) -> dict[str, float]:
     }
     worst = max(growth, key=lambda step: growth[step], default=None)
     if worst is not None and growth[worst] > CHAOS:
-        warnings.warn(
+        warn(
             f"going back to update {worst}, the derivative of this training has grown "
             f"{growth[worst]:.2g} times: it is chaotic, and the exact derivative of one "
             "trajectory says little about retraining. Use Unrolled(curvature='gauss-newton', "

@@ -18,12 +18,13 @@ from torch import Tensor
 from whence.data import Batches
 from whence.engine.workspace import Workspace
 from whence.operators import cost
-from whence.persist.files import Throttle
+from whence.persist.files import Throttle, parsing
 from whence.persist.tensors import load_tensors, save_tensors
 from whence.replay.training import Adjoint, Indices, Replay, Update
 from whence.run import Run
 
 SNAPSHOT_SECONDS = 60.0  # between two snapshots of a sweep
+REMEDY = "delete it to start over"
 MAX_PENDING = 64  # credits on the device before they are fetched
 
 
@@ -146,8 +147,11 @@ class CreditSum:
 class SweepSnapshot:
     """The state of a sweep on disk, from which an interrupted one resumes with the same bits."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path, self._throttle = path, Throttle(SNAPSHOT_SECONDS)
+    def __init__(self, path: Path | None, of: str = "") -> None:
+        """Args:
+        of: the digest of the losses that the sweep is of.
+        """
+        self.path, self.of, self._throttle = path, of, Throttle(SNAPSHOT_SECONDS)
 
     def due(self) -> bool:
         return self.path is not None and self._throttle.due()
@@ -179,18 +183,17 @@ class SweepSnapshot:
         """
         if self.path is None or not self.path.exists():
             return None
-        tensors, progress = load_tensors(
-            self.path, remedy="delete it to start over", checksum_required=False
-        )
+        tensors, progress = load_tensors(self.path, remedy=REMEDY, checksum_required=False)
         if progress.get("key") != key:
             return None
-        total.values, total.here = (tensors.pop(name).numpy() for name in ("values", "here"))
-        total.segment, total.magnitudes = progress["segment"], progress["magnitudes"]
-        adjoint: Adjoint = {}
-        for name, tensor in tensors.items():
-            slot, parameter = name.split("/", 1)
-            adjoint.setdefault(parameter, {})[slot] = tensor
-        return progress["step"], adjoint, progress["account"]
+        with parsing(self.path, REMEDY):
+            total.values, total.here = (tensors.pop(name).numpy() for name in ("values", "here"))
+            total.segment, total.magnitudes = progress["segment"], progress["magnitudes"]
+            adjoint: Adjoint = {}
+            for name, tensor in tensors.items():
+                slot, parameter = name.split("/", 1)
+                adjoint.setdefault(parameter, {})[slot] = tensor
+            return progress["step"], adjoint, progress["account"]
 
     def discard(self) -> None:
         if self.path is not None:

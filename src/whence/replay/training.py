@@ -10,7 +10,6 @@ weights and optimizer state.
 from __future__ import annotations
 
 import json
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from whence.data import cut, place
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput, NotFinite
+from whence.errors import InvalidInput, NotFinite, warn
 from whence.persist.identity import sha256_of
 from whence.replay.objective import Objective, Tensors
 from whence.replay.updates import GRADIENT, SLOTS, WEIGHT, Rule, State, Table, pull_back
@@ -337,7 +336,7 @@ class Replay:
         """Warn if the replay deviates from the recorded training, given {step: deviation}."""
         worst = max(deviations, key=lambda step: deviations[step], default=None)
         if worst is not None and deviations[worst] > MAX_DEVIATION and not self.unmodelled:
-            warnings.warn(
+            warn(
                 f"the replay misses the recorded weights at update {worst} by "
                 f"{deviations[worst]:.1%} of the way since the checkpoint before it. The replay "
                 "assumes that each update minimises the mean of its batch's losses, on the current "

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
 from whence.persist import locks
-from whence.persist.files import damaged, make_folder, read_json, write_json
+from whence.persist.files import damaged, make_folder, parsing, read_json, write_json
 from whence.persist.identity import sha256_of
 from whence.persist.tensors import load_tensors, save_tensors
 
@@ -64,10 +64,8 @@ class Grid:
             return
         remedy = "delete the folder, and rerun to train again"
         content = read_json(file, schema=SCHEMA, remedy=remedy)
-        try:
-            recorded, self.notes = content["identity"], content["notes"]
-        except KeyError as error:
-            raise damaged(file, error, remedy) from error
+        with parsing(file, remedy):
+            recorded, self.notes = content["identity"], dict(content["notes"])
         if recorded != identity:
             raise InvalidInput(
                 f"{self.folder} holds other trainings, which differ in: "
@@ -160,10 +158,8 @@ def name_of(keys: Sequence[str]) -> str:
 def _read(file: Path, queries: int) -> dict[str, Rows]:
     remedy = "delete it, and rerun to repeat its trainings"
     tensors, _ = load_tensors(file, remedy=remedy, checksum_required=False)
-    try:
+    with parsing(file, remedy):
         keys, rows = tensors["trainings"].numpy(), tensors["measurements"].numpy()
-    except KeyError as error:
-        raise damaged(file, error, remedy) from error
     if rows.shape != (len(keys), queries):
         raise damaged(file, f"shape {rows.shape}, not ({len(keys)}, {queries})", remedy)
     return {key.tobytes().hex(): row for key, row in zip(keys, rows, strict=True)}

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from whence.data import Batches, cut, place
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, InvalidTarget, examples_of
 from whence.retrain.callback import Callback, Interrupted, Update
 from whence.retrain.capacity import models_at_once
-from whence.retrain.device import training_device
+from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.engine_choice import choose_engine
 from whence.retrain.grid import name_of
 from whence.retrain.recipe import Recipe
@@ -31,6 +31,7 @@ from whence.retrain.stack import Data, train_stack
 from whence.retrain.stage import StageRecipe
 from whence.retrain.training import Training
 from whence.retrain.unfinished import LONG, Unfinished
+from whence.task import Task
 
 ENGINES = ("auto", "products", "vmap", "single")
 DATA_MEMORY_SHARE = 0.25  # of free memory, for a dataset on the device of a single model
@@ -75,6 +76,8 @@ class TrainingPool:
             return pool
         try:
             pool.data()
+        except InvalidTarget:
+            raise
         except Exception as error:  # a collate may raise anything on all examples together
             pool.why = str(error) or repr(error)
         else:
@@ -104,8 +107,27 @@ class TrainingPool:
         if not self._data:
             for stage in self.recipe.stages:
                 self._data[stage.name] = Data(stage.data, self.device, self.dtype)
+                if stage.transform is None:
+                    self._check_targets(stage.task, stage.data, self._data[stage.name])
             self._data[QUERIES] = Data(self.query, self.device, self.dtype)
         return self._data
+
+    def _check_targets(self, task: Task, batches: Batches, data: Data) -> None:
+        """Raise an error that names a wrong target, before many models are trained on it.
+
+        Targets do not depend on outputs: all examples get the outputs of the first.
+        """
+        model, task = self.recipe.build(0).to(self.device).eval(), copy.copy(task)
+        with torch.no_grad(), torch.random.fork_rng(cuda_devices(self.device)):
+            first = task.outputs(model, data.rows(torch.arange(1, device=self.device))).cpu()
+        try:
+            with torch.no_grad(), examples_of(batches.name, range(len(batches))):
+                outputs = first.expand(len(batches), *first.shape[1:])
+                task.losses(outputs, tree_map(lambda x: x.cpu(), data.tree))
+        except InvalidTarget:
+            raise
+        except Exception:  # a task whose losses are not of each example's outputs and targets
+            return
 
     def at_once(self, example: Training, memory: int | str | None, most: int) -> int:
         """The number of models to train together, at most `most`.

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import nn
+from torch import Tensor, nn
 
-from whence.data import Batches, Collate, place
-from whence.errors import InvalidInput, InvalidType
+from whence.data import HASH_BATCH, Batches, Collate, cut, place
+from whence.errors import InvalidInput, InvalidType, examples_of
 from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
@@ -38,8 +38,10 @@ from whence.retrain.stage import (
 )
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, weights_sha256
+from whence.table import one_line
 from whence.task import Task
 
+SUMS = 8  # of losses that are not known in float64
 MAX_FLOAT64_PARAMETERS = 10**8  # of a model that is also built in float64, for comparisons
 _SEEDING = threading.Lock()  # all threads share torch's default generator
 
@@ -67,6 +69,7 @@ class Recipe:
         train: map-style dataset without random augmentation; use `transform` for that.
         optimizer: returns the optimizer for the model's parameters.
         batch_size: the last batch of an epoch may be smaller.
+        drop_last: leave out the last batch of an epoch if it is smaller, as a DataLoader does.
         epochs: passes over the data.
         scheduler: returns a scheduler, given the optimizer and the total number of updates.
         scheduler_every: "update" or "epoch": when to call the scheduler's step().
@@ -93,6 +96,7 @@ class Recipe:
         stages: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
         transform: Transform | Mapping[str, Transform | None] | None = None,
         clip_norm: float | Mapping[str, float | None] | None = None,
+        drop_last: bool | Mapping[str, bool] = False,
         collate: Collate | None = None,
     ) -> None:
         if isinstance(model, nn.Module) or not callable(model):
@@ -110,6 +114,7 @@ class Recipe:
             "scheduler_every": scheduler_every,
             "transform": transform,
             "clip_norm": clip_norm,
+            "drop_last": drop_last,
         }
         self.model, self.collate = model, collate
         self.stages = make_stages(given, stages, collate)
@@ -274,16 +279,14 @@ class Recipe:
         """What defines the recipe: initial weights, and data, rates and settings of each stage."""
         for stage in self.stages:
             stage.data.refresh()
-            if not stage.data.steady:
-                raise InvalidInput(
-                    f"{stage.data.name}[0] differs between two reads: the data is random "
-                    "(augmented?). Give it without augmentation, and the augmentation as transform="
-                )
+            if stage.data.moving:
+                raise InvalidInput(f"{stage.data.moving}, and the augmentation as transform=")
         model, precise = self.build(0), self.precise()
         return {
             "initial": weights_sha256(model),
             "model": architecture_sha256(model),
-            "losses": {s.name: precise.tried(s.task, s.data, "losses") for s in self.stages},
+            "losses": {s.name: precise.tried(s.task, s.data, "losses", s) for s in self.stages},
+            "gradients": {s.name: precise._gradients(s) for s in self.stages},
             "stages": {s.name: s.identity(model) for s in self.stages},
         }
 
@@ -295,30 +298,71 @@ class Recipe:
                 wide = copy.copy(self)
                 wide.model, wide._precise = partial(_widened, self.model), wide
                 with suppress(Exception):  # for example a float32 tensor created in forward
-                    for stage in self.stages:
-                        wide.tried(stage.task, stage.data, "losses")
+                    for s in self.stages:
+                        wide._try(s.task, s.data, "losses", s, _few(s.data), training=True)
                     self._precise = wide
         return self._precise
 
-    def tried(self, task: Task, data: Batches, what: str) -> list[str]:
-        """Losses or measurements of a few examples by the untrained model.
+    def tried(
+        self, task: Task, data: Batches, what: str, stage: StageRecipe | None = None
+    ) -> list[str]:
+        """Losses or measurements of all examples by the untrained model.
 
-        They fingerprint what the code of model and task does. Rounded, so that all machines agree.
+        They fingerprint what the code of model and task does: those of a few examples, losses in
+        training mode, and a digest of all, in evaluation mode. Rounded, so that all machines agree.
+
+        Args:
+            stage: whose `transform` the examples go through.
         """
-        model, task = self.build(0), copy.copy(task)
-        first, block = next(model.parameters()), np.arange(min(TRIED, len(data)))
-        model.train(what == "losses")
+        few = self._try(task, data, what, stage, _few(data), training=what == "losses")
+        digits = {torch.float64: 6, torch.float32: 2}.get(few.dtype, 0)
+        texts = [f"{round(value, digits) + 0.0}" for value in few.double().flatten().tolist()]
+        blocks = cut(len(data), HASH_BATCH)
+        return [*texts, _digest(self._try(task, data, what, stage, blocks, training=False))]
+
+    def _try(
+        self,
+        task: Task,
+        data: Batches,
+        what: str,
+        stage: StageRecipe | None,
+        blocks: Sequence[Ints],
+        training: bool,
+    ) -> Tensor:
+        model, task, values = self.build(0).train(training), copy.copy(task), []
+        if not training:
+            model.to(training_device(None, model))
+        first = next(model.parameters())
         with torch.no_grad(), torch.random.fork_rng(cuda_devices(first.device)):
             reseed(0, first.device)
-            batch = place(data.take(block), first.device, first.dtype)
-            values = getattr(task, what)(task.outputs(model, batch), batch)
-        if what == "measurements" and values.shape != (len(block),):
-            raise InvalidInput(
-                f"{task!r} returns measurements of shape {tuple(values.shape)} for {len(block)} "
-                f"examples of {data.name}: measurements(outputs, batch) must return one number each"
-            )
-        digits = {torch.float64: 6, torch.float32: 2}.get(first.dtype, 0)
-        return [f"{round(value, digits) + 0.0}" for value in values.double().flatten().tolist()]
+            for block in blocks:
+                batch = place(data.take(block), first.device, first.dtype)
+                if stage is not None:
+                    batch = stage.transformed(batch, 0, 0, block, first)
+                with examples_of(data.name, block):
+                    each = getattr(task, what)(task.outputs(model, batch), batch)
+                if what == "measurements" and each.shape != (len(block),):
+                    raise InvalidInput(
+                        f"{task!r} returns measurements of shape {tuple(each.shape)} for "
+                        f"{len(block)} examples of {data.name}: measurements(outputs, batch) must "
+                        "return one number each"
+                    )
+                values.append(each.to("cpu", first.dtype))
+        return torch.cat(values)
+
+    def _gradients(self, stage: StageRecipe) -> list[str]:
+        """Norms of the gradient of a few examples' loss: what losses alone do not show, such as a
+        `detach` in the model."""
+        model, task, (block,) = self.build(0), copy.copy(stage.task), _few(stage.data)
+        first = next(model.parameters())
+        with torch.enable_grad(), torch.random.fork_rng(cuda_devices(first.device)):
+            reseed(0, first.device)
+            batch = stage.transformed(stage.batch(block, first), 0, 0, block, first)
+            task.losses(task.outputs(model, batch), batch).mean().backward()  # type: ignore[no-untyped-call]
+        digits = 6 if first.dtype == torch.float64 else 2
+        norms = [0.0 if p.grad is None else float(p.grad.norm()) for p in model.parameters()]
+        largest = max(norms) or 1.0
+        return [f"{norm / largest:.{digits}f}" for norm in norms]
 
     @property
     def fingerprint(self) -> str:
@@ -349,7 +393,29 @@ class Recipe:
             f"{s.name}: {len(s.data):,} examples, {s.epochs} epochs in batches of {s.batch_size}"
             for s in self.stages
         ]
-        return f"Recipe({self.task!r}; {'; '.join(parts)})"
+        return one_line(f"Recipe({self.task!r}; {'; '.join(parts)})")
+
+
+def _few(data: Batches) -> list[Ints]:
+    """The first examples, as one block."""
+    return [np.arange(min(TRIED, len(data)))]
+
+
+def _digest(values: Tensor) -> str:
+    """The digest of numbers rounded to a share of their size, so that all machines agree.
+
+    In float64 every number counts. Those of lower precision would not all be rounded alike on two
+    machines, so that a few sums of all count instead, with random signs.
+    """
+    numbers = values.double().flatten().numpy()
+    digits = 4
+    if values.dtype != torch.float64:
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (SUMS, len(numbers)))
+        numbers, digits = signs @ numbers / np.sqrt(len(numbers)), 2
+    sizes = np.abs(numbers[np.isfinite(numbers)])
+    scale = np.sqrt(np.mean(sizes**2)) if sizes.any() else 1.0
+    rounded = np.round(numbers / 10.0 ** np.floor(np.log10(scale)), digits) + 0.0
+    return sha256_of(rounded)
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:

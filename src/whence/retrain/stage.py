@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whence.data import Batches, Collate, place
+from whence.data import HASH_BATCH, READ_TWICE, Batches, Collate, cut, place
 from whence.draws import Uniform, keys
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, examples_of
 from whence.persist.identity import digest, sha256_of
 from whence.retrain.callback import Callback, Update
 from whence.run import optimizers
@@ -40,6 +39,7 @@ SETTINGS = (
     "scheduler_every",
     "transform",
     "clip_norm",
+    "drop_last",
 )
 
 
@@ -71,10 +71,11 @@ class StageRecipe:
     scheduler_every: str
     transform: Transform | None
     clip_norm: float | None
+    drop_last: bool = False
     on_device: Rows | None = field(default=None, compare=False, repr=False)
 
     def batches_per_epoch(self, examples: int) -> int:
-        return -(-examples // self.batch_size)
+        return examples // self.batch_size if self.drop_last else -(-examples // self.batch_size)
 
     def total_steps(self, examples: int) -> int:
         """The number of updates of the stage, given its number of examples."""
@@ -199,7 +200,8 @@ class StageRecipe:
             reseed(int(keys(seed, self.number, step)), first.device)
             batch = self.transformed(self.batch(block, first), seed, step, block, first)
             model.zero_grad(set_to_none=True)
-            losses = task.losses(task.outputs(model, batch), batch)
+            with examples_of(self.data.name, block):
+                losses = task.losses(task.outputs(model, batch), batch)
             losses.mean().backward()  # type: ignore[no-untyped-call]
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
@@ -237,8 +239,10 @@ class StageRecipe:
         ]
         return {
             "data": self.data.fingerprint(),
-            "task": named(self.task),
+            "task": {"name": type(self.task).__qualname__}
+            | {name: digest(value) for name, value in vars(self.task).items()},
             "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
             "epochs": self.epochs,
             "clip_norm": self.clip_norm,
             "transform": self._transforms(next(model.parameters())),
@@ -254,21 +258,25 @@ class StageRecipe:
         }
 
     def _transforms(self, like: Tensor) -> str | None:
-        """The digest of the first examples after `transform`."""
+        """The digest of the first examples after `transform`. It must be the same twice."""
         if self.transform is None:
             return None
-        like, block = like.detach().cpu(), np.arange(min(TRIED, len(self.data)))
-        digests = set()
-        with torch.random.fork_rng([]):
-            for _ in range(2):
-                batch = place(self.data.take(block), like.device, like.dtype)
-                digests.add(digest(self.transformed(batch, 0, 0, block, like)))
-        if len(digests) > 1:
-            raise InvalidInput(
-                "transform returns different batches for the same examples: it draws its own "
-                "random numbers. Draw them with the uniform(k) that it receives"
-            )
-        return digests.pop()
+        first = None
+        like, order = like.detach().cpu(), np.random.default_rng(0).permutation(len(self.data))
+        scattered = [order[block] for block in cut(min(READ_TWICE, len(order)), HASH_BATCH)]
+        for block in (np.arange(min(TRIED, len(self.data))), *scattered):
+            digests = []
+            with torch.random.fork_rng([]):
+                for _ in range(2):
+                    batch = place(self.data.take(block), like.device, like.dtype)
+                    digests.append(digest(self.transformed(batch, 0, 0, block, like)))
+            if digests[0] != digests[1]:
+                raise InvalidInput(
+                    "transform returns different batches for the same examples: it draws its own "
+                    "random numbers. Draw them with the uniform(k) that it receives"
+                )
+            first = first or digests[0]
+        return first
 
 
 def make_stages(
@@ -334,6 +342,8 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
         )
     if given["scheduler_every"] not in ("update", "epoch"):
         raise InvalidInput(f"scheduler_every={given['scheduler_every']!r}: use 'update' or 'epoch'")
+    if not isinstance(given["drop_last"], bool):
+        raise InvalidType(f"drop_last={given['drop_last']!r}: use True or False")
     clip = given["clip_norm"]
     if clip is not None and not clip > 0:
         raise InvalidInput(f"clip_norm={clip!r} must be positive, or None")
@@ -349,6 +359,7 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
         scheduler_every=given["scheduler_every"],
         transform=given["transform"],
         clip_norm=None if clip is None else float(clip),
+        drop_last=given["drop_last"],
     )
 
 
@@ -369,8 +380,3 @@ def reseed(value: int, device: torch.device) -> None:
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a group's settings, with numbers for tensors, which change in place."""
     return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-
-
-def named(thing: object) -> str:
-    """The repr, without memory addresses."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))

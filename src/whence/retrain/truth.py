@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 from whence.data import Batches
 from whence.draws import keys, uniforms
 from whence.errors import InvalidInput, MissingFile
-from whence.persist.files import (
-    damaged,
-    load_array,
-    make_folder,
-    read_json,
-    save_array,
-    write_json,
-)
+from whence.persist.arrays import load_array, save_array
+from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
 from whence.retrain.grid import Grid
 from whence.retrain.measure import identity, run_grid
-from whence.retrain.recipe import Recipe
+from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.training import Training
+from whence.table import one_line
 
 SCHEMA = 1
 FIELDS = ("alpha", "seeds", "measurement", "unit", "higher_is_better", "stage", "recipe", "query")
@@ -100,8 +95,10 @@ class Truth:
         """Write a folder with masks.npy, measurements.npy and, last, truth.json."""
         folder = Path(path)
         make_folder(folder)
-        save_array(folder / "masks.npy", self.masks)
-        save_array(folder / "measurements.npy", self.measurements)
+        arrays = {
+            "masks": save_array(folder / "masks.npy", self.masks),
+            "measurements": save_array(folder / "measurements.npy", self.measurements),
+        }
         content = {name: getattr(self, name) for name in FIELDS}
         write_json(
             folder / "truth.json",
@@ -109,8 +106,7 @@ class Truth:
                 "schema": SCHEMA,
                 **content,
                 "notes": self.notes,
-                "shape": self.measurements.shape,
-                "examples": self.masks.shape[1],
+                "arrays": arrays,
             },
         )
 
@@ -129,27 +125,36 @@ class Truth:
             )
         remedy = "delete the folder, and repeat the ground_truth call"
         content = read_json(file, schema=SCHEMA, remedy=remedy)
-        try:
-            shape = tuple(content["shape"])
+        with parsing(file, remedy):
+            check_types(content, alpha=float, seeds=list, measurement=str, unit=str, notes=dict)
+            check_types(content, higher_is_better=bool, recipe=str, query=str)
+            arrays = content["arrays"] if "arrays" in content else _without_checksums(content)
             return cls(
-                load_array(folder / "masks.npy", (shape[0], content["examples"]), "bool"),
-                load_array(folder / "measurements.npy", shape, "float64"),
+                load_array(folder / "masks.npy", arrays["masks"], remedy=remedy),
+                load_array(folder / "measurements.npy", arrays["measurements"], remedy=remedy),
                 notes=content["notes"],
                 **{name: content[name] for name in FIELDS},
             )
-        except (KeyError, TypeError) as error:
-            raise damaged(file, error, remedy) from error
 
     def __repr__(self) -> str:
         subsets, repeats, queries = self.measurements.shape
         diverged = int(self.diverged.sum())
-        return (
+        return one_line(
             f"Truth({subsets} subsets of {self.alpha:.4g} of {self.masks.shape[1]:,} examples"
             + (f" of stage {self.stage!r}" if self.stage else "")
             + f" x {repeats} seeds, {queries} queries, {self.measurement}"
             + (f"; {diverged} trainings diverged" if diverged else "")
             + ")"
         )
+
+
+def _without_checksums(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, as earlier versions described them."""
+    shape = list(content["shape"])
+    return {
+        "masks": {"shape": [shape[0], content["examples"]], "dtype": "bool"},
+        "measurements": {"shape": shape, "dtype": "float64"},
+    }
 
 
 def ground_truth(
@@ -218,7 +223,7 @@ def ground_truth(
         unit=recipe.task.unit,
         higher_is_better=recipe.task.higher_is_better,
         stage=chosen.name if len(recipe.stages) > 1 else None,
-        recipe=recipe.fingerprint,
+        recipe=fingerprint_of(about["recipe"]),
         query=about["query"],
         notes=grid.notes,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whence.persist.files import Throttle, damaged, make_folder, read_json, write_json
+from whence.persist.files import Throttle, make_folder, parsing, read_json, write_json
 from whence.persist.tensors import load_tensors, save_tensors
 from whence.retrain.callback import Update
 from whence.retrain.grid import name_of
@@ -84,13 +84,11 @@ class StackCheckpoint:
         remedy = "delete it, and rerun to repeat its trainings"
         tensors, about = load_tensors(file, remedy=remedy, checksum_required=False)
         parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
-        try:
+        with parsing(file, remedy):
             for name, tensor in tensors.items():
                 part, _, key = name.partition("/")
                 parts[part][key] = tensor
             return ResumePoint(int(about["stage"]), int(about["step"]), cls(**parts))
-        except (KeyError, ValueError) as error:
-            raise damaged(file, error, remedy) from error
 
 
 @dataclass(frozen=True)
@@ -174,6 +172,9 @@ class UnfinishedRuns:
 
     def _same_identity(self) -> Iterator[tuple[Path, list[str]]]:
         for file in sorted(self.runs.glob(f"{HIDDEN}*/stack.json")):
-            about = read_json(file, remedy="delete its folder, and rerun to train again")
-            if about["of"] == self.identity:
-                yield file.parent, about["trainings"]
+            remedy = "delete its folder, and rerun to train again"
+            about = read_json(file, remedy=remedy)
+            with parsing(file, remedy):
+                same, trainings = about["of"] == self.identity, list(about["trainings"])
+            if same:
+                yield file.parent, trainings

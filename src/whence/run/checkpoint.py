@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from whence.errors import InvalidInput, WhenceError
+from whence.errors import DamagedFile, InvalidInput, WhenceError
 from whence.persist import identity
-from whence.persist.files import DamagedFile, damaged, write_bytes
+from whence.persist.files import damaged, write_bytes
 from whence.persist.identity import sha256_of
 from whence.persist.tensors import load_tensors, serialize
 
@@ -138,6 +138,10 @@ def file_sha256(path: Path) -> str:
         return identity.file_sha256(path)
     except FileNotFoundError as error:
         raise RunError(f"{path} is missing: {REMEDY}") from error
+    except PermissionError:
+        raise
+    except OSError as error:  # such as a folder of this name
+        raise RunError(str(damaged(path, error, REMEDY))) from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from whence.persist.files import (
-    DamagedFile,
-    damaged,
-    load_array,
-    read_json,
-    remove_abandoned,
-    save_array,
-    write_json,
-)
+from whence.errors import DamagedFile, InvalidInput, InvalidType, MissingFile
+from whence.persist.arrays import check_array, entry_of, map_array, save_array
+from whence.persist.files import check_types, parsing, read_json, remove_abandoned, write_json
 from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
 from whence.run.segments import Stage
 
@@ -52,6 +46,7 @@ class RunData:
             used all their examples.
         origin: what produced the run, such as a recipe's fingerprint and seed.
         notes: aspects of the training that SOURCE does not model, as declared by the user.
+        warnings: what the Recorder noticed that makes scores of this run doubtful.
         resumable: whether the optimizer's state is stored.
         finished: whether training ran to its end.
         path: the folder, or None for a run in memory.
@@ -73,6 +68,7 @@ class RunData:
     subset_stage: str | None = None
     origin: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     resumable: bool = False
     finished: bool = False
     path: Path | None = None
@@ -103,22 +99,38 @@ class RunData:
             finished=False,
         )
 
-    def write(self, folder: Path) -> None:
-        """Write everything except the tensors, which `write_checkpoint` writes first."""
-        folder.mkdir(parents=True, exist_ok=True)
+    @property
+    def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = {"learning_rates": self.learning_rates, "momentums": self.momentums}
         if self.batches is not None:
             lengths = [0, *map(len, self.batches)]
             arrays["batches"] = np.concatenate([np.empty(0, np.int64), *self.batches])
             arrays["batch_offsets"] = np.cumsum(lengths, dtype=np.int64)
-        for name, array in arrays.items():
+        return arrays
+
+    def write(self, folder: Path, *, shorter: bool = False) -> None:
+        """Write everything except the tensors, which `write_checkpoint` writes first.
+
+        run.json comes last, because the arrays of an unfinished run may be longer than it says.
+
+        Args:
+            shorter: the folder may hold more updates than this run, so run.json comes first.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if shorter:
+            self._write_json(folder)
+        for name, array in self._arrays.items():
             save_array(folder / f"{name}.npy", array)
+        self._write_json(folder)
+
+    def _write_json(self, folder: Path) -> None:
         content = {
             "schema": SCHEMA,
             "finished": self.finished,
             "steps": self.steps,
             "resumable": self.resumable,
             "batches": self.batches is not None,
+            "arrays": {name: entry_of(array) for name, array in self._arrays.items()},
             "stages": [
                 {
                     "name": s.name,
@@ -135,6 +147,7 @@ class RunData:
                 for names, settings in zip(self.groups, self.hyperparameters, strict=True)
             ],
             "notes": self.notes,
+            "warnings": self.warnings,
             "initial": _entry(self.initial) if self.initial else None,
             "checkpoints": [_entry(c) for c in self.checkpoints],
             "between": [_entry(c) for c in self.between],
@@ -152,32 +165,47 @@ class RunData:
             raise RunError(f"there is no run at {folder}: no such folder")
         try:
             content = read_json(folder / "run.json", schema=SCHEMA, remedy=REMEDY)
+            with parsing(folder / "run.json", REMEDY):
+                return cls._parse(folder, content)
+        except MissingFile as error:
+            raise RunError(str(error)) from error
         except FileNotFoundError as error:
             raise RunError(f"there is no run at {folder}: it has no run.json") from error
-        except ValueError as error:
+        except (DamagedFile, InvalidInput) as error:
             raise RunError(str(error)) from error
-        try:
-            return cls._parse(folder, content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunError(str(damaged(folder / "run.json", repr(error), REMEDY))) from error
 
     @classmethod
     def _parse(cls, folder: Path, content: dict[str, Any]) -> Self:
+        check_types(content, steps=int, groups=list, finished=bool, stages=list, notes=dict)
+        check_types({"origin": {}, "marks": {}, "arrays": {}} | content, origin=dict, marks=dict)
         steps, groups, finished = content["steps"], content["groups"], content["finished"]
         stages, subset = content["stages"], content["subset"]
+        for group in groups:
+            check_types(group, parameters=list, hyperparameters=dict)
+        for stage in stages:
+            check_types(stage, name=str, start=int, end=int, optimizer=str, groups=list)
+            check_types(stage, size=(int, type(None)))
+            if not all(isinstance(g, int) and 0 <= g < len(groups) for g in stage["groups"]):
+                raise InvalidInput(f"stage {stage['name']!r} has the groups {stage['groups']}")
 
         def array(name: str, *shape: int) -> NDArray[Any]:
             # A process killed after writing the arrays and before run.json leaves longer arrays.
-            stored = _load(folder / f"{name}.npy")
+            dtype = np.dtype(np.int64 if name.startswith("batch") else np.float64)
+            if 0 in shape:
+                return np.zeros(shape, dtype)
+            path = folder / f"{name}.npy"
+            stored = map_array(path, remedy=REMEDY)
             longer = stored.ndim == len(shape) and all(
                 r >= s for r, s in zip(stored.shape, shape, strict=True)
             )
-            if stored.shape != shape and (finished or not longer):
+            if (stored.shape != shape and (finished or not longer)) or stored.dtype != dtype:
                 raise RunError(
-                    f"{folder / name}.npy has shape {stored.shape}, but run.json says {shape}: "
-                    "restore it from a copy, or record the run again"
+                    f"{path} is {stored.dtype} of shape {stored.shape}, but run.json says {dtype} "
+                    f"of shape {shape}: {REMEDY}"
                 )
-            return stored[tuple(slice(s) for s in shape)]
+            part = np.array(stored[tuple(slice(s) for s in shape)])
+            check_array(path, part, content.get("arrays", {}).get(name, {}), REMEDY)
+            return part
 
         batches = None
         if content["batches"]:
@@ -197,10 +225,11 @@ class RunData:
             between=[_checkpoint(folder, entry) for entry in content["between"]],
             marks={int(at): sha256 for at, sha256 in content.get("marks", {}).items()},
             batches=batches,
-            subset=np.array(subset, np.int64) if subset is not None else None,
+            subset=checked_subset(subset) if subset is not None else None,
             subset_stage=content.get("subset_stage"),
             origin=content.get("origin", {}),
             notes=content["notes"],
+            warnings=[str(message) for message in content.get("warnings", [])],
             resumable=content["resumable"],
             finished=finished,
             path=folder,
@@ -219,6 +248,24 @@ class RunData:
         for file in (folder / "checkpoints").iterdir():
             if CHECKPOINT_FILE.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
+
+
+def checked_subset(subset: ArrayLike) -> NDArray[np.int64]:
+    """Training indices, from indices or a mask."""
+    chosen = np.asarray(subset)
+    if chosen.dtype == bool and chosen.ndim == 1:
+        chosen = np.flatnonzero(chosen)
+    if not chosen.size:
+        raise InvalidInput("subset is empty: name the training examples that were used")
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+        raise InvalidType(
+            f"subset is {chosen.dtype} of shape {chosen.shape}: give training indices, or a mask"
+        )
+    if int(chosen.min()) < 0:
+        raise InvalidInput(f"subset names example {int(chosen.min())}: count from 0")
+    if len(np.unique(chosen)) != len(chosen):
+        raise InvalidInput("subset names an example twice: name each once")
+    return chosen.astype(np.int64)
 
 
 def write_checkpoint(
@@ -265,16 +312,11 @@ def _file(file: TensorFile) -> dict[str, str]:
 
 def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
     def file(item: Mapping[str, Any], aliases: Mapping[str, str]) -> TensorFile:
+        check_types(item, sha256=str, file=str)
         # Take the file's name only: run.json must not lead to a file outside the folder.
         return TensorFile(item["sha256"], folder / "checkpoints" / Path(item["file"]).name, aliases)
 
+    check_types({"aliases": {}} | dict(entry), step=int, stage=str, aliases=dict)
     weights = file(entry, entry.get("aliases", {}))
     moments, state = (file(entry[k], {}) if k in entry else None for k in ("moments", "state"))
     return Checkpoint(entry["step"], entry["stage"], weights, moments, state)
-
-
-def _load(path: Path) -> NDArray[Any]:
-    try:
-        return load_array(path, mode=None, remedy=REMEDY)
-    except (FileNotFoundError, DamagedFile) as error:
-        raise RunError(str(error)) from error

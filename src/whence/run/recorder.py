@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from whence.errors import InvalidInput
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256
-from whence.run.format import RunData
+from whence.run.format import RunData, checked_subset
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
+from whence.run.watch import WeightWatch
 from whence.run.writer import RunWriter
 
 # --- states -------------------------------------------------------------------------------------
@@ -71,6 +72,7 @@ class Writing:
     due: DueCheckpoints = field(default_factory=DueCheckpoints)
     batch: NDArray[np.int64] | None = None  # the examples of the next update
     hooks: list[RemovableHandle] = field(default_factory=list)
+    watch: WeightWatch | None = None  # from the first update of a stage on
 
     def declare(self, stage: DeclaredStage, optimizer: Optimizer) -> None:
         """Set the stage of the next update. A resumed loop may name stages that are over, on its
@@ -132,10 +134,26 @@ class Recording(Writing):
             self.stage = replace(self.stage, schedule=None)
         writer.update(optimizer, names, self.batch)
         self.batch = None
-        if writer.updates in self.due.steps:
+        due = writer.updates in self.due.steps
+        if self.watch is not None:
+            self.watch.after_update(writer.updates, due)
+        if due:
             writer.save_checkpoint(optimizer, names)
         elif every_step:
             writer.save_weights()
+
+    def begin_update(self) -> None:
+        """Compare the weights with those after the previous update."""
+        if self.watch is None:
+            self.watch = WeightWatch(self.writer.model, self.writer.data, self.stage.name)
+        else:
+            self.watch.before_update(self.writer.updates)
+
+    def finish(self) -> None:
+        """End the stage, before its last checkpoint is written."""
+        if self.watch is not None:
+            self.watch.finish(self.writer.updates)
+            self.watch = None
 
 
 @dataclass
@@ -182,7 +200,7 @@ class Recorder:
         model: the model that is trained. Prefixes of parameter names that DDP (`module.`) and
             torch.compile (`_orig_mod.`) add are removed.
         optimizer: the optimizer that trains it. Parameters that it does not have, or that do not
-            require a gradient, are frozen.
+            require a gradient, are frozen. The recorder warns if weights change in another way.
         checkpoints: the number of checkpoints, evenly spaced over `total_steps`; or their update
             counts from the start of the run.
         total_steps: number of updates planned, counted from the start of `stage`.
@@ -220,7 +238,7 @@ class Recorder:
         self._first_stage = DeclaredStage(stage, _checked_size(size), self._schedule)
         self._every_step, self._overwrite = every_step, overwrite
         self._provenance = Provenance(
-            subset=np.asarray(subset, np.int64).reshape(-1) if subset is not None else None,
+            subset=checked_subset(subset) if subset is not None else None,
             notes=_as_json(notes or {}),
             resumable=resumable,
         )
@@ -265,8 +283,14 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         state = self._finish()
-        if not isinstance(state, Writing):
-            return
+        if isinstance(state, Writing):
+            try:
+                self._end(state, kind)
+            finally:
+                state.writer.release()
+
+    def _end(self, state: Attached | Recording, kind: type[BaseException] | None) -> None:
+        """Write the end of the run."""
         writer = state.writer
         if kind is not None:
             if isinstance(state, Recording):
@@ -282,6 +306,8 @@ class Recorder:
             if RunData.read(self.path).finished:
                 return
             writer.begin(self._first_stage.name)
+        else:
+            state.finish()
         writer.save_checkpoint(self.optimizer, self._parameter_names)
         state.due.warn_if_missed(writer.updates)
         writer.data.finished = True
@@ -313,6 +339,7 @@ class Recorder:
         self._check_legal("recorder.stage(...)")
         state = self._state
         if isinstance(state, Recording):
+            state.finish()
             state.writer.save_checkpoint(self.optimizer, self._parameter_names)
         if optimizer is not None:
             self.optimizer = optimizers.unwrap(optimizer)
@@ -434,6 +461,11 @@ class Recorder:
         if isinstance(self._state, Attached):
             self._check_first_update(self._state)
             self._start_recording(self._state)
+        if isinstance(self._state, Recording):
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            if list(map(id, parameters)) != self._optimized:  # a head was replaced
+                self._parameter_names = self._name_parameters()
+            self._state.begin_update()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         if isinstance(self._state, Recording) and not optimizers.skipped(optimizer):
@@ -471,6 +503,7 @@ class Recorder:
         """{id of a parameter: its names in the model}."""
         names = optimizers.names_of(self.model)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._optimized = list(map(id, parameters))
         unknown = sum(id(p) not in names for p in parameters)
         if unknown == len(parameters):
             raise InvalidInput(

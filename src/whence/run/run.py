@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from whence.errors import InvalidInput
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
-from whence.run.format import RunData, write_checkpoint
+from whence.run.format import RunData, checked_subset, write_checkpoint
 from whence.run.segments import Segment, Stage, assign_checkpoints, effective_rates
+from whence.table import one_line
 
 StateDictOrPath = Mapping[str, Tensor] | str | os.PathLike[str]
 
@@ -114,7 +115,7 @@ class Run(RunData):
             columns={s.name: list(range(rates.shape[1])) for s in parts},
             initial=Checkpoint(0, parts[0].name, first) if first else None,
             batches=_batches(batches, total) if batches is not None else None,
-            subset=np.asarray(subset, np.int64) if subset is not None else None,
+            subset=checked_subset(subset) if subset is not None else None,
             finished=True,
         )
 
@@ -261,7 +262,7 @@ class Run(RunData):
         place = str(self.path) if self.path else "in memory"
         stages = ", ".join(s.name + (f" (n={s.size})" if s.size else "") for s in self.stages)
         steps = [c.step for c in self.checkpoints]
-        return (
+        return one_line(
             f"Run({place}: {self.steps} updates, checkpoints at {steps}, "
             f"{self.optimizer or 'no optimizer'}, {stages or 'no stage'}"
             f"{'' if self.finished else ', unfinished'})"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
+from whence.persist.locks import FolderLock
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, model_weights, weights_sha256
 from whence.run.format import RunData, write_checkpoint
@@ -29,20 +30,27 @@ class RunWriter:
             for row in zip(data.learning_rates.tolist(), data.momentums.tolist(), strict=True)
         ]
         self._optimizer: Optimizer | None = None  # the one the current columns belong to
+        self._lock: FolderLock | None = None
 
     @property
     def updates(self) -> int:
         return len(self.rates)
 
     def begin(self, stage: str) -> None:
-        """Make the folder match the model, before its first update."""
+        """Lock the folder and make it match the model, before its first update."""
+        self._lock = FolderLock(self.folder, "records a run")
         if not self.updates:
             # Write an empty run first: files that it does not list may then be replaced.
-            self.data.write(self.folder)
+            self.data.write(self.folder, shorter=True)
             weights = model_weights(self.model)
             self.data.initial = write_checkpoint(self.folder, 0, stage, *weights)
-        self.write()
+        self.write(shorter=True)
         self.data.delete_unused(self.folder)
+
+    def release(self) -> None:
+        """Let others write to the folder."""
+        if self._lock is not None:
+            self._lock.release()
 
     def resume_stage(self, name: str, size: int | None, optimizer: Optimizer) -> Stage:
         """Return to a stage that the run already has."""
@@ -136,7 +144,7 @@ class RunWriter:
             self.data.marks[self.updates] = weights_sha256(self.model)
             self.write()
 
-    def write(self) -> None:
+    def write(self, *, shorter: bool = False) -> None:
         data, groups = self.data, len(self.data.groups)
         rates = np.zeros((self.updates, groups, 2))
         for padded_row, row in zip(rates, self.rates, strict=True):
@@ -144,4 +152,4 @@ class RunWriter:
         data.learning_rates, data.momentums = rates[..., 0].copy(), rates[..., 1].copy()
         if data.stages:
             data.stages[-1] = replace(data.stages[-1], end=self.updates)
-        data.write(self.folder)
+        data.write(self.folder, shorter=shorter)

@@ -15,14 +15,16 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
     last: Scores | None = None
     mean = squares = segments = np.zeros(())
     count = 0
+    messages: dict[str, None] = {}
     for count, scores in enumerate(runs, 1):
-        values = np.asarray(scores.values, dtype=np.float64)
+        values = np.asarray(scores.values[...], dtype=np.float64)
         deviation = values - mean
         mean = mean + deviation / count
         squares = squares + deviation * (values - mean)
         if scores.by_segment is not None:
             share = np.asarray(scores.by_segment, dtype=np.float64)
             segments = segments + (share - segments) / count
+        messages |= dict.fromkeys(scores.warnings)
         last = scores
     if last is None:
         raise InvalidInput("an ensemble needs the scores of at least one run")
@@ -31,5 +33,7 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
         mean.astype(dtype),
         by_segment=segments.astype(dtype) if segments.ndim else None,
         spread=np.sqrt(squares / max(1, count - 1)).astype(dtype),
-        diagnostics=last.diagnostics | {"runs": count},
+        diagnostics=last.diagnostics
+        | {"runs": count}
+        | ({"warnings": list(messages)} if messages else {}),
     )

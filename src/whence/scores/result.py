@@ -19,16 +19,17 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.errors import (
-    DamagedFile,
     InvalidIndex,
     InvalidInput,
     InvalidType,
     MissingDependency,
     MissingFile,
 )
-from whence.persist.files import load_array, make_folder, read_json, save_array, write_json
+from whence.persist.arrays import Entry as ArrayEntry
+from whence.persist.arrays import load_array, save_array
+from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
 from whence.scores.uncertainty import calibrated, half_widths
-from whence.table import Table, Tabled, listed
+from whence.table import Table, Tabled, listed, one_line
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -70,7 +71,9 @@ class Ranking(list[Entry]):
         return Table(heads, [row[: len(heads)] for row in rows])._repr_html_()
 
     def __repr__(self) -> str:
-        rows = [f"{e.example:>10}  {e.value:+.4e}  {e.stage or ''}".rstrip() for e in self]
+        rows = [
+            f"{e.example:>10}  {e.value:+.4e}  {one_line(e.stage or '')}".rstrip() for e in self
+        ]
         return "\n".join([f"{'example':>10}  value", *rows])
 
 
@@ -184,6 +187,11 @@ class Scores(Tabled):
         return sum(float(p["share"]) for p in parts), [str(p.get("name", "?")) for p in parts]
 
     @property
+    def warnings(self) -> list[str]:
+        """What to know before you rely on these scores; empty if nothing."""
+        return [str(message) for message in self.diagnostics.get("warnings", [])]
+
+    @property
     def is_self_influence(self) -> bool:
         return len(self.shape) == 1
 
@@ -216,7 +224,7 @@ class Scores(Tabled):
         those that were kept if only the top was."""
         row = self.row_index(query)
         if self.top is None:
-            return np.atleast_2d(self.values)[row], np.arange(self.shape[-1])
+            return self._row(row), np.arange(self.shape[-1])
         ends = [self._top_row(row, end) for end in (0, 1)]
         columns, first = np.unique(np.concatenate([c for _, c in ends]), return_index=True)
         return np.concatenate([v for v, _ in ends])[first], columns
@@ -238,7 +246,7 @@ class Scores(Tabled):
                 "with query="
             )
         if self.top is None:
-            values = np.atleast_2d(self.values)[row, columns]
+            values = self._row(row)[columns]
         else:
             by_column = self._top_by_column(row)
             lost = [int(c) for c in columns if int(c) not in by_column]
@@ -294,10 +302,10 @@ class Scores(Tabled):
 
     def to_numpy(self) -> Floats:
         """A copy of ``values`` in memory."""
-        return np.array(self.values)
+        return np.array(self.values[...])
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.array(self.values, dtype=dtype, copy=copy)
+        return np.array(self.values[...], dtype=dtype, copy=copy)
 
     def to_pandas(self) -> Any:
         """A DataFrame with one row per query and one column per training example.
@@ -345,7 +353,7 @@ class Scores(Tabled):
         excluded = f"{share:.1%} of the trained parameters: {listed(names, 3)}"
         excluded = excluded if names else "nothing"
         better = "higher" if self.higher_is_better else "lower"
-        facts = [
+        facts = [("warning", message) for message in self.warnings] + [
             ("measurement", f"{self.measurement}, {better} is better"),
             ("unit", self.unit),
             ("sign", SIGN),
@@ -364,26 +372,34 @@ class Scores(Tabled):
         """
         path = Path(path)
         make_folder(path)
-        arrays = self._arrays()
-        for name, array in arrays.items():
-            save_array(path / f"{name}.npy", array)
-        self._save_json(path)
+        entries = {n: save_array(path / f"{n}.npy", a) for n, a in self._arrays().items()}
+        self._save_json(path, entries)
         for name in ARRAYS:
-            if name not in arrays:
+            if name not in entries:
                 (path / f"{name}.npy").unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scores:
-        """Open scores written by ``save`` or ``attribute(out=...)``. Arrays are memory-mapped."""
+        """Open scores written by ``save`` or ``attribute(out=...)``. Arrays are memory-mapped.
+
+        Their checksums are verified; those of an array above 64 MiB when a part of it is read.
+        """
         path = Path(path)
         meta = read_description(path)
-        try:
+        with parsing(path / "scores.json", "save the scores again"):
+            check_types(meta, method=str, measurement=str, unit=str, higher_is_better=bool)
+            check_types(meta, settings=dict, diagnostics=dict, provenance=dict, excluded=list)
+            check_types(meta, arrays=dict, stage=(list, type(None)))
+            for part in meta["excluded"]:
+                check_types({"share": 0.0, "name": ""} | part, share=(int, float), name=str)
             arrays = {
-                name: load_array(path / f"{name}.npy", tuple(spec["shape"]), spec["dtype"])
-                for name, spec in meta["arrays"].items()
+                name: load_array(path / f"{name}.npy", entry)
+                for name, entry in meta["arrays"].items()
                 if name in ARRAYS
             }
-            stage = meta["stage"]
+            stage, columns = meta["stage"], len(arrays["train_ids"])
+            if stage is not None and sum(count for _, count in stage) != columns:
+                raise InvalidInput(f"its stages do not have {columns} examples")
             return cls(
                 arrays.get("scores"),
                 query_ids=arrays.get("query_ids"),
@@ -399,11 +415,6 @@ class Scores(Tabled):
                 calculation=meta["calculation"],
                 **{name: meta[name] for name in _METADATA},
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DamagedFile(
-                f"{path / 'scores.json'} is incomplete ({type(error).__name__}: {error}): "
-                "save the scores again"
-            ) from error
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = {
@@ -417,7 +428,7 @@ class Scores(Tabled):
         }
         return {name: array for name, array in arrays.items() if array is not None}
 
-    def _save_json(self, path: Path) -> None:
+    def _save_json(self, path: Path, arrays: Mapping[str, ArrayEntry]) -> None:
         runs = None
         if self.stage is not None:
             runs = [[name, len(list(same))] for name, same in groupby(self.stage)]
@@ -427,10 +438,7 @@ class Scores(Tabled):
             **{name: getattr(self, name) for name in _METADATA},
             "stage": runs,
             "calculation": self._calculation,
-            "arrays": {
-                name: {"shape": list(array.shape), "dtype": str(array.dtype)}
-                for name, array in self._arrays().items()
-            },
+            "arrays": dict(arrays),
         }
         write_json(path / "scores.json", meta)
 
@@ -453,7 +461,7 @@ class Scores(Tabled):
             values, columns = self._top_row(row, 0 if highest else 1)
             values, columns = values[:k], columns[:k]
         else:
-            every = np.atleast_2d(self.values)[row]
+            every = self._row(row)
             if np.isnan(every).any():
                 raise InvalidInput(
                     f"query {row} has {int(np.isnan(every).sum())} scores that are not numbers: "
@@ -465,6 +473,10 @@ class Scores(Tabled):
             Entry(int(self.train_ids[c]), float(v), None if self.stage is None else self.stage[c])
             for v, c in zip(values, columns, strict=True)
         )
+
+    def _row(self, row: int) -> Floats:
+        """The scores of a query, (n,). Only their part of a mapped array is read."""
+        return np.asarray(self.values[...] if self.is_self_influence else self.values[row])
 
     def _top_row(self, row: int, end: int) -> tuple[Floats, Ints]:
         assert self.top is not None

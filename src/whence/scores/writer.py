@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import operator
 import os
 import shutil
 from collections.abc import Iterable
@@ -14,17 +15,21 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.errors import DiskFull, FolderConflict, InvalidInput
+from whence.persist.arrays import Checksums, create_array, entry_of, map_array, save_array
 from whence.persist.files import (
     Throttle,
     damaged,
-    make_folder,
     move_into_place,
+    parsing,
     read_json,
-    save_array,
     write_json,
 )
+from whence.persist.identity import file_sha256
+from whence.persist.locks import FolderLock
+from whence.persist.tried import Tried
 from whence.scores.result import Floats, Ints, Scores, Top, read_description
 
+TRIED = "tried.safetensors"
 ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
 
 
@@ -35,6 +40,9 @@ class ScoreWriter:
     with the same key resumes where an interrupted one stopped. With ``top`` only the strongest
     entries of each query stay in memory, O(q k); the order of the blocks does not matter.
     ``queries=None`` is self-influence.
+
+    ``tried`` holds the losses that the scores are of. They are stored with the scores, and must be
+    the same when a call resumes or returns them; ``of`` is their digest.
 
     ``account`` is a dict of plain values that is saved with the progress. In a resumed call it
     holds the caller's tallies for the blocks that are done.
@@ -52,6 +60,7 @@ class ScoreWriter:
         segments: int | None = None,
         top: int | None = None,
         dtype: DTypeLike = np.float32,
+        tried: Tried | None = None,
     ) -> None:
         for name, number in (
             ("queries", queries),
@@ -68,6 +77,8 @@ class ScoreWriter:
             )
         self.already: Scores | None = None
         self.account: dict[str, Any] = {}
+        self.of = ""
+        self._tried = tried
         self._out = None if out is None else Path(out)
         self._dtype = np.dtype(dtype)
         self._self = queries is None
@@ -90,6 +101,8 @@ class ScoreWriter:
             self._shapes["by_segment"] = (segments, *self._shape)
         self._data: dict[str, NDArray[Any]] = {}
         self._done: list[ScoreTile] = []
+        self._written: list[tuple[ScoreTile, str]] = []  # every block, with its checksums
+        self._lock: FolderLock | None = None
         self._throttle = Throttle(0.0)  # a block that is not recorded is computed again
         if self._top is not None:
             ends = np.array([-np.inf, np.inf], self._dtype)[:, None, None]
@@ -119,6 +132,8 @@ class ScoreWriter:
         """
         if self.already is not None:
             return
+        if self._lock is not None:
+            self._lock.check()
         r0, r1, c0, c1 = block = self._block(rows, columns)
         scores = self._checked("values", values, (r1 - r0, c1 - c0))
         if not np.isfinite(scores).all():
@@ -137,6 +152,8 @@ class ScoreWriter:
             length = self._shapes["by_segment"][0]
             parts = self._checked("by_segment", by_segment, (length, r1 - r0, c1 - c0))
             self._rows("by_segment")[:, r0:r1, c0:c1] = parts
+        if self._out is not None:
+            self._written.append((block, self._checksums(block)))
         _add(block, self._done)
         self._note()
 
@@ -173,18 +190,23 @@ class ScoreWriter:
         if self._out is None:
             return scores
         # The big arrays are on disk already: rename them, add the small ones, scores.json last.
-        for name, array in scores._arrays().items():
-            if name not in self._shapes:
-                save_array(self._out / f"{name}.npy", array)
+        entries = {
+            name: entry_of(array)
+            if name in self._shapes
+            else save_array(self._out / f"{name}.npy", array)
+            for name, array in scores._arrays().items()
+        }
         for name in self._shapes:
             data = self._data[name]
             assert isinstance(data, np.memmap)
             data.flush()
             if self._partial(name).exists():
                 move_into_place(self._partial(name), self._out / f"{name}.npy")
-        scores._save_json(self._out)
+        scores._save_json(self._out, entries)
         self._progress.unlink()
         self._data = {}
+        assert self._lock is not None
+        self._lock.release()
         self.already = Scores.load(self._out)
         return self.already
 
@@ -198,14 +220,19 @@ class ScoreWriter:
         return self._out / f"{name}.npy.partial"
 
     def _open(self, out: Path) -> None:
-        make_folder(out)
+        self._lock = FolderLock(out, "writes scores", takeover=True)
+        changed = self._changed(out)
         if (out / "scores.json").exists():
-            self._same_calculation(out, read_description(out).get("calculation"))
+            self._same_calculation(out, read_description(out).get("calculation"), changed)
             self.already = Scores.load(out)
+            self._lock.release()
             self._progress.unlink(missing_ok=True)  # interrupted at the last line of finish()
             return
-        if self._progress.exists() and self._resume(out):
+        if self._progress.exists() and self._resume(out, changed):
             return
+        if self._tried is not None and changed:
+            self._tried.save(out / TRIED)
+            self._changed(out)
         needed = sum(math.prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
         free = shutil.disk_usage(out).free
         if needed > free:
@@ -214,51 +241,68 @@ class ScoreWriter:
                 "are free: choose another out, or keep only the strongest with top="
             )
         for name, shape in self._shapes.items():
-            self._data[name] = np.lib.format.open_memmap(
-                self._partial(name), mode="w+", dtype=self._dtype, shape=shape
-            )
+            self._data[name] = create_array(self._partial(name), shape, self._dtype)
         self._note()
 
-    def _resume(self, out: Path) -> bool:
+    def _changed(self, out: Path) -> list[str]:
+        """Which losses differ from those stored in the folder."""
+        if self._tried is None:
+            return []
+        changed = self._tried.differs_from(out / TRIED, f"delete the folder {out} to start over")
+        self.of = "" if changed else file_sha256(out / TRIED)
+        return changed
+
+    def _resume(self, out: Path, changed: list[str]) -> bool:
         """Resume an earlier call's work; False if its data is gone and all must be redone."""
         remedy = f"delete the folder {out} to start over"
         progress = read_json(self._progress, remedy=remedy)
-        try:
-            calculation, done = progress["calculation"], [tuple(b) for b in progress["done"]]
+        with parsing(self._progress, remedy):
+            calculation, done = progress["calculation"], [_tile(b) for b in progress["done"]]
             state = {name: base64.b64decode(raw) for name, raw in progress["top"].items()}
             account = dict(progress["account"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(self._progress, error, remedy) from error
+            written: list[tuple[ScoreTile, str]] = progress.get("written", [])
         if not done:  # starting another calculation here loses nothing
             return False
-        self._same_calculation(out, calculation)
+        self._same_calculation(out, calculation, changed)
         for name, shape in self._shapes.items():
             file = self._partial(name)
             if not file.exists():  # interrupted inside finish(), after the renaming
                 file = out / f"{name}.npy"
             try:
-                data = np.lib.format.open_memmap(file, mode="r+")
-            except (OSError, ValueError):
+                data = map_array(file, "r+")
+            except OSError:
                 return False
             if data.shape != shape or data.dtype != self._dtype:
                 return False
             self._data[name] = data
-        if self._top is not None:
-            for name, array in (("values", self._top_values), ("columns", self._top_columns)):
+        with parsing(self._progress, remedy):
+            for name in state:
+                array = {"values": self._top_values, "columns": self._top_columns}[name]
                 array[...] = np.frombuffer(state[name], array.dtype).reshape(array.shape)
+            self._written = [(_tile(block), str(crc32)) for block, crc32 in written]
+        if any(self._checksums(block) != crc32 for block, crc32 in self._written):
+            raise damaged(self._partial("scores"), "altered: a checksum does not fit", remedy)
         self._done, self.account = done, account
         return True
 
-    def _same_calculation(self, out: Path, recorded: object) -> None:
-        if recorded == self._calculation:
+    def _checksums(self, block: ScoreTile) -> str:
+        """The checksums of a block's numbers. Those of the top are in the progress file."""
+        r0, r1, c0, c1 = block
+        checksums = Checksums()
+        for name in self._data:
+            checksums.add(self._rows(name)[..., r0:r1, c0:c1])
+        return checksums.crc32
+
+    def _same_calculation(self, out: Path, recorded: object, changed: list[str]) -> None:
+        if recorded == self._calculation and not changed:
             return
         known = recorded if isinstance(recorded, dict) else {}
-        words = {"key": "method, weights or data"}
+        words = {"key": "method, weights, data, or the code of model or task"}
         differs = [
             words.get(name, name)
             for name in self._calculation
             if known.get(name) != self._calculation[name]
-        ]
+        ] or changed
         raise FolderConflict(
             f"{out} holds the scores of another calculation (different: {', '.join(differs)}): "
             "choose another out, or delete that folder"
@@ -281,6 +325,7 @@ class ScoreWriter:
         progress = {
             "calculation": self._calculation,
             "done": self._done,
+            "written": self._written,
             "account": self.account,
             "top": {name: base64.b64encode(a.tobytes()).decode() for name, a in state.items()},
         }
@@ -333,6 +378,12 @@ class ScoreWriter:
             order = np.lexsort((columns, -strength), axis=1)[:, : self._top]
             self._top_values[end, r0:r1] = sign * np.take_along_axis(strength, order, 1)
             self._top_columns[end, r0:r1] = np.take_along_axis(columns, order, 1)
+
+
+def _tile(given: Any) -> ScoreTile:
+    """A block, as it was written to a file."""
+    r0, r1, c0, c1 = map(operator.index, given)
+    return r0, r1, c0, c1
 
 
 def _strongest_columns(strength: Floats, k: int) -> Ints:

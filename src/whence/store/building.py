@@ -7,7 +7,7 @@ and examples that were appended to the data are added.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,14 +20,14 @@ from whence.engine.projected_space import try_out
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import DiskFull, NotFinite
 from whence.layers.passes import Signal
-from whence.operators import EKFAC, FitData, cost
+from whence.operators import EKFAC, cost
 from whence.operators.products import add_gram, mirror
 from whence.persist.files import Throttle, make_folder
 from whence.persist.identity import key_of
 from whence.projections import moments, projected
 from whence.projections.eigenbasis import leading
 from whence.store.contents import StoreContents, Unit
-from whence.store.rows import Rows, finished
+from whence.store.rows import Rows, StoredRows, finished
 from whence.table import listed
 
 PROGRESS_SECONDS = 5.0  # between two records of progress
@@ -43,10 +43,12 @@ class Builder:
     def complete(self) -> None:
         """Compute the rows and second moments that are missing."""
         store, workspace = self.store, self.workspace
+        store.save()  # first: the folder is then known as a store
         make_folder(store.path / "gradients")
         self._check_room()
         self._announce()
-        store.save()
+        for unit in self._units:
+            store.check_losses(workspace, unit)
         if store.settings["projection"] == "eigenbasis":
             self._fit_eigenbasis()
         projection = store.projection(workspace)
@@ -81,8 +83,10 @@ class Builder:
         path, data = store.rows_path(unit.name), store.study.data[unit.stage]
         if finished(path, store.dimension, store.dtype) == len(data):
             return
-        complete = partial.get(unit.name, 0)
-        rows = Rows(path, len(data), store.dimension, store.dtype, complete)
+        known, entries = partial.get(unit.name), store.description["rows"]
+        if isinstance(known, int):  # earlier versions kept no checksums
+            known = {"rows": known}
+        rows = Rows(path, store.rows_form(len(data)), known, entries.get(unit.name))
         passes, throttle = workspace.passes[unit.stage], Throttle(PROGRESS_SECONDS)
         passes.load(unit.checkpoint)
         left = np.arange(rows.start, len(data))
@@ -92,14 +96,15 @@ class Builder:
         with passes.clock("projection"):
             for piece in projected(passes, data, batches, LOSS, *how):
                 self._refuse_bad(piece.rows, piece.indices, unit)
-                rows.write(int(piece.indices[0]), piece.rows)
+                rows.write(piece.rows)
                 if throttle.due():
                     with throttle.saving():
-                        rows.flush()
-                        partial[unit.name] = int(piece.indices[-1]) + 1
+                        partial[unit.name] = rows.flush()
                         store.save()
+        partial[unit.name], entries[unit.name] = rows.flush(), rows.entry
+        store.save()  # before the matrix is renamed: one without checksums would not be checked
         rows.finish()
-        partial.pop(unit.name, None)
+        del partial[unit.name]
         store.save()
 
     def _refuse_bad(self, rows: Tensor, indices: NDArray[np.int64], unit: Unit) -> None:
@@ -128,20 +133,20 @@ class Builder:
             rows = store.rows(unit.stage, unit.checkpoint)
             store.factors.put(key_of(identity), self._row_moments(rows, chosen), identity)
         elif len(chosen):
-            part = FitData(workspace.passes[unit.stage], data, chosen, {})
+            part = replace(workspace.fit_data([unit.stage])[0], indices=chosen)
             how = signal, store.projection(workspace), store.factors, identity
             limits = workspace.batch_size, workspace.memory // 4
             moments([part], unit.checkpoint, *how, *limits)
         ranges.append([first, last, len(chosen)])
         store.save()
 
-    def _row_moments(self, rows: Tensor, chosen: NDArray[np.int64]) -> dict[str, Tensor]:
+    def _row_moments(self, rows: StoredRows, chosen: NDArray[np.int64]) -> dict[str, Tensor]:
         sums, workspace = {}, self.workspace
         for k, where in enumerate(self.store.projection(workspace).columns):
             d = where.stop - where.start
             total = torch.zeros(d, d, dtype=torch.float64, device=workspace.device)
             for block in cut(len(chosen), 4 * workspace.batch_size):
-                add_gram(total, rows[torch.from_numpy(chosen[block])][:, where].to(total))
+                add_gram(total, rows[chosen[block]][:, where].to(total))
             sums[f"{k}"] = mirror(total)
         return sums
 

@@ -3,6 +3,7 @@
 store/
   store.json                 settings, fingerprints, progress
   gradients/0-00000188.npy   P∇L(m, θ_c), (n, d), of stage 0 at step 188
+  losses/                    of all examples, by stage and step
   factors/                   second moments (d, d), and the eigenbasis
   decompositions/            decompositions of the second moments
 """
@@ -22,19 +23,20 @@ from torch import Tensor
 
 from whence.data import Batches, cut
 from whence.engine.projected_space import random_projection
+from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import InvalidInput, MissingFile
 from whence.layers.passes import Signal, Weights
 from whence.operators import Basis, accumulator
-from whence.persist.files import write_json
+from whence.persist.files import make_folder, write_json
 from whence.persist.identity import key_of
 from whence.persist.tensors import FactorCache
 from whence.projections import Eigenbasis, Projection, projected
 from whence.projections.eigenbasis import LeadingEntries
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
-from whence.store.rows import mapped
-from whence.study import Study
+from whence.store.rows import StoredRows
+from whence.study import Study, task_identity
 
 DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
 
@@ -56,7 +58,7 @@ class StoreContents:
         self.factors = FactorCache(path / "factors")
         self._decompositions = FactorCache(path / "decompositions")
         self._projections: dict[str, Projection] = {}
-        self._rows: dict[str, Tensor] = {}
+        self._rows: dict[str, StoredRows] = {}
         self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
 
     @property
@@ -96,13 +98,18 @@ class StoreContents:
                 self.place_eigenbasis(workspace, tensors)
         return self._projections[place]
 
-    def rows(self, stage: str, checkpoint: Weights) -> Tensor:
+    def rows(self, stage: str, checkpoint: Weights) -> StoredRows:
         """P∇L(m, θ_c) of a stage's examples, (n, d), memory-mapped."""
         name = self._name(stage, checkpoint.step)
         if name not in self._rows:
-            count = self.description["data"][stage]["examples"]
-            self._rows[name] = mapped(self.rows_path(name), count, self.dimension, self.dtype)
+            about = self.description["rows"].get(name, {})
+            form = self.rows_form(self.description["data"][stage]["examples"])
+            self._rows[name] = StoredRows(self.rows_path(name), {**about, **form})
         return self._rows[name]
+
+    def rows_form(self, examples: int) -> dict[str, Any]:
+        """Shape and dtype of a matrix of rows."""
+        return {"shape": [examples, self.dimension], "dtype": str(self.dtype)}
 
     def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
         """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""
@@ -173,6 +180,20 @@ class StoreContents:
             wanted += [(s, run.final) for s in stages if not every or s != run.final.stage]
         return [Unit(stage, c, self._name(stage, c.step)) for stage, c in wanted]
 
+    def check_losses(self, workspace: Workspace, unit: Unit) -> None:
+        """Refuse to use or add to rows of other losses; store those of further examples."""
+        path, data = self.path / "losses" / f"{unit.name}.safetensors", self.study.data[unit.stage]
+        tried = workspace.trials(unit.stage, data, unit.checkpoint, LOSSES)
+        if path.exists() and tried.differs_from(path, "delete the store, and build it again"):
+            raise InvalidInput(
+                f"the store in {self.path} was built with other losses of {data.name} at step "
+                f"{unit.checkpoint.step}: loss, model or data have changed. Choose another path, "
+                "or delete that folder"
+            )
+        if not self.description["complete"]:
+            make_folder(path.parent)
+            tried.save(path)
+
     def _moments(
         self, workspace: Workspace, stage: str, checkpoint: Weights, signal: Signal
     ) -> list[Tensor]:
@@ -204,7 +225,7 @@ class StoreContents:
     def moments_name(self, unit: Unit, signal: Signal) -> str:
         what = signal.name
         if signal == MEASUREMENT:
-            what += f" {self.study.tasks[unit.stage]!r}"
+            what += f" {key_of(task_identity(self.study.tasks[unit.stage], measured=True))}"
         return f"{unit.name} {what}"
 
     def moments_key(self, unit: Unit, signal: Signal, examples: list[int]) -> dict[str, Any]:

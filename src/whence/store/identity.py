@@ -14,12 +14,13 @@ from whence.engine.options import check_choice
 from whence.engine.workspace import Workspace
 from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
-from whence.persist.files import read_json
+from whence.persist.files import check_types, parsing, read_json
 from whence.run import Run
-from whence.run.checkpoint import architecture_sha256
-from whence.study import MEASURED, Study
+from whence.study import Study, model_identity, task_identity
 
-SCHEMA = 1
+SCHEMA = 2
+REMEDY = "delete the store, and build it again"
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("tracin", "influence", "trak", "source")
 PROJECTIONS = ("random", "eigenbasis")
 
@@ -45,15 +46,10 @@ def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
 def identity_of(workspace: Workspace) -> dict[str, Any]:
     """Weights, model, task and layers. The data is compared separately, because it may grow."""
     study = workspace.study
-    tasks = {}
-    for stage in study.stages:
-        task = study.tasks[stage]
-        settings = {k: v for k, v in vars(task).items() if k not in MEASURED}
-        tasks[stage] = f"{type(task).__qualname__} {settings!r}"
     return {
         "run": workspace.run.fingerprint,
-        "models": {stage: architecture_sha256(model) for stage, model in study.models.items()},
-        "tasks": tasks,
+        "models": {stage: model_identity(model) for stage, model in study.models.items()},
+        "tasks": {stage: task_identity(task) for stage, task in study.tasks.items()},
         "layers": [[b.name, b.o, b.width] for b in workspace.trained_blocks()],
     }
 
@@ -63,11 +59,29 @@ def read(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "has no store.json" if folder.is_dir() else "does not exist"
         raise MissingFile(f"{folder} {what}: give a folder that GradientStore.build wrote")
-    description = read_json(file, schema=SCHEMA, remedy="delete the store, and build it again")
+    description = read_json(file, schema=SCHEMA, remedy=REMEDY)
     known = {"settings", "identity", "data", "methods", "partial", "moments", "complete"}
     missing = known - description.keys()
     if missing:
-        raise DamagedFile(f"{file} is incomplete: {', '.join(sorted(missing))} is missing")
+        names = ", ".join(sorted(missing))
+        raise DamagedFile(f"{file} is incomplete ({names} missing): {REMEDY}")
+    with parsing(file, REMEDY):
+        check_types(description, settings=dict, identity=dict, data=dict, partial=dict)
+        check_types(description, moments=dict, methods=list, complete=bool)
+        check_types(description["settings"], dimension=int, projection=str, joint=bool)
+        check_types(description["settings"], fisher=str, seed=int, dtype=str)
+        if description["settings"]["dtype"] not in DTYPES:
+            raise InvalidInput(f"dtype is {description['settings']['dtype']!r}")
+        for known_data in description["data"].values():
+            check_types(known_data, examples=int, sha256=str)
+        for entry in description.setdefault("rows", {}).values():
+            check_types(entry, shape=list, dtype=str, crc32=str)
+        for progress in description["partial"].values():
+            if not isinstance(progress, int):  # as earlier versions wrote it
+                check_types(progress, rows=int, crc32=str)
+        for ranges in description["moments"].values():
+            for first, last, count in ranges:
+                check_types({"a": first, "b": last, "c": count}, a=int, b=int, c=int)
     return description
 
 

@@ -20,10 +20,12 @@ import torch
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension
 from whence.engine.workspace import LOSS, Workspace, scored_stages
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
+from whence.persist.locks import NAME as LOCK
+from whence.persist.locks import FolderLock
 from whence.projections import projected
 from whence.scores import Scores
 from whence.store.building import Builder
@@ -41,7 +43,9 @@ from whence.store.identity import (
 )
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
+from whence.table import one_line
 
+NOT_STRANGE = (LOCK, "gradients")  # what a build killed in its first moments may have left
 ROW_TOLERANCE = 1e-3  # relative difference of a recomputed row from the stored one
 
 
@@ -111,7 +115,8 @@ class GradientStore(StoreContents):
         run = only_run(study)
         check_choices(projection, fisher, methods)
         folder = Path(path)
-        with torch.no_grad(), precision_as_asked():
+        lock = FolderLock(folder, "builds a store", takeover=True)
+        with lock, torch.no_grad(), precision_as_asked():
             options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
             workspace = Workspace.lay_out(study, run, options)
             check_dimension(dimension, workspace.trained_blocks(), workspace.memory)
@@ -135,13 +140,13 @@ class GradientStore(StoreContents):
                     m for m in METHODS if m in {*description["methods"], *methods}
                 ]
             else:
-                if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                if any(file.name not in NOT_STRANGE for file in folder.iterdir()):
                     raise InvalidInput(
                         f"{folder} is not empty and is not a store: choose another path"
                     )
                 description = {"schema": SCHEMA, "settings": settings, "identity": identity}
                 description |= {"methods": [m for m in METHODS if m in methods]}
-                description |= {"data": {}, "partial": {}, "moments": {}}
+                description |= {"data": {}, "partial": {}, "rows": {}, "moments": {}}
             before = description["data"]
             description["data"] = {
                 stage: {"examples": len(data), "sha256": digest_of(data, len(data))}
@@ -158,8 +163,8 @@ class GradientStore(StoreContents):
     def open(cls, path: str | os.PathLike[str], study: Study) -> GradientStore:
         """Open a finished store, for the study it was built from.
 
-        This compares model, task, run and data with those of the store once. Later queries do not
-        read the training data.
+        This compares model, task, run, data and the final model's losses of all examples with those
+        of the store once. Later queries do not read the training data.
         """
         folder = Path(path)
         description = read(folder)
@@ -184,6 +189,8 @@ class GradientStore(StoreContents):
         store = cls(folder, study, description)
         for unit in store.units(run):
             store.rows(unit.stage, unit.checkpoint)
+        with torch.no_grad(), precision_as_asked():
+            store.check_losses(workspace, store.units(run)[-1])
         return store
 
     # -- answers -------------------------------------------------------------------------------
@@ -266,7 +273,7 @@ class GradientStore(StoreContents):
         out, top = compute.pop("out", None), compute.pop("top", None)
         by_segment = compute.pop("by_segment", False)
         dtype = getattr(torch, self.description["settings"]["dtype"])
-        with torch.no_grad(), precision_as_asked():
+        with torch.no_grad(), precision_as_asked(), collect_warnings():
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
             workspace = workspace.for_query(self.study.query(query), stages)
@@ -297,7 +304,7 @@ class GradientStore(StoreContents):
         (piece,) = projected(
             passes, data, first, LOSS, self.projection(workspace), workspace.memory
         )
-        stored = self.rows(unit.stage, unit.checkpoint)[0].to(piece.rows)
+        stored = self.rows(unit.stage, unit.checkpoint)[:1][0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
         if not off < max(ROW_TOLERANCE, 8 * torch.finfo(workspace.dtype).eps):
             raise InvalidInput(
@@ -309,7 +316,7 @@ class GradientStore(StoreContents):
     def __repr__(self) -> str:
         s = self.description["settings"]
         counts = ", ".join(f"{k}: {v['examples']:,}" for k, v in self.description["data"].items())
-        return (
+        return one_line(
             f"GradientStore({self.path}: {s['projection']}, dimension {s['dimension']}, examples "
             f"{{{counts}}}, for {', '.join(self.description['methods'])})"
         )

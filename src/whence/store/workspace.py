@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from whence.engine.scoring import Columns, Scoring
+from whence.engine.trials import LOSSES
 from whence.engine.workspace import Queries, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
+from whence.persist.tried import Tried
 from whence.store.contents import StoreContents
 from whence.store.rows import inner
+from whence.study import task_identity
 from whence.table import listed
 
 CHUNK = 1 << 14  # examples per block of scores
@@ -91,9 +94,12 @@ class StoreWorkspace(Workspace):
         return {
             "store": self.store.fingerprint,
             "query": self.query.fingerprint(),
-            "task": repr(self.final_passes.task),
-            "measured": self.study.probe[self.study.stages[-1]]["measurements"],
+            "task": task_identity(self.study.tasks[self.study.stages[-1]], measured=True),
         }
+
+    def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
+        """Of the queries only: the store's rows are compared when it is opened."""
+        return super().tried([], what)
 
     def data_fingerprints(self) -> dict[str, str]:
         """The fingerprints that the store recorded; this does not read the training data again."""

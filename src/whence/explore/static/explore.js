@@ -697,6 +697,7 @@
   const main = el("main", { tabindex: "-1" });
   const tabs = el("nav", { class: "tabs", "aria-label": "pages" });
   const brand = el("div", { class: "brand" });
+  const alerts = el("div");
   const keys = el("footer", { class: "keys muted small" });
   let turn = 0;
 
@@ -714,6 +715,7 @@
       : el("span", {}, page === "compare" || page === "audit" ? "" : [...overview.sets, ...overview.self_influence][0]);
     const about = overview.about[overview.sets.length ? scoresName() : overview.self_influence[0]];
     const notes = overview.notes.length + about.notes.length;
+    alerts.replaceChildren(V.warnings(about) || "");
     brand.replaceChildren(el("h1", {}, "whence", el("span", { class: "muted" }, " explore")), el("p", { class: "muted small" }, pick, ` ${about.measurement.replaceAll("_", " ")} in ${about.unit}`,
       notes ? [" · ", el("a", { href: hash({ page: "about", scores: here().scores }), class: "notice-link" }, `⚠ ${notes} ${notes === 1 ? "note" : "notes"}`)] : null));
     return page;
@@ -782,7 +784,7 @@
     remember();
     buildSidebar();
     document.body.replaceChildren(el("header", { class: "top" }, brand, tabs, V.themeButton()),
-      el("div", { class: "frame" }, sidebar, el("div", { class: "content" }, main, keys)), dialog);
+      el("div", { class: "frame" }, sidebar, el("div", { class: "content" }, alerts, main, keys)), dialog);
     addEventListener("hashchange", () => show());
     await show();
     while (overview.reading) {

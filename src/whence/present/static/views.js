@@ -419,6 +419,13 @@ Whence.views = (() => {
         : el("p", { class: "muted" }, "No training example is harmful on average."));
   }
 
+  // What to know before relying on the scores, on top of every page; null if there is nothing.
+  function warnings(overview) {
+    if (!overview.warnings.length) return null;
+    return el("ul", { class: "notices warnings", role: "alert" }, overview.warnings.map((text) =>
+      el("li", { class: "notice" }, el("strong", {}, "Warning: "), bdi(text))));
+  }
+
   // A description of the scores.
   function about(ctx) {
     const { overview } = ctx;
@@ -573,5 +580,5 @@ Whence.views = (() => {
   }
 
   return { el, svg, bdi, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
-    charts, query, audit, harmful, about, detail, queryList, themeButton, renderedOf };
+    charts, query, audit, harmful, about, warnings, detail, queryList, themeButton, renderedOf };
 })();

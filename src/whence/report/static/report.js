@@ -66,7 +66,7 @@
   const keys = overview.self ? null : V.el("footer", { class: "keys muted small" },
     V.el("kbd", {}, "j"), " ", V.el("kbd", {}, "k"), " or arrow keys: next and previous query · ", V.el("kbd", {}, "/"), ": filter");
   document.body.replaceChildren(header, V.el("div", { class: "frame" }, list ? list.node : null,
-    V.el("div", { class: "content" }, main, keys)), dialog);
+    V.el("div", { class: "content" }, V.warnings(overview), main, keys)), dialog);
 
   document.addEventListener("keydown", (event) => {
     if (!list || dialog.open || event.ctrlKey || event.metaKey || event.altKey) return;

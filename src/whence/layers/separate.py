@@ -1,0 +1,209 @@
+"""Whether examples see each other: a loss or a gradient that depends on the rest of the batch.
+
+Attribution needs examples that do not mix. Pooling over padding, a division by the batch's maximum,
+in-batch negatives, and batch norm without running statistics mix them. Examples spread over the
+data are compared alone and beside others, among them the longest, shortest, largest and smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from whence.data import Batches, place
+from whence.errors import InvalidInput, WhenceError, examples_of
+from whence.layers.capture import LayerFactors, Tape, TrackedLayer
+from whence.task import Task
+
+CANDIDATES = 256  # examples among which the extreme ones are chosen
+SKETCH = 4  # random directions in which a layer's gradient is compared
+LOSS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4}  # relative; else:
+GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+ROUNDED = 3e-2, 0.3  # loss and gradient in bfloat16, or with TF32 products
+REASONS = (
+    "attribution needs examples that do not mix (batch norm without running statistics? pooling "
+    "over padding? division by the batch's maximum? in-batch negatives? a collate function that "
+    "changes examples? random augmentation?)"
+)
+
+Pair = tuple[int, int]
+Indices = Sequence[int] | NDArray[np.int64]
+
+
+def pairs(data: Batches) -> list[Pair]:
+    """Examples to compare alone and together: spread over the data, and extreme in size."""
+    n, spread = len(data), candidates(data)
+    numbers, sizes = zip(*(_extent(data.take([k])) for k in spread), strict=True)
+    order = sorted(range(len(spread)), key=lambda k: (numbers[k], sizes[k]))
+    by_size = sorted(range(len(spread)), key=lambda k: sizes[k])
+    short, long = spread[order[0]], spread[order[-1]]
+    small, large = spread[by_size[0]], spread[by_size[-1]]
+    middle = spread[len(spread) // 2]
+    chosen = [(short, long), (small, large), (0, min(1, n - 1)), (0, long), (middle, large)]
+    chosen.append((n - 1, short))
+    distinct = {frozenset(pair): pair for pair in reversed(chosen) if pair[0] != pair[1]}
+    return list(reversed(distinct.values()))
+
+
+def candidates(data: Batches) -> list[int]:
+    """Some examples, spread over the data; all if there are few."""
+    n = len(data)
+    spread: list[int] = np.linspace(0, n - 1, min(CANDIDATES, n)).round().astype(int).tolist()
+    return spread
+
+
+def _extent(batch: Any) -> tuple[int, float]:
+    """How many numbers an example has, and how large they are (integers: how many are not 0)."""
+    numbers, size = 0, 0.0
+    for tensor in _tensors(batch):
+        numbers += tensor.numel()
+        values = tensor.detach()
+        magnitude = values.abs() if values.is_floating_point() else values != 0
+        size += float(magnitude.sum(dtype=torch.float64))
+    return numbers, size
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)
+
+
+@dataclass(frozen=True)
+class Separation:
+    """Compares examples of a dataset alone and in a batch."""
+
+    model: nn.Module
+    task: Task
+    data: Batches
+    device: torch.device
+    dtype: torch.dtype
+    rounded: bool = False  # whether products are less exact than the dtype
+
+    def check_losses(self, chosen: Sequence[Pair]) -> None:
+        """Refuse losses that depend on the rest of the batch."""
+        for pair in chosen:
+            together = self._losses(pair)
+            if together is not None:
+                self.compare(pair, together, range(2), self._loss)
+
+    def compare(
+        self,
+        indices: Indices,
+        together: Tensor,
+        which: Sequence[int],
+        value: Callable[[int], Tensor],
+        what: str = "loss",
+    ) -> None:
+        """Compare values (n,) of a batch with those of some of its examples alone."""
+        for k in which:
+            tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
+            a, b = float(self._alone(int(indices[k]), value)), float(together[k])
+            if abs(a - b) > tolerance * (1 + max(abs(a), abs(b))):
+                raise InvalidInput(
+                    f"the {what} of {self.data.name} example {int(indices[k])} depends on the "
+                    f"rest of its batch ({a:.6g} alone, {b:.6g} beside {_others(indices, k)}): "
+                    + REASONS
+                )
+
+    def check_gradients(self, layers: Sequence[TrackedLayer], chosen: Sequence[Pair]) -> None:
+        """Refuse gradients that depend on the rest of the batch, though losses do not."""
+        for pair in chosen:
+            together = self._sketch(layers, pair, self._sum_of_losses)
+            for k, example in enumerate(pair):
+                alone = self._sketch(layers, [example], self._sum_of_losses)[0]
+                scale = self._sketch(layers, [example], self._mixed_outputs)[0]
+                tolerance = GRADIENT_TOLERANCE.get(self.dtype, ROUNDED[1])
+                tolerance = ROUNDED[1] if self.rounded else tolerance
+                rounding = 256 * torch.finfo(self.dtype).eps * float(scale.norm())
+                difference, size = float((together[k] - alone).norm()), float(alone.norm())
+                if difference > tolerance * size + rounding:
+                    raise InvalidInput(
+                        f"the gradient of {self.data.name} example {example} depends on the rest "
+                        f"of its batch (it changes by {difference / max(size, 1e-30):.1%} beside "
+                        f"{_others(pair, k)}): {REASONS}"
+                    )
+
+    def _batch(self, indices: Sequence[int]) -> Any:
+        return place(self.data.take(list(indices)), self.device, self.dtype)
+
+    def _losses(self, indices: Sequence[int]) -> Tensor | None:
+        """(n,); None if the task returns another shape, which is reported elsewhere."""
+        batch = self._batch(indices)
+        with torch.no_grad(), examples_of(self.data.name, indices):
+            losses = self.task.losses(self.task.outputs(self.model, batch), batch)
+        return losses if losses.shape == (len(indices),) else None
+
+    def _loss(self, index: int) -> Tensor:
+        losses = self._losses([index])
+        assert losses is not None
+        return losses[0]
+
+    def _alone(self, index: int, value: Callable[[int], Tensor]) -> Tensor:
+        try:
+            with examples_of(self.data.name, [index]):
+                return value(index)
+        except WhenceError:
+            raise
+        except Exception as error:  # of the user's code
+            raise InvalidInput(
+                f"the model cannot take one example alone ({error}): {REASONS}"
+            ) from error
+
+    def _sum_of_losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        return self.task.losses(outputs, batch).sum()
+
+    def _mixed_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
+        mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
+        return (outputs * mixture.to(outputs)).sum()
+
+    def _sketch(
+        self,
+        layers: Sequence[TrackedLayer],
+        indices: Sequence[int],
+        total: Callable[[Tensor, Any], Tensor],
+    ) -> Tensor:
+        """Each example's gradient uᵀ G v in a few random directions of every block, (n, d)."""
+        batch = self._batch(indices)
+        with torch.enable_grad(), Tape(self.model, layers) as tape:
+            outputs = self.task.outputs(self.model, batch)
+            value = total(outputs, batch)
+        for layer in layers:
+            problem = tape.problem(layer, len(indices))
+            if problem:
+                raise InvalidInput(
+                    f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
+                )
+        parts = [
+            _bilinear(factors, seed)
+            for seed, (_, blocks) in enumerate(
+                tape.backward(value, None, self.task.mask(batch), keep=False)
+            )
+            for factors in blocks
+        ]
+        sketch: Tensor = torch.cat(parts, 1).double()
+        return sketch
+
+
+def _bilinear(factors: LayerFactors, seed: int) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    wide = torch.promote_types(factors.s.dtype, torch.float32)
+    ends = []
+    for x in (factors.s, factors.a):
+        directions = torch.randn(x.shape[-1], SKETCH, generator=random).to(x.device, wide)
+        ends.append(x.to(wide) @ directions / x.shape[-1] ** 0.5)
+    sketch: Tensor = (ends[0] * ends[1]).sum(1)
+    return sketch
+
+
+def _others(indices: Indices, k: int) -> str:
+    others = [int(index) for i, index in enumerate(indices) if i != k]
+    return f"example {others[0]}" if len(others) == 1 else f"{len(others)} others"

@@ -1,0 +1,110 @@
+"""Digests of what classes and functions do: their code, and the values that it refers to.
+
+A digest changes with the code itself, not with comments or formatting, and it may change with
+Python's version. Code of installed packages counts by name and version.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from whence.persist.identity import digest, sha256_of
+
+OURS = "whence"
+OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__")
+
+
+def class_sha256(*classes: type) -> str:
+    """The digest of what these classes define and inherit."""
+    parents = {parent for each in classes for parent in each.__mro__}
+    return _sha256(sorted(parents, key=lambda c: (c.__module__, c.__qualname__)), set())
+
+
+def model_sha256(model: nn.Module) -> str:
+    """The digest of the code of a model's modules, also of methods replaced in one of them."""
+    modules = list(model.modules())
+    replaced = [
+        [name, value]
+        for module in modules
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (FunctionType, MethodType, functools.partial))
+    ]
+    return sha256_of(class_sha256(*{type(m) for m in modules}), _sha256(replaced, set()))
+
+
+def _sha256(value: Any, seen: set[int]) -> str:
+    """Args:
+    seen: ids of the functions and classes that are in the digest already.
+    """
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    if isinstance(value, functools.partial):
+        value = [value.func, *value.args, *value.keywords.items()]
+    if isinstance(value, property):
+        value = [value.fget, value.fset]
+    if isinstance(value, (list, tuple)):
+        return sha256_of(*(_sha256(item, seen) for item in value))
+    if not isinstance(value, (type, FunctionType)):
+        return digest(value)
+    name = f"{value.__module__}.{value.__qualname__}"
+    version = _version(value.__module__)
+    if id(value) in seen or version is not None:
+        return sha256_of(name, version or "")
+    seen.add(id(value))
+    return sha256_of(name, *(_sha256(part, seen) for part in _contents(value)))
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, type):
+        for name, member in sorted(vars(value).items()):
+            if name not in OF_EVERY_CLASS and not _private(name, member):
+                yield [name, member]
+        return
+    yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+    for cell in value.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            yield None
+    used, written = (set(_names(value.__code__, op)) for op in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    for name in sorted((used - written) & value.__globals__.keys()):
+        member = value.__globals__[name]
+        if not isinstance(member, type(sys)):  # modules: their names are in the code
+            yield [name, member]
+
+
+def _private(name: str, member: Any) -> bool:
+    """Whether Python itself keeps this in a class, and not its author."""
+    return (name.startswith("__") and not callable(member)) or name.startswith("_abc_")
+
+
+def _names(code: CodeType, instruction: str) -> Iterable[str]:
+    """The global names in the instructions of code and of the functions inside it."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == instruction)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant, instruction)
+
+
+@functools.cache
+def _version(module: str) -> str | None:
+    """The version of an installed package; None for the code of a program or a notebook."""
+    root = module.partition(".")[0]
+    if root == OURS or root in sys.builtin_module_names or root in sys.stdlib_module_names:
+        return ""
+    file = getattr(sys.modules.get(root), "__file__", None)
+    if file is None:
+        return None
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    if not installed & set(Path(file).resolve().parents):
+        return None
+    return str(getattr(sys.modules[root], "__version__", ""))

@@ -1,0 +1,145 @@
+"""What model and task compute for every example, stored to notice a change of either.
+
+Losses differ in their last bits with batch size and device, so they are compared with a tolerance,
+not by a digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.errors import FolderConflict
+from whence.persist.identity import key_of, sha256_of, tensors_sha256
+from whence.persist.tensors import FactorCache, load_tensors, save_tensors
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest output
+ROUNDED = 2e-2  # with bfloat16 or TF32 products
+VERSIONS = 16  # of losses at one checkpoint that a cache tells apart
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Losses or measurements of examples, with the root mean square and the maximum of their
+    outputs, (n, 3) by the name of data and checkpoint."""
+
+    values: Mapping[str, Tensor]
+    tolerance: float
+
+    def differences(self, stored: Mapping[str, Tensor]) -> list[str]:
+        """The names of what is not in `stored` as it is here; examples may have been added."""
+        return [
+            name
+            for name, now in self.values.items()
+            if name not in stored or not _agree(stored[name], now, self.tolerance)
+        ]
+
+    def save(self, path: Path) -> None:
+        save_tensors(path, self.values, {})
+
+    def differs_from(self, path: Path, remedy: str) -> list[str]:
+        """`differences` from what was saved; all names, if nothing was."""
+        stored = load_tensors(path, remedy=remedy)[0] if path.exists() else {}
+        return self.differences(stored)
+
+
+@dataclass
+class Version:
+    """Values (n, 3) of examples at one place, in a cache, and the token that names them.
+
+    Factors under a token are of the same losses, whatever their last bits. Values that are not
+    known when factors are fitted are filled in by the passes over the data, and are saved before
+    any factor, or part of one, that those passes lead to.
+    """
+
+    cache: FactorCache
+    settings: Mapping[str, Any]
+    values: Tensor
+    seen: Tensor  # (n,), which of the values are known
+    token: str
+    share: float  # how far values may differ, relative to the outputs
+    _saved: bool = False
+
+    @classmethod
+    def of(
+        cls, cache: FactorCache, settings: Mapping[str, Any], values: Tensor, share: float
+    ) -> Version:
+        """The stored version that agrees with these values, or a new one."""
+        everyone, known = torch.ones(len(values), dtype=torch.bool), False
+        for number in range(VERSIONS):
+            entry = {"what": "tried examples", "version": number, **settings}
+            stored = cache.get(key_of(entry))
+            token = tensors_sha256({"values": values})
+            if stored is None or number == VERSIONS - 1:
+                break
+            seen = stored["seen"].bool()
+            if len(seen) == len(values) and _agree(stored["values"][seen], values[seen], share):
+                token = bytes(stored["token"].tolist()).hex()
+                values = torch.where(seen.unsqueeze(1), stored["values"], values)
+                known = bool(seen.all())
+                break
+        version = cls(cache, entry, values, everyone, token, share, known)
+        version.save()
+        return version
+
+    @classmethod
+    def reserved(
+        cls, cache: FactorCache, settings: Mapping[str, Any], count: int, share: float
+    ) -> Version | None:
+        """A new version whose values are filled in later; None if a version is there already."""
+        entry = {"what": "tried examples", "version": 0, **settings}
+        if cache.get(key_of(entry)) is not None:
+            return None
+        unseen = torch.zeros(count, dtype=torch.bool)
+        token = sha256_of("first", key_of(entry))
+        version = cls(cache, entry, torch.zeros(count, 3), unseen, token, share)
+        cache.before_saving[key_of(entry)] = version.save
+        return version
+
+    def add(self, indices: Tensor, values: Tensor) -> None:
+        """Values of some examples."""
+        self.values = self.values.to(values.dtype)
+        self.values[indices], self.seen[indices], self._saved = values, True, False
+
+    def save(self) -> None:
+        """Into the cache, if anything is new."""
+        if self._saved:
+            return
+        self._refuse_another()
+        self._saved = True
+        token = torch.tensor(list(bytes.fromhex(self.token)), dtype=torch.uint8)
+        tensors = {"values": self.values, "seen": self.seen.to(torch.uint8), "token": token}
+        self.cache.put(key_of(self.settings), tensors, self.settings)
+
+    def _refuse_another(self) -> None:
+        """Another process may have stored the same version meanwhile, of another loss."""
+        stored = self.cache.get(key_of(self.settings))
+        if stored is None or bytes(stored["token"].tolist()).hex() != self.token:
+            return
+        both = stored["seen"].bool() & self.seen
+        if not _agree(stored["values"][both], self.values[both], self.share):
+            raise FolderConflict(
+                f"another process fits factors of other losses into {self.cache.folder}: wait "
+                "until it has finished, or use another folder, Study(cache=...)"
+            )
+
+
+def tolerance(dtype: torch.dtype, exact_products: bool) -> float:
+    """How far two computations of the same loss may differ, relative to the outputs."""
+    return TOLERANCES.get(dtype, ROUNDED) if exact_products else ROUNDED
+
+
+def _agree(stored: Tensor, now: Tensor, share: float) -> bool:
+    if stored.shape[1:] != now.shape[1:] or len(stored) > len(now):
+        return False
+    now = now[: len(stored)]
+    allowed = share * (now.abs() + now[:, 2:])
+    same = (now - stored).abs() <= allowed
+    special = ~now.isfinite() | ~stored.isfinite()
+    same |= special & ((now == stored) | (now.isnan() & stored.isnan()))
+    return bool(same.all())

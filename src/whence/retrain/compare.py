@@ -1,0 +1,144 @@
+"""Compare a recipe with what a run recorded: is it the same training?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from whence.retrain.recipe import Recipe
+from whence.retrain.stage import StageRecipe
+from whence.run import Run, Stage, optimizers
+from whence.table import listed
+
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # same updates either way
+
+
+def differences(recipe: Recipe, run: Run) -> list[str]:
+    """What differs between the training of a recipe and the recorded one; one sentence each.
+
+    Compares updates, batch sizes, the optimizer and its settings, and the learning rate and
+    momentum of every parameter at every update.
+    """
+    if len(recipe.stages) != len(run.stages):
+        names = [stage.name for stage in run.stages]
+        return [f"the run has the stages {names}, the recipe {[s.name for s in recipe.stages]}"]
+    model, unequal = recipe.build(0), []
+    for of_recipe, of_run in zip(recipe.stages, run.stages, strict=True):
+        where = f"stage {of_run.name!r}: " if len(run.stages) > 1 else ""
+        unequal += [where + each for each in _of_stage(of_recipe, of_run, run, model)]
+    return unequal
+
+
+def other_initial_weights(recipe: Recipe, run: Run, seed: int) -> str | None:
+    """The name of a tensor that is not the run's initial one; None if all are.
+
+    Running statistics do not count: the first forward pass changes them before they are saved.
+    """
+    assert run.initial is not None
+    model = recipe.build(seed)
+    statistics = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, _ in module.named_buffers()
+    }
+    built, initial = model.state_dict(), run.initial.weights()
+    for name in sorted({*initial, *built} - statistics):
+        if name not in initial or name not in built:
+            return name
+        ours = built[name].cpu()
+        if ours.shape != initial[name].shape or not torch.equal(ours, initial[name].to(ours.dtype)):
+            return name
+    return None
+
+
+def _of_stage(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -> Iterator[str]:
+    examples = len(stage.data)
+    if run.subset is not None and recorded.name == (run.subset_stage or run.stages[0].name):
+        examples = len(run.subset)
+    if recorded.size not in (None, examples):
+        yield f"the run used {recorded.size} examples, the recipe uses {examples}"
+    made, planned = recorded.end - recorded.start, stage.total_steps(examples)
+    if made != planned and (run.finished or made > planned or recorded is not run.stages[-1]):
+        advice = ""
+        if replace(stage, drop_last=not stage.drop_last).total_steps(examples) == made:
+            advice = f" (with drop_last={not stage.drop_last} as many)"
+        yield f"the run made {made} updates, the recipe makes {planned}{advice}"
+    optimizer = stage.make_optimizer(model)
+    kind = optimizers.kind(optimizer)
+    if kind != run.optimizers[recorded.name]:
+        yield f"the run's optimizer is {run.optimizers[recorded.name]}, the recipe's {kind}"
+        return
+    yield from _settings(stage, recorded, run, model)
+    yield from _rates(stage, recorded, run, model, examples)
+    yield from _batch_sizes(stage, recorded, run, examples)
+
+
+def _columns(recorded: Stage, run: Run) -> dict[str, int]:
+    """The group of each parameter of a stage, as a column of the run's rates."""
+    return {name: c for c in run.columns[recorded.name] for name in run.groups[c]}
+
+
+def _settings(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -> Iterator[str]:
+    optimizer, names = stage.make_optimizer(model), optimizers.names_of(model)
+    columns, trained, unequal = _columns(recorded, run), set(), {}
+    for group in optimizer.param_groups:
+        ours = optimizers.hyperparameters(optimizer, group)
+        for name in (n for p in group["params"] for n in names.get(id(p), ())):
+            trained.add(name)
+            theirs: Mapping[str, Any] = (
+                run.hyperparameters[columns[name]] if name in columns else {}
+            )
+            for key in sorted(ours.keys() & theirs.keys() - {*IMPLEMENTATION}):
+                if ours[key] != theirs[key]:
+                    unequal[key] = (
+                        f"{key} is {theirs[key]!r} in the run, {ours[key]!r} in the recipe"
+                    )
+    alone = sorted(trained ^ columns.keys())
+    if alone:
+        yield f"only one of recipe and run trains {listed(alone, 3)}"
+    yield from unequal.values()
+
+
+def _rates(
+    stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module, examples: int
+) -> Iterator[str]:
+    columns, names = _columns(recorded, run), optimizers.names_of(model)
+    groups = stage.make_optimizer(model).param_groups
+    firsts = [next((n for p in g["params"] for n in names.get(id(p), ())), "") for g in groups]
+    table = stage.schedule(model, examples)[: recorded.end - recorded.start]
+    arrays = {"learning rate": run.learning_rates, "momentum": run.momentums}
+    for k, (what, rows) in enumerate(arrays.items()):
+        for number, name in enumerate(firsts):
+            if name not in columns:
+                continue
+            ours = np.array([optimizers.rate(step[number])[k] for step in table])
+            theirs = rows[recorded.start : recorded.start + len(ours), columns[name]]
+            apart = np.flatnonzero(~np.isclose(ours, theirs, rtol=1e-5, atol=0.0))
+            if len(apart):
+                at = int(apart[0])
+                yield (
+                    f"the {what} at update {recorded.start + at + 1} was {theirs[at]:.4g} in the "
+                    f"run and is {ours[at]:.4g} in the recipe (unequal at {len(apart)} of "
+                    f"{len(ours)} updates)"
+                )
+                break
+
+
+def _batch_sizes(stage: StageRecipe, recorded: Stage, run: Run, examples: int) -> Iterator[str]:
+    if run.batches is None:
+        return
+    theirs = [len(batch) for batch in run.batches[recorded.start : recorded.end]]
+    steps = stage.batches(examples, lambda _: np.arange(examples))
+    for (step, batch), size in zip(steps, theirs, strict=False):
+        if len(batch) != size:
+            yield (
+                f"update {recorded.start + step + 1} used {size} examples in the run, and "
+                f"{len(batch)} in the recipe"
+            )
+            return

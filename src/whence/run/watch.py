@@ -1,0 +1,193 @@
+"""Notices changes of a model's weights that no recorded update made.
+
+Between two updates of the optimizer, parameters must not change. Tensors count writes to them,
+which costs nothing to read. Writes through `.data` are not counted, so norms are compared as well:
+after the first updates, after every `EVERY`-th one, and at checkpoints.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from whence.run.checkpoint import plain_names, weights_sha256
+from whence.run.format import RunData
+from whence.table import listed
+
+FIRST, EVERY = 4, 16  # updates whose norms are compared
+ROUNDING = 1e-6  # relative difference of norms that is no change
+
+
+class WeightWatch:
+    """Watches a model's parameters during one stage, and adds what it sees to a run's warnings.
+
+    Each kind of change is reported once, when it is first seen.
+    """
+
+    def __init__(self, model: nn.Module, data: RunData, stage: str) -> None:
+        self.model, self.data, self.stage = model, data, stage
+        self._noticed: set[str] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parameters = _parameters(self.model)
+        self._start = _norms(self._parameters)
+        self._versions: dict[str, int] | None = None  # after the last update
+        self._norms: dict[str, Tensor] | None = None  # after the last update, if it was measured
+        self._unsure: dict[str, int] = {}  # written to after this update; perhaps restored
+        self._restored: set[str] = set()
+
+    def before_update(self, updates: int) -> None:
+        """Compare the weights with those that this many updates led to."""
+        changed = self._changed(updates)
+        if changed:
+            between = f"between updates {updates} and {updates + 1}"
+            self._warn_changed(f"weights changed {between}", changed)
+
+    def after_update(self, updates: int, checkpoint: bool) -> None:
+        """Note the weights that this many updates led to."""
+        self._versions = {name: p._version for name, p in self._parameters.items()}
+        due = updates <= FIRST or updates % EVERY == 0
+        measured = checkpoint or due or bool(self._unsure)
+        self._norms = _norms(self._parameters) if measured else None
+        if checkpoint:
+            self._check_untrained(updates)
+
+    def finish(self, updates: int) -> None:
+        """At the end of the stage, before its last checkpoint is written."""
+        if self._versions is None or not self._check_untrained(updates):
+            return
+        changed = self._changed(updates)
+        once = {n: at for n, at in self._unsure.items() if n not in self._restored}
+        changed += [name for name, at in once.items() if at == updates]
+        if changed:
+            self._warn_final(updates, changed)
+        elif once:
+            at = min(once.values())
+            self._warn_changed(f"weights were written to after update {at}", once)
+
+    @property
+    def _trained(self) -> set[str]:
+        """The parameters that the stage's optimizer updates."""
+        columns = self.data.columns.get(self.stage, [])
+        return {name for column in columns for name in self.data.groups[column]}
+
+    def _changed(self, updates: int) -> list[str]:
+        """The trained parameters that changed since the last update."""
+        if self._versions is None:
+            return []
+        versions = self._versions
+        written = [n for n, p in self._parameters.items() if p._version != versions[n]]
+        if self._norms is None:  # perhaps restored, as after an evaluation with other weights
+            trained = self._trained if written else set()
+            self._unsure |= {n: self._unsure.get(n, updates) for n in written if n in trained}
+            return []
+        changed = _differing(self._norms, _norms(self._parameters))
+        self._restored |= set(written) - set(changed)
+        return [name for name in changed if name in self._trained]
+
+    def _check_untrained(self, updates: int) -> bool:
+        """Warn of parameters that were replaced, or changed without being trained. Returns whether
+        the model still has the parameters that it began with."""
+        now, before = _parameters(self.model), self._parameters
+        replaced = [
+            f"{name} {_shape(before.get(name))} → {_shape(now.get(name))}"
+            for name in dict.fromkeys([*before, *now])
+            if before.get(name) is not now.get(name)
+        ]
+        if replaced:
+            self._warn(
+                "replaced",
+                f"parameters were replaced during stage {self.stage!r}, noticed after update "
+                f"{updates}: {listed(replaced, 3)}. The run mixes two models in one stage. Call "
+                "recorder.stage(...) before you change the model",
+            )
+            self._begin()
+            return False
+        moved = set(_differing(self._start, _norms(before))) - self._trained
+        if moved:
+            self._warn(
+                "untrained",
+                "parameters changed during training although the recorded optimizer does not "
+                f"update them (a second optimizer?): {_some(moved)}. Their layers are left out of "
+                "scores",
+            )
+        return True
+
+    def _warn_changed(self, what: str, parameters: Iterable[str]) -> None:
+        self._warn(
+            "changed",
+            f"{what}, not by the recorded optimizer (clamping, a maximum norm, averaged or loaded "
+            f"weights, a second optimizer?): {_some(parameters)}. Scores do not take such changes "
+            "into account, and checkpoints hold the weights right after an update",
+        )
+
+    def _warn_final(self, updates: int, changed: Sequence[str]) -> None:
+        """Warn that the model is not what the last update led to."""
+        checkpoints = self.data.checkpoints
+        if not checkpoints or checkpoints[-1].step != updates:
+            where = "the run's last checkpoint has the changed weights"
+        else:
+            where = "the run's final model has the weights from before"
+            sha256 = weights_sha256(self.model)
+            same = [c.step for c in checkpoints if c.sha256 == sha256]
+            if same:
+                where += f", and the model now those after update {same[-1]}"
+        self._warn(
+            "final",
+            f"weights changed after the last update, {updates}: {_some(changed)} (best weights "
+            f"loaded, clamping, averaging?); {where}",
+        )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._noticed:
+            self._noticed.add(kind)
+            self.data.warnings.append(message)
+            warnings.warn(message, stacklevel=2)
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    parameters = dict(model.named_parameters())
+    plain = plain_names(parameters)
+    return {
+        plain[name]: p
+        for name, p in parameters.items()
+        if p.is_floating_point() and p.numel() and type(p.data) is Tensor
+    }
+
+
+def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The root of the sum of squares, and the largest entry: (2,) each, on the CPU."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, parameter in parameters.items():
+        by_device.setdefault(parameter.device, []).append(name)
+    norms: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for names in by_device.values():
+            each = [
+                torch.linalg.vector_norm(parameters[name].float(), order).double()
+                for name in names
+                for order in (2, torch.inf)
+            ]
+            norms |= zip(names, torch.stack(each).cpu().reshape(-1, 2), strict=True)
+    return norms
+
+
+def _differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    """The names whose norms differ; NaN equals NaN."""
+    if not before:
+        return []
+    a, b = (torch.stack([norms[name] for name in before]) for norms in (before, after))
+    same = torch.isclose(a, b, rtol=ROUNDING, atol=0.0, equal_nan=True).all(1).tolist()
+    return [name for name, unchanged in zip(before, same, strict=True) if not unchanged]
+
+
+def _shape(parameter: nn.Parameter | None) -> str:
+    return "none" if parameter is None else str(tuple(parameter.shape))
+
+
+def _some(parameters: Iterable[str]) -> str:
+    return listed(sorted(parameters), 4)

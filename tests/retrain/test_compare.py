@@ -1,0 +1,170 @@
+"""A recipe and the run it claims to be: every difference is named, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import whence
+from whence.retrain.compare import differences, other_initial_weights
+
+INPUTS = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+TRAIN = TensorDataset(INPUTS, torch.arange(50) % 3)
+Make = Callable[..., Any]
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def sgd(p: Any, **changes: Any) -> Any:
+    return torch.optim.SGD(p, **({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01} | changes))
+
+
+def adam(p: Any, **changes: Any) -> Any:
+    return torch.optim.AdamW(p, **({"lr": 1e-2, "betas": (0.9, 0.99)} | changes))
+
+
+def cosine(optimizer: Any, total: int) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+
+
+def recorded(
+    folder: Path, make_model: Make = plain, optimizer: Make = sgd, drop_last: bool = False
+) -> whence.Run:
+    """An ordinary loop of four epochs in batches of 16, recorded."""
+    torch.manual_seed(0)
+    model = make_model()
+    rule = optimizer(model.parameters())
+    order = torch.Generator().manual_seed(1)
+    batches = [
+        b
+        for _ in range(4)
+        for b in DataLoader(range(50), 16, shuffle=True, drop_last=drop_last, generator=order)
+    ]
+    schedule = cosine(rule, len(batches))
+    with whence.Recorder(folder, model, rule, total_steps=len(batches), size=50) as recorder:
+        for indices in batches:
+            rule.zero_grad()
+            x, y = TRAIN[indices]
+            nn.functional.cross_entropy(model(x), y).backward()
+            recorder.step(indices)
+            rule.step()
+            schedule.step()
+    return whence.Run.open(folder)
+
+
+def recipe(make_model: Make = plain, optimizer: Make = sgd, **changes: Any) -> whence.Recipe:
+    settings = {"batch_size": 16, "epochs": 4, "scheduler": cosine}
+    return whence.Recipe(
+        make_model, whence.Classification(), TRAIN, optimizer, **(settings | changes)
+    )
+
+
+@pytest.mark.parametrize("make_model", [plain, with_batch_norm])
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_right_recipe_passes(
+    make_model: Make, optimizer: Make, drop_last: bool, tmp_path: Path
+) -> None:
+    run = recorded(tmp_path, make_model, optimizer, drop_last)
+    right = recipe(make_model, optimizer, drop_last=drop_last)
+    assert differences(right, run) == []
+    assert other_initial_weights(right, run, 0) is None
+    assert other_initial_weights(right, run, 1) is not None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> whence.Run:
+    return recorded(tmp_path_factory.mktemp("run"))
+
+
+def changed(**changes: Any) -> Make:
+    return lambda p: sgd(p, **changes)
+
+
+def two_groups(p: Any) -> Any:
+    first, *rest = list(p)
+    return sgd([{"params": [first], "weight_decay": 0.0}, {"params": rest}])
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "ten times the rate": ({"optimizer": changed(lr=1.0)}, "learning rate at update 1 was 0.1"),
+    "a quarter of the epochs": ({"epochs": 1}, "made 16 updates, the recipe makes 4"),
+    "another schedule": ({"scheduler": None}, "learning rate at update 2"),
+    "stepped by epoch": ({"scheduler_every": "epoch"}, "learning rate at update 2"),
+    "another optimizer": ({"optimizer": adam}, "optimizer is sgd, the recipe's adamw"),
+    "momentum": ({"optimizer": changed(momentum=0.5)}, "momentum"),
+    "nesterov": ({"optimizer": changed(nesterov=True)}, "nesterov is False in the run"),
+    "decay": ({"optimizer": changed(weight_decay=0.1)}, "weight_decay is 0.01 in the run"),
+    "decay of one layer": ({"optimizer": two_groups}, "weight_decay is 0.01 in the run, 0.0"),
+    "batch size": ({"batch_size": 17}, "used 16 examples in the run, and 17"),
+    "drop_last": ({"drop_last": True}, "with drop_last=False as many"),
+    "a layer that is frozen": (
+        {"optimizer": lambda p: sgd(list(p)[:2])},
+        "only one of recipe and run trains 2.bias, 2.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_recipe_is_found_out(wrong: str, run: whence.Run) -> None:
+    changes, message = WRONG[wrong]
+    assert message in "; ".join(differences(recipe(**changes), run))
+
+
+def test_betas_of_adam(tmp_path: Path) -> None:
+    run = recorded(tmp_path, optimizer=adam)
+    other = recipe(optimizer=lambda p: adam(p, betas=(0.8, 0.999)))
+    (text,) = ["; ".join(differences(other, run))]
+    assert "betas is [0.9, 0.99] in the run" in text and "momentum at update 1 was 0.9" in text
+
+
+def test_another_initialisation(run: whence.Run) -> None:
+    def zeros() -> nn.Module:
+        model = plain()
+        nn.init.zeros_(model[2].bias)
+        return model
+
+    assert differences(recipe(zeros), run) == []
+    assert other_initial_weights(recipe(zeros), run, 0) == "2.bias"
+
+
+def test_a_stage_too_few(run: whence.Run) -> None:
+    two = whence.Recipe(plain, whence.Classification(), {"a": TRAIN, "b": TRAIN}, sgd, 16, 2)
+    assert "the run has the stages ['train'], the recipe ['a', 'b']" in differences(two, run)
+
+
+def test_a_run_of_a_recipe_passes(tmp_path: Path) -> None:
+    made = recipe(with_batch_norm, adam, drop_last=True)
+    run = made.run(3, tmp_path, checkpoints=2)
+    assert run.steps == 12 and {len(b) for b in run.batches or []} == {16}
+    assert differences(made, run) == [] and other_initial_weights(made, run, 3) is None
+
+
+def test_drop_last_trains_the_same_alone_and_together() -> None:
+    made = recipe(drop_last=True)
+    subsets = [range(50), range(40)]
+    trainings = [whence.retrain.Training(0, torch.tensor(s).numpy()) for s in map(list, subsets)]
+    alone, together = (
+        whence.retrain.measure(made, TRAIN, trainings, engine=engine, progress=False)
+        for engine in ("single", "auto")
+    )
+    torch.testing.assert_close(torch.tensor(alone), torch.tensor(together), rtol=1e-4, atol=1e-4)
+    whole = whence.retrain.measure(recipe(), TRAIN, trainings, engine="single", progress=False)
+    assert abs(alone - whole).max() > 1e-3
+
+
+def test_drop_last_is_true_or_false() -> None:
+    with pytest.raises(whence.errors.InvalidType, match="drop_last=1"):
+        recipe(drop_last=1)

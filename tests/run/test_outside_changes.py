@@ -1,0 +1,354 @@
+"""Training that the recorder does not see: it is noticed, stored with the run, and shown."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import models
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import whence
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 3, (24,), generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(X, Y)
+STEPS = 20
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return models.mlp((4, 6, 5, 3))
+
+
+def update(model: nn.Module, *optimizers: torch.optim.Optimizer, k: int = 0) -> None:
+    which = torch.arange(8 * (k % 3), 8 * (k % 3) + 8)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    F.cross_entropy(model(X[which]), Y[which]).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def recorded(
+    path: Path, between: Callable[[nn.Module, int], Any] = lambda model, k: None, **options: Any
+) -> tuple[nn.Module, whence.Run, list[str]]:
+    """A training of all layers, with something done after every update."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"checkpoints": 4, "total_steps": STEPS} | options
+    with heard() as messages, whence.Recorder(path, model, optimizer, **options):
+        for k in range(STEPS):
+            update(model, optimizer, k=k)
+            between(model, k)
+    return model, whence.Run.open(path), messages
+
+
+def attributed(model: nn.Module, run: whence.Run, data: Any = DATA) -> whence.Scores:
+    study = whence.Study(model, whence.Classification(), data, run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return whence.TracIn().attribute(study, DATA, progress=False)
+
+
+def test_a_training_that_is_seen_whole_has_no_warnings(tmp_path: Path) -> None:
+    model, run, messages = recorded(tmp_path)
+    assert not messages and not run.warnings
+    scores = attributed(model, run)
+    assert not scores.warnings and "warning" not in repr(scores)
+
+
+def clamp(model: nn.Module, k: int) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+
+def max_norm(model: nn.Module, k: int) -> None:
+    with torch.no_grad():
+        weight = model[0].weight
+        weight.copy_(torch.renorm(weight, 2, 0, 0.3))
+
+
+def averaged(model: nn.Module, k: int) -> None:
+    start = dict(net().named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.data.lerp_(start[name], 0.1)
+
+
+def once(model: nn.Module, k: int) -> None:
+    if k == 9:
+        model.load_state_dict(net().state_dict())
+
+
+def reset(model: nn.Module, k: int) -> None:
+    if k == 9:
+        model[4].reset_parameters()
+
+
+@pytest.mark.parametrize("change", [clamp, max_norm, averaged, once, reset])
+def test_weights_changed_between_updates(change: Callable[..., None], tmp_path: Path) -> None:
+    model, run, messages = recorded(tmp_path, change)
+    assert any("not by the recorded optimizer" in m for m in messages)
+    assert any("not by the recorded optimizer" in m for m in run.warnings)
+    scores = attributed(model, run)
+    assert all(message in scores.warnings for message in run.warnings)
+    assert "warning" in repr(scores)
+    scores.save(tmp_path / "scores")
+    assert whence.Scores.load(tmp_path / "scores").warnings == scores.warnings
+
+
+def test_weights_swapped_for_an_evaluation_and_restored_are_no_change(tmp_path: Path) -> None:
+    def evaluate(model: nn.Module, k: int) -> None:
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict(net().state_dict())
+        model.load_state_dict(kept)
+
+    _, run, messages = recorded(tmp_path, evaluate)
+    assert not messages and not run.warnings
+
+
+@pytest.mark.parametrize("steps", [None, [5, 10, 15]])
+def test_best_weights_loaded_at_the_end(steps: Any, tmp_path: Path) -> None:
+    """`steps` ends before the last update: then the last checkpoint has the loaded weights."""
+    best: dict[str, Tensor] = {}
+
+    def load(model: nn.Module, k: int) -> None:
+        if k == 9:
+            best.update(copy.deepcopy(model.state_dict()))
+        if k == STEPS - 1:
+            model.load_state_dict(best)
+
+    options = {} if steps is None else {"checkpoints": steps, "total_steps": None}
+    model, run, messages = recorded(tmp_path, load, **options)
+    (message,) = [m for m in run.warnings if "after the last update, 20" in m]
+    assert message in messages
+    final = run.final.weights()
+    same = all(torch.equal(final[name], p) for name, p in model.state_dict().items())
+    assert same == (steps is not None)
+    if steps is None:
+        assert "those after update 10" in message
+        scores = attributed(model, run)
+        assert any(
+            "given model has the run's weights after update 10" in m for m in scores.warnings
+        )
+
+
+def test_a_second_optimizer(tmp_path: Path) -> None:
+    model = net()
+    body = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
+    head = torch.optim.Adam(model[4].parameters(), 0.01)
+    with (
+        heard() as messages,
+        whence.Recorder(tmp_path, model, body, checkpoints=4, total_steps=STEPS),
+    ):
+        for k in range(STEPS):
+            update(model, body, head, k=k)
+    assert any("second optimizer" in m and "4.bias, 4.weight" in m for m in messages)
+    run = whence.Run.open(tmp_path)
+    scores = attributed(model, run)
+    assert any("differ between checkpoints" in m and "4.weight" in m for m in scores.warnings)
+    assert [part["name"] for part in scores.excluded] == ["4"]
+    assert "frozen" not in scores.excluded[0]["reason"]
+
+
+def test_a_second_optimizer_of_the_same_layers(tmp_path: Path) -> None:
+    model = net()
+    first, second = (torch.optim.SGD(model.parameters(), lr) for lr in (0.1, 0.05))
+    with (
+        heard() as messages,
+        whence.Recorder(tmp_path, model, first, checkpoints=4, total_steps=STEPS),
+    ):
+        for k in range(STEPS):
+            update(model, first, k=k)
+            update(model, second, k=k + 1)
+    assert any("not by the recorded optimizer" in m for m in messages)
+
+
+def test_changes_of_frozen_layers_in_checkpoints_of_any_origin() -> None:
+    states = [net().state_dict()]
+    for k in range(2):
+        states.append({name: t + 0.1 * (k + 1) for name, t in states[0].items()})
+    run = whence.Run.from_checkpoints(
+        states, [0, 5, 10], 0.1, groups=[["0.weight", "0.bias", "2.weight", "2.bias"]]
+    )
+    scores = attributed(net(), run)
+    assert any("differ between checkpoints" in m and "4.weight" in m for m in scores.warnings)
+
+
+def test_layers_that_stay_are_frozen_without_a_warning() -> None:
+    states = [net().state_dict()]
+    for k in range(2):
+        moved = {n: t + 0.1 * (k + 1) * (not n.startswith("4")) for n, t in states[0].items()}
+        states.append(moved)
+    run = whence.Run.from_checkpoints(
+        states, [0, 5, 10], 0.1, groups=[["0.weight", "0.bias", "2.weight", "2.bias"]]
+    )
+    assert not attributed(net(), run).warnings
+
+
+@pytest.mark.parametrize("how", ["added", "swapped", "another optimizer", "untrained"])
+@pytest.mark.parametrize("classes", [3, 7])
+def test_a_head_replaced_without_a_stage(how: str, classes: int, tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        heard() as messages,
+        whence.Recorder(tmp_path, model, optimizer, checkpoints=4, total_steps=STEPS),
+    ):
+        used = optimizer
+        for k in range(STEPS):
+            if k == 12:
+                model[4] = nn.Linear(5, classes)
+                fresh = list(model[4].parameters())
+                if how == "added":
+                    used.add_param_group({"params": fresh})
+                elif how == "swapped":
+                    used.param_groups[0]["params"][-2:] = fresh
+                elif how == "another optimizer":
+                    used = torch.optim.SGD(model.parameters(), 0.1)
+            update(model, used, k=k)
+    assert any("replaced" in m and f"4.weight (3, 5) → ({classes}, 5)" in m for m in messages)
+    run = whence.Run.open(tmp_path)
+    if how in ("added", "swapped"):  # the new head's rates are recorded
+        assert run.learning_rates[-1][[g for g, n in enumerate(run.groups) if "4.bias" in n][-1]]
+    if classes == 3:
+        assert any("replaced" in m for m in attributed(model, run).warnings)
+
+
+def test_a_head_replaced_after_a_stage_is_no_surprise(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        heard() as messages,
+        whence.Recorder(tmp_path, model, optimizer, checkpoints=2, total_steps=10) as recorder,
+    ):
+        for k in range(10):
+            update(model, optimizer, k=k)
+        recorder.stage("tune", total_steps=10, checkpoints=2)
+        model[4] = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        recorder.stage("tune", total_steps=10, checkpoints=2, optimizer=optimizer)
+        for k in range(10):
+            update(model, optimizer, k=k)
+    assert not messages and not whence.Run.open(tmp_path).warnings
+
+
+@pytest.mark.parametrize("other", ["later", "averaged", "clamped"])
+def test_a_model_that_is_not_the_runs_final_one(other: str, tmp_path: Path) -> None:
+    model, run, _ = recorded(tmp_path)
+    if other == "later":
+        update(model, torch.optim.SGD(model.parameters(), 0.1))
+    elif other == "averaged":
+        averaged(model, 0)
+    else:
+        limit = 0.95 * float(model[0].weight.detach().abs().max())
+        model[0].weight.data.clamp_(-limit, limit)
+    assert any("not the run's final ones" in m for m in attributed(model, run).warnings)
+
+
+def test_a_model_that_only_gives_the_architecture(tmp_path: Path) -> None:
+    _, run, _ = recorded(tmp_path)
+    assert not attributed(net(), run).warnings
+    torch.manual_seed(5)
+    assert not attributed(models.mlp((4, 6, 5, 3)), run).warnings
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def drawn(batches: list[np.ndarray], subset: Any = None) -> whence.Run:
+    states = [net().state_dict()]
+    states += [{n: t + 0.01 * (k + 1) for n, t in states[0].items()} for k in range(2)]
+    steps = [0, len(batches) // 2, len(batches)]
+    return whence.Run.from_checkpoints(states, steps, 0.1, batches=batches, subset=subset)
+
+
+def epochs(examples: Any, count: int, size: int = 4, drop_last: bool = False) -> list[np.ndarray]:
+    random, batches = np.random.default_rng(0), []
+    for _ in range(count):
+        order = random.permutation(examples)
+        whole = len(order) // size * size if drop_last else len(order)
+        batches += np.array_split(order[:whole], range(size, whole, size))
+    return batches
+
+
+def test_examples_that_were_never_drawn_are_not_in_the_training_set() -> None:
+    subset = np.arange(0, 24, 2)
+    run = drawn(epochs(subset, 3))
+    study = whence.Study(net(), whence.Classification(), DATA, run)
+    assert study.used(run, "train").tolist() == subset.tolist()
+    declared = whence.Study(net(), whence.Classification(), DATA, drawn(epochs(subset, 3), subset))
+    options: dict[str, Any] = {"dtype": torch.float64, "progress": False}
+    with heard() as messages:
+        scores = whence.Source(2).attribute(study, DATA, **options)
+    assert any("12 of 24 examples are in none" in m for m in messages)
+    assert scores.warnings
+    expected = whence.Source(2).attribute(declared, DATA, **options)
+    assert not expected.warnings
+    np.testing.assert_array_equal(scores.values, expected.values)
+
+
+REGULAR = {
+    "shuffled": epochs(np.arange(24), 4),
+    "drop_last": epochs(np.arange(24), 3, 7, drop_last=True),
+    "one epoch, drop_last": epochs(np.arange(24), 1, 7, drop_last=True),
+    "with replacement": [np.random.default_rng(k).integers(0, 24, 8) for k in range(12)],
+    "one epoch with replacement": [np.random.default_rng(k).integers(0, 24, 8) for k in range(3)],
+}
+
+
+@pytest.mark.parametrize("name", REGULAR)
+def test_ordinary_batches_are_no_surprise(name: str) -> None:
+    run = drawn(REGULAR[name])
+    study = whence.Study(net(), whence.Classification(), DATA, run)
+    assert len(study.used(run, "train")) == 24
+    assert [m for m in study.warnings(run) if "weighted" in m] == []
+
+
+def test_a_training_of_less_than_an_epoch_is_announced() -> None:
+    run = drawn(epochs(np.arange(12), 1))
+    study = whence.Study(net(), whence.Classification(), DATA, run)
+    assert len(study.used(run, "train")) == 24
+    assert any("12 of 24 examples" in m for m in study.warnings(run))
+
+
+@pytest.mark.parametrize("kind", ["weights", "repeated", "two epochs for some"])
+def test_a_weighted_sampler_is_announced_with_numbers(kind: str) -> None:
+    random = np.random.default_rng(0)
+    if kind == "weights":
+        p = np.where(np.arange(24) < 6, 5.0, 1.0)
+        batches = [random.choice(24, 8, p=p / p.sum()) for _ in range(60)]
+    elif kind == "repeated":
+        batches = epochs(np.r_[np.arange(24), np.repeat(np.arange(4), 20)], 3)
+    else:
+        batches = epochs(np.arange(24), 5) + epochs(np.arange(4), 40)
+    run = drawn(batches)
+    counts = np.bincount(np.concatenate(batches), minlength=24)
+    study = whence.Study(net(), whence.Classification(), DATA, run)
+    (message,) = [m for m in study.warnings(run) if "weighted sampler" in m]
+    assert f"{counts.min()} to {counts.max()} times (mean {counts.mean():.1f})" in message
+
+
+def test_batches_of_another_dataset_are_refused() -> None:
+    run = drawn([np.array([0, 30])] * 4)
+    with pytest.raises(whence.WhenceError, match="used example 30, but the data has 24"):
+        whence.Study(net(), whence.Classification(), DATA, run)
