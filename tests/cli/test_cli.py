@@ -511,6 +511,37 @@ def test_the_doctor_finds(
         c["message"] for c in found["checks"] if (c["check"], c["verdict"]) == (check, verdict)
     ]
     assert any(message in one for one in messages), found["checks"]
+    every = [c["message"] for c in found["checks"] if c["verdict"] == "bad"]
+    assert len(every) == len(set(every))  # a fault is reported once
+
+
+def test_a_fault_that_many_checks_meet_is_one(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("layers study.py") == 0  # makes the run
+    last = sorted((small / "runs/few/checkpoints").glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1] + b"\x01")
+    capsys.readouterr()
+    assert typed("doctor study.py") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("truncated or altered") == 1 and "1 problem found" in shown
+    assert "batch: not checked, because of the problem of: run, weights" in shown
+
+
+def test_a_study_file_does_not_train_in_silence(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert typed("layers study.py") == 0
+    assert "study.py trains a run first: runs/few" in capsys.readouterr().err
+    assert typed("layers study.py") == 0
+    assert "trains" not in capsys.readouterr().err
+    elsewhere = small / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for line in ("doctor ../study.py", "layers ../study.py"):
+        assert typed(line) == 2
+        assert f"Run this command in {small}" in capsys.readouterr().err
+    assert list(elsewhere.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["RuntimeError", "ValueError", "FileNotFoundError"])

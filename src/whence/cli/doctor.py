@@ -71,7 +71,10 @@ def doctor(
 
 
 def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tuple[str, str, str]]:
-    """(check, verdict, message) of each check; one that raises is bad, and the others still run."""
+    """(check, verdict, message) of each check; one that raises is bad, and the others still run.
+
+    A fault that several checks meet is reported once.
+    """
     study = file.study
     checks: list[tuple[str, Callable[[], Finding]]] = [("study", lambda: (SOUND, repr(study)))]
     for k, run in enumerate(study.runs):
@@ -91,6 +94,8 @@ def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tup
     ]
     import warnings
 
+    faults: dict[str, str] = {}  # the check that reported each first
+    said: set[str] = set()
     for name, check in checks:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -100,10 +105,14 @@ def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tup
                 known = isinstance(error, (WhenceError, OSError))
                 kind = "" if known else type(error).__name__ + ": "
                 verdict, message = BAD, kind + " ".join(str(error).split())
+        if verdict == BAD and faults.setdefault(message, name) != name:
+            verdict, message = NOTE, f"not checked, because of the problem of: {faults[message]}"
         yield name, verdict, message
-        for text in dict.fromkeys(str(warning.message) for warning in caught):
-            if name != "cost" or "tracked" not in text:  # the check of the layers says it
-                yield name, NOTE, " ".join(text.split())
+        for text in (" ".join(str(warning.message).split()) for warning in caught):
+            # the check of the layers says what is tracked
+            if text not in said and (name != "cost" or "tracked" not in text):
+                said.add(text)
+                yield name, NOTE, text
 
 
 def _run(run: Any) -> Finding:
