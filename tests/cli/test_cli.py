@@ -415,6 +415,7 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     first = shown.splitlines()[0]  # one does not read the label as a margin
     assert "Source, margin in logits; query 3: label " + best["shown"]["label"] in first
+    assert "relative" in shown and "██████████" in shown and "±" not in shown
     assert "most helpful" in shown and str(best["harmful"][0]["example"]) in shown
 
     truth = answered("truth study.py --subsets 4 --seeds 2 --alpha 0.6 --out truth/x", capsys)
@@ -424,6 +425,15 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     assert judged["source"]["value"] == real.value
     assert typed("lds scores/source --truth truth/x --bootstrap 100") == 0
     assert "LDS of Source" in capsys.readouterr().out
+    fit = {"slope": 0.5, "standard_error": 0.1, "quantile": 2.0, "removals": 9.0, "subsets": 5}
+    fit |= {"fitted": 0.6, "interval": [0.4, 0.8], "residual": [0.3] * 6, "noise": None}
+    sized = scores.with_values(scores.to_numpy(), diagnostics={"calibration": fit})
+    sized.save("scores/sized")
+    best = answered("top scores/sized --query 3 -k 1", capsys)["helpful"][0]
+    expected = 2 * ((best["value"] / 5) ** 2 + 0.09 / 9) ** 0.5
+    assert best["within"] == pytest.approx(expected)
+    assert typed("top scores/sized --query 3 -k 1") == 0
+    assert f"{best['value']:+.4g} ± {expected:.2g}" in capsys.readouterr().out
 
     line = "removal study.py scores/source -k 2,4 --queries 2 --seeds 1 --select-seeds 1"
     removed = answered(f"{line} --out removal/x", capsys)

@@ -87,7 +87,7 @@ def test_scores_of_which_only_the_top_was_kept(study: whence.Study, tmp_path: Pa
         ours, theirs = query_view(top, row, 4), query_view(whole, row, 4)
         for end in ("helpful", "harmful"):
             assert ours[end] == theirs[end][: len(ours[end])]
-        assert ours["histogram"] is None and ours["helped"] is None
+        assert ours["histogram"] is None and ours["harmed"] is None
     values, columns = top.row_scores(0)
     assert values == pytest.approx(whole.values[0][columns])
     # everything kept twice (at both ends) is counted once

@@ -21,7 +21,7 @@ from whence.present.check import by_stage
 from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
-from whence.scores.uncertainty import calibrated
+from whence.scores.uncertainty import calibrated, half_widths_of_scores
 from whence.study import Study
 from whence.task import Task
 
@@ -120,6 +120,7 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         "stages": [] if scores.stage is None else list(dict.fromkeys(scores.stage)),
         "segments": segments(scores),
         "spread": scores.spread is not None,
+        "calibrated": "calibration" in scores.diagnostics,
         "excluded": _excluded(scores),
         "diagnostics": _facts(
             {
@@ -162,12 +163,13 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
 
     Returns:
         `row`, `id`; `helpful` and `harmful`: entries with `column`, `value` and, if the scores have
-        them, `spread` and `segments` (L), strongest first, with the right sign only; `histogram` of
-        all finite scores ({low, width, counts}, bins start at multiples of the width); `helped` and
-        `harmed`: their sums by sign, None if only the top was kept; `segments`: these two sums per
-        segment; `classes`: those of the entries, counted; `not_numbers`: the number of scores
-        that are not finite; `residual`: of calibrated scores, the standard deviation of one
-        retraining around its prediction.
+        them, `within` (half of a calibrated score's 95 % interval), `spread` and `segments` (L),
+        strongest first, with the right sign only; `histogram` of all finite scores ({low, width,
+        counts}, bins start at multiples of the width); `harmed`: the sum of those that harmed, None
+        if only the top was kept; `segments`: the sums of those that helped and harmed per segment;
+        `classes`: those of the entries, counted; `not_numbers`: the number of scores that are not
+        finite; `residual`: of calibrated scores, the standard deviation of one retraining around
+        its prediction.
     """
     place = scores.row_index(row)
     if k < 1:
@@ -180,7 +182,6 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
         "id": None if row is None else int(scores.query_ids[place]),
         "not_numbers": int((~finite).sum()),
         "histogram": None,
-        "helped": None,
         "harmed": None,
         "segments": None,
         "classes": None,
@@ -195,7 +196,7 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
         view[name] = [_entry(scores, place, int(columns[c]), float(values[c])) for c in order]
     if scores.top is None and len(values):
         view["histogram"] = histogram(values)
-        view["helped"], view["harmed"] = _both_signs(values, direction)
+        view["harmed"] = _both_signs(values, direction)[1]
     if scores.by_segment is not None:
         parts = _rows(scores.by_segment)[:, place]
         view["segments"] = [_both_signs(part[np.isfinite(part)], direction) for part in parts]
@@ -366,6 +367,9 @@ def _rows(array: Floats) -> Floats:
 
 def _entry(scores: Scores, row: int, column: int, value: float) -> View:
     entry: View = {"column": column, "value": number(value)}
+    within = half_widths_of_scores(scores.diagnostics.get("calibration"), row, [value])
+    if within is not None:
+        entry["within"] = number(within[0])
     if scores.spread is not None:
         spread = scores.spread if scores.is_self_influence else scores.spread[row]
         entry["spread"] = number(spread[column])

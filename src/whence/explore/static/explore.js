@@ -562,6 +562,7 @@
         becomes ? fact("predicted to flip", queries(becomes.filter((word) => word).length)) : null,
         fact("mean change", known.length ? valueOf(known.reduce((s, x) => s + x, 0) / known.length, higher) : "–")),
       selected.note ? notice(`${selected.note}.`) : null,
+      selected.within ? null : notice(`${name} is not calibrated: go by the order of these changes, not by their size.`),
       await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].unit === selected.unit ? one : `${one} (${answer.sets[one].unit})`))], (row) => [
         answer.measured ? el("td", { class: "numeric" }, number(answer.measured[row])) : null,
         el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher),
