@@ -137,8 +137,8 @@ def find(
             + "; ".join(f"{k}: {v}" for k, v in reasons.items())
         )
     total = sum(p.numel() for p in model.parameters())
-    excluded, moved = _excluded(model, verified, reasons)
-    return Tracked(tuple(verified), excluded, total, moved, positions, outputs[0].numel())
+    excluded, updated = _excluded(model, verified, reasons)
+    return Tracked(tuple(verified), excluded, total, updated, positions, outputs[0].numel())
 
 
 def _candidates(
