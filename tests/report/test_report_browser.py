@@ -114,10 +114,14 @@ def test_calibrated_changes_are_shown_with_their_interval(browser: Any, tmp_path
     with Visit(browser, path, "#query=3") as visit:
         text = visit.page.locator(".ranking.helpful .card .value").first.inner_text()
         assert text.startswith("+") and "rank" not in text
-        change, within = (float(part) for part in text.split(" ± "))
+        change, within = (float(part) for part in text.split("±"))
         assert change == pytest.approx(best.value, rel=5e-3)
         assert within == pytest.approx(half, rel=0.05)
         assert visit.page.locator(".sizes").count() == 0
+        for value in visit.page.locator(".card .value > span").all():  # in sight, in a narrow card
+            assert value.evaluate("s => s.getBoundingClientRect().right") <= value.evaluate(
+                "s => s.closest('.card').getBoundingClientRect().right"
+            )
 
 
 def test_an_example_opens_and_leads_to_its_queries(browser: Any, report: Path) -> None:

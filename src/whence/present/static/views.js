@@ -147,12 +147,12 @@ Whence.views = (() => {
   function size(entry, rank, ctx) {
     const { unit, calibrated } = ctx.overview;
     const kind = `value ${side(entry.value, ctx)}`;
-    const around = (half) => (half === undefined ? "" : ` ± ${half === null ? "∞" : number(half, 2)}`);
+    const around = (half) => (half === undefined ? "" : `± ${half === null ? "∞" : number(half, 2)}`);
     if (calibrated) {
       return el("span", { class: kind, title: `expected change in ${unit}, with its 95 % interval` }, signed(entry.value),
-        el("span", { class: "muted" }, around(entry.within)));
+        " ", el("span", { class: "muted" }, around(entry.within)));
     }
-    return el("span", { class: kind, title: `score ${signed(entry.value)}${around(entry.spread)} ${unit}, not calibrated` }, `rank ${rank}`);
+    return el("span", { class: kind, title: `score ${[signed(entry.value), around(entry.spread), unit].filter(Boolean).join(" ")}, not calibrated` }, `rank ${rank}`);
   }
 
   // A bar whose length is relative to the strongest score of its list.
