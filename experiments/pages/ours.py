@@ -39,11 +39,12 @@ def read(folder: Path) -> dict[str, list[Entry]]:
 
 
 def shown(entries: Sequence[Entry]) -> Entry:
-    """The entry on the first page: one that did not choose, at α = ½, with most trainings."""
+    """The entry on the first page: one that did not choose, at α = ½, with most of `SHOWN`, and
+    with most trainings."""
 
-    def order(entry: Entry) -> tuple[bool, bool, int]:
-        of = entry["protocol"]
-        return not entry["chosen_on"], of["alpha"] == 0.5, of["subsets"] * of["seeds"]
+    def order(entry: Entry) -> tuple[bool, bool, int, int]:
+        of, forms = entry["protocol"], len(SHOWN.keys() & entry["forms"].keys())
+        return not entry["chosen_on"], of["alpha"] == 0.5, forms, of["subsets"] * of["seeds"]
 
     return max(entries, key=order)
 
@@ -125,7 +126,7 @@ def sentences(results: Mapping[str, Sequence[Entry]]) -> str:
     if not results:
         return "*Not run yet.*"
     parts = [_where(results), _first(results), _never_below(results), _size(results)]
-    parts += [text for text in (_combined(results),) if text]
+    parts += [text for text in (_best(results), _combined(results)) if text]
     return "\n".join(f"- {text}" for text in parts)
 
 
@@ -179,6 +180,24 @@ def _first(results: Mapping[str, Sequence[Entry]]) -> str:
         return "No task can say which method is first yet."
     rivals = [SHOWN.get(name, name) for name in PUBLISHED_METHODS if name in everywhere]
     return f"With one model, {OURS} is {'; '.join(texts)}. Compared with {_joined(rivals)}."
+
+
+def _best(results: Mapping[str, Sequence[Entry]]) -> str | None:
+    """By how much Best() is above Source(), with one model."""
+    gains = {}
+    for task, entries in results.items():
+        entry = shown(entries)
+        row, best = ours(task, entry), entry["forms"].get(BEST)
+        if row is not None and best is not None:
+            gains[task] = best["single"][0] - row["single"][0]
+    if not gains:
+        return None
+    above = sum(gain > 0 for gain in gains.values())
+    each = [f"{title(task)} {gain:+.2f}" for task, gain in gains.items()]
+    return (
+        f"[`Best()`](best.md), one model: above {OURS} on {above} of "
+        f"{counted(len(gains), 'task')} ({_joined(each)})."
+    )
 
 
 def _not_on(tasks: Sequence[str]) -> str:

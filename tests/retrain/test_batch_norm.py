@@ -139,6 +139,11 @@ def test_every_batch_norm(norm: str) -> None:
     assert_same_models(recipe, TRAININGS[1:2])
 
 
+def test_a_norm_that_needs_two_examples_is_measured_together() -> None:
+    recipe = recipes.recipe(model=residual(**NORMS["bare"]))
+    measure(recipe, QUERY, TRAININGS, device="cpu", engine="products", progress=False)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

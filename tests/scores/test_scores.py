@@ -434,7 +434,7 @@ def test_finished_and_unfinished_work_of_another_calculation_is_left_alone(tmp_p
     with pytest.raises(ValueError, match=r"part holds .* another calculation"):
         score(tmp_path / "part", values, key="b")
     score(tmp_path / "whole", values)
-    with pytest.raises(ValueError, match=r"or data, top\): choose another out, or delete"):
+    with pytest.raises(ValueError, match=r"model or task, top\): choose another out, or delete"):
         score(tmp_path / "whole", values, key="b", top=1)
     make(values).save(tmp_path / "saved")
     with pytest.raises(ValueError, match="another calculation"):

@@ -118,9 +118,10 @@ class TrainingPool:
         Targets do not depend on outputs: all examples get the outputs of the first.
         """
         model, task = self.recipe.build(0).to(self.device).eval(), copy.copy(task)
-        with torch.no_grad(), torch.random.fork_rng(cuda_devices(self.device)):
-            first = task.outputs(model, data.rows(torch.arange(1, device=self.device))).cpu()
+        two = torch.arange(min(2, len(batches)), device=self.device)  # batch norm may need two
         try:
+            with torch.no_grad(), torch.random.fork_rng(cuda_devices(self.device)):
+                first = task.outputs(model, data.rows(two))[:1].cpu()
             with torch.no_grad(), examples_of(batches.name, range(len(batches))):
                 outputs = first.expand(len(batches), *first.shape[1:])
                 task.losses(outputs, tree_map(lambda x: x.cpu(), data.tree))
