@@ -193,7 +193,7 @@ def counted_bytes(name: str, queries: int, batch: int, segments: int = 1) -> flo
     layers = tracked(name)
     vector = cost.vector_numbers(layers)
     numbers = layers.untracked + vector + batch * cost.per_example_numbers(layers)
-    numbers += segments * (2 * cost.factor_numbers(layers) + queries * vector)
+    numbers += segments * 2 * cost.factor_numbers(layers) + (segments + 1) * queries * vector
     return 4.0 * float(numbers)
 
 

@@ -131,3 +131,12 @@ def listed(values: Iterable[object], most: int = 5) -> str:
     names = [str(value) for value in values]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def byte_size(count: float) -> str:
+    """A number of bytes for people to read: '1.5 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

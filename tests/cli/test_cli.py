@@ -413,6 +413,9 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     assert best["helpful"][0]["label"] in ("none", "one", "both") and best["shown"]["label"]
     assert typed("top scores/source --query 3 -k 2 --study study.py") == 0
     shown = capsys.readouterr().out
+    first = shown.splitlines()[0]  # one does not read the label as a margin
+    assert "Source, margin in logits; query 3: label " + best["shown"]["label"] in first
+    assert "relative" in shown and "██████████" in shown and "±" not in shown
     assert "most helpful" in shown and str(best["harmful"][0]["example"]) in shown
 
     truth = answered("truth study.py --subsets 4 --seeds 2 --alpha 0.6 --out truth/x", capsys)
@@ -422,6 +425,15 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     assert judged["source"]["value"] == real.value
     assert typed("lds scores/source --truth truth/x --bootstrap 100") == 0
     assert "LDS of Source" in capsys.readouterr().out
+    fit = {"slope": 0.5, "standard_error": 0.1, "quantile": 2.0, "removals": 9.0, "subsets": 5}
+    fit |= {"fitted": 0.6, "interval": [0.4, 0.8], "residual": [0.3] * 6, "noise": None}
+    sized = scores.with_values(scores.to_numpy(), diagnostics={"calibration": fit})
+    sized.save("scores/sized")
+    best = answered("top scores/sized --query 3 -k 1", capsys)["helpful"][0]
+    expected = 2 * ((best["value"] / 5) ** 2 + 0.09 / 9) ** 0.5
+    assert best["within"] == pytest.approx(expected)
+    assert typed("top scores/sized --query 3 -k 1") == 0
+    assert f"{best['value']:+.4g} ± {expected:.2g}" in capsys.readouterr().out
 
     line = "removal study.py scores/source -k 2,4 --queries 2 --seeds 1 --select-seeds 1"
     removed = answered(f"{line} --out removal/x", capsys)
@@ -509,6 +521,37 @@ def test_the_doctor_finds(
         c["message"] for c in found["checks"] if (c["check"], c["verdict"]) == (check, verdict)
     ]
     assert any(message in one for one in messages), found["checks"]
+    every = [c["message"] for c in found["checks"] if c["verdict"] == "bad"]
+    assert len(every) == len(set(every))  # a fault is reported once
+
+
+def test_a_fault_that_many_checks_meet_is_one(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("layers study.py") == 0  # makes the run
+    last = sorted((small / "runs/few/checkpoints").glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1] + b"\x01")
+    capsys.readouterr()
+    assert typed("doctor study.py") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("truncated or altered") == 1 and "1 problem found" in shown
+    assert "batch: not checked, because of the problem of: run, weights" in shown
+
+
+def test_a_study_file_does_not_train_in_silence(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert typed("layers study.py") == 0
+    assert "study.py trains a run first: runs/few" in capsys.readouterr().err
+    assert typed("layers study.py") == 0
+    assert "trains" not in capsys.readouterr().err
+    elsewhere = small / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for line in ("doctor ../study.py", "layers ../study.py"):
+        assert typed(line) == 2
+        assert f"Run this command in {small}" in capsys.readouterr().err
+    assert list(elsewhere.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["RuntimeError", "ValueError", "FileNotFoundError"])

@@ -226,6 +226,17 @@ def test_lists_are_filtered_ordered_and_cut_into_pages() -> None:
         explored.list_queries(wrong=True)
 
 
+def test_numbers_are_no_classes_to_choose_from() -> None:
+    x, y = TRAIN.tensors
+    for labels, classes in ((y, {str(int(k)) for k in y}), (y + 0.25, set())):
+        data = ScoredData({"a": make()}, train=torch.utils.data.TensorDataset(x, labels))
+        explorer = Explorer(data)
+        data.read()
+        assert set(explorer.overview()["labels"]) == classes
+        assert (explorer.query("a", 0, 5)["classes"] is not None) == bool(classes)
+        explorer.close()
+
+
 def test_wrong_predictions_come_from_the_model(tmp_path: Path) -> None:
     recipe = recipes.recipe()
     study = whence.Study(
@@ -251,6 +262,62 @@ def test_wrong_predictions_come_from_the_model(tmp_path: Path) -> None:
     with torch.no_grad():
         says = model(TRAIN.tensors[0].double()).argmax(1)
     assert [predictions[k]["prediction"] for k in (0, 5)] == [str(int(says[k])) for k in (0, 5)]
+
+
+class Fixed(torch.nn.Module):
+    """A model whose logits are its input, times one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.eye_(self.scale.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.scale(x))
+
+
+def test_a_margin_below_zero_is_not_a_wrong_prediction() -> None:
+    shares = torch.tensor(
+        [
+            [0.4, 0.2, 0.2, 0.2],  # right, with p < 1/2: the margin is negative
+            [0.3, 0.4, 0.2, 0.1],  # wrong
+            [0.9, 0.05, 0.03, 0.02],  # right, by far
+        ],
+        dtype=torch.float64,
+    )
+    query = torch.utils.data.TensorDataset(shares.log(), torch.zeros(3, dtype=torch.long))
+    train = torch.utils.data.TensorDataset(torch.eye(4).double(), torch.arange(4))
+    model = Fixed().double()
+    run = whence.Run.from_checkpoints(
+        [model.state_dict()] * 2, [0, 1], learning_rates=[0.1], optimizer="sgd"
+    )
+    study = whence.Study(model, whence.Classification(), train, run)
+    # without example 0, the margins change by these amounts
+    change = np.array([[-0.1, -0.6, 0.2, 0.5], [0.2, 0.3, 0.1, 0.0], [-2.0, -5.0, 0.0, 1.0]])
+    data = ScoredData({"a": make(-change)}, study=study, query=query, train=train)
+    data.read()
+    data.close()
+    assert data.wrong is not None and data.wrong.tolist() == [False, True, False]
+    others = np.log([0.4 / 0.2, 0.3 / 0.4, 0.9 / 0.05])
+    assert data.lead == pytest.approx(others)
+    logit = np.log([0.4 / 0.6, 0.3 / 0.7, 0.9 / 0.1])
+    runner_up = np.array([0.2 / 0.6, 0.4 / 0.7, 0.05 / 0.1])  # share of 1 - p
+    for example in range(4):
+        p = 1 / (1 + np.exp(-(logit + change[:, example])))
+        right = p > runner_up * (1 - p)
+        expected = [
+            None if r != w else "right" if r else "wrong"
+            for r, w in zip(right.tolist(), data.wrong.tolist(), strict=True)
+        ]
+        assert what_if(data, [example])["sets"]["a"]["becomes"] == expected
+    words = [what_if(data, [m])["sets"]["a"]["becomes"] for m in range(4)]
+    assert words[0] == [None, None, None]  # -0.51 of margin is right, and stays so
+    assert "wrong" in words[1] and "right" in words[1]
+    # retrained models are judged by the same boundary
+    before = np.log(np.array([[0.4 / 0.6, 0.3 / 0.7, 0.9 / 0.1]]))
+    outcome = jobs_module.Outcome(before, before + change[:, 1])
+    job = Job("a", "", "train", [1], [0], 0.0)
+    assert judged(data, job, outcome, np.array([1]))["becomes"] == words[1]
 
 
 def test_what_a_slow_model_says_comes_later() -> None:
@@ -410,8 +477,7 @@ def test_retraining_measures_what_training_by_hand_does(folder: Path) -> None:
     np.testing.assert_allclose(view["sets"]["a"]["change"], expected, rtol=1e-4)
     rank = stats.spearmanr(expected, outcome.change).statistic
     assert view["sets"]["a"]["spearman"] == pytest.approx(rank)
-    before, after = outcome.before.mean(0), outcome.after.mean(0)
-    assert view["flipped"] == np.flatnonzero((before > 0) & (after < 0)).tolist()
+    assert view["becomes"] is None  # without the model, predictions are not known
     strict(view)
 
     # the baseline is there already: another job trains its own two models alone

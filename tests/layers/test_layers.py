@@ -618,10 +618,16 @@ def test_what_the_run_never_moved_is_left_out_without_a_warning() -> None:
     frozen = "frozen: no update of the run moved it"
     scores, told = attributed("1.weight", "1.bias", "0.weight", "0.bias")
     assert {e["name"]: e["reason"] for e in scores.excluded} == {"0": frozen, "1": frozen}
-    assert told == [] and "2 layers" in scores.diagnostics["tracked"]
+    assert told == [] and scores.diagnostics["tracked"] == (
+        "all 18 trained parameters are tracked; frozen: 2 layers (35 parameters that no update of "
+        "the run moved)"
+    )
+    assert scores.left_out == (0, []) and "left out     nothing" in repr(scores)
     scores, told = attributed("1.bias")  # its weight was trained, and no score sees that
     assert {e["name"]: e["reason"] for e in scores.excluded} == {"1": "LayerNorm"}
-    assert len(told) == 1 and "1 (" in told[0]
+    trained = 25 + 5 + 18
+    assert len(told) == 1 and f"1 ({5 / trained:.1%}: LayerNorm)" in told[0]
+    assert scores.left_out == (pytest.approx(5 / trained), ["1"])
 
 
 def test_frozen_in_the_model_is_not_left_out() -> None:
@@ -711,7 +717,9 @@ def test_what_is_left_out_is_said_once_by_name_and_share() -> None:
     shares = {part["name"]: part["share"] for part in scores.excluded}
     assert shares == pytest.approx({"norm": 8 / total, "odd": 20 / total})
     assert {p["name"]: p["parameters"] for p in scores.excluded} == {"norm": 8, "odd": 20}
-    assert "44.4% of the parameters: odd, norm" in repr(scores).replace("norm, odd", "odd, norm")
+    assert "44.4% of the trained parameters: odd, norm" in repr(scores).replace(
+        "norm, odd", "odd, norm"
+    )
     assert "left out: " in study.describe() and "odd" in study.describe()
 
 

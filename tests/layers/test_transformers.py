@@ -668,7 +668,11 @@ def test_adapters_are_tracked_and_what_is_frozen_adds_nothing(peft: Any, make: M
     run = once(model, groups=[adapters])
     left_out = left_out_of_adapted(model)
     exact = exactness(make)
-    check(model, train, query, left_out, task, collate, names=adapters, run=run, tolerance=exact)
+    scores = check(
+        model, train, query, left_out, task, collate, names=adapters, run=run, tolerance=exact
+    )
+    assert scores.left_out == (0, []) and len(scores.excluded) > 10
+    assert "trained parameters are tracked; frozen: " in scores.diagnostics["tracked"]
     for method in (whence.Influence.published(1e-3), whence.Source.published(1), whence.TracIn()):
         found = [
             quiet(

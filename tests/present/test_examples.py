@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import whence
 from whence.present.examples import CHARACTERS, HTML, Examples, png
 
 
@@ -139,3 +140,45 @@ def test_a_renderer_may_give_anything() -> None:
     with pytest.warns(UserWarning, match=r"example 0 is not shown: rendering it failed: KeyError"):
         failed = shown(lambda e: {}["no"])
     assert failed["kind"] == "missing" and "KeyError" in failed["note"]
+
+
+def _tokenizer(kind: str) -> Any:
+    """A real tokenizer with a vocabulary of a few words, as models of each kind have."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    marks = {"wordpiece": ("", "##"), "sentencepiece": ("▁", ""), "bytes": ("Ġ", "")}
+    begin, go_on = marks[kind]
+    words = [begin + word for word in ("rich", "veins", "of", "pay", "<b>")]
+    vocabulary = {t: k for k, t in enumerate(["[UNK]", *words, go_on + "off", "."])}
+    if kind == "wordpiece":
+        inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+        inner.decoder = tokenizers.decoders.WordPiece()
+    else:
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="[UNK]"))
+        decoders = tokenizers.decoders
+        inner.decoder = decoders.Metaspace() if kind == "sentencepiece" else decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "sentencepiece", "bytes"])
+def test_tokens_are_joined_as_the_tokenizer_joins_them(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    ids = [1, 2, 3, 4, 6, 5, 0, 0]  # rich veins of pay|off <b>, and padding
+    example = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor([1] * 6 + [0] * 2)}
+    pieces = Examples([example], tokenizer=tokenizer).pieces(0)
+    assert pieces is not None and len(pieces) == len(ids)
+    assert "".join(pieces).strip() == "rich veins of payoff <b>"
+    assert [piece.strip() for piece in pieces[:6]] == ["rich", "veins", "of", "pay", "off", "<b>"]
+    assert pieces[6:] == ["", ""]
+
+
+def test_labels_that_are_numbers_name_no_classes() -> None:
+    def names(*labels: Any, **options: Any) -> bool:
+        return Examples([("text", label) for label in labels], **options).names_classes
+
+    assert names(0, 1, 2) and names("cat", "dog") and names(torch.tensor(3))
+    assert names(0.0, 1.0)  # the targets of one logit
+    assert not names(0.0, 1.5) and not names(torch.tensor([0.25]))
+    assert names(0.0, 1.5, classes=["a", "b"])
+    assert not names(3.0, 4.0, task=whence.Regression())
+    assert names(0.5, 1.0, task=whence.Classification())

@@ -27,7 +27,6 @@ def test_a_query_is_ranked_like_the_scores_do(higher: bool) -> None:
         assert [e["column"] for e in view[end]] == ranking.examples
         assert [e["value"] for e in view[end]] == pytest.approx([e.value for e in ranking])
     sign = 1 if higher else -1
-    assert view["helped"] == pytest.approx(values[1][sign * values[1] > 0].sum())
     assert view["harmed"] == pytest.approx(values[1][sign * values[1] < 0].sum())
 
 
@@ -99,3 +98,32 @@ def test_numbers_that_are_none_are_counted_and_said() -> None:
     hopeless = made(np.full((1, 3), np.nan))
     view = query_view(hopeless, 0)
     assert view["helpful"] == view["harmful"] == [] and view["histogram"] is None
+
+
+def test_frozen_layers_are_not_left_out() -> None:
+    frozen = [{"name": f"f{k}", "share": 0.0, "reason": "frozen"} for k in range(12)]
+    view = overview(made([[1.0, -1.0]], excluded=frozen))
+    assert view["notes"] == []
+    assert view["excluded"] == [{"name": "12 layers", "share": None, "reason": "frozen"}]
+    norm = {"name": "norm", "share": 0.25, "reason": "LayerNorm"}
+    view = overview(made([[1.0, -1.0]], excluded=[norm, *frozen]))
+    assert view["notes"][0].startswith("25.0% of the trained parameters do not contribute")
+    assert [part["name"] for part in view["excluded"]] == ["norm", "12 layers"]
+
+
+def test_calibrated_scores_have_intervals_and_others_none() -> None:
+    values = np.array([[0.5, -0.25, 0.125], [1.0, 2.0, -3.0]])
+    assert "within" not in query_view(made(values), 1)["helpful"][0]
+    assert overview(made(values))["calibrated"] is False
+    fit = {"slope": 0.5, "standard_error": 0.1, "quantile": 2.0, "removals": 4.0, "subsets": 9}
+    fit |= {"fitted": 0.6, "interval": [0.4, 0.8], "residual": [0.3, 0.5]}
+    for noise in (None, [0.1, 0.4]):
+        scores = made(values, diagnostics={"calibration": {**fit, "noise": noise}})
+        assert overview(scores)["calibrated"] is True
+        for row in (0, 1):
+            # one of four removals that a subset is worth; noise is no part of an expected change
+            unknown = fit["residual"][row] ** 2 - (0 if noise is None else noise[row] ** 2)
+            view = query_view(scores, row)
+            for entry in view["helpful"] + view["harmful"]:
+                expected = 2 * np.sqrt((entry["value"] * 0.1 / 0.5) ** 2 + unknown / 4)
+                assert entry["within"] == pytest.approx(expected, rel=1e-4)

@@ -87,7 +87,7 @@ def test_scores_of_which_only_the_top_was_kept(study: whence.Study, tmp_path: Pa
         ours, theirs = query_view(top, row, 4), query_view(whole, row, 4)
         for end in ("helpful", "harmful"):
             assert ours[end] == theirs[end][: len(ours[end])]
-        assert ours["histogram"] is None and ours["helped"] is None
+        assert ours["histogram"] is None and ours["harmed"] is None
     values, columns = top.row_scores(0)
     assert values == pytest.approx(whole.values[0][columns])
     # everything kept twice (at both ends) is counted once
@@ -116,6 +116,14 @@ def test_what_the_report_holds(study: whence.Study, scores: whence.Scores, tmp_p
     assert set(map(int, shown["examples"])) == used and not shown["ids"]
     example = shown["examples"][str(payload["queries"][0]["helpful"][0]["column"])]
     assert example["kind"] == "row" and example["label"] in "abc"
+
+
+def test_numbers_are_not_counted_as_classes(tmp_path: Path) -> None:
+    scores = made(np.random.default_rng(0).standard_normal((2, 20)))
+    x, y = torch.randn(20, 3), torch.randint(3, (20,))
+    for labels, counted in ((y, True), (y.double() + 0.25, False)):
+        payload, _ = read(scores.report(tmp_path / "r.html", train=TensorDataset(x, labels)))
+        assert [view["classes"] is not None for view in payload["queries"]] == [counted] * 2
 
 
 def test_predictions_are_the_final_models(study: whence.Study, tmp_path: Path) -> None:

@@ -90,7 +90,10 @@ def test_values_and_charts_are_those_of_the_scores(browser: Any, report: Path) -
     with Visit(browser, report, "#query=3") as visit:
         card = visit.page.locator(".ranking.helpful .card").first
         assert f"#{best.example}" in card.inner_text()
-        assert f"+{best.value:.3g}"[:5] in card.inner_text()
+        assert "rank 1" in card.inner_text() and "logits" not in card.inner_text()
+        title = card.locator(".value").get_attribute("title")
+        assert f"+{best.value:.3g}"[:5] in title and "not calibrated" in title
+        assert "sum" not in visit.text(".query-head") and "relative" in visit.text(".sizes")
         timeline = card.locator("svg.timeline")
         assert "segment 2: +" in str(timeline.get_attribute("aria-label"))
         heights = [float(r.get_attribute("height")) for r in timeline.locator("rect").all()]
@@ -99,6 +102,26 @@ def test_values_and_charts_are_those_of_the_scores(browser: Any, report: Path) -
         assert sum(int(bar.split()[0].replace(",", "")) for bar in bars) == 60
         picture = card.locator("img")
         assert picture.evaluate("image => image.naturalWidth") == 8
+
+
+def test_calibrated_changes_are_shown_with_their_interval(browser: Any, tmp_path: Path) -> None:
+    fit = {"slope": 0.5, "standard_error": 0.1, "quantile": 2.0, "removals": 4.0, "subsets": 9}
+    fit |= {"fitted": 0.6, "interval": [0.4, 0.8], "residual": [0.3] * 12, "noise": [0.2] * 12}
+    scores = made(diagnostics={"calibration": fit})
+    best = scores.helpful(3, 1)[0]
+    half = 2 * np.sqrt((best.value * 0.2) ** 2 + (0.09 - 0.04) / 4)
+    path = scores.report(tmp_path / "c.html", train=pictures(60), query=pictures(12, 1))
+    with Visit(browser, path, "#query=3") as visit:
+        text = visit.page.locator(".ranking.helpful .card .value").first.inner_text()
+        assert text.startswith("+") and "rank" not in text
+        change, within = (float(part) for part in text.split("±"))
+        assert change == pytest.approx(best.value, rel=5e-3)
+        assert within == pytest.approx(half, rel=0.05)
+        assert visit.page.locator(".sizes").count() == 0
+        for value in visit.page.locator(".card .value > span").all():  # in sight, in a narrow card
+            assert value.evaluate("s => s.getBoundingClientRect().right") <= value.evaluate(
+                "s => s.closest('.card').getBoundingClientRect().right"
+            )
 
 
 def test_an_example_opens_and_leads_to_its_queries(browser: Any, report: Path) -> None:

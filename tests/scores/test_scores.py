@@ -112,7 +112,7 @@ def test_repr_says_what_the_numbers_are():
         "logits",
         "f(with m) - f(without m)",
         "(1, 2): 1 queries x 2 training examples, float32",
-        "2.5% of the parameters: norm0.weight, norm1.weight, norm2.weight and 2 more",
+        "2.5% of the trained parameters: norm0.weight, norm1.weight, norm2.weight and 2 more",
     ):
         assert part in text
 

@@ -36,6 +36,7 @@ from whence.errors import FolderConflict
 if TYPE_CHECKING:
     from whence.cli.studyfile import StudyFile
     from whence.scores import Scores
+    from whence.scores.result import Ranking
 
 TASKS = {
     "classification": "Classification",
@@ -44,6 +45,7 @@ TASKS = {
     "multi-label": "MultiLabel",
 }
 WIDTH = 60  # characters of an example in a table
+BAR = 10  # characters of the longest bar
 
 Method = Annotated[
     str,
@@ -363,17 +365,29 @@ def top(
         "query": query,
         **{
             end: [
-                e._asdict() | ({} if examples is None else examples.train(e.example, e.stage))
-                for e in ranking
+                e._asdict()
+                | within
+                | ({} if examples is None else examples.train(e.example, e.stage))
+                for e, within in zip(ranking, _intervals(opened, query, ranking), strict=True)
             ]
             for end, ranking in rankings.items()
         },
     }
-    heading = "" if query is None else f" of query {query}"
+    heading = "" if query is None else f"; query {query}"
     if examples is not None and query is not None:
         data["shown"] = examples.query(int(opened.query_ids[query]))
-        heading += f": {_line(data['shown'])}"
+        shown = data["shown"]
+        heading += f": {'label ' if shown.get('label') else ''}{_line(shown)}"
     return Answer(data, _tables(opened, data, heading))
+
+
+def _intervals(scores: Scores, query: int | None, ranking: Ranking) -> list[dict[str, float]]:
+    """`within` of each entry: half of a calibrated score's 95 % interval."""
+    from whence.scores.uncertainty import half_widths_of_scores
+
+    calibration, row = scores.diagnostics.get("calibration"), scores.row_index(query)
+    within = half_widths_of_scores(calibration, row, [entry.value for entry in ranking])
+    return [{} for _ in ranking] if within is None else [{"within": float(w)} for w in within]
 
 
 def about(scores: Scores) -> dict[str, Any]:
@@ -434,19 +448,26 @@ def _tables(scores: Scores, data: dict[str, Any], heading: str) -> Any:
     from rich.text import Text
 
     head = f"{scores.method}, {scores.measurement} in {scores.unit}"
-    parts: list[Any] = [Text(head + (f"; {scores.measurement}{heading}" if heading else ""))]
+    parts: list[Any] = [Text(head + heading)]
     words = {"helpful": ("most helpful", "green"), "harmful": ("most harmful", "red")}
     for end, (word, colour) in words.items():
         table = Table(title=Text(word, style=f"bold {colour}"), title_justify="left", box=None)
         table.add_column("example", justify="right")
-        table.add_column("value", justify="right", style=colour)
+        sized = "calibration" in scores.diagnostics
+        table.add_column("change ± 95 %" if sized else "score", justify="right", style=colour)
+        if not sized:  # the order is known, the size is not
+            table.add_column("relative", style=colour, min_width=BAR)
+        strongest = max((abs(e["value"]) for e in data[end]), default=0.0) or 1.0
         stages = any(entry["stage"] for entry in data[end])
         if stages:
             table.add_column("stage")
         if any("kind" in entry for entry in data[end]):
             table.add_column("label, content")
         for e in data[end]:
-            cells = [str(e["example"]), f"{e['value']:+.4g}"]
+            change = f"{e['value']:+.4g}"
+            bar = "█" * round(BAR * abs(e["value"]) / strongest)
+            cells = [str(e["example"]), f"{change} ± {e['within']:.2g}" if sized else change]
+            cells += [] if sized else [bar]
             cells += [e["stage"] or ""] if stages else []
             table.add_row(*cells, *([Text(_line(e))] if "kind" in e else []))
         parts += ["", table]

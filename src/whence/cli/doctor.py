@@ -16,6 +16,7 @@ from whence.cli import settings
 from whence.cli.options import Device, device_of
 from whence.cli.screen import FAILED, FINE, Answer, command
 from whence.errors import WhenceError
+from whence.table import byte_size
 
 if TYPE_CHECKING:
     from whence.cli.studyfile import StudyFile
@@ -70,7 +71,10 @@ def doctor(
 
 
 def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tuple[str, str, str]]:
-    """(check, verdict, message) of each check; one that raises is bad, and the others still run."""
+    """(check, verdict, message) of each check; one that raises is bad, and the others still run.
+
+    A fault that several checks meet is reported once.
+    """
     study = file.study
     checks: list[tuple[str, Callable[[], Finding]]] = [("study", lambda: (SOUND, repr(study)))]
     for k, run in enumerate(study.runs):
@@ -90,6 +94,8 @@ def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tup
     ]
     import warnings
 
+    faults: dict[str, str] = {}  # the check that reported each first
+    said: set[str] = set()
     for name, check in checks:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -99,10 +105,14 @@ def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tup
                 known = isinstance(error, (WhenceError, OSError))
                 kind = "" if known else type(error).__name__ + ": "
                 verdict, message = BAD, kind + " ".join(str(error).split())
+        if verdict == BAD and faults.setdefault(message, name) != name:
+            verdict, message = NOTE, f"not checked, because of the problem of: {faults[message]}"
         yield name, verdict, message
-        for text in dict.fromkeys(str(warning.message) for warning in caught):
-            if name != "cost" or "tracked" not in text:  # the check of the layers says it
-                yield name, NOTE, " ".join(text.split())
+        for text in (" ".join(str(warning.message).split()) for warning in caught):
+            # the check of the layers says what is tracked
+            if text not in said and (name != "cost" or "tracked" not in text):
+                said.add(text)
+                yield name, NOTE, text
 
 
 def _run(run: Any) -> Finding:
@@ -201,11 +211,11 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     passes = ", ".join(f"{count} × {kind}" for kind, count in estimate["passes"].items() if count)
     text = (
-        f"{chosen!r}: about {duration(seconds)}, {_size(estimate['bytes'])} of memory, "
-        f"{_size(size)} of scores; passes over the data: {passes}"
+        f"{chosen!r}: about {duration(seconds)}, {byte_size(estimate['bytes'])} of memory, "
+        f"{byte_size(size)} of scores; passes over the data: {passes}"
     )
     return (SOUND if size < free else BAD), text + (
-        "" if size < free else f". Only {_size(free)} are free on this disk: use --top"
+        "" if size < free else f". Only {byte_size(free)} are free on this disk: use --top"
     )
 
 
@@ -293,7 +303,7 @@ def _machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
     for device in machine["devices"]:
         memory = ""
         if device["total"]:
-            memory = f", {_size(device['free'])} free of {_size(device['total'])}"
+            memory = f", {byte_size(device['free'])} free of {byte_size(device['total'])}"
         lines.append((SOUND, f"{device['device']}: {device['about']}{memory}"))
     if len(machine["devices"]) == 1:
         lines.append((NOTE, "no GPU found: everything runs on the CPU"))
@@ -323,11 +333,3 @@ def _lines(lines: list[tuple[str, str]]) -> Any:
         mark, style = MARKS.get(verdict, ("", ""))
         table.add_row(Text(mark, style=style), Text(text))
     return table
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

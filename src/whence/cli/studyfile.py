@@ -172,6 +172,9 @@ def _imported(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    from whence.retrain.recording import before_training
+
+    hook = before_training.set(lambda out: _about_to_train(path, out))
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
@@ -188,7 +191,20 @@ def _imported(path: Path) -> ModuleType:
         raise StudyFileError(f"{where}: {type(error).__name__}: {error.msg}") from error
     except BaseException as error:
         raise StudyFileError(f"{_place(path, error)}: {_message(path, error)}") from error
+    finally:
+        before_training.reset(hook)
     return module
+
+
+def _about_to_train(path: Path, out: Path) -> None:
+    """Say that the file trains a run. Raise if that run is beside the file."""
+    there = path.resolve().parent / out
+    if there != out.absolute() and (there / "run.json").exists():
+        raise StudyFileError(
+            f"there is no run {out} in the current folder, {Path.cwd()}, so that it would be "
+            f"trained again: {there} has it. Run this command in {path.resolve().parent}"
+        )
+    say(f"{path} trains a run first: {out}")
 
 
 def _message(path: Path, error: BaseException) -> str:

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from whence.errors import collected_warnings, warn
 from whence.operators import cost
 from whence.run import Segment
+from whence.table import byte_size
 
 if TYPE_CHECKING:
     from whence.engine.workspace import Workspace
@@ -165,12 +166,14 @@ def announce(
     Args:
         work: operations per example of each kind of pass.
         passes: how many passes of each kind.
-        numbers: in memory at once.
+        numbers: in memory at once, besides the model and a batch.
     """
     examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
     operations = examples * sum(work[kind] * count for kind, count in passes.items())
     seconds = OVERHEAD * operations / cost.rate(workspace.device, workspace.dtype)
-    size = min(numbers * workspace.dtype.itemsize, workspace.memory)
+    tracked = workspace.tracked
+    batch = min(workspace.batch_size, examples) * cost.per_example_numbers(tracked)
+    size = (tracked.parameters + batch + numbers) * workspace.dtype.itemsize
     estimate = {"seconds": seconds, "bytes": size, "passes": dict(passes)}
     workspace.ledger.diagnostics["estimate"] = estimate
     if workspace.progress and seconds > WORTH_TELLING:
@@ -178,7 +181,7 @@ def announce(
         queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
         tqdm.write(
             f"{what!r}: {examples:,} examples{queries}; passes: {kinds}; "
-            f"about {duration(seconds)} and {size / 2**30:.1f} GiB"
+            f"about {duration(seconds)} and {byte_size(size)}"
         )
 
 

@@ -17,6 +17,7 @@ from whence.evaluate.agreement import correlation, rank_correlation
 from whence.explore.reading import Floats, Ints
 from whence.explore.scored_data import Refused, ScoredData
 from whence.present.views import number, strongest
+from whence.scores.uncertainty import half_widths_of_scores
 
 DOTS = 1500  # of a scatter plot, at most
 CURVE = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # k of the overlap curve
@@ -102,6 +103,8 @@ def _list(
     data: ScoredData, name: str, row: int, places: Ints, others: Ints, other: str
 ) -> list[dict[str, Any]]:
     values = data.values(name, row)
+    calibration = data.scores(name).diagnostics.get("calibration")
+    within = half_widths_of_scores(calibration, row, values[places])
     ranks = {int(p): r + 1 for r, p in enumerate(others)}
     return [
         {
@@ -109,7 +112,8 @@ def _list(
             "value": number(values[p]),
             "other": ranks.get(int(p)),  # None if it is further down, or missing
         }
-        for p in places
+        | ({} if within is None else {"within": number(within[k])})
+        for k, p in enumerate(places)
     ]
 
 

@@ -109,7 +109,7 @@ class Explorer:
         scores, places = data.of_queries(name), data.places(name)
         data.row(name, row)
         view = views.query_view(
-            scores, row, max(1, min(k, MAX_ENTRIES)), lambda column: data.label(places[column])
+            scores, row, max(1, min(k, MAX_ENTRIES)), lambda column: data.class_of(places[column])
         )
         for entry in [*view["helpful"], *view["harmful"]]:
             entry["column"] = int(places[entry["column"]])

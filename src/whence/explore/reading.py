@@ -46,6 +46,10 @@ class SharedExamples(Examples):
         with self._guard:
             return super().label(index)
 
+    def _is_fraction(self, index: int) -> bool:
+        with self._guard:
+            return super()._is_fraction(index)
+
 
 @dataclass
 class Index:

@@ -30,7 +30,14 @@ from whence.explore.reading import (
 from whence.present.check import check_data
 from whence.present.examples import QUERY_SIZE
 from whence.present.predict import predictions
-from whence.present.views import describe_query, histogram, number, prediction_view, strongest
+from whence.present.views import (
+    describe_query,
+    histogram,
+    number,
+    prediction_view,
+    strongest,
+    task_of,
+)
 from whence.scores import Scores
 from whence.study import Study
 
@@ -97,7 +104,12 @@ class ScoredData:
         self._lay_out()
         named = [None if name == "" else name for name in self.stages]
         self.train = {
-            name: SharedExamples(_of_stage(train, name), labels=_of_stage(labels, name), **looks)
+            name: SharedExamples(
+                _of_stage(train, name),
+                labels=_of_stage(labels, name),
+                task=task_of(study, name),
+                **looks,
+            )
             for name in named
         }
         self.query = SharedExamples(query, size=QUERY_SIZE, **looks)
@@ -106,6 +118,7 @@ class ScoredData:
         self.query_predictions: dict[int, dict[str, Any]] = {}  # by row, once computed
         self.measured: Floats | None = None  # (q,)
         self.wrong: NDArray[np.bool_] | None = None  # (q,)
+        self.lead: Floats | None = None  # (q,) of `predictions`, negative where they are wrong
         self._worker = PredictionWorker(self._predict)
         self._indices = {name: Index(examples) for name, examples in self.train.items()}
         self._query_index = Index(self.query)
@@ -147,6 +160,8 @@ class ScoredData:
                     for label, view in zip(labels, views, strict=True)
                 ]
             )
+            leads = [outputs[int(k)]["output"].get("lead", np.nan) for k in ids]
+            self.lead = np.array(leads)
         self.query_predictions = {row: outputs[int(k)] for row, k in enumerate(ids)}
 
     def _note_prediction_failure(self, what: str, error: Exception) -> None:
@@ -306,8 +321,10 @@ class ScoredData:
                 results[place] = {k: view[k] for k in ("prediction", "comparable")}
         return results
 
-    def label(self, place: int) -> str | None:
-        return self.train[self.stage_name(place)].label(int(self.ids[place]))
+    def class_of(self, place: int) -> str | None:
+        """The label of a training example, if it names a class."""
+        examples = self.train[self.stage_name(place)]
+        return examples.label(int(self.ids[place])) if examples.names_classes else None
 
     def in_words(self, place: int) -> tuple[str, str]:
         """The label and the text of a training example, without rendering an image."""
@@ -346,9 +363,11 @@ class ScoredData:
         return None if self.is_read else {"done": done, "of": total}
 
     def labels(self) -> list[str]:
-        """The most frequent labels of the training examples, at most a hundred, in order."""
+        """The most frequent classes of the training examples, at most a hundred, in order."""
         counts: dict[str, int] = {}
         for index in self._indices.values():
+            if not index.examples.names_classes:
+                continue
             for label in index.labels:
                 counts[label] = counts.get(label, 0) + 1
         counts.pop("", None)

@@ -1,6 +1,10 @@
 """What if some training examples were missing: predictions of scores, results of retraining.
 
 predicted[q] = −Σ_{m removed} values[q, m]      real[q] = mean over seeds of after − before
+
+Whether a prediction becomes wrong is decided by its lead (`present.predict`), not by the margin: a
+margin below 0 means p < 1/2, and with several classes such a prediction may be right. A change of
+the margin changes the lead by as much, as long as the other classes keep their shares of 1 - p.
 """
 
 from __future__ import annotations
@@ -9,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from whence.evaluate.agreement import agreement
 from whence.explore.jobs import Job, Outcome
@@ -19,7 +22,7 @@ from whence.present.views import number
 from whence.scores import Scores
 from whence.scores.uncertainty import half_widths
 
-MARGIN = "margin"  # a measurement that is positive if the prediction is right
+MARGIN = "margin"  # the measurement whose changes are changes of the lead
 
 
 def predicted(data: ScoredData, name: str, places: Sequence[int] | Ints) -> tuple[Floats, Ints]:
@@ -85,6 +88,7 @@ def _prediction(data: ScoredData, name: str, places: Ints) -> dict[str, Any]:
     return {
         "change": _list(change),
         "within": _list(within),  # half of the 95 % interval, of calibrated scores
+        "becomes": _becomes(data, data.measured, change),
         "unknown": unknown.tolist(),
         "note": note,
     }
@@ -108,20 +112,26 @@ def judged(data: ScoredData, job: Job, outcome: Outcome, places: Ints) -> dict[s
         "baseline": _list(outcome.baseline),
         "seeds": len(job.seeds),
         "sound": sound,
-        "flipped": _flipped(data, outcome),
+        "becomes": _becomes(data, outcome.baseline, real),
         "sets": sets,
     }
 
 
-def _flipped(data: ScoredData, outcome: Outcome) -> list[int] | None:
-    """Rows whose mean margin turned from right to wrong; None for other measurements."""
-    scores = next(iter(data.sets.values()))
-    if scores.measurement != MARGIN:
+def _becomes(data: ScoredData, margins: Floats | None, change: Floats) -> list[str | None] | None:
+    """ "right" or "wrong" for each query whose prediction turns; None if predictions are unknown.
+
+    Args:
+        margins: (q,) of the model whose measurements change.
+        change: (q,) of these margins.
+    """
+    measurement = next(iter(data.sets.values())).measurement
+    if measurement != MARGIN or margins is None or data.lead is None or data.measured is None:
         return None
-    before = outcome.baseline
     with np.errstate(invalid="ignore"):
-        below: NDArray[np.bool_] = (before > 0) & (before + outcome.change < 0)
-    return [int(row) for row in np.flatnonzero(below)]
+        before = data.lead + margins - data.measured
+        after = before + change
+        right, wrong = (before < 0) & (after > 0), (before > 0) & (after < 0)
+    return ["right" if r else "wrong" if w else None for r, w in zip(right, wrong, strict=True)]
 
 
 def _list(values: Floats | None) -> list[float | None] | None:

@@ -32,7 +32,7 @@ class Excluded:
 
     name: str
     parameters: int
-    share: float
+    share: float  # of the parameters that training moved: 0 where all are frozen
     reason: str
 
 
@@ -43,6 +43,7 @@ class Tracked:
     layers: tuple[TrackedLayer, ...]
     excluded: tuple[Excluded, ...]
     parameters: int
+    trained: int  # of these, those that training moved
     positions: dict[str, int]  # t of each block, on the examples that the check used
     outputs: int  # numbers in the model's output for one example
 
@@ -63,21 +64,23 @@ class Tracked:
 
     @property
     def share(self) -> float:
-        """Share of the model's parameters that is tracked."""
+        """Share of the trained parameters that is tracked."""
         return 1.0 - sum(e.share for e in self.excluded)
 
     def summary(self) -> str:
-        """One line: the tracked share of the parameters, and the names of the excluded layers."""
-        if not self.excluded:
-            return f"all {self.parameters:,} parameters are tracked"
-        parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
+        """One line: the tracked share of the trained parameters, the names of the excluded layers,
+        and what is frozen."""
         frozen = [e for e in self.excluded if e.reason == FROZEN]
+        total = f"{self.trained:,} {'trained ' if frozen else ''}parameters"
+        text = f"all {total} are tracked"
+        if self.unseen:
+            parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
+            text = f"{self.share:.1%} of {total} are tracked; left out: {', '.join(parts)}"
         if frozen:
             what = frozen[0].name if len(frozen) == 1 else f"{len(frozen)} layers"
-            parts.append(f"{what} ({sum(e.share for e in frozen):.1%}: {FROZEN})")
-        excluded = ", ".join(parts)
-        total = f"{self.parameters:,} parameters"
-        return f"{self.share:.1%} of {total} are tracked; left out: {excluded}"
+            count = sum(e.parameters for e in frozen)
+            text += f"; frozen: {what} ({count:,} parameters that no update of the run moved)"
+        return text
 
 
 def find(
@@ -133,8 +136,9 @@ def find(
             "no layer of the model can be tracked: "
             + "; ".join(f"{k}: {v}" for k, v in reasons.items())
         )
-    excluded, total = _excluded(model, verified, reasons)
-    return Tracked(tuple(verified), excluded, total, positions, outputs[0].numel())
+    total = sum(p.numel() for p in model.parameters())
+    excluded, updated = _excluded(model, verified, reasons)
+    return Tracked(tuple(verified), excluded, total, updated, positions, outputs[0].numel())
 
 
 def _candidates(
@@ -255,20 +259,24 @@ def _expected_matrices(layer: TrackedLayer, gradients: Mapping[int, Tensor | Non
 def _excluded(
     model: nn.Module, layers: list[TrackedLayer], reasons: dict[str, str]
 ) -> tuple[tuple[Excluded, ...], int]:
+    """The parameters that are not tracked, by module; and how many of all training moved."""
     tracked = {name for layer in layers for name in layer.parameter_names()}
     parameters = dict(model.named_parameters())
-    total = sum(p.numel() for p in parameters.values())
+    sizes = {name: p.numel() for name, p in parameters.items()}
+    trained = {k for k in parameters if k in tracked or reasons.get(k) != FROZEN}
+    total = sum(sizes[name] for name in trained)
     excluded = []
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
         names = [prefix + k for k in module._parameters if prefix + k in parameters]
         names = [name for name in names if name not in tracked]
         if names:
-            count = sum(parameters[name].numel() for name in names)
-            moved = [k for k in names if reasons.get(k) != FROZEN]
+            count = sum(sizes[name] for name in names)
+            moved = [name for name in names if name in trained]
             reason = next((reasons[k] for k in moved if k in reasons), type(module).__name__)
             reason = reason if moved else FROZEN
-            excluded.append(Excluded(path or "(model)", count, count / total, reason))
+            share = sum(sizes[name] for name in moved) / total
+            excluded.append(Excluded(path or "(model)", count, share, reason))
     return tuple(excluded), total
 
 

@@ -83,10 +83,21 @@ class GradientMethod(Method):
             work |= {kind: solved[kind] for kind in ("sums", "products")}
         return work
 
-    def numbers_held(self, workspace: Workspace, queries: int) -> int:
-        """How many numbers are in memory at once, for the estimate."""
-        tracked = workspace.tracked
-        return 2 * cost.factor_numbers(tracked) + queries * cost.vector_numbers(tracked)
+    def fitted_numbers(self, workspace: Workspace, segments: int, passes: dict[str, int]) -> int:
+        """How many numbers of what is fitted are in memory at once, for the estimate."""
+        if not passes.get("eigenvalues") and not passes.get("covariances"):
+            return 0
+        each = 2 * cost.factor_numbers(workspace.tracked, bool(passes.get("covariances")))
+        if workspace.room is None:
+            return segments * each
+        return min(segments * each, workspace.room // workspace.accumulator.itemsize)
+
+    def vector_numbers(self, workspace: Workspace, segments: int, queries: int) -> int:
+        """Likewise, of the vectors of all segments and of those on the way to the next. Queries
+        are taken in blocks so that their vectors fit into half of the memory."""
+        vectors = queries * cost.vector_numbers(workspace.tracked, self._factored)
+        most = workspace.memory // 2 // workspace.accumulator.itemsize
+        return min((segments + 1) * vectors, most)
 
     # -- what all of them do ---------------------------------------------------------------------
 
@@ -145,8 +156,10 @@ class GradientMethod(Method):
         passes = self.passes_needed(workspace, terms)
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
             passes[kind] *= workspace.factor_groups
-        work, numbers = self.operations(workspace, queries), self.numbers_held(workspace, queries)
-        announce(self, workspace, work, passes, numbers)
+        segments = 1 if self._shared else len(terms)
+        numbers = self.fitted_numbers(workspace, segments, passes)
+        numbers += self.vector_numbers(workspace, segments, queries)
+        announce(self, workspace, self.operations(workspace, queries), passes, numbers)
 
     def tokens(
         self, study: Study, query: Any, examples: Sequence[int], **options: Unpack[Options]

@@ -113,8 +113,8 @@ class Trak(GradientMethod):
         work += 2.0 * cost.vector_numbers(workspace.tracked) * self.dimension
         return super().operations(workspace, queries) | {"projection": work}
 
-    def numbers_held(self, workspace: Workspace, queries: int) -> int:
-        return 3 * self.dimension**2 + queries * cost.vector_numbers(workspace.tracked)
+    def fitted_numbers(self, workspace: Workspace, segments: int, passes: dict[str, int]) -> int:
+        return 3 * self.dimension**2
 
     def key(self, workspace: Workspace) -> str:
         """With several runs, each one's scores depend on all of them, through Q."""

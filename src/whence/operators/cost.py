@@ -74,14 +74,20 @@ def per_example_numbers(tracked: Tracked) -> int:
     return captures + 6 * tracked.outputs
 
 
-def factor_numbers(tracked: Tracked) -> int:
-    """Numbers in one segment's factors."""
-    return sum(b.o**2 + b.width**2 + b.size for b in tracked.blocks)
+def factor_numbers(tracked: Tracked, bases: bool = True) -> int:
+    """Numbers in one segment's factors, with eigenbases or without."""
+    return sum((b.o**2 + b.width**2) * bases + b.size for b in tracked.blocks)
 
 
-def vector_numbers(tracked: Tracked) -> int:
-    """Numbers in one vector over the tracked parameters."""
-    return sum(b.size for b in tracked.blocks)
+def vector_numbers(tracked: Tracked, factored: bool = False) -> int:
+    """Numbers in one vector over the tracked parameters.
+
+    `factored`: it is a plain gradient; with one position, s aᵀ.
+    """
+    return sum(
+        b.o + b.width if factored and tracked.positions[b.name] == 1 else b.size
+        for b in tracked.blocks
+    )
 
 
 def pass_operations(tracked: Tracked, queries: int, factored: bool = False) -> dict[str, float]:

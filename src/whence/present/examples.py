@@ -12,6 +12,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from whence.errors import InvalidInput, InvalidType
-from whence.task import IGNORED, LABEL_KEYS, SUM_TOLERANCE
+from whence.task import IGNORED, LABEL_KEYS, SUM_TOLERANCE, Classification, Regression, Task
 
 Renderer = Callable[[Any], Any]
 Rendered = dict[str, Any]
@@ -29,6 +30,7 @@ Rendered = dict[str, Any]
 QUERY_SIZE = 128  # pixels of a query's image
 CHARACTERS = 2000  # shown of a text
 CELLS = 60  # shown of a row
+LOOKED_AT = 64  # labels from which it is seen whether they name classes
 MAX_CLASSES = 4096  # numbers in a target that may be one per class
 # flat vectors of these lengths are more likely images than rows: shape (c, h, w)
 FLAT = {64: (1, 8, 8), 256: (1, 16, 16), 784: (1, 28, 28), 1024: (1, 32, 32)}
@@ -56,6 +58,7 @@ class Examples:
         columns: names of the features; an example with that many values is a row of a table.
         tokenizer: decodes token ids (its `decode` is called).
         size: the maximum length of an image's longer side, in pixels.
+        task: whose targets the labels are.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Examples:
         columns: Iterable[str] | None = None,
         tokenizer: Any = None,
         size: int = 64,
+        task: Task | None = None,
     ) -> None:
         check_display_options(
             renderer=renderer, classes=classes, columns=columns, tokenizer=tokenizer
@@ -81,7 +85,7 @@ class Examples:
         names = classes if isinstance(classes, Mapping) else dict(enumerate(_strings(classes)))
         self.classes = {int(number): str(name) for number, name in names.items()}
         self.columns = None if columns is None else _strings(columns)
-        self.tokenizer, self.size = tokenizer, size
+        self.tokenizer, self.size, self.task = tokenizer, size, task
         self._warned = False
 
     def __len__(self) -> int:
@@ -122,25 +126,63 @@ class Examples:
         except Exception:  # render reports it
             return None
 
+    @cached_property
+    def names_classes(self) -> bool:
+        """Whether labels are classes: of which there are few, so that counting them makes sense.
+
+        The task says so, or names of the classes were given. Otherwise the first labels must have
+        no number that is not an integer.
+        """
+        if self.classes or isinstance(self.task, Classification):
+            return True
+        if isinstance(self.task, Regression):
+            return False
+        return not any(map(self._is_fraction, range(min(LOOKED_AT, len(self)))))
+
+    def _is_fraction(self, index: int) -> bool:
+        try:
+            label = _target(self.dataset[index]) if self.labels is None else self.labels[index]
+        except Exception:  # render reports it
+            return False
+        if isinstance(label, (Tensor, np.ndarray, np.generic)) and math.prod(label.shape) == 1:
+            label = label.item()
+        return isinstance(label, float) and not label.is_integer()
+
     def class_name(self, number: int) -> str:
         """The name of a class."""
         return _cut(str(self.classes.get(number, number)), 80)[0]
 
     def pieces(self, index: int) -> list[str] | None:
-        """The text of each token, empty for padding; None if the example has no token ids."""
+        """The text of each token, empty for padding; None if the example has no token ids.
+
+        A token that begins a word begins with a space, so that the texts joined are the example.
+        """
         if self.dataset is None:
             return None
         content = _input(self.dataset[int(index)])
         ids, mask = _token_ids(content)
         if ids is None:
             return None
-        pairs = zip(ids.tolist(), mask.tolist(), strict=True)
-        return [self._word(token) if real else "" for token, real in pairs]
+        texts, before = [], None
+        for token, real in zip(ids.tolist(), mask.tolist(), strict=True):
+            texts.append(self._piece(before, token) if real else "")
+            before = token if real else before
+        return texts
 
-    def _word(self, token: int) -> str:
+    def _piece(self, before: int | None, token: int) -> str:
+        """The text of a token after another one.
+
+        Alone, a token does not show whether it begins a word: WordPiece marks what continues a
+        word (`##off`), SentencePiece drops the first space. So it is what the tokenizer appends.
+        """
         if self.tokenizer is None:
             return f"{token} "
-        return _cut(str(self.tokenizer.decode([token])), 100)[0]
+        text = str(self.tokenizer.decode([token]))
+        if before is not None:
+            first = str(self.tokenizer.decode([before]))
+            both = str(self.tokenizer.decode([before, token]))
+            text = both[len(first) :] if both.startswith(first) else text
+        return _cut(text, 100)[0]
 
     # -- guessing the kind ---------------------------------------------------------------------
 

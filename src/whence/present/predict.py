@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,28 +34,35 @@ def predictions(
 
     Returns:
         {index: {"measurement": float, "output": ...}}. The output is {"class": number,
-        "probability": float} for classification, {"value": float} if the model has a single
-        output, else None.
+        "probability": float, "lead": float} for classification, {"value": float} if the model has a
+        single output, else None. The lead is ln(p / p'), with p the probability of the example's
+        label and p' that of the most probable other class. It is positive if the prediction is
+        right, which a margin ln(p / (1 - p)) is only if p > 1/2.
     """
     stage = study.stages[-1] if stage is None else stage
     data = Batches("examples", dataset, study.collate)
     which = np.arange(len(data)) if indices is None else np.asarray(indices, dtype=np.int64)
     measured = torch.zeros(len(which), dtype=torch.float64)
     outputs: list[Tensor | None] = [None] * len(which)
+    labels = np.full(len(which), -1)
     for run in study.runs:
-        for where, batch_measured, rows in _evaluate(study, run, stage, data, which):
+        for where, batch_measured, rows, given in _evaluate(study, run, stage, data, which):
             measured[where] += batch_measured / len(study.runs)
+            labels[where] = given
             for k, row in zip(where, rows if rows is not None else [], strict=False):
                 share = row / len(study.runs)
                 outputs[k] = share if outputs[k] is None else outputs[k] + share
     return {
-        int(index): {"measurement": float(measured[k]), "output": _format_output(outputs[k])}
+        int(index): {
+            "measurement": float(measured[k]),
+            "output": _format_output(outputs[k], labels[k]),
+        }
         for k, index in enumerate(which)
     }
 
 
 def _evaluate(study: Study, run: Run, stage: str, data: Batches, which: np.ndarray) -> Any:
-    """(positions in `which`, measurements, outputs (n, c) or None), batch by batch."""
+    """(positions in `which`, measurements, outputs (n, c) or None, labels), batch by batch."""
     task, model = study.tasks[stage], study.models[stage]
     parameter = next(model.parameters(), torch.zeros(()))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
@@ -64,7 +73,8 @@ def _evaluate(study: Study, run: Run, stage: str, data: Batches, which: np.ndarr
             batch = place(data.take(which[where]), parameter.device, dtype)
             outputs = task.outputs(loader.model, batch)
             measured = task.measurements(outputs, batch).double().cpu()
-            yield where, measured, _readable(task, outputs)
+            labels = task.labels(batch).cpu().numpy() if isinstance(task, Classification) else -1
+            yield where, measured, _readable(task, outputs), labels
 
 
 def _readable(task: Task, outputs: Tensor) -> Tensor | None:
@@ -75,10 +85,20 @@ def _readable(task: Task, outputs: Tensor) -> Tensor | None:
     return flat.double().cpu() if flat.shape[1] == 1 else None
 
 
-def _format_output(output: Tensor | None) -> dict[str, Any] | None:
+def _format_output(output: Tensor | None, label: int) -> dict[str, Any] | None:
     if output is None or not bool(output.isfinite().all()):
         return None
     if len(output) == 1:
         return {"value": float(output)}
     best = int(output.argmax())
-    return {"class": best, "probability": float(output[best])}
+    formatted = {"class": best, "probability": float(output[best])}
+    return formatted | ({"lead": _lead(output, int(label))} if label >= 0 else {})
+
+
+def _lead(probabilities: Tensor, label: int) -> float:
+    """ln(p / p'): of the label's class (c,), ahead of the most probable other one."""
+    others = probabilities.clone()
+    others[label] = -1.0
+    least = sys.float_info.min  # a probability may be rounded to 0
+    own, other = float(probabilities[label]), float(others.max())
+    return math.log(max(own, least)) - math.log(max(other, least))

@@ -21,7 +21,9 @@ from whence.present.check import by_stage
 from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
-from whence.scores.uncertainty import calibrated
+from whence.scores.uncertainty import calibrated, half_widths_of_scores
+from whence.study import Study
+from whence.task import Task
 
 BINS = 40
 CHUNK = 2**24  # scores in memory at a time
@@ -31,7 +33,7 @@ PER_QUERY = ("residual", "noise")  # of a calibration
 View = dict[str, Any]
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
-Label = Callable[[int], str | None]
+Class = Callable[[int], str | None]
 
 
 class TrainingExamples:
@@ -39,16 +41,20 @@ class TrainingExamples:
 
     Args:
         train: the training data, or `{stage: dataset}` for several stages; None shows only ids.
+        study: whose tasks say what the labels are.
         options: of `Examples`; `labels` may be `{stage: labels}`.
     """
 
-    def __init__(self, scores: Scores, train: Any = None, **options: Any) -> None:
+    def __init__(
+        self, scores: Scores, train: Any = None, study: Study | None = None, **options: Any
+    ) -> None:
         self._scores = scores
         labels = options.pop("labels", None)
         self._examples = {
             stage: Examples(
                 dataset,
                 labels=labels[stage] if isinstance(labels, Mapping) else labels,
+                task=task_of(study, stage),
                 **options,
             )
             for stage, dataset in by_stage(scores, train).items()
@@ -66,9 +72,15 @@ class TrainingExamples:
         stage = None if self._scores.stage is None else self._scores.stage[column]
         return examples.render(index) | {"stage": stage}
 
-    def label(self, column: int) -> str | None:
+    def class_of(self, column: int) -> str | None:
+        """The label of a column, if it names a class."""
         examples, index = self.of(column)
-        return examples.label(index)
+        return examples.label(index) if examples.names_classes else None
+
+
+def task_of(study: Study | None, stage: str | None) -> Task | None:
+    """The task of a stage; of the last one for scores that name no stage."""
+    return None if study is None else study.tasks.get(stage or study.stages[-1])
 
 
 def overview(scores: Scores, notes: list[str] | None = None) -> View:
@@ -88,10 +100,10 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         notes.append(f"Calibrated {calibrated(scores.diagnostics['calibration'])}.")
     if scores.unit.startswith("none"):
         notes.append("These scores have no unit: only their order is meaningful.")
-    share = sum(float(part.get("share", 0.0)) for part in scores.excluded)
-    if scores.excluded:
+    share, names = scores.left_out
+    if names:
         notes.append(
-            f"{share:.1%} of the parameters do not contribute to the scores (see Excluded)."
+            f"{share:.1%} of the trained parameters do not contribute to the scores (see Excluded)."
         )
     facts = {k: v for k, v in scores.provenance.items() if v is not None}
     return {
@@ -108,14 +120,8 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         "stages": [] if scores.stage is None else list(dict.fromkeys(scores.stage)),
         "segments": segments(scores),
         "spread": scores.spread is not None,
-        "excluded": [
-            {
-                "name": str(part.get("name", "?")),
-                "share": number(part.get("share")),
-                "reason": str(part.get("reason", "")),
-            }
-            for part in scores.excluded
-        ],
+        "calibrated": "calibration" in scores.diagnostics,
+        "excluded": _excluded(scores),
         "diagnostics": _facts(
             {
                 # each query shows its own
@@ -130,22 +136,40 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
     }
 
 
-def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None = None) -> View:
+def _excluded(scores: Scores) -> list[View]:
+    """What no score includes: each layer that was trained, and all frozen ones in a line each
+    reason."""
+    views: list[View] = []
+    frozen: dict[str, list[str]] = {}
+    for part in scores.excluded:
+        name, reason = str(part.get("name", "?")), str(part.get("reason", ""))
+        if part.get("share", 0.0) > 0:
+            views.append({"name": name, "share": number(part["share"]), "reason": reason})
+        else:
+            frozen.setdefault(reason, []).append(name)
+    for reason, names in frozen.items():
+        what = names[0] if len(names) == 1 else f"{len(names):,} layers"
+        views.append({"name": what, "share": None, "reason": reason})
+    return views
+
+
+def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | None = None) -> View:
     """One query, or self-influence: which examples helped or harmed it, how much and when.
 
     Args:
         row: the query's row; None for self-influence.
         k: number of entries at each end.
-        label: returns a column's label, for the class mix (`TrainingExamples.label`).
+        class_of: returns a column's class, for the class mix (`TrainingExamples.class_of`).
 
     Returns:
         `row`, `id`; `helpful` and `harmful`: entries with `column`, `value` and, if the scores have
-        them, `spread` and `segments` (L), strongest first, with the right sign only; `histogram` of
-        all finite scores ({low, width, counts}, bins start at multiples of the width); `helped` and
-        `harmed`: their sums by sign, None if only the top was kept; `segments`: these two sums per
-        segment; `classes`: the labels of the entries, counted; `not_numbers`: the number of scores
-        that are not finite; `residual`: of calibrated scores, the standard deviation of one
-        retraining around its prediction.
+        them, `within` (half of a calibrated score's 95 % interval), `spread` and `segments` (L),
+        strongest first, with the right sign only; `histogram` of all finite scores ({low, width,
+        counts}, bins start at multiples of the width); `harmed`: the sum of those that harmed, None
+        if only the top was kept; `segments`: the sums of those that helped and harmed per segment;
+        `classes`: those of the entries, counted; `not_numbers`: the number of scores that are not
+        finite; `residual`: of calibrated scores, the standard deviation of one retraining around
+        its prediction.
     """
     place = scores.row_index(row)
     if k < 1:
@@ -158,7 +182,6 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
         "id": None if row is None else int(scores.query_ids[place]),
         "not_numbers": int((~finite).sum()),
         "histogram": None,
-        "helped": None,
         "harmed": None,
         "segments": None,
         "classes": None,
@@ -173,12 +196,12 @@ def query_view(scores: Scores, row: int | None, k: int = 10, label: Label | None
         view[name] = [_entry(scores, place, int(columns[c]), float(values[c])) for c in order]
     if scores.top is None and len(values):
         view["histogram"] = histogram(values)
-        view["helped"], view["harmed"] = _both_signs(values, direction)
+        view["harmed"] = _both_signs(values, direction)[1]
     if scores.by_segment is not None:
         parts = _rows(scores.by_segment)[:, place]
         view["segments"] = [_both_signs(part[np.isfinite(part)], direction) for part in parts]
-    if label is not None:
-        mix = {name: class_mix(view[name], label) for name in ("helpful", "harmful")}
+    if class_of is not None:
+        mix = {name: class_mix(view[name], class_of) for name in ("helpful", "harmful")}
         view["classes"] = mix if any(mix.values()) else None
     return view
 
@@ -289,10 +312,10 @@ def histogram(values: Floats) -> View:
     return {"low": first * width, "width": width, "counts": counts.tolist()}
 
 
-def class_mix(entries: list[View], label: Label) -> list[list[Any]]:
-    """[label, count] of the entries, most frequent first; rare labels are summed at the end."""
-    labels = [label(entry["column"]) for entry in entries]
-    counts = Counter(name for name in labels if name is not None).most_common()
+def class_mix(entries: list[View], class_of: Class) -> list[list[Any]]:
+    """[class, count] of the entries, most frequent first; rare classes are summed at the end."""
+    classes = [class_of(entry["column"]) for entry in entries]
+    counts = Counter(name for name in classes if name is not None).most_common()
     mix = [[name, count] for name, count in counts[:CLASSES]]
     if counts[CLASSES:]:
         mix.append([f"{len(counts) - CLASSES} others", sum(c for _, c in counts[CLASSES:])])
@@ -344,6 +367,9 @@ def _rows(array: Floats) -> Floats:
 
 def _entry(scores: Scores, row: int, column: int, value: float) -> View:
     entry: View = {"column": column, "value": number(value)}
+    within = half_widths_of_scores(scores.diagnostics.get("calibration"), row, [value])
+    if within is not None:
+        entry["within"] = number(within[0])
     if scores.spread is not None:
         spread = scores.spread if scores.is_self_influence else scores.spread[row]
         entry["spread"] = number(spread[column])

@@ -103,7 +103,7 @@ def write(
     _check_study(scores, study)
     display: dict[str, Any] = {"renderer": renderer, "classes": classes}
     display |= {"columns": columns, "tokenizer": tokenizer}
-    examples = TrainingExamples(scores, train, labels=labels, **display)
+    examples = TrainingExamples(scores, train, study, labels=labels, **display)
     query_examples = Examples(query, size=QUERY_SIZE, **display)
     payload: View = {"title": title or "Where it comes from", "queries": [], "harmful": None}
     if scores.is_self_influence:
@@ -111,14 +111,14 @@ def write(
             raise InvalidInput(
                 f"queries={list(queries)!r}, but self-influence has none: leave it out"
             )
-        payload["audit"] = query_view(scores, None, max(k, AUDITED), examples.label)
+        payload["audit"] = query_view(scores, None, max(k, AUDITED), examples.class_of)
         lists = [payload["audit"]["helpful"]]
     else:
         rows = _rows(scores, queries, notes)
         predicted = _predictions(scores, study, query, rows, notes)
         payload["queries"] = [
             describe_query(view, query_examples, predicted.get(view["id"]))
-            for view in (query_view(scores, row, k, examples.label) for row in rows)
+            for view in (query_view(scores, row, k, examples.class_of) for row in rows)
         ]
         payload["harmful"] = harmful_overall(scores, WORST, k)
         lists = [payload["harmful"]["entries"]]

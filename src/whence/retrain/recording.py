@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 MakeUpdates = Callable[
     [StageRecipe, nn.Module, Optimizer, int, Ints, int, Callback | None], Iterator[Ints]
 ]
+
+# Called with the run's folder before a training starts. What it raises prevents the training.
+before_training: ContextVar[Callable[[Path], None] | None] = ContextVar(
+    "before_training", default=None
+)
 
 
 def record_run(
@@ -68,6 +74,9 @@ def record_run(
     finished = _finished(out, origin)
     if finished is not None:
         return finished
+    ask = before_training.get()
+    if ask is not None:
+        ask(out)
     clips = {s.name: s.clip_norm for s in recipe.stages if s.clip_norm is not None}
     bar = tqdm(total=sum(totals.values()), unit="update", disable=not progress, leave=False)
     recorder: Recorder | None = None

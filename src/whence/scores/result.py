@@ -180,6 +180,13 @@ class Scores(Tabled):
         return self._values
 
     @property
+    def left_out(self) -> tuple[float, list[str]]:
+        """The share of the trained parameters that no score includes, and the names of their
+        layers. Frozen layers are in ``excluded``, too, but nothing of them is left out."""
+        parts = [part for part in self.excluded if part.get("share", 0.0) > 0]
+        return sum(float(p["share"]) for p in parts), [str(p.get("name", "?")) for p in parts]
+
+    @property
     def warnings(self) -> list[str]:
         """What to know before you rely on these scores; empty if nothing."""
         return [str(message) for message in self.diagnostics.get("warnings", [])]
@@ -342,11 +349,9 @@ class Scores(Tabled):
             size += f"; only the top {self._entries} at either end are kept"
         else:
             size += f", {self.values.dtype}"
-        excluded = "nothing"
-        if self.excluded:
-            share = sum(float(part.get("share", 0.0)) for part in self.excluded)
-            names = [part.get("name", "?") for part in self.excluded]
-            excluded = f"{share:.1%} of the parameters: {listed(names, 3)}"
+        share, names = self.left_out
+        excluded = f"{share:.1%} of the trained parameters: {listed(names, 3)}"
+        excluded = excluded if names else "nothing"
         better = "higher" if self.higher_is_better else "lower"
         facts = [("warning", message) for message in self.warnings] + [
             ("measurement", f"{self.measurement}, {better} is better"),

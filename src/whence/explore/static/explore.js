@@ -553,22 +553,21 @@
     const known = selected.change.filter((x) => x !== null);
     const higher = overview.about[name].higher_is_better;
     const better = known.filter((x) => (higher ? x : -x) > 0).length, worse = known.filter((x) => (higher ? x : -x) < 0).length;
-    const margin = answer.measurement === "margin" && answer.measured;
     const after = (row) => (answer.measured && answer.measured[row] !== null && selected.change[row] !== null ? answer.measured[row] + selected.change[row] : null);
-    const flips = (row) => margin && after(row) !== null && (answer.measured[row] > 0) !== (after(row) > 0);
-    const flipped = selected.change.filter((_, row) => flips(row)).length;
+    const { becomes } = selected;
     const order = selected.change.map((_, row) => row).sort((x, y) => Math.abs(selected.change[y] || 0) - Math.abs(selected.change[x] || 0));
     const word = answer.measurement.replaceAll("_", " ");
     return panel("Predicted change", `of the ${word}, in ${selected.unit}, by ${name}`,
       el("dl", { class: "facts" }, fact("better", queries(better)), fact("worse", queries(worse)),
-        margin ? fact("predicted to flip", queries(flipped)) : null,
+        becomes ? fact("predicted to flip", queries(becomes.filter((word) => word).length)) : null,
         fact("mean change", known.length ? valueOf(known.reduce((s, x) => s + x, 0) / known.length, higher) : "–")),
       selected.note ? notice(`${selected.note}.`) : null,
+      selected.within ? null : notice(`${name} is not calibrated: go by the order of these changes, not by their size.`),
       await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].unit === selected.unit ? one : `${one} (${answer.sets[one].unit})`))], (row) => [
         answer.measured ? el("td", { class: "numeric" }, number(answer.measured[row])) : null,
         el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher),
           selected.within && selected.within[row] !== null ? el("span", { class: "muted", title: "95 % interval of one retraining" }, ` ± ${number(selected.within[row], 2)}`) : null),
-        !answer.measured ? null : el("td", { class: "numeric" }, after(row) === null ? "–" : number(after(row)), flips(row) ? el("span", { class: "wrong" }, after(row) > 0 ? "✓ becomes right" : "✗ becomes wrong") : null),
+        !answer.measured ? null : el("td", { class: "numeric" }, after(row) === null ? "–" : number(after(row)), becomes && becomes[row] ? el("span", { class: becomes[row] }, becomes[row] === "right" ? "✓ becomes right" : "✗ becomes wrong") : null),
         ...others.map((one) => el("td", { class: "numeric" }, answer.sets[one].change[row] === null ? unknown(answer.sets[one].unknown[row]) : valueOf(answer.sets[one].change[row], higher))),
       ]));
   }
@@ -601,7 +600,9 @@
     const name = scoresName(), { judged } = job, selected = judged.sets[name];
     const { higher_is_better: higher, measurement, unit } = overview.about[name];
     const word = measurement.replaceAll("_", " ");
-    const dots = judged.real.map((real, row) => ({ x: selected.change[row], y: real, e: judged.error[row], row, kind: (judged.flipped || []).includes(row) ? "harmful" : "helpful",
+    const became = (row) => (judged.becomes ? judged.becomes[row] : null);
+    const flips = (judged.becomes || []).filter((one) => one === "wrong").length;
+    const dots = judged.real.map((real, row) => ({ x: selected.change[row], y: real, e: judged.error[row], row, kind: became(row) === "wrong" ? "harmful" : "helpful",
       title: `query ${row}: predicted ${signed(selected.change[row])}, actual ${signed(real)}${judged.error[row] === null ? "" : ` ± ${number(judged.error[row], 2)}`}` }));
     const order = judged.real.map((_, row) => row).sort((x, y) => Math.abs(judged.real[y] || 0) - Math.abs(judged.real[x] || 0));
     const rates = el("table", { class: "listing compact" }, el("thead", {}, el("tr", {}, ["scores", "rank correlation", "correlation", "slope"].map((head) => el("th", { scope: "col" }, head)))),
@@ -616,16 +617,16 @@
       lost ? notice(`${lost} of ${judged.seeds} seeds diverged and ${lost === 1 ? "is" : "are"} excluded.`) : null,
       judged.seeds === 1 ? notice("One seed cannot separate the effect from chance: use three or more.") : null,
       el("div", { class: "charts judged" },
-        panel("Predicted vs. actual", `each dot is a query; on the dashed line, the prediction is exact${judged.sound > 1 ? "; bars are standard errors over seeds" : ""}${judged.flipped && judged.flipped.length ? "; queries that became wrong are orange" : ""}`,
+        panel("Predicted vs. actual", `each dot is a query; on the dashed line, the prediction is exact${judged.sound > 1 ? "; bars are standard errors over seeds" : ""}${flips ? "; queries that became wrong are orange" : ""}`,
           scatter(dots, { x: `predicted change by ${name}`, y: "actual change", same: true, width: 640, height: 400, onpick: (dot) => go({ page: "queries", row: dot.row, scores: name }) })),
         panel("Agreement", "over all queries; a slope of 1 is perfect, a larger one means that the scores understate", rates,
-          el("dl", { class: "facts" }, judged.flipped ? fact("became wrong", queries(judged.flipped.length)) : null,
+          el("dl", { class: "facts" }, judged.becomes ? fact("became wrong", queries(flips)) : null,
             fact("mean actual change", valueOf(mean(judged.real), higher))),
           el("h4", {}, "Left out"), await chips(job.examples), el("div", { class: "row-of-actions" }, retick))),
       await queryTable(order, ["", `${word} with all data`, `predicted by ${name}`, "actual", "± over seeds"], (row) => [
         el("td", { class: "numeric" }, judged.baseline[row] === null ? "–" : number(judged.baseline[row])),
         el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher)),
-        el("td", { class: "numeric" }, valueOf(judged.real[row], higher), (judged.flipped || []).includes(row) ? el("span", { class: "wrong" }, "✗ became wrong") : null),
+        el("td", { class: "numeric" }, valueOf(judged.real[row], higher), became(row) ? el("span", { class: became(row) }, became(row) === "right" ? "✓ became right" : "✗ became wrong") : null),
         el("td", { class: "numeric muted" }, judged.error[row] === null ? "–" : number(judged.error[row], 2)),
       ]));
   }

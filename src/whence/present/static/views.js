@@ -124,9 +124,10 @@ Whence.views = (() => {
       const value = values[k];
       const weight = Math.abs(value || 0) / most;
       if (value === undefined || weight < 0.15) return text.append(piece);
-      const mark = el("span", { class: `token ${side(value, ctx)}`, title: signed(value) }, piece);
+      const word = piece.trimStart();
+      const mark = el("span", { class: `token ${side(value, ctx)}`, title: signed(value) }, word);
       mark.style.setProperty("--weight", weight.toFixed(2));
-      text.append(mark);
+      text.append(piece.slice(0, piece.length - word.length), mark);
     });
     return text;
   }
@@ -141,41 +142,60 @@ Whence.views = (() => {
   const known = (rendered) => rendered.kind !== "missing" || Boolean(rendered.note);
   const naming = ({ id, stage }) => `#${id}${stage ? ` of ${stage}` : ""}`;
 
+  // How large a score is: a change with its interval if the scores are calibrated. Otherwise only
+  // the order is known, and the number is in the tooltip.
+  function size(entry, rank, ctx) {
+    const { unit, calibrated } = ctx.overview;
+    const kind = `value ${side(entry.value, ctx)}`;
+    const around = (half) => (half === undefined ? "" : `± ${half === null ? "∞" : number(half, 2)}`);
+    if (calibrated) {
+      return el("span", { class: kind, title: `expected change in ${unit}, with its 95 % interval` }, signed(entry.value),
+        " ", el("span", { class: "muted" }, around(entry.within)));
+    }
+    return el("span", { class: kind, title: `score ${[signed(entry.value), around(entry.spread), unit].filter(Boolean).join(" ")}, not calibrated` }, `rank ${rank}`);
+  }
+
+  // A bar whose length is relative to the strongest score of its list.
+  function track(value, strongest, ctx) {
+    const bar = el("span", { class: `bar ${side(value, ctx)}`, "aria-hidden": "true" });
+    bar.style.setProperty("--length", `${(100 * Math.abs(value / strongest)).toFixed(1)}%`);
+    return el("span", { class: "track" }, bar);
+  }
+
+  const strongestOf = (entries) => Math.max(...entries.map((entry) => Math.abs(entry.value)), 0) || 1;
+
   // One training example in a ranking.
-  function card(entry, strongest, ctx) {
+  function card(entry, rank, strongest, ctx) {
     const rendered = renderedOf(entry.column, ctx);
     const which = side(entry.value, ctx);
-    const bar = el("span", { class: `bar ${which}`, "aria-hidden": "true" });
-    bar.style.setProperty("--length", `${(100 * Math.abs(entry.value / strongest)).toFixed(1)}%`);
-    const spread = entry.spread === undefined ? null
-      : [" ", el("span", { class: "muted" }, `± ${entry.spread === null ? "∞" : number(entry.spread, 2)}`)];
+    const size_ = ctx.overview.calibrated ? `score ${signed(entry.value)}` : `rank ${rank}`;
     const open = ctx.onExample && (() => ctx.onExample(entry.column, entry));
     return el("li", { class: `card ${rendered.kind}` },
       el(open ? "button" : "div", {
         class: "card-face", type: open ? "button" : null, onclick: open || null,
         "aria-label": `training example ${naming(rendered)}, ${which === "helpful" ? "helped" : "harmed"}, `
-          + `score ${signed(entry.value)}${rendered.label === null ? "" : `, label ${rendered.label}`}`,
+          + `${size_}${rendered.label === null ? "" : `, label ${rendered.label}`}`,
       },
         known(rendered) ? example(rendered, { entry, ctx }) : null,
         el("span", { class: "card-facts" },
           el("span", { class: "card-line" },
             rendered.label === null ? el("span", { class: "muted" }, naming(rendered))
               : el("span", { class: "label", title: `label ${rendered.label}` }, bdi(rendered.label)),
-            el("span", { class: `value ${which}` }, signed(entry.value), spread)),
-          el("span", { class: "track" }, bar),
+            size(entry, rank, ctx)),
+          track(entry.value, strongest, ctx),
           entry.segments ? timeline(entry.segments, ctx) : null,
           rendered.label === null ? null : el("span", { class: "card-id muted" }, naming(rendered)))),
       ctx.extra ? ctx.extra(entry) : null);
   }
 
   function ranking(title, mark, which, entries, empty, ctx) {
-    const strongest = Math.max(...entries.map((entry) => Math.abs(entry.value)), 0) || 1;
+    const strongest = strongestOf(entries);
     const kinds = new Set(entries.map((entry) => renderedOf(entry.column, ctx).kind));
     const wide = kinds.has("text") || kinds.has("row") || kinds.has("custom");
     return el("section", { class: `ranking ${which}` },
       el("h3", {}, el("span", { class: `mark ${which}`, "aria-hidden": "true" }, mark), title),
       entries.length ? el("ol", { class: `cards${wide ? " wide" : ""}` },
-        entries.map((entry) => card(entry, strongest, ctx)))
+        entries.map((entry, k) => card(entry, k + 1, strongest, ctx)))
         : el("p", { class: "muted" }, empty));
   }
 
@@ -322,11 +342,6 @@ Whence.views = (() => {
     if (view.measurement !== null && view.measurement !== undefined) {
       add(facts, [fact(overview.measurement.replaceAll("_", " "), number(view.measurement), el("span", { class: "muted" }, ` ${overview.unit}`))]);
     }
-    if (view.helped !== null) {
-      add(facts, [
-        fact("helped (sum)", el("span", { class: "value helpful" }, signed(view.helped))),
-        fact("harmed (sum)", el("span", { class: "value harmful" }, signed(view.harmed)))]);
-    }
     if (view.residual !== null && view.residual !== undefined) {
       add(facts, [fact("one retraining differs by", `± ${number(view.residual, 2)}`, el("span", { class: "muted" }, ` ${overview.unit}`))]);
     }
@@ -339,6 +354,8 @@ Whence.views = (() => {
       el("div", { class: "rankings" },
         ranking("Most helpful", "▲", "helpful", view.helpful, "No training example helped this query.", ctx),
         ranking("Most harmful", "▼", "harmful", view.harmful, "No training example harmed this query.", ctx)),
+      overview.calibrated ? null : el("p", { class: "muted small sizes" },
+        "Bars are relative to the strongest of each list. How large the changes are is only known for calibrated scores (whence.evaluate.calibrate)."),
       charts(view, ctx));
   }
 
@@ -347,6 +364,7 @@ Whence.views = (() => {
   // Self-influence: the examples that the model had to memorise, strongest first.
   function audit(view, ctx) {
     const predicted = view.helpful.some((entry) => renderedOf(entry.column, ctx).prediction !== undefined);
+    const strongest = strongestOf(view.helpful);
     const row = (entry, rank) => {
       const rendered = renderedOf(entry.column, ctx);
       return el("tr", {},
@@ -354,8 +372,7 @@ Whence.views = (() => {
         exampleCell(entry, rendered, ctx),
         el("td", {}, rendered.label === null ? "–" : bdi(rendered.label)),
         predicted ? el("td", {}, predictionOf(rendered)) : null,
-        el("td", { class: "numeric" }, el("span", { class: `value ${side(entry.value, ctx)}` }, signed(entry.value)),
-          entry.spread ? el("span", { class: "muted" }, ` ± ${number(entry.spread, 2)}`) : null),
+        el("td", { class: "bar-cell", title: `${signed(entry.value)} ${ctx.overview.unit}, not calibrated` }, track(entry.value, strongest, ctx)),
         entry.segments ? el("td", {}, timeline(entry.segments, ctx)) : null);
     };
     const heads = ["", "example", "label", predicted && "prediction", "self-influence", view.segments && "when"].filter((head) => head !== false && head !== null);
@@ -392,6 +409,10 @@ Whence.views = (() => {
   function harmful(view, ctx) {
     const { overview } = ctx;
     const predicted = view.entries.some((entry) => renderedOf(entry.column, ctx).prediction !== undefined);
+    const strongest = strongestOf(view.entries);
+    const meanSize = (entry) => (overview.calibrated
+      ? el("td", { class: "numeric" }, el("span", { class: "value harmful" }, signed(entry.value)))
+      : el("td", { class: "bar-cell", title: `${signed(entry.value)} ${overview.unit}, not calibrated` }, track(entry.value, strongest, ctx)));
     const rows = view.entries.map((entry, rank) => {
       const rendered = renderedOf(entry.column, ctx);
       const here = !ctx.hasQuery || ctx.hasQuery(entry.worst);
@@ -400,20 +421,20 @@ Whence.views = (() => {
         exampleCell(entry, rendered, ctx),
         el("td", {}, rendered.label === null ? "–" : bdi(rendered.label)),
         predicted ? el("td", {}, predictionOf(rendered)) : null,
-        el("td", { class: "numeric" }, el("span", { class: "value harmful" }, signed(entry.value))),
+        meanSize(entry),
         el("td", { class: "numeric" }, plural(entry.queries, "query")),
         el("td", {}, ctx.onQuery && here
           ? el("button", { type: "button", class: "link", onclick: () => ctx.onQuery(entry.worst) }, `query ${entry.worst}`)
           : `query ${entry.worst}`,
-          el("span", { class: "muted" }, ` ${signed(entry.worst_value)}`)),
+          overview.calibrated ? el("span", { class: "muted" }, ` ${signed(entry.worst_value)}`) : null),
         ctx.extra ? el("td", {}, ctx.extra(entry)) : null);
     });
     const heads = ["", "example", "label", predicted && "prediction", "mean score", `in top ${view.near} of`,
       "harmed most", ctx.extra ? "" : false].filter((head) => head !== false);
     return el("article", {},
       el("header", { class: "plain-head" }, el("h2", {}, "Most harmful over all queries"),
-        el("p", { class: "muted" }, `Training examples with the worst mean score over ${plural(view.over, "query")}, `
-          + `in ${overview.unit}. They are candidates for relabelling: check the label first.`)),
+        el("p", { class: "muted" }, `Training examples with the worst mean score over ${plural(view.over, "query")}`
+          + `${overview.calibrated ? `, in ${overview.unit}` : ""}. They are candidates for relabelling: check the label first.`)),
       rows.length ? table(heads, rows, "most harmful training examples")
         : el("p", { class: "muted" }, "No training example is harmful on average."));
   }
@@ -450,8 +471,8 @@ Whence.views = (() => {
       part("Segments", segments.length ? facts(segments.map((segment) =>
         [segment.name, `${percent(segment.share)} of the scores${segment.stage ? `, stage ${segment.stage}` : ""}`])) : null),
       part("Excluded", overview.excluded.length ? facts(overview.excluded.map((left) =>
-        [left.name, `${left.share === null ? "" : `${percent(left.share)} of the parameters`}${left.reason ? `: ${left.reason}` : ""}`]))
-        : el("p", { class: "muted" }, "Nothing: every parameter contributes to the scores.")),
+        [left.name, [left.share === null ? "" : `${percent(left.share)} of the trained parameters`, left.reason].filter(Boolean).join(": ")]))
+        : el("p", { class: "muted" }, "Nothing: every trained parameter contributes to the scores.")),
       part("Diagnostics", overview.diagnostics.length ? facts(overview.diagnostics) : null),
       part("Provenance", overview.provenance.length ? facts(overview.provenance) : null));
   }
