@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from whence.scores import Scores
     from whence.store import GradientStore
     from whence.study import Study
-    from whence.task import Classification, LanguageModeling, Regression, Task
+    from whence.task import Classification, LanguageModeling, MultiLabel, Regression, Task
 
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
