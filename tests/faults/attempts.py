@@ -36,15 +36,19 @@ Rng = random.Random
 # --- kills, full disks, several processes ---------------------------------------------------------
 
 
+def chosen(rng: Rng, folder: Path) -> tuple[str, str, Callable[[Path], str], Path]:
+    """A job: its name, its result, the job itself, and a new folder for it."""
+    name, here = rng.choice(list(JOBS)), folder / "job"
+    here.mkdir()
+    return name, expected(name, folder), JOBS[name], here
+
+
 def kill(rng: Rng, folder: Path) -> None:
     """SIGKILL one to three times, anywhere; then the same call gives the same bits."""
-    name = rng.choice(list(JOBS))
-    wanted, job = expected(name, folder), JOBS[name]
+    name, wanted, job, here = chosen(rng, folder)
     start = time.monotonic()
-    run(lambda: JOBS[name](folder / "timed"))
+    run(lambda: job(folder / "timed"))
     usual = time.monotonic() - start
-    here = folder / "job"
-    here.mkdir()
     kills, wanted_kills = 0, rng.randint(1, 3)
     for _ in range(9):  # a job may end before its signal arrives
         if kills == wanted_kills:
@@ -67,10 +71,7 @@ def kill(rng: Rng, folder: Path) -> None:
 
 def full_disk(rng: Rng, folder: Path) -> None:
     """No room left, at a random moment: a clear error. With room again, the same bits."""
-    name = rng.choice(list(JOBS))
-    wanted, job = expected(name, folder), JOBS[name]
-    here = folder / "job"
-    here.mkdir()
+    name, wanted, job, here = chosen(rng, folder)
 
     def limited() -> str:
         if rng.random() < 0.5:
@@ -96,10 +97,7 @@ def full_disk(rng: Rng, folder: Path) -> None:
 
 def several_processes(rng: Rng, folder: Path) -> None:
     """Two to four processes do the same job at once: each is right, or is refused."""
-    name = rng.choice(list(JOBS))
-    wanted, job = expected(name, folder), JOBS[name]
-    here = folder / "job"
-    here.mkdir()
+    name, wanted, job, here = chosen(rng, folder)
     if name not in ("recording", "recording a recipe", "ground truth"):
         jobs.study(here)
     children = []
