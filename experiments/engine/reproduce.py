@@ -53,18 +53,13 @@ class Reproduction(Trainings):
 
     Args:
         experiment: the task.
-        quick: evaluate the small version.
-        scale: sizes (default: the experiment's).
-        work: folder for trainings, runs and scores.
         results: folder of the result file.
-        device: where to train and attribute.
-        tf32: train with matrix products rounded to TF32 on a GPU.
-        tf32_scores: attribute so too, except for the experiment's `float32` methods.
-        memory: limit for models trained at the same time, and for attribution.
+        tf32_scores: attribute with products rounded to TF32 too, except for the experiment's
+            `float32` methods.
         only: methods to judge (default: all of the experiment's).
         command: the command line, stored with the result.
-        progress: show progress bars.
         log: called with a line for each number.
+        trainings: as in `Trainings`: quick, scale, work, device, tf32, memory, progress.
 
     Attributes:
         result: the content of the result file.
@@ -76,30 +71,15 @@ class Reproduction(Trainings):
         self,
         experiment: Experiment,
         *,
-        quick: bool = False,
-        scale: Scale | None = None,
-        work: Path,
         results: Path,
-        device: str = "cpu",
-        tf32: bool = False,
         tf32_scores: bool = False,
-        memory: int | str | None = None,
         only: tuple[str, ...] | None = None,
         command: str = "",
-        progress: bool = False,
         log: Callable[[str], None] = print,
+        **trainings: Any,
     ) -> None:
-        self.memory_limit = allowance(memory, torch.device(device))  # refuses a malformed `memory`
-        super().__init__(
-            experiment,
-            quick=quick,
-            scale=scale,
-            work=work,
-            device=device,
-            tf32=tf32,
-            memory=memory,
-            progress=progress,
-        )
+        super().__init__(experiment, **trainings)
+        self.memory_limit = allowance(self.memory, torch.device(self.device))
         self.tf32_scores, self.file = tf32_scores, Path(results) / f"{self.name}.json"
         self.only, self.command, self.log = only, command, log
         self.result = self._open()
