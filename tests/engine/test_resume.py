@@ -151,7 +151,7 @@ KILLED = """
     for (name, at), stride in t.MOMENTS.items():
         all_kills(Path(sys.argv[2]) / f"{name}-{at}", name, at, stride)
 """
-# What is killed where: before every so many files are put in their place, or between batches.
+# What is killed where: before every n-th file is moved into place, or between batches.
 MOMENTS = {
     ("source", "file"): 8,
     ("source", "batch"): 13,

@@ -159,7 +159,7 @@ def test_training_data_is_searched_and_filtered(browser: Any, explorer: Running)
         search.fill("#17")
         visit.until(lambda: visit.count("tbody tr") == 1)
         assert "#17" in visit.text("tbody")
-        assert search.evaluate("box => box === document.activeElement")  # typing goes on
+        assert search.evaluate("box => box === document.activeElement")  # typing continues
         page.locator(".example-button").click()
         visit.until(lambda: "Training example #17" in visit.text("dialog"))
         values = made.values[:, 17]

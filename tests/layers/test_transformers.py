@@ -1127,7 +1127,7 @@ def test_source_end_to_end(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("damping", [None, 1e-2])
 def test_low_precision_that_cannot_tell_says_so(damping: Any, folder: Path) -> None:
-    """At the default damping the mixed form hangs on eigenvalues that bfloat16 cannot resolve."""
+    """At the default damping the mixed form depends on eigenvalues that bfloat16 cannot resolve."""
     method = whence.Source.published(2, fisher="empirical", damping=damping)
     expected = quiet(method, study_of(gpt2(), folder / "run"), QUERY_MARKED).values
     study = study_of(gpt2(), folder / "run")

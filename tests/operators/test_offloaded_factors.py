@@ -1,5 +1,5 @@
 """Factors of all layers that do not fit: groups of layers, fitted one after another, and brought to
-the device layer by layer. A CPU has no other place for them; here it is told that it has."""
+the device layer by layer. A CPU has no other place for them; the test pretends that it has."""
 
 from __future__ import annotations
 

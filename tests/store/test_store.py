@@ -366,7 +366,7 @@ def test_more_dimensions_are_nearer(it: Case, tmp_path: Path, projection: str) -
 
 
 def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
-    """No other so many entries in these bases have a larger second moment."""
+    """No other set of as many entries in these bases has a larger second moment."""
     store = GradientStore.build(it.study, tmp_path / "s", 10, "eigenbasis", **BUILD)
     options = ComputeOptions(dtype=torch.float64, progress=False)
     workspace = whence.Source.published().lay_out(it.study, it.study.runs[0], QUERY, options)

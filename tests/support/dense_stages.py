@@ -45,7 +45,7 @@ def dynamics(
     Args:
         H: (k, k), the curvature that is inverted. D: (k,), the one that is exponentiated.
         time: η̄K. P: (k,), None for gradient descent.
-        damping: λ; "preconditioner" is λ P⁻¹ with λ = 1/(η̄K) in place of the exponential.
+        damping: λ; "preconditioner" is λ P⁻¹ with λ = 1/(η̄K) instead of the exponential.
         decay: weight decay that counts; L2 is curvature, decoupled it is curvature / P.
         diagonal: the fully diagonal form of appendix C, which needs no inverse.
         exact: appendix C as it stands, with H in the exponential too.

@@ -167,7 +167,7 @@ class Mixture:
     def apply(
         self, functions: Sequence[Function | None], v: BlockVectors, *, overwrite: bool = False
     ) -> list[BlockVectors | None]:
-        """(H̄ + λ)⁻¹ (I - E) v in place of F_r(M) v, and E v."""
+        """(H̄ + λ)⁻¹ (I - E) v instead of F_r(M) v, and E v."""
         needed = zip(functions, (decayed, survival), strict=True)
         lost, kept = self._exponent().apply([f and own for f, own in needed], v)
         if lost is None:

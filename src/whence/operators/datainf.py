@@ -1,4 +1,4 @@
-"""DataInf (Kwon et al., 2024): the mean of the inverses in place of the inverse of the mean.
+"""DataInf (Kwon et al., 2024): the mean of the inverses instead of the inverse of the mean.
 
     (H_l + λ_l)⁻¹ ≈ (1/N) Σ_i (g_i g_iᵀ + λ_l)⁻¹ = (I - (1/N) Σ_i g_i g_iᵀ / (λ_l + |g_i|²)) / λ_l
 

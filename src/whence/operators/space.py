@@ -110,7 +110,7 @@ class BlockVectors:
         return self.times({name: 1 / value for name, value in divisor.items()})
 
     def updated(self, other: BlockVectors) -> BlockVectors:
-        """With the blocks of `other` in place of these."""
+        """With the blocks of `other` instead of these."""
         return BlockVectors(
             self.values | other.values, self.bases | other.bases, self.scales | other.scales
         )

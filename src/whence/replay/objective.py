@@ -33,7 +33,7 @@ class Objective:
         self._module, self._replayed = _Outputs(model, task), Graphs()
 
     def outputs(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The model's outputs with these weights in place of its own."""
+        """The model's outputs with these weights instead of its own."""
         renamed = {f"model.{name}": weight for name, weight in weights.items()}
         copied = tree_map_only(Tensor, Tensor.clone, batch)  # a model may change its input in place
         outputs: Tensor = functional_call(self._module, renamed, (copied,))
