@@ -14,6 +14,9 @@ from whence.errors import InvalidInput
 SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
 
 
+QUERY_AT = ("run", "final")  # where query gradients are taken: `Run.query_points`
+
+
 class Options(TypedDict, total=False):
     """The same as keyword arguments."""
 

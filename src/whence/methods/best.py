@@ -30,14 +30,14 @@ MOST_RESIDUAL = 0.5  # of conjugate gradients, without a warning: eight iteratio
 
 
 @dataclass(frozen=True)
-class Solvable:
-    """Coupled EK-FAC of a segment, and (H̄ + λ)⁻¹ of the whole matrix."""
+class WithInverse:
+    """A segment's curvature layer by layer, M, and (H̄ + λ)⁻¹ of all layers together."""
 
-    M: Any
+    by_layer: Any
     inverse: Inverse[Any]
 
     def eigenvalues(self) -> dict[str, Any]:
-        values: dict[str, Any] = self.M.eigenvalues()
+        values: dict[str, Any] = self.by_layer.eigenvalues()
         return values
 
 
@@ -87,22 +87,20 @@ class Best(SegmentedMethod):
         self, workspace: Workspace, term: Term, rates: Rates, resident: int
     ) -> tuple[Any, Any, dict[str, float]]:
         """Coupled EK-FAC and the solver of the whole matrix, D^½, and c."""
-        how: Any = {"fisher": self.fisher, "seed": self.seed, "resident": resident}
-        stages, points, D = [term.stage], term.checkpoints, rates.applied
-        H = workspace.curvature(self.curvature, stages, points, D, **how)
+        H, D = self.curvature_of(workspace, term, rates, resident), rates.applied
         M = H.whitened(workspace.diagonal(D))
         c = coupling(M)
         λ = BlockDiagonal({name: self.relative_damping / x for name, x in D.items()})
         whole = workspace.gauss_newton(
-            workspace.fit_data(stages),
-            points,
+            workspace.fit_data([term.stage]),
+            term.checkpoints,
             D,
             solved_at_once(workspace),
             iterations=self.iterations,
             relative_residual=GaussNewton.tolerance[workspace.accumulator],
             preconditioner=H.scaled(c),
         )
-        return Solvable(M.scaled(c), whole.inverse(λ)), workspace.diagonal(D).sqrt(), c
+        return WithInverse(M.scaled(c), whole.inverse(λ)), workspace.diagonal(D).sqrt(), c
 
     def vectors(
         self, workspace: Workspace, prepared: dict[int, Stretch], queries: Queries
@@ -111,14 +109,14 @@ class Best(SegmentedMethod):
         v = self.query_gradient(workspace, queries, {})
         for k in reversed(prepared):
             segment, size = prepared[k], v.squared_norm() if k > first else None
-            matrix: Any = segment.M
+            matrix: Any = segment.M  # a `WithInverse`
             if segment.scored:
                 w = matrix.inverse @ v
                 label = f"{queries.label}, segment {k + 1}"
                 workspace.ledger.note_solve(label, matrix.inverse.statistics, MOST_RESIDUAL)
                 yield [k], w, -1.0 / segment.count
             if k > first:
-                (survival,) = matrix.M.apply([F_S], segment.root * v)
+                (survival,) = matrix.by_layer.apply([F_S], segment.root * v)
                 v = v.updated(survival / segment.root)
                 workspace.ledger.note_survival(k, v.squared_norm() / size)
 

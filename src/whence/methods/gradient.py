@@ -20,6 +20,7 @@ from torch import Tensor
 from whence.engine.dynamics import Rates
 from whence.engine.ledger import announce, segment_summary
 from whence.engine.options import (
+    QUERY_AT,
     ComputeOptions,
     Options,
     check_choice,
@@ -224,7 +225,7 @@ class SegmentedMethod(GradientMethod):
         check_choice("curvature", curvature, [*KINDS, GAUSS_NEWTON])
         check_choice("fisher", fisher, FISHERS)
         check_choice("weight_decay", weight_decay, ["ignore", "curvature"])
-        check_choice("query_at", query_at, ["run", "final"])
+        check_choice("query_at", query_at, QUERY_AT)
         check_damping(damping)
         check_share("floor", floor)
         if curvature == GAUSS_NEWTON and fisher != "sampled":
@@ -244,6 +245,18 @@ class SegmentedMethod(GradientMethod):
     def points(self, segment: Segment) -> Sequence[Weights]:
         """Where a segment's gradients and curvature are taken."""
         return segment.checkpoints
+
+    def curvature_of(
+        self, workspace: Workspace, term: Term, rates: Rates, resident: int
+    ) -> Operator[Any]:
+        """H̄ of a segment.
+
+        Args:
+            resident: how many segments' are needed at the same time.
+        """
+        how: Any = {"fisher": self.fisher, "seed": self.seed, "resident": resident}
+        stages, points = [term.stage], term.checkpoints
+        return workspace.curvature(self.curvature, stages, points, rates.applied, **how)
 
     @abstractmethod
     def operator(
@@ -279,9 +292,7 @@ class SegmentedMethod(GradientMethod):
 
     def query_gradient(self, workspace: Workspace, queries: Queries, bases: Any) -> Any:
         """∇f(q), the mean over the last stage's checkpoints, or at the final model."""
-        run = workspace.run
-        last = [c for c in run.checkpoints if c.stage == run.final.stage]
-        points = last if self.query_at == "run" else [run.final]
+        points = workspace.run.query_points(self.query_at)
         return workspace.query_gradients(queries, points, bases)
 
     def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:

@@ -51,11 +51,8 @@ class Source(SegmentedMethod):
         self, workspace: Workspace, term: Term, rates: Rates, resident: int
     ) -> tuple[Any, Any, dict[str, float]]:
         """M = c D^½ H̄ D^½ + Δ of a segment, D^½, and c."""
-        how: Any = {"fisher": self.fisher, "seed": self.seed, "resident": resident}
-        stages, points = [term.stage], term.checkpoints
-        H = workspace.curvature(self.curvature, stages, points, rates.applied, **how)
         D = workspace.diagonal(rates.applied)
-        M = H.whitened(D)
+        M = self.curvature_of(workspace, term, rates, resident).whitened(D)
         c = coupling(M) if self.coupling else {}
         return M.scaled(c) + rates.shift, D.sqrt(), c
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from whence.engine.options import check_choice, check_damping
+from whence.engine.options import QUERY_AT, check_choice, check_damping
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput
 from whence.methods.unrolling import Unrolling
@@ -43,7 +43,6 @@ CURVATURES: dict[str, Callable[..., tuple[Tensors, Tensor]]] = {
     "hessian": Objective.hessian,
     "gauss-newton": Objective.gauss_newton,
 }
-QUERY_AT = ("final", "run")
 PRODUCTS = {"hessian": 6, "gauss-newton": 4}  # a product with it costs as many forward passes
 
 

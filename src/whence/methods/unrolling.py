@@ -150,12 +150,11 @@ class Unrolling(Method):
 
     def _gradients(self, workspace: ReplayWorkspace, block: QueryBlock) -> Tensors:
         """∇f(q), (q, ...): at the final weights, or the mean over the last stage's checkpoints."""
-        run, replay = workspace.run, workspace.replay
-        last = [c.step for c in run.checkpoints if c.stage == run.final.stage]
-        points = last if self.query_at == "run" else [run.final.step]
+        points = workspace.run.query_points(self.query_at)
         gradients: Tensors = {}
-        for step in points:
-            for name, g in self._gradients_at(workspace, block, replay.recorded(step)).items():
+        for point in points:
+            weights = workspace.replay.recorded(point.step)
+            for name, g in self._gradients_at(workspace, block, weights).items():
                 gradients[name] = gradients[name].add_(g) if name in gradients else g
         return {name: g.div_(len(points)) for name, g in gradients.items()}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from whence.persist.identity import digest, sha256_of
+from whence.persist.identity import captured, digest, sha256_of
 
 OURS = "whence"
 OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__")
@@ -70,11 +70,7 @@ def _contents(value: Any) -> Iterator[Any]:
                 yield [name, member]
         return
     yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
-    for cell in value.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            yield None
+    yield from captured(value)
     used, written = (set(_names(value.__code__, op)) for op in ("LOAD_GLOBAL", "STORE_GLOBAL"))
     for name in sorted((used - written) & value.__globals__.keys()):
         member = value.__globals__[name]

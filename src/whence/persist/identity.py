@@ -106,8 +106,7 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, FunctionType):
-        cells = [_cell(cell) for cell in value.__closure__ or ()]
-        return [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, captured(value)]
     if isinstance(value, CodeType):
         return [value.co_code, value.co_consts, value.co_names, value.co_varnames]
     owner = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -122,11 +121,15 @@ def _parts(value: Any) -> list[Any]:
     return [owner, getattr(make, "__qualname__", ""), arguments, *items]
 
 
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
+def captured(function: FunctionType) -> list[Any]:
+    """The values of a function's closure."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            values.append(None)
+    return values
 
 
 def _bytes(tensor: Tensor) -> memoryview | bytes:

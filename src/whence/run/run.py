@@ -180,6 +180,13 @@ class Run(RunData):
             raise RunError(f"{self!r} has no checkpoint: train at least up to the first one")
         return self.checkpoints[-1]
 
+    def query_points(self, query_at: str) -> list[Checkpoint]:
+        """Where query gradients are taken: along the "run" (the last stage's checkpoints), or at
+        the "final" model."""
+        if query_at == "final":
+            return [self.final]
+        return [c for c in self.checkpoints if c.stage == self.final.stage]
+
     @property
     def optimizer(self) -> str:
         """The optimizer of the last stage. `optimizers` has the optimizer of every stage."""
