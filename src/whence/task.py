@@ -329,8 +329,8 @@ class Classification(Task):
 
     def _given(self, batch: Any) -> Tensor:
         """What a subclass defines: `labels` if it has its own, else `targets`."""
-        own = type(self).labels is not Classification.labels
-        return self.labels(batch) if own else self.targets(batch)
+        overridden = type(self).labels is not Classification.labels
+        return self.labels(batch) if overridden else self.targets(batch)
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         if self.measurement != "margin":

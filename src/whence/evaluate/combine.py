@@ -230,8 +230,8 @@ def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Trut
 
 def _with_values(scores: Scores, values: Any) -> Scores:
     """Other values for the same queries and training examples."""
-    kept = {k: v for k, v in scores.diagnostics.items() if k in ("runs", "warnings")}
-    return scores.with_values(values, diagnostics=kept)
+    about = {k: v for k, v in scores.diagnostics.items() if k in ("runs", "warnings")}
+    return scores.with_values(values, diagnostics=about)
 
 
 def _deviations(scores: Scores, truth: Truth) -> Floats:

@@ -310,8 +310,8 @@ def _ranks(x: Floats, weights: NDArray[np.float32]) -> NDArray[np.float32]:
     for place, j in enumerate(order):  # row by row: np.cumsum over axis 0 is three times slower
         np.add(cumulated[place], weights[j], out=cumulated[place + 1])
     below, upto = (np.searchsorted(x[order], x, side) for side in ("left", "right"))
-    found: NDArray[np.float32] = cumulated[below] + cumulated[upto] - np.float32(len(x))
-    return found
+    ranks: NDArray[np.float32] = cumulated[below] + cumulated[upto] - np.float32(len(x))
+    return ranks
 
 
 def noise_ceiling(

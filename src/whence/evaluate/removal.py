@@ -152,7 +152,7 @@ def subset_removal(
 
     Args:
         recipe: how to train; its task must measure a margin.
-        scores_by_method: Scores (q, n) by name; with `top`, at least max(k) must have been subsets.
+        scores_by_method: Scores (q, n) by name; with `top`, at least max(k) must have been kept.
         query: the dataset that the scores are of.
         k: how many examples to remove, ascending.
         queries: how many queries to try, drawn from those that are right under all selection seeds.
@@ -323,17 +323,17 @@ def _round(
 ) -> tuple[dict[bytes, Ints], list[tuple[str, int, bytes]]]:
     """Whom to try without `count` examples: (method, query, subset); and the subsets, each once,
     whoever asks for it."""
-    kept: dict[bytes, Ints] = {}
+    subsets: dict[bytes, Ints] = {}
     tried = []
     for method, order in orders.items():
         flipped = (np.nan_to_num(margins[method]) < 0).any(0)
         for row in np.flatnonzero(~flipped):
             removed = np.sort(order[row, :count])
             key = removed.tobytes()
-            if key not in kept:
-                kept[key] = np.delete(np.arange(examples), removed)
+            if key not in subsets:
+                subsets[key] = np.delete(np.arange(examples), removed)
             tried.append((method, int(row), key))
-    return kept, tried
+    return subsets, tried
 
 
 def _most_helpful(scores: Scores, rows: Ints, across: Ints, count: int) -> Ints:

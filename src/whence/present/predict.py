@@ -100,5 +100,5 @@ def _lead(probabilities: Tensor, label: int) -> float:
     others = probabilities.clone()
     others[label] = -1.0
     least = sys.float_info.min  # a probability may be rounded to 0
-    own, other = float(probabilities[label]), float(others.max())
-    return math.log(max(own, least)) - math.log(max(other, least))
+    right, other = float(probabilities[label]), float(others.max())
+    return math.log(max(right, least)) - math.log(max(other, least))

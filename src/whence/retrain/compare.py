@@ -63,12 +63,12 @@ def _of_stage(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -
         examples = len(run.subset)
     if recorded.size not in (None, examples):
         yield f"the run used {recorded.size} examples, the recipe uses {examples}"
-    made, planned = recorded.end - recorded.start, stage.total_steps(examples)
-    if made != planned and (run.finished or made > planned or recorded is not run.stages[-1]):
+    updates, planned = recorded.end - recorded.start, stage.total_steps(examples)
+    if updates != planned and (run.finished or updates > planned or recorded is not run.stages[-1]):
         advice = ""
-        if replace(stage, drop_last=not stage.drop_last).total_steps(examples) == made:
+        if replace(stage, drop_last=not stage.drop_last).total_steps(examples) == updates:
             advice = f" (with drop_last={not stage.drop_last} as many)"
-        yield f"the run made {made} updates, the recipe makes {planned}{advice}"
+        yield f"the run made {updates} updates, the recipe makes {planned}{advice}"
     optimizer = stage.make_optimizer(model)
     kind = optimizers.kind(optimizer)
     if kind != run.optimizers[recorded.name]:

@@ -62,8 +62,8 @@ def half_widths_of_scores(
     if calibration is None:
         return None
     names = [name for name in ("residual", "noise") if calibration[name] is not None]
-    own = {**calibration, **{name: calibration[name][row] for name in names}}
-    return half_widths(own, values, 1, expected=True)
+    of_query = {**calibration, **{name: calibration[name][row] for name in names}}
+    return half_widths(of_query, values, 1, expected=True)
 
 
 def calibrated(calibration: Mapping[str, Any]) -> str:

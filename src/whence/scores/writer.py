@@ -28,6 +28,7 @@ from whence.persist.identity import file_sha256
 from whence.persist.locks import FolderLock
 from whence.persist.tried import Tried
 from whence.scores.result import Floats, Ints, Scores, Top, read_description
+from whence.table import byte_size
 
 TRIED = "tried.safetensors"
 ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
@@ -237,7 +238,7 @@ class ScoreWriter:
         free = shutil.disk_usage(out).free
         if needed > free:
             raise DiskFull(
-                f"the scores need {_size(needed)} in {out}, where {_size(free)} "
+                f"the scores need {byte_size(needed)} in {out}, where {byte_size(free)} "
                 "are free: choose another out, or keep only the strongest with top="
             )
         for name, shape in self._shapes.items():
@@ -429,7 +430,3 @@ def _add(block: ScoreTile, done: list[ScoreTile]) -> None:
                     joined = True
                     break
         done.append(part)
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
