@@ -44,13 +44,14 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
         work=options.work,
         device=options.device,
         tf32=options.device != "cpu",
+        memory=options.memory,
         first=First(options.first_query, options.first_run, options.first_seed),
     )
     small = work.small_truth(options.retrainings)
     truths = {alpha: work.reference(alpha) for alpha in options.alpha}
     files = {alpha: opened(work, truth, small, options) for alpha, truth in truths.items()}
     for name, form in forms_of(experiment).items():
-        if options.only and not any(word in name for word in options.only):
+        if options.only and name not in options.only:
             continue
         method = build_form(form, experiment, work.examples)
         missing = [
@@ -60,13 +61,12 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
         ]
         if not missing:
             continue
+        compute: Any = {"device": work.device, "memory": options.memory, "progress": False}
         scores, start = [], time.perf_counter()
         runs = min(work.scale.runs, form.most_runs or work.scale.runs)
         try:
             for k in range(runs):
-                scores.append(
-                    method.attribute(work.study(k), work.query, device=work.device, progress=False)
-                )
+                scores.append(method.attribute(work.study(k), work.query, **compute))
         except (ValueError, RuntimeError) as error:  # out of memory; not for this task
             print(f"{task} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             torch.cuda.empty_cache()
@@ -150,6 +150,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--from", dest="saved", type=Path, help="rows from the sums in this folder")
     parser.add_argument("--no-rows", action="store_true", help="save sums only; see --from")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", help="of each training and attribution, such as 40GiB")
     parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
     parser.add_argument("--alpha", type=float, nargs="+", default=[0.5])
     for name in SIZES:
@@ -159,7 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)
     for name in ("query", "run", "seed"):
         parser.add_argument(f"--first-{name}", type=int, default=0)
-    parser.add_argument("--only", nargs="*", help="forms whose names have one of these words")
+    parser.add_argument("--only", nargs="*", metavar="FORM", help="these forms")
     parser.add_argument("--work", type=Path, default=Path("runs/forms"), help="for trainings")
     parser.add_argument("--out", type=Path, default=Path("runs/forms/sums"), help="for sums")
     parser.add_argument("--scores", type=Path, help="for whole scores, which are large")
