@@ -47,9 +47,7 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
         memory=options.memory,
         first=First(options.first_query, options.first_run, options.first_seed),
     )
-    small = work.small_truth(options.retrainings)
-    truths = {alpha: work.reference(alpha) for alpha in options.alpha}
-    files = {alpha: opened(work, truth, small, options) for alpha, truth in truths.items()}
+    files = {alpha: opened(work, alpha, options) for alpha in options.alpha}
     for name, form in forms_of(experiment).items():
         if options.only and name not in options.only:
             continue
@@ -78,33 +76,36 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
                 one.save(options.scores / work.name / name.replace(" ", "-") / place)
         for alpha in missing:
             saved = files[alpha]
-            saved.add(name, scores, (truths[alpha], small), repr(method), seconds)
+            saved.add(name, scores, saved.truths(work.examples), repr(method), seconds)
             saved.about |= {"seconds": work.seconds}
             saved.save(options.out)
         print(f"{task:15s} {name:50s} {runs} runs, {seconds:.1f} s each", flush=True)
     return [saved.save(options.out) for saved in files.values()]
 
 
-def opened(work: Trainings, truth: Any, small: Any, options: argparse.Namespace) -> Sums:
-    """The sums saved so far under this protocol, or none yet."""
-    subsets, seeds, queries = truth.measurements.shape
+def opened(work: Trainings, alpha: float, options: argparse.Namespace) -> Sums:
+    """The sums saved so far under this protocol. If there are none, retrain first."""
+    scale, experiment = work.scale, work.experiment
     start = {f"first_{name}": value for name, value in asdict(work.first).items()}
-    sizes = subsets, seeds, work.scale.runs, queries
-    protocol = Protocol(work.experiment.name, float(truth.alpha), *sizes, **start, quick=work.quick)
-    fresh = Sums(
+    sizes = scale.subsets, scale.seeds, scale.runs, len(work.query)
+    protocol = Protocol(experiment.name, alpha, *sizes, **start, quick=work.quick)
+    file = options.out / protocol.file_name
+    if file.exists():
+        saved = Sums.load(file)
+        if len(saved.small) != options.retrainings:
+            raise ValueError(
+                f"{file} has {len(saved.small)} retrainings for calibrate and combine, not "
+                f"{options.retrainings}: remove it, or choose another --out"
+            )
+        return saved
+    truth, small = work.reference(alpha), work.small_truth(options.retrainings)
+    return Sums(
         protocol,
         {name: getattr(truth, name) for name in TRUTH},
         {"machine": machine(), "device": work.device, "seconds": {}},
         truth.measurements,
         small.measurements,
     )
-    file = options.out / protocol.file_name
-    if not file.exists():
-        return fresh
-    saved = Sums.load(file)
-    if saved.truth != fresh.truth or len(saved.small) != len(fresh.small):
-        raise ValueError(f"{file} is of another truth: remove it, or choose another --out")
-    return saved
 
 
 # --- results ------------------------------------------------------------------------------------
