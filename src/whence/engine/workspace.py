@@ -265,6 +265,7 @@ class Workspace:
         return {
             "run": self.run.fingerprint,
             "recipe": self.run.origin.get("recipe"),
+            "seed": self.run.origin.get("seed"),
             "train": self.data_fingerprints(),
             "collated": self.study.collate is not None,
             "query": None if self.query is None else self.query.fingerprint(),
