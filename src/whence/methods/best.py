@@ -5,9 +5,9 @@
 H̄ is the whole Gauss-Newton matrix, ḡ(m) an example's gradient, ∇f(q) the query's: all are means
 over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½ it is the response δ/(M + δ): 1, as
 SOURCE's, where training hardly moved, and falling more slowly. A product with H̄ costs a pass over
-the data at every checkpoint, so few are taken: conjugate gradients solve with H̄ + λ, λ = δ D⁻¹, and
-are preconditioned by coupled EK-FAC, whose answer is their first direction. Through later stages the query gradient is carried by SOURCE's survival, exp(-M), with
-coupled EK-FAC.
+the data at every checkpoint, so few are taken: conjugate gradients solve with H̄ + λ, λ = δ D⁻¹,
+preconditioned by coupled EK-FAC, whose answer is their first direction. Through later stages the
+query gradient is carried by SOURCE's survival, exp(-M), with coupled EK-FAC.
 """
 
 from __future__ import annotations
