@@ -321,7 +321,7 @@ def test_ordinary_batches_are_no_surprise(name: str) -> None:
     run = drawn(REGULAR[name])
     study = whence.Study(net(), whence.Classification(), DATA, run)
     assert len(study.used(run, "train")) == 24
-    assert [m for m in study.warnings(run) if "weighted" in m] == []
+    assert [m for m in study.warnings(run) if "weighted" in m or "curriculum" in m] == []
 
 
 def test_a_training_of_less_than_an_epoch_is_announced() -> None:
@@ -346,6 +346,24 @@ def test_a_weighted_sampler_is_announced_with_numbers(kind: str) -> None:
     study = whence.Study(net(), whence.Classification(), DATA, run)
     (message,) = [m for m in study.warnings(run) if "weighted sampler" in m]
     assert f"{counts.min()} to {counts.max()} times (mean {counts.mean():.1f})" in message
+
+
+def test_a_curriculum_is_announced() -> None:
+    """Every example is drawn eight times, but half of them only in the second half of training."""
+    run = drawn(epochs(np.arange(12), 8) + epochs(np.arange(12, 24), 8))
+    study = whence.Study(net(), whence.Classification(), DATA, run)
+    assert any("a curriculum?" in m for m in study.warnings(run))
+    assert not any("weighted" in m for m in study.warnings(run))
+
+
+def test_what_is_known_of_a_run_is_not_taken_for_another_s() -> None:
+    """Python may give a new run the id of one that is gone."""
+    every = drawn(epochs(np.arange(24), 3))
+    study = whence.Study(net(), whence.Classification(), DATA, every)
+    for count in range(12, 24):
+        run = drawn(epochs(np.arange(count), 3))
+        assert len(study.used(run, "train")) == count
+        del run
 
 
 def test_batches_of_another_dataset_are_refused() -> None:
