@@ -22,7 +22,7 @@ from whence.layers.passes import (
     precision_as_asked,
     rounded_products,
 )
-from whence.layers.separate import Separation, candidates, pairs
+from whence.layers.separate import Separation, candidates, looked_at, pairs
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.definition import class_sha256, model_sha256
@@ -187,7 +187,7 @@ class Study:
         if not isinstance(task, Classification):
             return []
         spread = candidates(data)
-        count = sum(int(task.ignored(data.take([k])).sum()) for k in spread)
+        count = sum(int(task.ignored(batch).sum()) for batch in looked_at(data, spread))
         if not count:
             return []
         return [
