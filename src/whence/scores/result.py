@@ -24,6 +24,7 @@ from whence.errors import (
     InvalidType,
     MissingDependency,
     MissingFile,
+    collected_warnings,
 )
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
@@ -164,6 +165,8 @@ class Scores(Tabled):
         self.spread = spread
         self.top = top
         self.diagnostics: dict[str, Any] = _plain("diagnostics", diagnostics or {})
+        messages = dict.fromkeys([*self.warnings, *collected_warnings()])
+        self.diagnostics |= {"warnings": list(messages)} if messages else {}
         self.provenance: dict[str, Any] = _plain("provenance", provenance or {})
         self.excluded: list[dict[str, Any]] = _plain("excluded", list(excluded or []))
         # The ScoreWriter's arguments, so that the same call reuses its finished work.
