@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from whence.engine.trials import MEASUREMENTS
-from whence.engine.workspace import MEASUREMENT, Queries, Workspace
+from whence.engine.queries import Queries
+from whence.engine.workspace import MEASUREMENT, Workspace
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Weights
@@ -59,7 +60,7 @@ class ProjectedSpace:
         passes.load(checkpoint)
         batches, room = queries.batches(self.workspace.batch_size), self.workspace.memory // 4
         pieces = projected(passes, queries.data, batches, MEASUREMENT, self.projection, room)
-        return ProjectedVectors(torch.cat([piece.rows for piece in pieces]))
+        return ProjectedVectors(queries.summed(piece.rows for piece in pieces))
 
     def measurement_moments(self) -> list[Tensor]:
         """Σ φφᵀ of P∇f over all examples of all stages at the final model, for each part."""

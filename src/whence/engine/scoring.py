@@ -26,7 +26,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, PlainGradients, Queries, Readouts, Term, Workspace
+from whence.engine.queries import Queries, QuerySet
+from whence.engine.workspace import LOSS, PlainGradients, Readouts, Term, Workspace
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal
 from whence.operators import cost
@@ -81,7 +82,7 @@ class Scoring:
     weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
     shared: bool = False  # whether the vectors of all terms are the same
 
-    def queries(self, query: Batches) -> None:
+    def queries(self, query: QuerySet) -> None:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
         examples = sum(len(workspace.study.data[s]) for s in workspace.stages)
@@ -98,7 +99,7 @@ class Scoring:
                 where, fits = slice(int(rows[0]), int(rows[-1]) + 1), self._fits(len(rows))
                 columns = self._columns(self._chunk(0 if fits else len(rows)))
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
-                some = Queries(query, stage, rows)
+                some = query.some(stage, rows)
                 ready = list(self._ready(some, examples)) if fits and todo else None
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk in todo:

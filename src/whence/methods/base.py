@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
-from whence.data import Batches
 from whence.engine.options import ComputeOptions
+from whence.engine.queries import QuerySet
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
@@ -36,6 +37,7 @@ class Method(ABC):
     stage: str | None = None
     _own_layers = False  # whether layers that only some of the stages have are of use
     _quiet = False  # whether excluded layers do not matter
+    _linear = False  # whether scores are linear in the queries' measurements
 
     @abstractmethod
     def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
@@ -46,6 +48,7 @@ class Method(ABC):
         study: Study,
         query: Any = None,
         *,
+        query_weights: ArrayLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int | None = None,
@@ -59,8 +62,10 @@ class Method(ABC):
         """Scores of every training example for every query.
 
         Args:
-            query: map-style dataset with the same fields as the training data; None is
-                self-influence, shape (n,).
+            query: map-style dataset with the same fields as the training data, or a
+                `whence.Contrast` of two; None is self-influence, shape (n,).
+            query_weights: one weight for each query, (q,), or k rows of them, (k, q). The scores
+                are then of these k sums of measurements, at the cost of k queries.
             device: where to compute (default: where the model is).
             dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
             batch_size: examples per pass (default: chosen from memory). No score depends on it.
@@ -77,13 +82,14 @@ class Method(ABC):
                 f"top={top} with {len(study.runs)} runs: the strongest of a mean are not known "
                 "from the strongest of each run. Leave top out, or attribute one run"
             )
+        queries = QuerySet.of(study, query, query_weights)
         options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
 
         def each() -> Iterator[Scores]:
             for k, run in enumerate(study.runs):
                 folder = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
                 with torch.no_grad(), precision_as_asked(), collect_warnings():
-                    workspace = self.lay_out(study, run, query, options)
+                    workspace = self.lay_out(study, run, queries, options)
                     scores = self.score(workspace, folder, top, by_segment)
                 yield scores
 
@@ -96,17 +102,27 @@ class Method(ABC):
 
     def lay_out(self, study: Study, run: Run, query: Any, options: ComputeOptions) -> Workspace:
         """One run of the study, ready for these queries."""
-        batches: Batches | None = None if query is None else study.query(query)
+        queries = QuerySet.of(study, query)
+        self._check(queries)
         return Workspace.lay_out(
             study,
             run,
             options,
-            query=batches,
+            query=queries,
             stage=self.stage,
             shared=query is not None and not self._own_layers,
             frozen=self._own_layers,
             quiet=self._quiet,
         )
+
+    def _check(self, queries: QuerySet | None) -> None:
+        """Refuse sums of queries where the score of a sum is not the sum of the scores."""
+        if queries is not None and queries.weights is not None and not self._linear:
+            raise InvalidInput(
+                f"query_weights or a Contrast with {self.name}, whose scores are not linear in "
+                "the queries: use a method of gradients, such as Source, or add up the rows of "
+                "its scores yourself"
+            )
 
     def writer(
         self,

@@ -27,8 +27,9 @@ from whence.engine.options import (
     check_damping,
     check_share,
 )
+from whence.engine.queries import Queries
 from whence.engine.scoring import Tokens, readouts, score_tokens
-from whence.engine.workspace import GAUSS_NEWTON, LOSS, Queries, Term, Workspace
+from whence.engine.workspace import GAUSS_NEWTON, LOSS, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
@@ -46,6 +47,7 @@ Vectors = Iterator[tuple[Sequence[int], Any, float]]
 class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
+    _linear = True
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
 
@@ -189,7 +191,7 @@ class GradientMethod(Method):
             terms = self.terms(workspace)
             prepared = self.prepare(workspace, terms)
             rows = np.arange(len(workspace.query))
-            queries = Queries(workspace.query, study.stages[-1], rows)
+            queries = workspace.query.some(study.stages[-1], rows)
             ready: dict[int, Any] = {}
             for which, w, scale in self.vectors(workspace, prepared, queries):
                 ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))

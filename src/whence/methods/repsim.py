@@ -93,7 +93,7 @@ class RepSim(Method):
             queries, rows, step = None, None, SELF_BLOCK
             if workspace.query is not None:
                 queries = self._representations(
-                    workspace, last, workspace.query, np.arange(len(workspace.query))
+                    workspace, last, workspace.query.data, np.arange(len(workspace.query))
                 )
                 rows = slice(0, len(queries))
                 step = max(workspace.batch_size, SCORES_PER_BLOCK // len(queries))

@@ -27,7 +27,8 @@ from torch import Tensor
 from whence.engine.loss_weights import ensemble_weights
 from whence.engine.options import check_count, check_damping
 from whence.engine.projected_space import Space
-from whence.engine.workspace import LOSS, MEASUREMENT, Queries, Term, Workspace
+from whence.engine.queries import Queries
+from whence.engine.workspace import LOSS, MEASUREMENT, Term, Workspace
 from whence.errors import InvalidInput
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors

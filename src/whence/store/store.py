@@ -16,9 +16,11 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension
+from whence.engine.queries import QuerySet
 from whence.engine.workspace import LOSS, Workspace, scored_stages
 from whence.errors import InvalidInput, collect_warnings
 from whence.layers.passes import precision_as_asked, rounded_products
@@ -60,6 +62,7 @@ class AnswerOptions(TypedDict, total=False):
     progress: bool
     by_segment: bool
     workers: int
+    query_weights: ArrayLike | None
 
 
 class GradientStore(StoreContents):
@@ -271,12 +274,14 @@ class GradientStore(StoreContents):
             )
         compute: dict[str, Any] = dict(options)
         out, top = compute.pop("out", None), compute.pop("top", None)
-        by_segment = compute.pop("by_segment", False)
+        by_segment, weights = compute.pop("by_segment", False), compute.pop("query_weights", None)
         dtype = getattr(torch, self.description["settings"]["dtype"])
         with torch.no_grad(), precision_as_asked(), collect_warnings():
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
-            workspace = workspace.for_query(self.study.query(query), stages)
+            queries = QuerySet.of(self.study, query, weights)
+            assert queries is not None
+            workspace = workspace.for_query(queries, stages)
             self.verify(workspace)
             return method.score(workspace, out, top, by_segment)
 
