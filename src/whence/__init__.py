@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from whence import errors, evaluate, layers, report, retrain
+    from whence.data import Contrast
     from whence.errors import WhenceError
     from whence.methods import (
         Best,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
 _HOMES = {
+    "whence.data": ("Contrast",),
     "whence.errors": ("WhenceError",),
     "whence.methods": (
         "Best",
@@ -59,6 +61,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Best",
     "Classification",
+    "Contrast",
     "Downsampling",
     "FastSource",
     "GradientStore",

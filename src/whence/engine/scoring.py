@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.queries import Queries, QuerySet
+from whence.engine.query_factors import Plan, factors, joined, plan
 from whence.engine.workspace import LOSS, PlainGradients, Readouts, Term, Workspace
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal
@@ -85,7 +86,8 @@ class Scoring:
     def queries(self, query: QuerySet) -> None:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
-        examples = sum(len(workspace.study.data[s]) for s in workspace.stages)
+        examples = workspace.examples
+        low_rank = self._plan(query)
         bar = tqdm(
             total=len(query) * examples,
             desc="scores",
@@ -95,12 +97,17 @@ class Scoring:
             leave=False,
         )
         with bar:
-            for rows in cut(len(query), self._at_once()):
-                where, fits = slice(int(rows[0]), int(rows[-1]) + 1), self._fits(len(rows))
+            for rows in cut(len(query), self._at_once() if low_rank is None else low_rank.rows):
+                where = slice(int(rows[0]), int(rows[-1]) + 1)
+                fits = low_rank is not None or self._fits(len(rows))
                 columns = self._columns(self._chunk(0 if fits else len(rows)))
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
                 some = query.some(stage, rows)
-                ready = list(self._ready(some, examples)) if fits and todo else None
+                ready = None
+                if low_rank is not None and todo:
+                    ready = self._factored(query, stage, rows, low_rank)
+                elif fits and todo:
+                    ready = list(self._ready(some, examples))
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk in todo:
                     vectors = ready or self._ready(some, len(chunk.indices))
@@ -117,6 +124,30 @@ class Scoring:
                 some = Queries(data, chunk.stage, chunk.indices)
                 ready = self._ready(some, len(chunk.indices))
                 self._write(None, chunk, self._contributions(ready, chunk, None))
+
+    def _plan(self, query: QuerySet) -> Plan | None:
+        """How to take the queries in factors; an interrupted call's rank is taken again."""
+        account, terms = self.writer.account, 1 if self.shared else len(self.terms)
+        chosen = plan(self.workspace, query, terms, account.get("query_rank"))
+        if chosen is not None:
+            account["query_rank"] = chosen.rank
+        return chosen
+
+    def _factored(
+        self, query: QuerySet, stage: str, rows: NDArray[np.int64], plan: Plan
+    ) -> list[tuple[int, Any]]:
+        """The vectors of these queries for each term, in factors."""
+        parts: dict[tuple[int, ...], list[Readouts]] = {}
+        for block in cut(len(rows), plan.whole):
+            some = query.some(stage, rows[block])
+            for which, vectors, scale in self.vectors(some):
+                ready, energy = factors(self.workspace, vectors, scale, plan.rank)
+                label = f"{some.label}, term {which[0]}"
+                lost = energy.lost().cpu().numpy()
+                self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
+                parts.setdefault(tuple(which), []).append(ready)
+        complete = [(which, joined(parts.pop(which))) for which in list(parts)]
+        return [(k, ready) for which, ready in complete for k in which]
 
     def _ready(self, queries: Queries, examples: int) -> Iterator[tuple[int, Any]]:
         """The vectors of these queries for each term, ready to meet this many examples."""
@@ -226,11 +257,11 @@ class Scoring:
     def _columns(self, size: int) -> list[Columns]:
         columns, offset = [], 0
         for stage in self.workspace.stages:
-            count = len(self.workspace.study.data[stage])
-            for indices in cut(count, size):
-                place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
-                columns.append(Columns(stage, indices, place))
-            offset += count
+            examples = self.workspace.scored(stage)
+            for part in cut(len(examples), size):
+                place = slice(offset + int(part[0]), offset + int(part[-1]) + 1)
+                columns.append(Columns(stage, examples[part], place))
+            offset += len(examples)
         return columns
 
 

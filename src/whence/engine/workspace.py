@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.engine.ledger import Ledger
@@ -199,6 +200,15 @@ class Workspace:
         """t of every block."""
         stages = self.study.stages
         return {k: t for s in stages for k, t in self.passes[s].tracked.positions.items()}
+
+    def scored(self, stage: str) -> NDArray[np.int64]:
+        """The examples of a stage's data that are scored."""
+        return np.arange(len(self.study.data[stage]))
+
+    @property
+    def examples(self) -> int:
+        """How many examples are scored."""
+        return sum(len(self.scored(stage)) for stage in self.stages)
 
     def used(self, stage: str) -> np.ndarray:
         """The examples of a stage's data that the run trained on."""

@@ -37,6 +37,7 @@ class Method(ABC):
     stage: str | None = None
     _own_layers = False  # whether layers that only some of the stages have are of use
     _quiet = False  # whether excluded layers do not matter
+    _low_rank = False  # whether query vectors can be cut to a rank in every layer
     _linear = False  # whether scores are linear in the queries' measurements
 
     @abstractmethod
@@ -49,6 +50,7 @@ class Method(ABC):
         query: Any = None,
         *,
         query_weights: ArrayLike | None = None,
+        query_rank: int | str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int | None = None,
@@ -66,6 +68,9 @@ class Method(ABC):
                 `whence.Contrast` of two; None is self-influence, shape (n,).
             query_weights: one weight for each query, (q,), or k rows of them, (k, q). The scores
                 are then of these k sums of measurements, at the cost of k queries.
+            query_rank: keep each query's vector in every layer as factors of this rank, so that
+                more queries share a pass over the data; "auto" takes the largest rank that fits.
+                Scores are then approximate. None keeps whole vectors.
             device: where to compute (default: where the model is).
             dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
             batch_size: examples per pass (default: chosen from memory). No score depends on it.
@@ -82,7 +87,7 @@ class Method(ABC):
                 f"top={top} with {len(study.runs)} runs: the strongest of a mean are not known "
                 "from the strongest of each run. Leave top out, or attribute one run"
             )
-        queries = QuerySet.of(study, query, query_weights)
+        queries = QuerySet.of(study, query, query_weights, query_rank)
         options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
 
         def each() -> Iterator[Scores]:
@@ -123,6 +128,11 @@ class Method(ABC):
                 "the queries: use a method of gradients, such as Source, or add up the rows of "
                 "its scores yourself"
             )
+        if queries is not None and queries.rank is not None and not self._low_rank:
+            raise InvalidInput(
+                f"query_rank={queries.rank!r} means nothing to {self.name}, which has no query "
+                "vectors in layers: leave it out"
+            )
 
     def writer(
         self,
@@ -142,7 +152,7 @@ class Method(ABC):
         writer = ScoreWriter(
             out,
             None if workspace.query is None else len(workspace.query),
-            sum(len(workspace.study.data[stage]) for stage in workspace.stages),
+            workspace.examples,
             key=self.key(workspace),
             segments=segments,
             top=top,
@@ -171,7 +181,7 @@ class Method(ABC):
             "batch_size": workspace.batch_size,
             "tracked": workspace.tracked.summary(),
         }
-        counts = {stage: len(study.data[stage]) for stage in workspace.stages}
+        scored = {stage: workspace.scored(stage) for stage in workspace.stages}
         several = len(study.stages) > 1
         return {
             "method": self.name,
@@ -180,8 +190,8 @@ class Method(ABC):
             "unit": task.unit,
             "higher_is_better": task.higher_is_better,
             "query_ids": None if workspace.query is None else np.arange(len(workspace.query)),
-            "train_ids": np.concatenate([np.arange(count) for count in counts.values()]),
-            "stage": [s for s, c in counts.items() for _ in range(c)] if several else None,
+            "train_ids": np.concatenate(list(scored.values())),
+            "stage": [s for s, which in scored.items() for _ in which] if several else None,
             "diagnostics": diagnostics,
             "provenance": workspace.provenance(),
             "excluded": [asdict(e) for e in workspace.tracked.excluded],

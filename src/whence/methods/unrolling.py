@@ -215,7 +215,7 @@ class Unrolling(Method):
 
     def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
         queries = max(len(block.indices) for block in blocks)
-        examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+        examples = workspace.examples
         work = sum(self.operations(workspace, len(block.indices)) for block in blocks)
         numbers = queries * (2 * workspace.replay.slots + 10) * workspace.replay.numbers
         steps = workspace.replay.steps * len(blocks)
