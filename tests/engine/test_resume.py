@@ -159,7 +159,7 @@ MOMENTS = {
     ("top", "file"): 3,
     ("self", "file"): 3,
     ("tracin", "file"): 3,
-    ("low-rank", "file"): 3,
+    ("low-rank", "file"): 2,
 }
 
 
