@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from whence.layers.passes import Signal
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
-from whence.scores import ScoreWriter
+from whence.scores import BY_LAYER, BY_SEGMENT, ScoreWriter
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -78,7 +79,7 @@ class Scoring:
     terms: list[Term]
     vectors: VectorsOf
     writer: ScoreWriter
-    by_segment: bool
+    by: str | None  # whose parts of the scores are kept
     signal: Signal = LOSS
     weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
     shared: bool = False  # whether the vectors of all terms are the same
@@ -162,8 +163,9 @@ class Scoring:
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
     ) -> Tensor:
-        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
-        shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
+        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves. If the parts of
+        layers are kept, they follow."""
+        shape = [len(self.terms) + len(set(self._layers.values())), *([] if queries is None else [queries]), len(chunk.indices)]
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
         data = self.workspace.study.data[chunk.stage]
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
@@ -172,14 +174,31 @@ class Scoring:
             for here, name, a, s in self._gradients(term, chunk.stage, data, batches):
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
-                if queries is None:
-                    total[here] += readouts[name].paired(a, s, here)
+                if self._layers:
+                    part = torch.zeros_like(total[..., here])
+                    self._add(part, readouts[name], a, s, here)
+                    total[..., here] += part
+                    totals[len(self.terms) + self._layers[name]][..., here] += part
                 else:
-                    readouts[name].add_inner(total[:, here], a, s)
+                    self._add(total[..., here], readouts[name], a, s, here)
             del readouts  # before the next ones are computed
         if self.weights is not None:
             totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
         return totals
+
+    @staticmethod
+    def _add(total: Tensor, readout: Any, a: Tensor, s: Tensor, here: slice) -> None:
+        """Inner products of all queries with these examples, (q, n), or of each with its own."""
+        if total.dim() == 1:
+            total += readout.paired(a, s, here)
+        else:
+            readout.add_inner(total, a, s)
+
+    @cached_property
+    def _layers(self) -> dict[str, int]:
+        """The number of each block's layer; empty if the parts of layers are not kept."""
+        layers = self.workspace.layers if self.by == BY_LAYER else []
+        return {block.name: k for k, layer in enumerate(layers) for block in layer.blocks}
 
     def _gradients(
         self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
@@ -218,14 +237,18 @@ class Scoring:
             start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
+        contributions, layers = contributions.split(
+            [len(self.terms), len(contributions) - len(self.terms)]
+        )
         sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
         before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
         self.writer.account["magnitudes"] = [
             x + y for x, y in zip(before, sizes.tolist(), strict=True)
         ]
         values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
-        parts = contributions.cpu().numpy() if self.by_segment else None
-        self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
+        parts = {BY_SEGMENT: contributions, BY_LAYER: layers}.get(self.by or "")
+        kept = None if parts is None else parts.cpu().numpy()
+        self.writer.write(rows, chunk.place, values.cpu().numpy(), kept)
 
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress: whole batches.
@@ -234,7 +257,7 @@ class Scoring:
             queries: whose vectors are computed for each chunk; 0 if they are kept.
         """
         batch, size = self.workspace.batch_size, self.workspace.accumulator.itemsize
-        scores = len(self.terms) * max(1, queries) * size
+        scores = (len(self.terms) + len(set(self._layers.values()))) * max(1, queries) * size
         room = self.workspace.memory // 8 // scores
         return max(CHUNK, 4 * batch, min(EXAMPLES_PER_QUERY * queries, room)) // batch * batch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from whence.errors import InvalidInput, collect_warnings, collected_warnings, wa
 from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
-from whence.scores import Scores, ScoreWriter, ensemble
+from whence.scores import BY_LAYER, BY_SEGMENT, Scores, ScoreWriter, ensemble
 from whence.study import Study
 
 Folder = str | os.PathLike[str] | None
@@ -37,11 +37,13 @@ class Method(ABC):
     stage: str | None = None
     _own_layers = False  # whether layers that only some of the stages have are of use
     _quiet = False  # whether excluded layers do not matter
-    _low_rank = False  # whether query vectors can be cut to a rank in every layer
+    _layered = False  # whether scores are sums over layers of products with query vectors
     _linear = False  # whether scores are linear in the queries' measurements
 
     @abstractmethod
-    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+    def score(
+        self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None
+    ) -> Scores:
         """The scores of one run."""
 
     def attribute(
@@ -59,6 +61,7 @@ class Method(ABC):
         top: int | None = None,
         progress: bool = True,
         by_segment: bool = False,
+        by_layer: bool = False,
         workers: int = 0,
     ) -> Scores:
         """Scores of every training example for every query.
@@ -80,8 +83,14 @@ class Method(ABC):
             top: keep only the `top` most helpful and most harmful examples of each query.
             progress: show progress bars, and an estimate before long work.
             by_segment: keep the contribution of each segment (TracIn: of each checkpoint).
+            by_layer: keep the contribution of each layer (of methods of gradients).
             workers: processes that load data.
         """
+        by = BY_LAYER if by_layer else BY_SEGMENT if by_segment else None
+        if by_segment and by_layer:
+            raise InvalidInput("by_segment together with by_layer: ask for one of the two")
+        if by_layer and not self._layered:
+            raise InvalidInput(f"by_layer: the scores of {self.name} are not sums over layers")
         if len(study.runs) > 1 and top is not None:
             raise InvalidInput(
                 f"top={top} with {len(study.runs)} runs: the strongest of a mean are not known "
@@ -95,7 +104,7 @@ class Method(ABC):
                 folder = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
                 with torch.no_grad(), precision_as_asked(), collect_warnings():
                     workspace = self.lay_out(study, run, queries, options)
-                    scores = self.score(workspace, folder, top, by_segment)
+                    scores = self.score(workspace, folder, top, by)
                 yield scores
 
         if len(study.runs) == 1:
@@ -128,7 +137,7 @@ class Method(ABC):
                 "the queries: use a method of gradients, such as Source, or add up the rows of "
                 "its scores yourself"
             )
-        if queries is not None and queries.rank is not None and not self._low_rank:
+        if queries is not None and queries.rank is not None and not self._layered:
             raise InvalidInput(
                 f"query_rank={queries.rank!r} means nothing to {self.name}, which has no query "
                 "vectors in layers: leave it out"
@@ -142,12 +151,14 @@ class Method(ABC):
         segments: int | None,
         places: Iterable[tuple[str, Weights]],
         what: str = LOSSES,
+        layers: Sequence[str] | None = None,
     ) -> ScoreWriter:
         """Where this run's scores go. What is tallied on the way is kept with them.
 
         Args:
             places: the stages and weights at which training examples are looked at.
             what: of them the scores depend on: losses, or only outputs.
+            layers: whose parts are kept.
         """
         writer = ScoreWriter(
             out,
@@ -155,11 +166,14 @@ class Method(ABC):
             workspace.examples,
             key=self.key(workspace),
             segments=segments,
+            layers=None if layers is None else len(layers),
             top=top,
             dtype=np.float64 if workspace.dtype == torch.float64 else np.float32,
             tried=None if out is None else workspace.tried(places, what),
         )
         workspace.ledger.tallies = writer.account
+        if layers is not None:
+            workspace.ledger.diagnostics["layers"] = list(layers)
         for message in workspace.study.warnings(workspace.run):
             warn(message, stacklevel=4)
         messages = collected_warnings()

@@ -38,7 +38,7 @@ from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost
 from whence.run import Segment
-from whence.scores import Scores
+from whence.scores import BY_LAYER, BY_SEGMENT, Scores
 from whence.study import Study
 
 USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
@@ -50,7 +50,7 @@ Vectors = Iterator[tuple[Sequence[int], Any, float]]
 class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
-    _linear = _low_rank = True
+    _linear = _layered = True
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
 
@@ -106,10 +106,14 @@ class GradientMethod(Method):
 
     # -- what all of them do ---------------------------------------------------------------------
 
-    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+    def score(
+        self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None
+    ) -> Scores:
         terms = self.terms(workspace)
         places = [(term.stage, c) for term in terms for c in term.checkpoints]
-        writer = self.writer(workspace, out, top, len(terms) if by_segment else None, places)
+        layers = [layer.name for layer in workspace.layers] if by == BY_LAYER else None
+        segments = len(terms) if by == BY_SEGMENT else None
+        writer = self.writer(workspace, out, top, segments, places, layers=layers)
         if writer.already is not None:
             return writer.already
         if workspace.reads_training_data:
@@ -118,7 +122,7 @@ class GradientMethod(Method):
         vectors = partial(self.vectors, workspace, prepared)
         signal, weights = self.training(workspace, prepared)
         scoring = workspace.scoring(
-            terms, vectors, writer, by_segment, signal, weights, self._shared
+            terms, vectors, writer, by, signal, weights, self._shared
         )
         with workspace.clock("scores"):
             if workspace.query is None:

@@ -77,9 +77,11 @@ class RepSim(Method):
             raise InvalidInput(f"metric={metric!r} is not known: use one of {known}")
         self.metric, self.layer, self.stage = metric, layer, stage
 
-    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+    def score(
+        self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None
+    ) -> Scores:
         places = [(stage, workspace.run.final) for stage in workspace.stages]
-        writer = self.writer(workspace, out, top, 1 if by_segment else None, places, OUTPUTS)
+        writer = self.writer(workspace, out, top, 1 if by else None, places, OUTPUTS)
         if writer.already is not None:
             return writer.already
         tracked = workspace.tracked
@@ -113,7 +115,7 @@ class RepSim(Method):
                         self._check_widths(workspace, queries, examples, stage)
                         values = similarity(queries, examples)
                     scores = (sign * values).cpu().numpy()
-                    writer.write(rows, columns, scores, scores[None] if by_segment else None)
+                    writer.write(rows, columns, scores, scores[None] if by else None)
         return writer.finish(**self.metadata(workspace))
 
     def _representations(

@@ -75,17 +75,19 @@ class Unrolling(Method):
             warn(f"{modules}: gradients are taken without", stacklevel=3)
         return ReplayWorkspace(**vars(workspace), replay=replay)
 
-    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+    def score(
+        self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None
+    ) -> Scores:
         assert isinstance(workspace, ReplayWorkspace)
         ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
         places = [(checkpoint.stage, checkpoint) for checkpoint in workspace.run.checkpoints]
-        writer = self.writer(workspace, out, top, len(ends) if by_segment else None, places)
+        writer = self.writer(workspace, out, top, len(ends) if by else None, places)
         path = None if out is None else Path(out) / "sweep.safetensors"
         snapshot = SweepSnapshot(path, writer.of)
         if writer.already is not None:
             snapshot.discard()
             return writer.already
-        blocks = self._blocks(workspace, len(ends) if by_segment else 1)
+        blocks = self._blocks(workspace, len(ends) if by else 1)
         self._estimate(workspace, blocks)
         length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
         bar = tqdm(
@@ -99,12 +101,12 @@ class Unrolling(Method):
                 if writer.done(block.rows, block.columns):
                     bar.update(workspace.replay.steps - block.first(workspace.run))
                     continue
-                total = CreditSum(block, ends, by_segment)
+                total = CreditSum(block, ends, by is not None)
                 self._fill(workspace, block, total, snapshot, bar)
                 before = workspace.ledger.tallies.get("magnitudes", [0.0] * len(ends))
                 added = [x + y for x, y in zip(before, total.magnitudes, strict=True)]
                 workspace.ledger.tallies["magnitudes"] = added
-                parts = total.values if by_segment else None
+                parts = total.values if by else None
                 writer.write(block.rows, block.columns, total.values.sum(0), parts)
                 snapshot.discard()
         workspace.replay.warn(workspace.ledger.tallies["deviations"])

@@ -29,7 +29,7 @@ from whence.methods.gradient import GradientMethod
 from whence.persist.locks import NAME as LOCK
 from whence.persist.locks import FolderLock
 from whence.projections import projected
-from whence.scores import Scores
+from whence.scores import BY_SEGMENT, Scores
 from whence.store.building import Builder
 from whence.store.contents import StoreContents
 from whence.store.identity import (
@@ -283,7 +283,7 @@ class GradientStore(StoreContents):
             assert queries is not None
             workspace = workspace.for_query(queries, stages)
             self.verify(workspace)
-            return method.score(workspace, out, top, by_segment)
+            return method.score(workspace, out, top, BY_SEGMENT if by_segment else None)
 
     def _workspace(self, options: ComputeOptions) -> StoreWorkspace:
         """One workspace for all queries, because copying and checking the model takes long."""
