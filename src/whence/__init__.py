@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from whence.scores import Scores
     from whence.store import GradientStore
     from whence.study import Study
-    from whence.task import Classification, LanguageModeling, MultiLabel, Regression, Task
+    from whence.task import (
+        Classification,
+        LanguageModeling,
+        MultiLabel,
+        Regression,
+        Task,
+        completion,
+        padded,
+    )
 
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
@@ -54,7 +62,15 @@ _HOMES = {
     "whence.scores": ("Scores",),
     "whence.store": ("GradientStore",),
     "whence.study": ("Study",),
-    "whence.task": ("Classification", "LanguageModeling", "MultiLabel", "Regression", "Task"),
+    "whence.task": (
+        "Classification",
+        "LanguageModeling",
+        "MultiLabel",
+        "Regression",
+        "Task",
+        "completion",
+        "padded",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -84,9 +100,11 @@ __all__ = [
     "Trak",
     "Unrolled",
     "WhenceError",
+    "completion",
     "errors",
     "evaluate",
     "layers",
+    "padded",
     "report",
     "retrain",
 ]

@@ -64,7 +64,15 @@ class Batches:
                 "collate: give Study(collate=...), such as transformers.default_data_collator or, "
                 "with padding, transformers.DataCollatorWithPadding(tokenizer)"
             )
-        return default_collate(rows)
+        try:
+            return default_collate(rows)
+        except RuntimeError as error:
+            if "equal size" not in str(error):
+                raise
+            raise InvalidInput(
+                f"{self.name} examples have different sizes, which torch cannot collate: give "
+                "Study(collate=...), such as whence.padded for documents of tokens"
+            ) from error
 
     @property
     def _sliceable(self) -> bool:

@@ -250,3 +250,83 @@ def test_refused_sums_and_ranks() -> None:
     for method in (whence.RepSim(), whence.Unrolled()):
         with pytest.raises(whence.WhenceError, match=f"means nothing to {method.name}"):
             method.attribute(study, query, query_rank=2, **EXACT)
+
+
+# --- completions ----------------------------------------------------------------------------------
+
+
+class Documents(list[Any]):
+    """A dataset of `whence.completion`s."""
+
+
+def completions(count: int, seed: int) -> Documents:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most: int) -> torch.Tensor:
+        size = int(torch.randint(1, most + 1, (), generator=generator))
+        return torch.randint(1, 32, (size,), generator=generator)
+
+    return Documents(whence.completion(draw(4), draw(4)) for _ in range(count))
+
+
+def completion_study() -> whence.Study:
+    torch.manual_seed(0)
+    model = models.Transformer(vocabulary=32, width=8, depth=1, tied=False)
+    task, train = whence.LanguageModeling(measurement="log_prob"), completions(12, 0)
+    history = models.train_run(model, task, train, [3, 6], 0.2, collate=whence.padded)
+    return whence.Study(model, task, train=train, runs=history.run, collate=whence.padded)
+
+
+def log_probability(model: Any, weights: Any, document: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean log probability of the completion, one token at a time."""
+    ids, labels = document["input_ids"], document["labels"]
+    logits = torch.func.functional_call(model, weights, (ids[None],))[0].log_softmax(-1)
+    places = [k for k in range(1, len(ids)) if labels[k] != -100]
+    return torch.stack([logits[k - 1, ids[k]] for k in places]).mean()
+
+
+def test_why_this_completion_rather_than_that_one() -> None:
+    """TracIn of a contrast of different lengths, by autograd, without padding or masks."""
+    study, model = completion_study(), None
+    a = Documents([whence.completion([3, 4, 5], [6, 7, 8, 9]), whence.completion([1], [2, 3])])
+    b = Documents([whence.completion([3, 4, 5], [10]), whence.completion([1], [4])])
+    found = whence.TracIn().attribute(study, whence.Contrast(a, b), by_layer=True, **EXACT)
+    model, expected = study.model.double(), 0.0
+    for checkpoint in study.runs[0].checkpoints:
+        weights = checkpoint.weights()
+
+        def gradient(document: Any, weights: Any = weights) -> dict[str, torch.Tensor]:
+            of = torch.func.grad(lambda w: log_probability(model, w, document))
+            return of(weights)
+
+        for name in weights:
+            if name.rsplit(".", 1)[0] not in found.layers:
+                continue
+            query = torch.stack([gradient(x)[name] - gradient(y)[name] for x, y in zip(a, b)])
+            train = torch.stack([gradient(document)[name] for document in study.train["train"]])
+            expected += 0.2 * (query.flatten(1) @ train.flatten(1).T).numpy()  # losses are -log p
+    close(found.values, expected, 1e-8)
+
+
+def test_a_prompt_has_no_loss() -> None:
+    document = whence.completion([3, 4], torch.tensor([5, 6]))
+    assert document["labels"].tolist() == [-100, -100, 5, 6]
+    batch = whence.padded([document, whence.completion([1], [2])])
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 6], [1, 2, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 5, 6], [-100, 2, -100, -100]]
+    for prompt, answer in (([], [1]), ([1], [])):
+        with pytest.raises(whence.WhenceError, match="both must have one"):
+            whence.completion(prompt, answer)
+    with pytest.raises(whence.WhenceError, match=r"input_ids of shape \(2,\) and labels"):
+        whence.padded([{"input_ids": [1, 2], "labels": [1]}])
+
+
+def test_documents_of_different_or_too_great_length() -> None:
+    study = completion_study()
+    whole = whence.Study(study.model, study.tasks["train"], study.train["train"], study.runs)
+    with pytest.raises(whence.WhenceError, match=r"different sizes.*collate=.*whence\.padded"):
+        whence.TracIn().attribute(whole, completions(2, 1), **EXACT)
+    long = Documents([whence.completion(range(1, 6), range(1, 6))])  # the model has 8 positions
+    with pytest.raises(whence.WhenceError, match="documents of 10 tokens"):
+        whence.TracIn().attribute(study, long, **EXACT)
