@@ -10,9 +10,13 @@ if TYPE_CHECKING:
     from whence.data import Contrast
     from whence.errors import WhenceError
     from whence.methods import (
+        BM25,
+        LESS,
         Best,
         Downsampling,
         FastSource,
+        GradientCosine,
+        GradientNorm,
         Hydra,
         Influence,
         LeaveOneOut,
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
         RepSim,
         Source,
         TracIn,
+        TrackStar,
         Trak,
         Unrolled,
     )
@@ -44,9 +49,13 @@ _HOMES = {
     "whence.data": ("Contrast",),
     "whence.errors": ("WhenceError",),
     "whence.methods": (
+        "BM25",
+        "LESS",
         "Best",
         "Downsampling",
         "FastSource",
+        "GradientCosine",
+        "GradientNorm",
         "Hydra",
         "Influence",
         "LeaveOneOut",
@@ -54,6 +63,7 @@ _HOMES = {
         "RepSim",
         "Source",
         "TracIn",
+        "TrackStar",
         "Trak",
         "Unrolled",
     ),
@@ -75,11 +85,15 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BM25",
+    "LESS",
     "Best",
     "Classification",
     "Contrast",
     "Downsampling",
     "FastSource",
+    "GradientCosine",
+    "GradientNorm",
     "GradientStore",
     "Hydra",
     "Influence",
@@ -97,6 +111,7 @@ __all__ = [
     "Study",
     "Task",
     "TracIn",
+    "TrackStar",
     "Trak",
     "Unrolled",
     "WhenceError",

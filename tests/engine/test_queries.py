@@ -1,4 +1,4 @@
-"""Sums of queries, contrasts, and query vectors of low rank: against the scores of single queries."""
+"""Sums of queries, contrasts, query vectors of low rank: against the scores of single queries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ METHODS: dict[str, Any] = {
 
 
 def study_blocks(study: whence.Study) -> Any:
-    passes = study.passes(study.runs[0], device=torch.device("cpu"), dtype=torch.float64, quiet=True)
+    passes = study.passes(
+        study.runs[0], device=torch.device("cpu"), dtype=torch.float64, quiet=True
+    )
     return passes[study.stages[-1]].tracked.blocks
 
 
@@ -221,7 +223,12 @@ def test_a_contrast_is_the_difference_of_two_queries() -> None:
 def test_sums_from_a_store(tmp_path: Path) -> None:
     study, query = study_of("mlp")
     store = whence.GradientStore.build(study, tmp_path, dimension=10, progress=False)
-    for answer in (store.tracin, store.influence, store.source, lambda q, **o: store.trak(q, 1.0, **o)):
+    for answer in (
+        store.tracin,
+        store.influence,
+        store.source,
+        lambda q, **o: store.trak(q, 1.0, **o),
+    ):
         each = answer(query, progress=False).values
         close(answer(query, query_weights=WEIGHTS, progress=False).values, WEIGHTS @ each, 1e-5)
 
@@ -302,7 +309,8 @@ def test_why_this_completion_rather_than_that_one() -> None:
         for name in weights:
             if name.rsplit(".", 1)[0] not in found.layers:
                 continue
-            query = torch.stack([gradient(x)[name] - gradient(y)[name] for x, y in zip(a, b)])
+            pairs = zip(a, b, strict=True)
+            query = torch.stack([gradient(x)[name] - gradient(y)[name] for x, y in pairs])
             train = torch.stack([gradient(document)[name] for document in study.train["train"]])
             expected += 0.2 * (query.flatten(1) @ train.flatten(1).T).numpy()  # losses are -log p
     close(found.values, expected, 1e-8)

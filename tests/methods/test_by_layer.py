@@ -39,7 +39,9 @@ def test_layers_add_up(tmp_path: Path, method: str, case: str) -> None:
     close(found.values, plain.values, 1e-10)
     close(found.by_layer.sum(0), plain.values, 1e-10)
     assert (abs(found.by_layer).max((1, 2)) > 0).all()
-    shares = [[s["share_of_score"] for s in x.diagnostics.get("segments", [])] for x in (found, plain)]
+    shares = [
+        [s["share_of_score"] for s in x.diagnostics.get("segments", [])] for x in (found, plain)
+    ]
     assert shares[0] == pytest.approx(shares[1])
     opened = whence.Scores.load(tmp_path)
     assert opened.layers == found.layers
@@ -66,7 +68,9 @@ def test_self_influence_and_several_runs() -> None:
     study, query, _ = trained("mlp")
     own = whence.Source().attribute(study, by_layer=True, **EXACT)
     close(own.by_layer.sum(0), whence.Source().attribute(study, **EXACT).values, 1e-10)
-    twice = whence.Study(study.model, study.tasks["train"], study.train["train"], [study.runs[0]] * 2)
+    twice = whence.Study(
+        study.model, study.tasks["train"], study.train["train"], [study.runs[0]] * 2
+    )
     mean = whence.Source().attribute(twice, query, by_layer=True, **EXACT)
     one = whence.Source().attribute(study, query, by_layer=True, **EXACT)
     close(mean.by_layer, one.by_layer, 1e-10)

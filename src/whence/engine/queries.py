@@ -64,7 +64,9 @@ class QuerySet:
         try:
             weights = np.atleast_2d(np.asarray(given, dtype=np.float64))
         except (TypeError, ValueError):
-            raise InvalidInput("query_weights must be numbers, (queries,) or (k, queries)") from None
+            raise InvalidInput(
+                "query_weights must be numbers, (queries,) or (k, queries)"
+            ) from None
         if weights.ndim != 2 or weights.shape[1] != len(self) or not len(weights):
             raise InvalidInput(
                 f"query_weights has the shape {np.shape(given)}, but there are {len(self)} "

@@ -106,10 +106,10 @@ class Energy:
         }
 
 
-def factors(
+def low_rank(
     workspace: Workspace, vectors: Any, scale: float, rank: int
 ) -> tuple[Readouts, Energy]:
-    """The vectors, times `scale`, cut to a rank where that takes less memory."""
+    """The vectors, times `scale`, cut to a rank where that takes less memory; what that loses."""
     ready: Readouts = {}
     energy = Energy({}, {})
     for name, whole, basis, factor in _matrices(workspace, vectors):

@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.queries import Queries, QuerySet
-from whence.engine.query_factors import Plan, factors, joined, plan
+from whence.engine.query_factors import Plan, joined, low_rank, plan
 from whence.engine.workspace import LOSS, PlainGradients, Readouts, Term, Workspace
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal
@@ -88,7 +88,7 @@ class Scoring:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
         examples = workspace.examples
-        low_rank = self._plan(query)
+        chosen = self._plan(query)
         bar = tqdm(
             total=len(query) * examples,
             desc="scores",
@@ -98,15 +98,15 @@ class Scoring:
             leave=False,
         )
         with bar:
-            for rows in cut(len(query), self._at_once() if low_rank is None else low_rank.rows):
+            for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
                 where = slice(int(rows[0]), int(rows[-1]) + 1)
-                fits = low_rank is not None or self._fits(len(rows))
+                fits = chosen is not None or self._fits(len(rows))
                 columns = self._columns(self._chunk(0 if fits else len(rows)))
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
                 some = query.some(stage, rows)
                 ready = None
-                if low_rank is not None and todo:
-                    ready = self._factored(query, stage, rows, low_rank)
+                if chosen is not None and todo:
+                    ready = self._factored(query, stage, rows, chosen)
                 elif fits and todo:
                     ready = list(self._ready(some, examples))
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
@@ -142,7 +142,7 @@ class Scoring:
         for block in cut(len(rows), plan.whole):
             some = query.some(stage, rows[block])
             for which, vectors, scale in self.vectors(some):
-                ready, energy = factors(self.workspace, vectors, scale, plan.rank)
+                ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
                 label = f"{some.label}, term {which[0]}"
                 lost = energy.lost().cpu().numpy()
                 self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
@@ -165,7 +165,11 @@ class Scoring:
     ) -> Tensor:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves. If the parts of
         layers are kept, they follow."""
-        shape = [len(self.terms) + len(set(self._layers.values())), *([] if queries is None else [queries]), len(chunk.indices)]
+        shape = [
+            len(self.terms) + len(set(self._layers.values())),
+            *([] if queries is None else [queries]),
+            len(chunk.indices),
+        ]
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
         data = self.workspace.study.data[chunk.stage]
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]

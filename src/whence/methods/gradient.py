@@ -121,9 +121,7 @@ class GradientMethod(Method):
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
         signal, weights = self.training(workspace, prepared)
-        scoring = workspace.scoring(
-            terms, vectors, writer, by, signal, weights, self._shared
-        )
+        scoring = workspace.scoring(terms, vectors, writer, by, signal, weights, self._shared)
         with workspace.clock("scores"):
             if workspace.query is None:
                 scoring.selves()

@@ -94,8 +94,8 @@ class Similarity(Method):
         if writer.already is not None:
             return writer.already
         announce(self, workspace, *self.passes_needed(workspace), 0)
+        prepared, queries = self.prepare(workspace), {}
         with workspace.clock("scores"):
-            prepared, queries = self.prepare(workspace), {}
             rows, step = None, SELF_BLOCK
             if workspace.query is not None:
                 count, last = len(workspace.query), workspace.study.stages[-1]

@@ -211,7 +211,7 @@ def leading(values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     for _ in range(SUBSPACE_ITERATIONS):
         span = torch.linalg.qr(values @ torch.linalg.qr(values.mT @ span)[0])[0]
     inside = span.mT @ values  # (q, columns, width)
-    vectors = torch.linalg.eigh((inside.double() @ inside.double().mT))[1]
+    vectors = torch.linalg.eigh(inside.double() @ inside.double().mT)[1]
     chosen = vectors[..., -min(rank, columns) :].flip(2).to(values)
     return (span @ chosen).mT.contiguous(), chosen.mT @ inside
 
