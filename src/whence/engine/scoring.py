@@ -241,9 +241,8 @@ class Scoring:
             start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
-        contributions, layers = contributions.split(
-            [len(self.terms), len(contributions) - len(self.terms)]
-        )
+        terms = len(self.terms)
+        contributions, layers = contributions[:terms], contributions[terms:]
         sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
         before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
         self.writer.account["magnitudes"] = [

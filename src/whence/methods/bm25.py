@@ -115,7 +115,8 @@ class BM25(Similarity):
         ).coalesce()
 
     def compare(self, queries: Tensor, examples: Tensor) -> Tensor:
-        return torch.sparse.mm(queries, examples.t()).to_dense()
+        shared: Tensor = torch.sparse.mm(queries, examples.t())
+        return shared.to_dense()
 
     def passes_needed(self, workspace: Workspace) -> tuple[dict[str, float], dict[str, int]]:
         return {"words": 0.0}, {"words": 2}
