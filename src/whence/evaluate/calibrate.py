@@ -223,6 +223,7 @@ def scaled(scores: Scores, truth: Truth, fit: Fit) -> Scores:
         train_ids=None,
         stage=None if scores.stage is None else [scores.stage[column] for column in across],
         by_segment=times(scores.by_segment),
+        by_layer=times(scores.by_layer),
         spread=times(scores.spread),
         diagnostics=scores.diagnostics | {"calibration": asdict(fit)},
     )

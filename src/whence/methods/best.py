@@ -18,8 +18,9 @@ from typing import Any
 
 from whence.engine.dynamics import Rates
 from whence.engine.options import check_choice, check_count, check_positive
+from whence.engine.queries import Queries
 from whence.engine.solvers import solved_at_once
-from whence.engine.workspace import Queries, Term, Workspace
+from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors, first_scored
 from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
 from whence.operators.functions import survival as F_S

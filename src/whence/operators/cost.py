@@ -43,6 +43,21 @@ def inner(block: ParameterBlock, t: int, queries: int, factored: bool = False) -
     return 2.0 * block.o * block.width * (queries + (t if t > 1 else 0))
 
 
+def inner_by_position(n: int, t: int, o: int, i: int, queries: int, rank: int) -> float:
+    """Operations of n examples' inner products with queries in factors, position by position."""
+    return 2.0 * n * t * queries * rank * (o + i)
+
+
+def inner_expanded(n: int, t: int, o: int, i: int, queries: int, rank: int) -> float:
+    """The same, after the factors were multiplied out for these n examples."""
+    return 2.0 * o * i * (n * t + queries * rank + n * queries)
+
+
+def low_rank_numbers(block: ParameterBlock, rank: int | None) -> int:
+    """Numbers of a query's matrix: whole, or in factors where these are smaller."""
+    return block.size if rank is None else min(block.size, rank * (block.o + block.width))
+
+
 def rotate_examples(block: ParameterBlock, t: int, examples: int) -> float:
     """Operations of rotating the (a, s) of examples into a basis."""
     return 2.0 * examples * t * (block.width**2 + block.o**2)

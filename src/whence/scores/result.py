@@ -1,6 +1,6 @@
 """The result of an attribution: the effect of each training example on each query's measurement.
 
-Axes: ``n`` training examples, ``q`` queries, ``L`` segments, ``k`` strongest entries.
+Axes: ``n`` training examples, ``q`` queries, ``L`` segments or layers, ``k`` strongest entries.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ SIGN = "values[q, m] estimates f(with m) - f(without m)"
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
+BY_SEGMENT, BY_LAYER = "by_segment", "by_layer"  # parts that scores are the sums of
+
 # Every array that a Scores folder may contain, each as NAME.npy.
 ARRAYS = (
     "scores",
     "by_segment",
+    "by_layer",
     "spread",
     "top_values",
     "top_columns",
@@ -117,6 +120,7 @@ class Scores(Tabled):
         train_ids: ArrayLike | None = None,
         stage: Sequence[str] | None = None,
         by_segment: Floats | None = None,
+        by_layer: Floats | None = None,
         spread: Floats | None = None,
         top: Top | None = None,
         diagnostics: Mapping[str, Any] | None = None,
@@ -157,11 +161,12 @@ class Scores(Tabled):
         self.stage = None if stage is None else [str(name) for name in stage]
         if self.stage is not None and len(self.stage) != n:
             raise InvalidInput(f"stage names {len(self.stage)} columns, but there are {n}")
-        if by_segment is not None and by_segment.shape[1:] != self.shape:
-            raise InvalidInput(f"by_segment has shape {by_segment.shape}: give (L, *{self.shape})")
+        for name, parts in ((BY_SEGMENT, by_segment), (BY_LAYER, by_layer)):
+            if parts is not None and parts.shape[1:] != self.shape:
+                raise InvalidInput(f"{name} has shape {parts.shape}: give (L, *{self.shape})")
         if spread is not None and spread.shape != self.shape:
             raise InvalidInput(f"spread has shape {spread.shape}, but the scores {self.shape}")
-        self.by_segment = by_segment
+        self.by_segment, self.by_layer = by_segment, by_layer
         self.spread = spread
         self.top = top
         self.diagnostics: dict[str, Any] = _plain("diagnostics", diagnostics or {})
@@ -193,6 +198,11 @@ class Scores(Tabled):
     def warnings(self) -> list[str]:
         """What to know before you rely on these scores; empty if nothing."""
         return [str(message) for message in self.diagnostics.get("warnings", [])]
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers of ``by_layer``; empty if it was not asked for."""
+        return [] if self.by_layer is None else list(self.diagnostics["layers"])
 
     @property
     def is_self_influence(self) -> bool:
@@ -283,7 +293,7 @@ class Scores(Tabled):
     def with_values(self, values: Floats, **changes: Any) -> Scores:
         """Scores with other values and the same description.
 
-        ``by_segment`` and ``spread`` belong to the old values and are left out.
+        ``by_segment``, ``by_layer`` and ``spread`` belong to the old values and are left out.
 
         Args:
             changes: arguments of `Scores` that differ.
@@ -410,7 +420,8 @@ class Scores(Tabled):
                 stage=None
                 if stage is None
                 else [name for name, count in stage for _ in range(count)],
-                by_segment=arrays.get("by_segment"),
+                by_segment=arrays.get(BY_SEGMENT),
+                by_layer=arrays.get(BY_LAYER),
                 spread=arrays.get("spread"),
                 top=Top(arrays["top_values"], arrays["top_columns"])
                 if "top_values" in arrays
@@ -422,7 +433,8 @@ class Scores(Tabled):
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = {
             "scores": self._values,
-            "by_segment": self.by_segment,
+            BY_SEGMENT: self.by_segment,
+            BY_LAYER: self.by_layer,
             "spread": self.spread,
             "top_values": None if self.top is None else self.top.values,
             "top_columns": None if self.top is None else self.top.columns,
