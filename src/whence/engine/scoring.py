@@ -27,8 +27,9 @@ from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.workspace import LOSS, PlainGradients, Queries, Readouts, Term, Workspace
-from whence.layers.capture import LayerFactors
+from whence.layers.capture import LayerFactors, Outputs
 from whence.layers.passes import Signal
+from whence.layers.rows import joined
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
@@ -151,7 +152,7 @@ class Scoring:
 
     def _gradients(
         self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
-    ) -> Iterator[tuple[slice, str, Tensor, Tensor]]:
+    ) -> Iterator[tuple[slice, str, Tensor, Outputs]]:
         """(columns, layer, a, s) of all gradients of a term.
 
         Where examples are single positions, a term's checkpoints are given as positions of one
@@ -181,8 +182,8 @@ class Scoring:
                         by_block.setdefault(factors.block.name, []).append(factors)
             here = slice(start, start + len(batch))
             for name, each in by_block.items():
-                a = torch.cat([factors.a for factors in each], 1)
-                yield here, name, a, torch.cat([factors.s for factors in each], 1)
+                a = joined([factors.a for factors in each])
+                yield here, name, a, joined([factors.s for factors in each])
             start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
