@@ -77,7 +77,7 @@ class Study:
         self.collate = collate
         if layers is None or callable(layers):
             self.layers = layers
-        elif layers == "all":
+        elif layers in ("all", ["all"]):
             self.layers = everything
         else:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)

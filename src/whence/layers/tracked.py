@@ -26,6 +26,7 @@ from whence.layers.parameter import Bias, Direct
 from whence.task import Task
 
 PAIR = ("weight", "bias")
+OPTIONAL = "not tracked by default"
 FROZEN = "frozen: no update of the run moved it"
 UNRECORDED = "changed between checkpoints, but no recorded optimizer updates it"
 
@@ -50,6 +51,7 @@ class Tracked:
     trained: int  # of these, those that training moved
     positions: dict[str, int]  # t of each block, on the examples that the check used
     outputs: int  # numbers in the model's output for one example
+    optional: tuple[str, ...] = ()  # parameters that only `layers="all"` tracks
 
     @property
     def blocks(self) -> list[ParameterBlock]:
@@ -80,6 +82,7 @@ class Tracked:
         if self.unseen:
             parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
             text = f"{self.share:.1%} of {total} are tracked; left out: {', '.join(parts)}"
+            text += '; Study(layers="all") tracks more' if self.optional else ""
         if frozen:
             what = frozen[0].name if len(frozen) == 1 else f"{len(frozen)} layers"
             count = sum(e.parameters for e in frozen)
@@ -147,7 +150,9 @@ def find(
         )
     total = sum(p.numel() for p in model.parameters())
     excluded, updated = _excluded(model, verified, reasons)
-    return Tracked(tuple(verified), excluded, total, updated, positions, outputs[0].numel())
+    optional = tuple(name for name in reasons if reasons[name] == OPTIONAL)
+    numbers = outputs[0].numel()
+    return Tracked(tuple(verified), excluded, total, updated, positions, numbers, optional)
 
 
 def _candidates(
@@ -170,8 +175,8 @@ def _candidates(
         held = [module._parameters.get(k) for _, *each in parts for k in each]
         parameters = [names[id(p)] for p in held if p is not None]
         if path not in chosen:
-            if choose is not None:
-                reasons.update(dict.fromkeys(parameters, "not chosen"))
+            reason = OPTIONAL if choose is None else "not chosen"
+            reasons.update(dict.fromkeys(parameters, reason))
             continue
         reason = _refusal(path, module, parts, owners, chosen)
         if reason:
@@ -321,8 +326,8 @@ def _excluded(
         if names:
             count = sum(sizes[name] for name in names)
             moved = [name for name in names if name in trained]
-            reason = next((reasons[k] for k in moved if k in reasons), type(module).__name__)
-            reason = reason if moved else FROZEN
+            given = [reasons[k] for k in moved if reasons.get(k, OPTIONAL) != OPTIONAL]
+            reason = next(iter(given), type(module).__name__) if moved else FROZEN
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))
     return tuple(excluded), total
