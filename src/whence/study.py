@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
-from whence.layers.choose import Chooser, by_name
+from whence.layers.choose import Chooser, by_name, everything
 from whence.layers.passes import (
     Clock,
     Passes,
@@ -53,8 +53,9 @@ class Study:
         collate: turns a list of examples into a batch (default: torch's).
         cache: folder for fitted factors (default: the run's folder; memory for a run that is not
             on disk).
-        layers: which layers to track: names as shell patterns, or a chooser such as
-            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`; None tracks all.
+        layers: which layers to track: "all", names as shell patterns, or a chooser such as
+            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
+            layers and convolutions, "all" embeddings, norms and tied heads too.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Study:
         self.collate = collate
         if layers is None or callable(layers):
             self.layers = layers
+        elif layers in ("all", ["all"]):
+            self.layers = everything
         else:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]

@@ -153,7 +153,7 @@ def _matrices(workspace: Workspace, vectors: Any) -> Iterator[tuple[str, Any, An
         yield name, vectors.values.pop(name), vectors.bases[name], vectors.scale(name)
 
 
-def joined(parts: list[Readouts]) -> Readouts:
+def joined_readouts(parts: list[Readouts]) -> Readouts:
     """The readouts of some queries after those of others."""
     return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 

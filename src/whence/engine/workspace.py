@@ -433,7 +433,7 @@ class Workspace:
             block.name: [] for block in self.passes[queries.stage].tracked.blocks
         }
         for _, factors in self._measured(queries, checkpoint):
-            if factors.a.shape[1] == 1:
+            if factors.a.shape[1] == 1 and isinstance(factors.s, Tensor):
                 parts[factors.block.name].append((factors.a, factors.s))
             else:
                 whole = build(factors.a, factors.s, None, factors.block.bias)
