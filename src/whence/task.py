@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
 from whence.errors import InvalidInput, InvalidTarget, InvalidType, MissingKey
+from whence.table import call_text, defaults_of
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100  # target without a loss, as in torch.nn.functional.cross_entropy
@@ -159,8 +160,9 @@ class Task:
         return factor.to(outputs.dtype)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()) if k[0] != "_")
-        return f"{type(self).__name__}({settings})"
+        follows = ("unit", "higher_is_better")  # from the measurement
+        given = {k: v for k, v in sorted(vars(self).items()) if k[0] != "_" and k not in follows}
+        return call_text(type(self).__name__, given, defaults_of(type(self)))
 
 
 def _sample(logits: Tensor, uniform: Draws) -> Tensor:

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.workspace import LOSS, PlainGradients, Queries, Readouts, Term, Workspace
@@ -33,6 +32,7 @@ from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
 from whence.scores import ScoreWriter
+from whence.table import progress_bar
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -85,7 +85,7 @@ class Scoring:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
         examples = sum(len(workspace.study.data[s]) for s in workspace.stages)
-        bar = tqdm(
+        bar = progress_bar(
             total=len(query) * examples,
             desc="scores",
             unit="score",
@@ -109,7 +109,9 @@ class Scoring:
     def selves(self) -> None:
         """Every example against itself."""
         chunks = self._columns(self._at_once())
-        bar = tqdm(chunks, desc="self-influence", disable=not self.workspace.progress, leave=False)
+        bar = progress_bar(
+            chunks, desc="self-influence", disable=not self.workspace.progress, leave=False
+        )
         for chunk in bar:
             if not self.writer.done(None, chunk.place):
                 data = self.workspace.study.data[chunk.stage]

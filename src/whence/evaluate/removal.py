@@ -281,11 +281,11 @@ def _check(name: str, scores: Scores, queries: int, most: int) -> None:
             f"the scores of {name!r} are of {scores.shape[0]} queries, but query has {queries}: "
             "give the query set that was attributed"
         )
-    if scores.top is None:
+    if scores.strongest is None:
         return
-    if scores.top.kept < most:
+    if scores.strongest.kept < most:
         raise InvalidInput(
-            f"the scores of {name!r} keep only the top {scores.top.kept} of each query, but "
+            f"the scores of {name!r} keep only the top {scores.strongest.kept} of each query, but "
             f"k={most}: attribute with top>={most}, or without"
         )
     if scores.stage is not None and len(set(scores.stage)) > 1:
@@ -338,7 +338,7 @@ def _round(
 
 def _most_helpful(scores: Scores, rows: Ints, across: Ints, count: int) -> Ints:
     """The examples (queries, count) that helped each query most, most helpful first."""
-    if scores.top is not None:
+    if scores.strongest is not None:
         return np.array([scores.helpful(int(row), count).examples for row in rows])
     orders = np.empty((len(rows), count), np.int64)
     sign = -1.0 if scores.higher_is_better else 1.0

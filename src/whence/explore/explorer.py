@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +14,7 @@ from whence.explore.reading import WORK
 from whence.explore.scored_data import PAGE, Refused, ScoredData
 from whence.explore.whatif import judged, what_if
 from whence.present import views
+from whence.present.ranking import csv_lines
 from whence.present.views import number
 
 MAX_ENTRIES = 100  # at either end of a query's ranking
@@ -147,23 +146,17 @@ class Explorer:
         order = places[np.argsort(-suspicion[places], kind="stable")]
 
         def lines() -> Iterator[str]:
-            yield _csv([["rank", "stage", "example", "label", "suspicion", "text"]])
+            heads = ["rank", "stage", "example", "label", "suspicion", "text"]
+            yield csv_lines([heads], "\r\n")
             for start in range(0, len(order), CSV_BLOCK):
                 rows = []
                 for rank, place in enumerate(order[start : start + CSV_BLOCK].tolist(), start + 1):
                     stage = data.stage_name(place) or ""
                     label, text = data.in_words(place)
                     value = float(suspicion[place])
-                    cells = [
-                        rank,
-                        _safe(stage),
-                        data.ids[place],
-                        _safe(label),
-                        repr(value) if np.isfinite(value) else "",
-                        _safe(text),
-                    ]
-                    rows.append(cells)
-                yield _csv(rows)
+                    shown = value if np.isfinite(value) else ""
+                    rows.append([rank, stage, data.ids[place], label, shown, text])
+                yield csv_lines(rows, "\r\n")
 
         return lines()
 
@@ -273,14 +266,3 @@ class Explorer:
 
     def _examples(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {str(e["column"]): self.data.example(e["column"]) for e in entries}
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
-    lines = io.StringIO()
-    csv.writer(lines, lineterminator="\r\n").writerows(rows)
-    return lines.getvalue()
-
-
-def _safe(text: str) -> str:
-    """A cell that a spreadsheet does not read as a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

@@ -109,6 +109,9 @@ class Influence(GradientMethod):
         """The settings of a solver."""
         return dict(SOLVERS[solver].defaults)
 
+    def defaults_shown(self) -> dict[str, Any]:
+        return super().defaults_shown() | self.defaults(self.solver)
+
     def terms(self, workspace: Workspace) -> list[Term]:
         return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
 

@@ -23,6 +23,7 @@ from whence.retrain import contrast, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.study import Study
+from whence.table import call_text, defaults_of
 
 
 class LeaveOneOut:
@@ -147,4 +148,4 @@ class LeaveOneOut:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __repr__(self) -> str:
-        return f"LeaveOneOut({', '.join(f'{k}={v!r}' for k, v in self._settings().items())})"
+        return call_text("LeaveOneOut", self._settings(), defaults_of(type(self)))

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.ledger import announce
@@ -28,7 +27,7 @@ from whence.layers.representation import representations
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.scores import Scores
-from whence.table import listed
+from whence.table import listed, progress_bar
 
 SCORES_PER_BLOCK = 2**22
 SELF_BLOCK = 256  # examples compared with each other to find each one's similarity to itself
@@ -101,7 +100,7 @@ class RepSim(Method):
             for stage in workspace.stages:
                 data = workspace.study.data[stage]
                 blocks = cut(len(data), step)
-                for indices in tqdm(blocks, disable=not workspace.progress, leave=False):
+                for indices in progress_bar(blocks, disable=not workspace.progress, leave=False):
                     columns = slice(start, start + len(indices))
                     start = columns.stop
                     if writer.done(rows, columns):

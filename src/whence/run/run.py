@@ -34,7 +34,7 @@ class Run(RunData):
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open a recorded run. Checkpoints are verified when their weights are loaded."""
-        return cls.read(Path(path))
+        return cls.read(Path(path).absolute())  # found again from another folder
 
     @classmethod
     def from_checkpoints(
@@ -266,7 +266,8 @@ class Run(RunData):
         return segments
 
     def __repr__(self) -> str:
-        place = str(self.path) if self.path else "in memory"
+        place = os.path.relpath(self.path) if self.path else "in memory"
+        place = place if self.path is None or not place.startswith("..") else str(self.path)
         stages = ", ".join(s.name + (f" (n={s.size})" if s.size else "") for s in self.stages)
         steps = [c.step for c in self.checkpoints]
         return one_line(
