@@ -160,9 +160,13 @@ class Task:
         return factor.to(outputs.dtype)
 
     def __repr__(self) -> str:
-        follows = ("unit", "higher_is_better")  # from the measurement
-        given = {k: v for k, v in sorted(vars(self).items()) if k[0] != "_" and k not in follows}
-        return call_text(type(self).__name__, given, defaults_of(type(self)))
+        given = {"unit": self.unit, "higher_is_better": self.higher_is_better}  # by measurement
+        return self.called(defaults_of(type(self)) | given)
+
+    def called(self, defaults: Mapping[str, Any]) -> str:
+        """The task with its settings that differ from `defaults`: "Classification()"."""
+        given = {name: value for name, value in sorted(vars(self).items()) if name[0] != "_"}
+        return call_text(type(self).__name__, given, defaults)
 
 
 def _sample(logits: Tensor, uniform: Draws) -> Tensor:

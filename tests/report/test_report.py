@@ -156,6 +156,9 @@ def test_a_study_of_other_runs_is_refused(
     wrong = whence.Study(other, whence.Classification(), train=train, runs=run)
     with pytest.raises(ValueError, match="the study does not have the run that the scores"):
         scores.report(tmp_path / "r.html", study=wrong, query=QUERY)
+    pair = (torch.zeros(5, 4), torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"a tuple of 2 tensors, .* such as TensorDataset\(x, y\)"):
+        study.query(pair)
     with pytest.raises(ValueError, match="query batches are built like"):
         scores.report(tmp_path / "r.html", study=study, query=list(range(5)), check=False)
 
@@ -473,3 +476,10 @@ list(progress_bar(range(3), desc="scores", disable=False))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "scores: 100%" in done.stderr and "3/3" in done.stderr
+
+
+def test_a_notebook_shows_the_page_and_not_its_path(scores: whence.Scores, tmp_path: Path) -> None:
+    path = scores.report(tmp_path / "a <b>.html")
+    assert path == tmp_path / "a <b>.html" and path.exists()
+    shown = path._repr_html_()
+    assert shown.startswith("<iframe src=") and "<b>" not in shown

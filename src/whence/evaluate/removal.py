@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,11 +26,15 @@ from whence.engine.labels import Labels, classes
 from whence.errors import InvalidInput, InvalidType
 from whence.evaluate.groups import Floats, Ints, by_number, columns
 from whence.evaluate.lds import Difference
+from whence.evaluate.plots import StrPath, plot_removal
 from whence.methods.random import draws
 from whence.retrain import Training, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.table import Table, Tabled, estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RANDOM = "Random"  # the floor's name among the methods
 Z = 1.959964  # a normal variable is within ± Z with 95 %
@@ -100,6 +104,10 @@ class SubsetRemoval(Tabled):
         middle = p + Z**2 / (2 * count)
         spread = Z * np.sqrt(p * (1 - p) / count + Z**2 / (4 * count**2))
         return np.stack([middle - spread, middle + spread], 1) / (1 + Z**2 / count)
+
+    def plot(self, *, title: str | None = None, path: StrPath | None = None) -> Figure:
+        """The share of flipped queries by the number removed: `plot_removal`."""
+        return plot_removal(self, title=title, path=path)
 
     def table(self) -> Table:
         """One row per method, one column per k."""

@@ -85,7 +85,8 @@ class LeaveOneOut:
             device, memory, executor, engine, progress: as in `whence.retrain.measure`.
         """
         recipe, task, data = self._recipe, self._recipe.task, self._stage.data
-        self._check(study)
+        if study is not None:
+            self._check(study)
         examples = np.arange(len(data)) if self.examples is None else np.array(self.examples)
         if query is None and self.stage != recipe.stages[-1].name:
             raise InvalidInput(
@@ -133,10 +134,8 @@ class LeaveOneOut:
             scores.save(out)
         return scores
 
-    def _check(self, study: Study | None) -> None:
+    def _check(self, study: Study) -> None:
         """Refuse a study with other training data."""
-        if study is None:
-            return
         train = study.data.get(self.stage if len(self._recipe.stages) > 1 else study.stages[0])
         if train is None or train.fingerprint() != self._stage.data.fingerprint():
             raise InvalidInput(

@@ -23,7 +23,6 @@ from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
 from whence.table import call_text, defaults_of, progress_bar
-from whence.task import Task
 
 DRAWS_PER_BLOCK = 2**22
 
@@ -76,7 +75,7 @@ class Random:
             "method": call_text("Random", {"seed": self.seed, "stage": self.stage}, {}),
             "train": {stage: batches.fingerprint() for stage, batches in data.items()},
             "query": None if queries is None else queries.fingerprint(),
-            "tasks": {stage: _settings(study.tasks[stage]) for stage in [*stages, last]},
+            "tasks": {stage: study.tasks[stage].called({}) for stage in [*stages, last]},
         }
         writer = ScoreWriter(
             out,
@@ -125,11 +124,6 @@ class Random:
 
     def __repr__(self) -> str:
         return call_text("Random", vars(self), defaults_of(type(self)))
-
-
-def _settings(task: Task) -> str:
-    given = {name: value for name, value in sorted(vars(task).items()) if name[0] != "_"}
-    return call_text(type(task).__name__, given, {})
 
 
 def draws(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import whence
 from whence.data import Collate
@@ -40,7 +41,19 @@ from whence.study import Study
 QUERIES = 1000  # shown by default
 WORST = 50  # entries of the list over all queries
 AUDITED = 200  # entries of the audit list
+FRAME = 760  # pixels, the height in a notebook
 BUDGET = 16 * 2**20  # characters of training examples in one file
+
+
+class ReportPath(type(Path())):  # type: ignore[misc]
+    """The path of a report, which a notebook shows as the page."""
+
+    def _repr_html_(self) -> str:
+        address = html.escape(quote(os.path.relpath(self)))
+        return (
+            f'<iframe src="{address}" width="100%" height="{FRAME}" style="border:1px solid #ccc" '
+            f'title="report"></iframe><p><a href="{address}" target="_blank">{address}</a></p>'
+        )
 
 
 def write(
@@ -132,7 +145,7 @@ def write(
     payload["overview"] = overview(scores, notes)
     page = render(payload, {"examples": embedded, "ids": ids})
     write_bytes(path, page.encode("utf-8", "replace"))  # lone surrogates
-    return path
+    return ReportPath(path)
 
 
 def render(payload: View, examples: View) -> str:

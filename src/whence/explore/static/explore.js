@@ -429,9 +429,22 @@
           fact(`overlap of top ${view.k}`, `${percent(view.overlap.helpful)} helpful, ${percent(view.overlap.harmful)} harmful`)),
         view.why ? notice(`${view.why}.`) : null)),
       el("div", { class: "charts" },
-        panel("Scores", `${examples(view.common)}; each dot is one example`, scatter(view.dots.map(([place, x, y]) => ({ x, y, place, r: 2.5, title: `training example at place ${place}: ${signed(x)} by ${a}, ${signed(y)} by ${b}` })), { x: a, y: b, onpick: (dot) => openExample(dot.place) })),
+        panel("Scores", `${examples(view.common)}; each dot is one example`, comparison(view.dots, a, b)),
         panel("Overlap", "share of the top k that both have in common", curve(view.curve))),
       el("div", { class: "rankings" }, left("helpful"), right("helpful"), left("harmful"), right("harmful")));
+  }
+
+  // Sizes of scores that are not calibrated cannot be compared: they are shares of the strongest.
+  function comparison(dots, a, b) {
+    const scale = (name, at) => {
+      const { calibrated, unit } = overview.about[name];
+      const most = Math.max(...dots.map((dot) => Math.abs(dot[at]))) || 1;
+      return calibrated ? { by: 1, text: `${name}, in ${unit}` } : { by: 1 / most, text: `${name}, relative to the strongest` };
+    };
+    const [x, y] = [scale(a, 1), scale(b, 2)];
+    return scatter(dots.map(([place, u, v]) => ({ x: u * x.by, y: v * y.by, place, r: 2.5,
+      title: `training example at place ${place}: ${signed(u * x.by)} by ${a}, ${signed(v * y.by)} by ${b}` })),
+    { x: x.text, y: y.text, onpick: (dot) => openExample(dot.place) });
   }
 
   async function followOverall(spot, a, b, k) {
@@ -563,13 +576,21 @@
         fact("mean change", known.length ? valueOf(known.reduce((s, x) => s + x, 0) / known.length, higher) : "–")),
       selected.note ? notice(`${selected.note}.`) : null,
       selected.within ? null : notice(`${name} is not calibrated: go by the order of these changes, not by their size.`),
-      await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].unit === selected.unit ? one : `${one} (${answer.sets[one].unit})`))], (row) => [
+      await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].within ? one : `${one}, rank`))], (row) => [
         answer.measured ? el("td", { class: "numeric" }, number(answer.measured[row])) : null,
         el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher),
           selected.within && selected.within[row] !== null ? el("span", { class: "muted", title: "95 % interval of one retraining" }, ` ± ${number(selected.within[row], 2)}`) : null),
         !answer.measured ? null : el("td", { class: "numeric" }, after(row) === null ? "–" : number(after(row)), becomes && becomes[row] ? el("span", { class: becomes[row] }, becomes[row] === "right" ? "✓ becomes right" : "✗ becomes wrong") : null),
-        ...others.map((one) => el("td", { class: "numeric" }, answer.sets[one].change[row] === null ? unknown(answer.sets[one].unknown[row]) : valueOf(answer.sets[one].change[row], higher))),
+        ...others.map((one) => el("td", { class: "numeric" }, answer.sets[one].change[row] === null ? unknown(answer.sets[one].unknown[row])
+          : answer.sets[one].within ? valueOf(answer.sets[one].change[row], higher) : rankOf(answer.sets[one].change, row, overview.about[one].higher_is_better))),
       ]));
+  }
+
+  // The place of a query in the order of its changes, without their size.
+  function rankOf(changes, row, higher) {
+    const stronger = changes.filter((x) => x !== null && Math.abs(x) > Math.abs(changes[row])).length;
+    const up = (higher ? changes[row] : -changes[row]) >= 0;
+    return el("span", { class: `value ${up ? "helpful" : "harmful"}` }, `${up ? "▲" : "▼"} rank ${count(stronger + 1)}`);
   }
 
   const unknown = (n) => el("span", { class: "muted small" }, `unknown: ${n} ${n === 1 ? "score is" : "scores are"} missing`);
@@ -709,8 +730,6 @@
     tabs.replaceChildren(...PAGES.map(([name, text]) => el("a", { href: hash({ page: name, scores: overview.sets.length ? scoresName() : null, row: ["queries", "compare"].includes(name) ? current : null }), class: "tab", "aria-current": name === page ? "page" : null },
       text, name === "whatif" ? el("span", { id: "ticked", class: "badge", "aria-label": "ticked" }) : null)));
     badge();
-    const open = tabs.querySelector("[aria-current]");
-    if (tabs.scrollWidth > tabs.clientWidth) tabs.scrollLeft = open.offsetLeft - tabs.offsetLeft - 40;
     const pick = overview.sets.length > 1 && page !== "compare" && page !== "audit"
       ? choose("scores", "scores", overview.sets.map((name) => [name, name]), scoresName(), (v) => go({ ...here(), scores: v }))
       : el("span", {}, page === "compare" || page === "audit" ? "" : [...overview.sets, ...overview.self_influence][0]);
