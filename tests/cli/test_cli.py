@@ -310,9 +310,18 @@ except SystemExit as end:
 
 def test_the_demo_answers_machines(tmp_path: Path) -> None:
     code, answer, said = process(tmp_path, "demo --out tour --quiet --json")
-    assert code == 0 and "Test digit" in said
+    assert code == 0 and "Query" in said and "whence explore tour/scores/source" in said
     found = json.loads(answer)
-    assert found["accuracy"] > 0.9 and found["flipped_among_the_worst"]["SOURCE"] > 75
+    worst, accuracy = found["flipped_among_the_worst"], found["accuracy"]
+    assert worst["SOURCE"] > 200 > worst["plain influence functions"] > worst["at random"]
+    assert accuracy["SOURCE"] > accuracy["all"] + 0.04  # proved by retraining
+    assert (tmp_path / "tour/report.html").stat().st_size > 10**5
+    code, shown, said = process(tmp_path, "doctor tour/study.py --json")
+    checks = {c["check"]: c for c in json.loads(shown)["study"]["checks"]}
+    assert code == 0 and checks["recipe"]["message"] == "it trained the run, with seed 0"
+    assert "trains" not in said
+    code, shown, _ = process(tmp_path, "top tour/scores/source -q 0 --study tour/study.py")
+    assert code == 0 and "image" in shown
     assert (tmp_path / found["figure"]).exists()
 
 
