@@ -15,7 +15,7 @@ import typer.rich_utils
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from whence.cli import attributing, doctor, judging, looking, settings, whatif
+from whence.cli import attributing, doctor, init, judging, looking, settings, whatif
 from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, say
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -41,6 +41,7 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
     app.command("demo", cls=_Command, context_settings=PASS_THROUGH, rich_help_panel="Start here")(
         _demo
     )
+    app.command("init", cls=_Command, rich_help_panel="Start here")(init.init)
     app.command("doctor", cls=_Command, rich_help_panel="Start here")(doctor.doctor)
     layers, fit, attribute, top = attributing.commands(_requested_method(given))
     panels = {
@@ -121,7 +122,7 @@ def _version(
 
 
 def _demo(context: typer.Context) -> int:
-    """Take a one-minute tour on digits: train, attribute, find flipped labels."""
+    """Take a one-minute tour: train, find wrong labels, prove it by retraining."""
     from whence.demo import main
 
     return main(context.args)

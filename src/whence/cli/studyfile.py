@@ -139,7 +139,8 @@ def _from_yaml(path: Path) -> StudyFile:
     from whence.study import Study
 
     try:
-        parts = read_study_yaml(path)
+        with chdir(path.absolute().parent):
+            parts = read_study_yaml(Path(path.name))
     except StudyYamlError as error:
         raise StudyFileError(str(error)) from error
     study = Study(

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import whence
 from whence.retrain import Training, measure
@@ -96,6 +96,16 @@ def recipe_for(train: TensorDataset, task: whence.Task | None = None) -> whence.
     optimizer = partial(torch.optim.SGD, lr=0.03, momentum=0.9)
     task = task or whence.Classification()
     return whence.Recipe(network, task, train, optimizer, batch_size=BATCH, epochs=EPOCHS)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: TensorDataset) -> None:
+    """An ordinary training loop, as a user would write it: it knows nothing of whence."""
+    loader = DataLoader(dataset, BATCH, shuffle=True)
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
 
 
 def main(arguments: list[str] | None = None) -> int:
