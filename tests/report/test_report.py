@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -483,3 +484,18 @@ def test_a_notebook_shows_the_page_and_not_its_path(scores: whence.Scores, tmp_p
     assert path == tmp_path / "a <b>.html" and path.exists()
     shown = path._repr_html_()
     assert shown.startswith("<iframe src=") and "<b>" not in shown
+
+
+def test_one_query_in_a_notebook(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    train = [(f"{evil} {k}", k % 2) for k in range(6)]
+    scores = made(np.random.default_rng(0).standard_normal((2, 6)).tolist())
+    study = types.SimpleNamespace(train=train, collate=None, tasks={}, stages=["train"])
+    shown = scores.show(1, k=2, study=study, check=False, classes=["<b>no</b>", "yes"])
+    page, best = shown._repr_html_(), scores.helpful(1, 1)[0].example
+    assert f"#{best}<" in page and page.count("border:1px") == 4
+    assert "<img" not in page and "&lt;img" in page and "<b>no</b>" not in page
+    assert repr(shown).count(f"{best:>10}  ") == 1 and "most harmful" in repr(shown)
+    pictures = TensorDataset(torch.rand(6, 1, 8, 8), torch.arange(6))
+    study = types.SimpleNamespace(train=pictures, collate=None, tasks={}, stages=["train"])
+    assert 'src="data:image/png' in scores.show(0, study=study, check=False)._repr_html_()

@@ -41,7 +41,7 @@ def main() -> None:
         path = report(Path(folder))
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + "#queries")
         page.wait_for_selector("html[data-ready]", state="attached")
         page.select_option(".sidebar select", "measurement")
         page.locator(".query-item").first.click()

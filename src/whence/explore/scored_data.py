@@ -478,6 +478,12 @@ class ScoredData:
             queries[end] = [[int(rows[k]), number(values[rows[k]])] for k in order]
         return queries
 
+    def query_class(self, row: int) -> str | None:
+        """The label of a query, if it names a class."""
+        scores = next(iter(self.sets.values()))
+        label = self.query.label if self.query.names_classes else (lambda _: None)
+        return label(int(scores.query_ids[row]))
+
     def query_item(self, row: int) -> dict[str, Any]:
         """A query in brief."""
         scores = next(iter(self.sets.values()))

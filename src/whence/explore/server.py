@@ -274,6 +274,10 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
     def overview() -> dict[str, Any]:
         return explorer.overview()
 
+    @get("/api/summary")
+    def summary(scores: Text) -> dict[str, Any]:
+        return explorer.summary(scores)
+
     @get("/api/queries")
     def queries(
         text: Text = "",

@@ -9,6 +9,7 @@ from whence.evaluate.plots import (
 )
 from whence.present.check import check_data
 from whence.present.examples import HTML, Examples
+from whence.present.notebook import show
 from whence.present.ranking import ranking
 from whence.report.page import write
 from whence.table import Table
@@ -24,5 +25,6 @@ __all__ = [
     "plot_mislabeled",
     "plot_removal",
     "ranking",
+    "show",
     "write",
 ]

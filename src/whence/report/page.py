@@ -25,6 +25,7 @@ from whence.persist.files import write_bytes
 from whence.present.check import by_stage, check_data
 from whence.present.examples import QUERY_SIZE, Examples, Renderer
 from whence.present.predict import predictions
+from whence.present.summary import summary
 from whence.present.views import (
     TrainingExamples,
     View,
@@ -35,6 +36,7 @@ from whence.present.views import (
     prediction_view,
     query_view,
 )
+from whence.retrain import Truth
 from whence.scores import Scores
 from whence.study import Study
 
@@ -71,6 +73,7 @@ def write(
     tokenizer: Any = None,
     renderer: Renderer | None = None,
     tokens: Iterable[Tokens] | None = None,
+    truth: Truth | None = None,
     title: str | None = None,
     collate: Collate | None = None,
     check: bool = True,
@@ -97,6 +100,7 @@ def write(
             `whence.report.HTML`.
         tokens: what `method.tokens(study, query, examples)` returned; colours the tokens of these
             examples.
+        truth: judges the scores on the first page: LDS, and the slope of real on predicted changes.
         title: of the page.
         collate: the study's collate function, if `study` is not given: the data is checked as
             batches.
@@ -117,7 +121,8 @@ def write(
     display: dict[str, Any] = {"renderer": renderer, "classes": classes}
     display |= {"columns": columns, "tokenizer": tokenizer}
     examples = TrainingExamples(scores, train, study, labels=labels, **display)
-    query_examples = Examples(query, size=QUERY_SIZE, **display)
+    task = None if study is None else study.tasks[study.stages[-1]]
+    query_examples = Examples(query, size=QUERY_SIZE, task=task, **display)
     payload: View = {"title": title or "Where it comes from", "queries": [], "harmful": None}
     if scores.is_self_influence:
         if queries is not None:
@@ -134,7 +139,16 @@ def write(
             for view in (query_view(scores, row, k, examples.class_of) for row in rows)
         ]
         payload["harmful"] = harmful_overall(scores, WORST, k)
+        classes = query_examples.label if query_examples.names_classes else (lambda _: None)
+        payload["summary"] = summary(
+            scores,
+            examples.class_of,
+            lambda row: classes(int(scores.query_ids[row])),
+            payload["queries"],
+            truth,
+        )
         lists = [payload["harmful"]["entries"]]
+        lists += [payload["summary"][end] for end in ("helpful", "harmful")]
         lists += [view[end] for view in payload["queries"] for end in ("helpful", "harmful")]
     positions = _positions(scores, tokens, payload["queries"])
     embedded, ids = _embed(examples, lists, positions, scores, notes)

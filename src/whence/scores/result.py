@@ -341,6 +341,15 @@ class Scores:
 
         return report.ranking(self, study, query, **display)
 
+    def show(self, query: int, **options: Any) -> Any:
+        """Show one query with its most helpful and harmful examples, in a notebook or as text.
+
+        The options are those of `whence.report.show`.
+        """
+        from whence import report
+
+        return report.show(self, query, **options)
+
     def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write one HTML file that shows each query with its most helpful and harmful examples.
 

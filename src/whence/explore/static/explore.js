@@ -178,6 +178,16 @@
     } catch (error) { inDialog(notice(error.message)); }
   }
 
+  // -- overview ----------------------------------------------------------------------------------
+
+  async function overviewPage() {
+    if (!overview.sets.length) return notice("These scores are self-influence and have no queries. See the Audit page.");
+    const name = scoresName();
+    const view = await get("/api/summary", { scores: name });
+    if (view.more) later(1000); // predictions are being computed
+    return V.summary(view, ctxOf(name, view.examples_shown, { extra: (entry) => tickBox(view.examples_shown[entry.column]) }));
+  }
+
   // -- queries -----------------------------------------------------------------------------------
 
   const asked = { text: "", label: "", wrong: false, order: "number" };
@@ -714,7 +724,7 @@
 
   // -- frame -------------------------------------------------------------------------------------------
 
-  const PAGES = [["queries", "Queries", queryPage], ["examples", "Training data", examplesPage], ["compare", "Compare", comparePage],
+  const PAGES = [["overview", "Overview", overviewPage], ["queries", "Queries", queryPage], ["examples", "Training data", examplesPage], ["compare", "Compare", comparePage],
     ["audit", "Audit", auditPage], ["whatif", "What if", whatIfPage], ["about", "About", aboutPage]];
   const main = el("main", { tabindex: "-1" });
   const tabs = el("nav", { class: "tabs", "aria-label": "pages" });
@@ -725,7 +735,7 @@
 
   function frame() {
     const where = here();
-    const page = PAGES.some(([name]) => name === where.page) ? where.page : (overview.sets.length ? "queries" : "audit");
+    const page = PAGES.some(([name]) => name === where.page) ? where.page : (overview.sets.length ? "overview" : "audit");
     document.body.dataset.page = page;
     tabs.replaceChildren(...PAGES.map(([name, text]) => el("a", { href: hash({ page: name, scores: overview.sets.length ? scoresName() : null, row: ["queries", "compare"].includes(name) ? current : null }), class: "tab", "aria-current": name === page ? "page" : null },
       text, name === "whatif" ? el("span", { id: "ticked", class: "badge", "aria-label": "ticked" }) : null)));
@@ -768,7 +778,7 @@
   }
 
   function help() {
-    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 6", "pages"], ["x", "tick the focused example, or the one under the cursor"], ["?", "this help"], ["Esc", "close"]];
+    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 7", "pages"], ["x", "tick the focused example, or the one under the cursor"], ["?", "this help"], ["Esc", "close"]];
     inDialog(el("h2", {}, "Keys"), el("dl", { class: "sheet" }, rows.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])));
   }
 
@@ -783,7 +793,7 @@
       if (box) { event.preventDefault(); box.focus(); }
       return;
     }
-    if (/^[1-6]$/.test(event.key)) { event.preventDefault(); tabs.children[Number(event.key) - 1].click(); return; }
+    if (/^[1-7]$/.test(event.key)) { event.preventDefault(); tabs.children[Number(event.key) - 1].click(); return; }
     if (event.key === "x") {
       const around = event.target.closest("li, tr") || document.querySelector("li.card:hover, tr:hover");
       const box = around && around.querySelector("input[data-place]");
@@ -800,7 +810,7 @@
     // keep the token out of the history and the address bar
     if (location.search) history.replaceState(null, "", location.pathname + location.hash);
     try { overview = await get("/api/overview"); } catch (error) { document.body.replaceChildren(notice(error.message)); return; }
-    keys.append(el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous query · ", el("kbd", {}, "/"), " search · ", el("kbd", {}, "1"), "–", el("kbd", {}, "6"), " pages · ", el("kbd", {}, "x"), " tick · ", el("kbd", {}, "?"), " all keys");
+    keys.append(el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous query · ", el("kbd", {}, "/"), " search · ", el("kbd", {}, "1"), "–", el("kbd", {}, "7"), " pages · ", el("kbd", {}, "x"), " tick · ", el("kbd", {}, "?"), " all keys");
     remember();
     buildSidebar();
     document.body.replaceChildren(el("header", { class: "top" }, brand, tabs, V.themeButton()),
