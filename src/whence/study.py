@@ -100,7 +100,7 @@ class Study:
         self._evidence: dict[int, Evidence] = {}  # by the id of the run, which each holds
         for run in self.runs:
             self._check(run)
-        self.cache = None if cache is None else Path(cache)
+        self.cache = None if cache is None else Path(cache).absolute()
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 
@@ -296,6 +296,11 @@ class Study:
         expected = structure(self.data[self.stages[-1]].take([0]))
         fields = structure(data.take([0]))
         if fields != expected:
+            if isinstance(query, tuple) and all(isinstance(part, Tensor) for part in query):
+                raise InvalidInput(
+                    f"query is a tuple of {len(query)} tensors, which would be {len(query)} "
+                    "examples: give a dataset, such as TensorDataset(x, y)"
+                )
             raise InvalidInput(
                 f"query batches are built like {fields}, training batches like {expected}: "
                 "both must have the same fields in the same order"
@@ -319,16 +324,14 @@ class Study:
             "layers": [block.name for block in tracked.blocks],
         }
 
-    def describe(self) -> str:
+    def describe(self) -> Table:
         """Tracked layers and their sizes, excluded layers, and the cost of a pass over the data."""
         with precision_as_asked():
             passes = self.passes(
                 self.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
             )[self.stages[-1]]
         examples = sum(len(data) for data in self.data.values())
-        return "\n".join(
-            [*map(repr, self.runs), table(passes.tracked, examples), passes.tracked.summary()]
-        )
+        return table(passes.tracked, examples, title="\n".join(map(repr, self.runs)))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())

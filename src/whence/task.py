@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
 from whence.errors import InvalidInput, InvalidTarget, InvalidType, MissingKey
+from whence.table import call_text, defaults_of
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100  # target without a loss, as in torch.nn.functional.cross_entropy
@@ -159,8 +160,13 @@ class Task:
         return factor.to(outputs.dtype)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()) if k[0] != "_")
-        return f"{type(self).__name__}({settings})"
+        given = {"unit": self.unit, "higher_is_better": self.higher_is_better}  # by measurement
+        return self.called(defaults_of(type(self)) | given)
+
+    def called(self, defaults: Mapping[str, Any]) -> str:
+        """The task with its settings that differ from `defaults`: "Classification()"."""
+        given = {name: value for name, value in sorted(vars(self).items()) if name[0] != "_"}
+        return call_text(type(self).__name__, given, defaults)
 
 
 def _sample(logits: Tensor, uniform: Draws) -> Tensor:

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.queries import Queries, QuerySet
@@ -37,6 +36,7 @@ from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
 from whence.scores import BY_LAYER, BY_SEGMENT, ScoreWriter
+from whence.table import progress_bar
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -90,7 +90,7 @@ class Scoring:
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
         examples = workspace.examples
         chosen = self._plan(query)
-        bar = tqdm(
+        bar = progress_bar(
             total=len(query) * examples,
             desc="scores",
             unit="score",
@@ -119,7 +119,9 @@ class Scoring:
     def selves(self) -> None:
         """Every example against itself."""
         chunks = self._columns(self._at_once())
-        bar = tqdm(chunks, desc="self-influence", disable=not self.workspace.progress, leave=False)
+        bar = progress_bar(
+            chunks, desc="self-influence", disable=not self.workspace.progress, leave=False
+        )
         for chunk in bar:
             if not self.writer.done(None, chunk.place):
                 data = self.workspace.study.data[chunk.stage]
