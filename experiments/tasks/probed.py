@@ -14,7 +14,8 @@ import numpy as np
 
 import whence
 from whence.engine.dynamics import Rates
-from whence.engine.workspace import Queries, Term, Workspace
+from whence.engine.queries import Queries
+from whence.engine.workspace import Term, Workspace
 
 PROBES = 16
 
