@@ -8,9 +8,11 @@ batches, a rate that falls to zero.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +24,7 @@ from experiments.tasks.experiment import Experiment, RecipeAndHeldOut, Scale
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.recipes import adamw, first, frequent, perceptron, regression, sgd, to_zero
 
+SCHEMA = 1  # of results/leaderboard.json
 SINGLE, EXPECTED = "single", "expected"
 FULL = Scale(subsets=100, seeds=5, queries=100, runs=2)
 QUICK = Scale(subsets=8, seeds=2, queries=4, runs=2)
@@ -132,8 +135,8 @@ def tiny_gpt(quick: bool, rate: float, wd: float) -> RecipeAndHeldOut:
 
 
 def task(name: str, title: str, make: Any, rates: tuple[float, float], **more: Any) -> Experiment:
-    settings = {"setting": "", "full": FULL, "quick": QUICK, "trak_dimension": 512} | more
-    return Experiment(name, title, make, rates=rates, **settings)
+    sizes: dict[str, Any] = {"full": FULL, "quick": QUICK, "trak_dimension": 512}
+    return Experiment(name, title, make, rates=rates, **(sizes | more))
 
 
 def digits_data() -> Any:
@@ -238,6 +241,16 @@ ENTRIES: Mapping[str, Entry] = {
         most_runs=1,
     ),
 }
+
+
+def read_board(file: Path) -> dict[str, Any]:
+    """The content of leaderboard.json: {protocol: {task: entry}}."""
+    if not file.exists():
+        return {"schema": SCHEMA, "protocols": {}}
+    stored: dict[str, Any] = json.loads(file.read_text())
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(f"{file} has schema {stored.get('schema')}, not {SCHEMA}: move it")
+    return stored
 
 
 def build_entry(name: str, experiment: Experiment, examples: int) -> Any:
