@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from experiments.engine.rivals import RIVALS
 from experiments.pages.markdown import DOCS, filled, table
@@ -23,6 +24,7 @@ from whence.table import estimate
 Tasks = Mapping[str, Mapping[str, Any]]  # entries of one protocol
 FIGURES = "assets/leaderboard"  # below docs/; those in figures/ are drawn on white
 INK = {"light": "#1a1a1a", "dark": "#e6e6e6"}
+EARLIER = "† weighted by the first half of the way alone, as an earlier version did."
 OURS = ("Source()", "Influence()", "Best()", "Unrolled (MAGIC)", "Unrolled, expected")
 MARKERS = "osD^vP*X<>dph8"
 
@@ -65,9 +67,22 @@ def overview(tasks: Tasks) -> str:
     ]
     for label, key in (("*ceiling*", None), ("*metasmoothness*", "metasmoothness")):
         cells = [_ceiling(e) if key is None else e[key] for e in tasks.values()]
-        rows.append([label, *(None if c is None else f"{c:.2f}" for c in cells)])
+        marks = ["" if key is None or "definition" in e else "†" for e in tasks.values()]
+        numbers = [None if c is None else f"{c:.2f}{m}" for c, m in zip(cells, marks, strict=True)]
+        rows.append([label, *numbers])
     heads = ["method", *(BOARD[task].title for task in tasks)]
     return table(heads, rows, " " + "r" * len(tasks))
+
+
+def standing(tasks: Tasks) -> str:
+    """On how many tasks each method is level with the best, most first."""
+    level = dict.fromkeys(names_of(tasks), 0)
+    for entry in tasks.values():
+        for name, row in entry["methods"].items():
+            level[name] += level_with_best(row)
+    ahead = sorted((n for n in level if level[n]), key=lambda name: -level[name])
+    counts = ", ".join(f"{name} {level[name]}" for name in ahead)
+    return f"Best, or not certainly worse than the best, of {len(tasks)} tasks: {counts}."
 
 
 def _ceiling(entry: Mapping[str, Any]) -> float | None:
@@ -110,7 +125,9 @@ def tables_part(stored: Mapping[str, Any]) -> str:
         if not tasks:
             parts.append("*Not run yet.*")
             continue
-        parts.append(overview(tasks))
+        parts += [standing(tasks), overview(tasks)]
+        if not all("definition" in entry for entry in tasks.values()):
+            parts.append(EARLIER)
         for mode in INK:
             picture = f"{FIGURES}/{protocol.name}-{mode}.svg#only-{mode}"
             parts.append(f"![LDS against seconds, {protocol.title.lower()}]({picture})")
@@ -154,6 +171,7 @@ def scatter(tasks: Tasks, mode: str) -> Figure:
         for axis, (task, entry) in zip(panels, tasks.items(), strict=False):
             axis.patch.set_alpha(0)
             axis.set(title=BOARD[task].title, xscale="log", ylim=(-0.15, 1.05))
+            axis.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
             for name, colour, marker in _looks(names_of(tasks)):
                 row = entry["methods"].get(name)
                 if row is None:
@@ -197,6 +215,6 @@ def main() -> None:
         for mode in INK if tasks else ():
             path = DOCS / FIGURES / f"{protocol.name}-{mode}.svg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            with matplotlib.rc_context({"svg.hashsalt": "whence"}):
+            with matplotlib.rc_context({"svg.hashsalt": "whence", "svg.fonttype": "none"}):
                 scatter(tasks, mode).savefig(path, metadata={"Date": None})
     print(DOCS / "leaderboard.md")

@@ -37,6 +37,8 @@ from whence.persist.files import write_json
 
 SIZES = ("subsets", "seeds", "queries", "runs")
 DIRECTIONS = 16
+DEFINITION = 2  # of Engstrom et al.; results without this number weighted by the first half alone
+SMOOTHNESS = ("metasmoothness", "correlation", "definition")
 Row = dict[str, Any]
 
 
@@ -120,7 +122,7 @@ def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]
 def smoothness(work: Trainings) -> dict[str, Any]:
     """The metasmoothness of the first run's training, computed once."""
     file = work.work / "metasmoothness.json"
-    if not file.exists():
+    if not file.exists() or "definition" not in json.loads(file.read_text()):
         with work.training("metasmoothness"):
             result = metasmoothness(
                 work.recipe,
@@ -133,9 +135,10 @@ def smoothness(work: Trainings) -> dict[str, Any]:
                 progress=False,
             )
         numbers = {"metasmoothness": result.value, "correlation": result.correlation}
+        numbers["definition"] = DEFINITION
         write_json(file, numbers, checksum=False)
     stored: dict[str, Any] = json.loads(file.read_text())
-    return {name: stored[name] for name in ("metasmoothness", "correlation")}
+    return {name: stored[name] for name in SMOOTHNESS if name in stored}
 
 
 def opened(
@@ -161,6 +164,7 @@ def opened(
     saved = Sums.load(file)
     if saved.truth != fresh.truth:
         raise ValueError(f"{file} is of another truth: remove it, or choose another --out")
+    saved.about |= {name: about[name] for name in SMOOTHNESS}
     saved.about["seconds"] = fresh.about["seconds"] | saved.about["seconds"]  # the first time's
     return saved
 
@@ -216,7 +220,8 @@ def judge(path: Path, file: Path) -> None:
         return
     rows, stored = rows_of(saved), read_board(file)
     protocol = Protocol(saved.truth["in_place"], saved.protocol.alpha)
-    about = {k: saved.about[k] for k in ("machine", "device", "metasmoothness", "correlation")}
+    known = ("machine", "device", *SMOOTHNESS)
+    about = {k: saved.about[k] for k in known if k in saved.about}
     about |= {"seconds": saved.about["seconds"], "sizes": asdict(saved.protocol)}
     name = _nearest(protocol).name
     entries = stored["protocols"].setdefault(name, {})

@@ -23,6 +23,7 @@ from experiments.tasks.catalogue import TASKS
 from experiments.tasks.experiment import Experiment, RecipeAndHeldOut, Scale
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.recipes import adamw, first, frequent, perceptron, regression, sgd, to_zero
+from whence.retrain import SmoothAdamW
 
 SCHEMA = 1  # of results/leaderboard.json
 SINGLE, EXPECTED = "single", "expected"
@@ -49,8 +50,8 @@ class Protocol:
     @property
     def title(self) -> str:
         if self.in_place:
-            return f"Single model, {1 - self.alpha:.0%} dropped in place"
-        return f"Expected, {1 - self.alpha:.0%} left out"
+            return f"Single model, {100 * (1 - self.alpha):.0f} % dropped in place"
+        return f"Expected, {100 * (1 - self.alpha):.0f} % left out"
 
 
 PROTOCOLS = (Protocol(True, 0.99), Protocol(True, 0.5), Protocol(False, 0.5))
@@ -119,19 +120,26 @@ def smooth(
     return recipe, held_out
 
 
-def tiny_gpt(quick: bool, rate: float, wd: float) -> RecipeAndHeldOut:
-    """A GPT of two layers on 2,048 blocks of 64 tokens, AdamW."""
+def tiny_gpt(
+    optimizer: Callable[[float, float], Any], quick: bool, rate: float, wd: float
+) -> RecipeAndHeldOut:
+    """A GPT of two layers on 2,048 blocks of 64 tokens."""
     train, held_out = frequent(data.wikitext2(64), 256 if quick else 2048)
     recipe = whence.Recipe(
         partial(models.gpt2, *((256, 1, 16) if quick else (2048, 2, 128)), 2, 64, autocast=False),
         whence.LanguageModeling(),
         first(train, 128 if quick else 2048),
-        adamw(rate, wd),
+        optimizer(rate, wd),
         batch_size=16 if quick else 64,
         epochs=2 if quick else 4,
         scheduler=to_zero,
     )
     return recipe, held_out
+
+
+def smooth_adamw(rate: float, weight_decay: float) -> Callable[[Any], Any]:
+    """AdamW with an epsilon under its root."""
+    return partial(SmoothAdamW, lr=rate, weight_decay=weight_decay, eps_root=1e-6)
 
 
 def task(name: str, title: str, make: Any, rates: tuple[float, float], **more: Any) -> Experiment:
@@ -181,11 +189,19 @@ _BOARD = (
     ),
     task(
         "gpt_smooth",
-        "GPT, smooth",
-        tiny_gpt,
+        "GPT, AdamW",
+        partial(tiny_gpt, adamw),
         (1e-3, 1e-2),
         setting="GPT-2 of 2 layers and width 128 from scratch, AdamW 1e-3, 2,048 blocks of 64 "
         "tokens of WikiText, batch 64, 4 epochs, rate to zero",
+        keep_factors=True,
+    ),
+    task(
+        "gpt_root",
+        "GPT, eps_root",
+        partial(tiny_gpt, smooth_adamw),
+        (1e-3, 1e-2),
+        setting="as GPT, AdamW, with 1e-6 added under AdamW's root",
         keep_factors=True,
     ),
 )

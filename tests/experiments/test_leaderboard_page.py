@@ -23,6 +23,7 @@ def results(folder: Path, quick: bool = False) -> dict[str, Any]:
         "device": "GPU",
         "metasmoothness": 0.97,
         "correlation": 0.9,
+        "definition": 2,
         "seconds": {},
         "sizes": {"subsets": 100, "seeds": 1, "queries": 50, "quick": quick},
         "methods": {
@@ -51,6 +52,7 @@ def test_bold_is_what_no_other_is_certainly_better_than(tmp_path: Path) -> None:
     assert "| *metasmoothness* | 0.97 |" in text and "| *ceiling* | 1.00 |" in text
     assert text.index("Unrolled (MAGIC) | **") < text.index("Source() | 0.61")
     assert text.count("*Not run yet.*") == len(PROTOCOLS) - 1
+    assert "of 1 tasks: HYDRA 1, Unrolled (MAGIC) 1." in text and "†" not in text
 
 
 def test_quick_versions_are_left_out(tmp_path: Path) -> None:
