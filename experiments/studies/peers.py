@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import tempfile
 import time
 import warnings
@@ -95,8 +96,7 @@ def drawn(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.dtype == torch.long:
         labels: Tensor = torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
         return labels
-    noise: Tensor = torch.randn_like(outputs)
-    return outputs + 0.5**0.5 * noise
+    return outputs + math.sqrt(0.5) * torch.randn_like(outputs)
 
 
 def dattri_cg(work: Trainings, study: whence.Study) -> Values:

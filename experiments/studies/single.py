@@ -226,6 +226,7 @@ def judge(path: Path, file: Path) -> None:
     name = _nearest(protocol).name
     entries = stored["protocols"].setdefault(name, {})
     entries[saved.protocol.task] = about | {"methods": rows}
+    stored |= {"machine": about["machine"], "device": about["device"]}  # of the latest rows
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, stored, checksum=False)
     for method, row in sorted(rows.items(), key=lambda item: -item[1]["lds"][0]):
