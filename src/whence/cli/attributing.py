@@ -165,7 +165,9 @@ def layers(
     layers: Annotated[
         list[str] | None,
         typer.Option(
-            "--layers", metavar="PATTERN", help="With a run: track only the layers that match."
+            "--layers",
+            metavar="PATTERN",
+            help="With a run: track only the layers that match; all for every kind.",
         ),
     ] = None,
 ) -> Answer:
@@ -303,6 +305,17 @@ def attribute(
     by_segment: Annotated[
         bool, typer.Option("--by-segment", help="Also keep the contribution of each segment.")
     ] = False,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Also keep the contribution of each layer.")
+    ] = False,
+    query_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INT|auto",
+            help="Keep query vectors as factors of this rank, so that more queries share a pass "
+            "over the data. Scores are then approximate.",
+        ),
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     batch_size: BatchSize = None,
@@ -331,6 +344,8 @@ def attribute(
     requested = {
         "top": top,
         "by_segment": by_segment,
+        "by_layer": by_layer,
+        "query_rank": int(query_rank) if (query_rank or "").isdecimal() else query_rank,
         "device": device_of(device),
         "dtype": dtype_of(dtype),
         "batch_size": batch_size,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +22,7 @@ from torch.utils.data import Subset
 
 from whence.data import Batches
 from whence.engine.labels import Labels, classes
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.evaluate.groups import Floats, Ints, by_number, columns
 from whence.evaluate.lds import Difference
 from whence.evaluate.plots import StrPath, plot_removal
@@ -317,7 +316,7 @@ def _choose(full: Floats, count: int, seed: int) -> tuple[Ints, int]:
             "better, or give other queries"
         )
     if len(right) < count:
-        warnings.warn(
+        warn(
             f"only {len(right)} of the {full.shape[1]} queries are right under all {len(sound)} "
             f"seeds: trying those instead of {count}",
             stacklevel=3,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -91,10 +90,9 @@ class TrainerRecorder:
         self._recorder = self._unended[self.path.resolve()] = recorder
         total_steps = options["total_steps"]
         if done and not recorder.updates and writes_run():
-            warnings.warn(
+            recorder.warn(
                 f"the first {done} updates of this training were not recorded in {self.path}: the "
-                "run starts after them",
-                stacklevel=2,
+                "run starts after them"
             )
             if total_steps is not None and total_steps > done:
                 recorder.stage(

@@ -163,7 +163,8 @@ class Passes:
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
     ) -> Iterator[BackwardPass]:
         named = examples_of(data.name, indices)
-        with torch.enable_grad(), named, Tape(self.model, self.tracked.layers) as tape:
+        layers = self.tracked.layers
+        with torch.enable_grad(), named, Tape(self.model, layers, len(indices)) as tape:
             outputs = self.task.outputs(self.model, batch)
             if self.observe is not None:
                 self.observe(data, indices, outputs.detach(), batch)
@@ -238,7 +239,7 @@ class Passes:
         """Pass every layer's factors on, then raise an error if any of them was not finite."""
         sums = [x.detach().sum() for x in seen]
         for layer, blocks in layers:
-            sums += [factors.s.sum() for factors in blocks]
+            sums += [factors.slopes.sum() for factors in blocks]
             yield layer, blocks
         if not bool(torch.stack([x.float() for x in sums]).isfinite().all()):
             raise NotFinite(diagnosis())
@@ -246,7 +247,8 @@ class Passes:
     def _diagnosis(self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal) -> str:
         """Run a bad batch again, and name the first layer and examples that are not finite."""
         plain = Signal("loss") if signal.name == "exact" else signal
-        with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
+        layers = self.tracked.layers
+        with torch.enable_grad(), Tape(self.model, layers, len(indices)) as tape:
             outputs = self.task.outputs(self.model, batch)
             self._check_targets(data, indices, outputs, batch)
             values = self._values(outputs, batch, indices, plain)
@@ -259,7 +261,7 @@ class Passes:
         slopes = {layer.name: blocks for layer, blocks in tape.backward(total)}
         for layer in reversed(self.tracked.layers):  # the backward pass met the last layer first
             for factors in slopes[layer.name]:
-                bad = ~factors.s.flatten(1).isfinite().all(1)
+                bad = ~factors.slopes.flatten(1).isfinite().all(1)
                 if bad.any():
                     what = f"the gradient at layer {layer.name}"
                     return self._not_finite(data, indices, bad, what)

@@ -13,8 +13,9 @@ from typing import Any
 
 from whence.engine.dynamics import source_damping
 from whence.engine.options import check_choice
+from whence.engine.queries import Queries
 from whence.engine.solvers import SOLVERS, check_settings
-from whence.engine.workspace import Queries, Term, Workspace
+from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.operators import BlockDiagonal, Inverse
 from whence.operators.datainf import DataInf

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
 
-from whence.errors import InvalidIndex, InvalidInput, InvalidType
+from whence.errors import InvalidIndex, InvalidInput, InvalidType, collect_warnings
 from whence.retrain import contrast, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
@@ -61,6 +60,7 @@ class LeaveOneOut:
         if self.examples is not None and len(set(self.examples)) < max(1, len(self.examples)):
             raise InvalidInput("examples are empty, or name one twice: give each of them once")
 
+    @collect_warnings()
     def attribute(
         self,
         study: Study | None = None,
@@ -95,7 +95,7 @@ class LeaveOneOut:
             )
         measured = measure(
             recipe,
-            Subset(data.dataset, examples.tolist()) if query is None else query,
+            torch.utils.data.Subset(data.dataset, examples.tolist()) if query is None else query,
             contrast.leave_one_out_trainings(self.seeds, examples, len(data), self.stage),
             out=None if out is None else Path(out) / "trainings",
             device=device,

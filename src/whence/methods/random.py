@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from whence.data import cut
 from whence.draws import Uniform
 from whence.engine.labels import Labels, classes
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
@@ -40,6 +40,7 @@ class Random:
     def __init__(self, seed: int = 0, stage: str | None = None) -> None:
         self.seed, self.stage = seed, stage
 
+    @collect_warnings()
     def attribute(
         self,
         study: Study,

@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from whence.engine.dynamics import Rates
-from whence.engine.workspace import Queries, Term, Workspace
+from whence.engine.queries import Queries
+from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import coupling
 from whence.operators.functions import response as F_r

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import math
 import struct
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from functools import cached_property
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.task import IGNORED, LABEL_KEYS, SUM_TOLERANCE, Classification, Regression, Task
 
 Renderer = Callable[[Any], Any]
@@ -113,7 +112,7 @@ class Examples:
             rendered["note"] = _cut(f"{what} it failed: {type(error).__name__}: {error}", 200)[0]
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"example {index} is not shown: {rendered['note']}", stacklevel=2)
+                warn(f"example {index} is not shown: {rendered['note']}", stacklevel=2)
             return rendered
 
     def label(self, index: int) -> str | None:

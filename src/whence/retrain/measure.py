@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from whence.data import Batches
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.retrain.grid import Grid
 from whence.retrain.pool import ENGINES, TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
@@ -135,7 +134,7 @@ def run_grid(
     rows = np.stack([grid[key] for key in keys])
     diverged = int(np.isnan(rows).any(1).sum())
     if diverged:
-        warnings.warn(
+        warn(
             f"{diverged} of {len(rows):,} trainings diverged: their measurements are NaN",
             stacklevel=3,
         )

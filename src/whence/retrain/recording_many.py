@@ -8,7 +8,6 @@ states instead of training.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import index
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from whence.data import Batches
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
 from whence.retrain.pool import ENGINES, TrainingPool
@@ -262,9 +261,7 @@ def _record_together(
         return
     torch.cuda.empty_cache()
     half = len(trainings) // 2
-    warnings.warn(
-        f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2
-    )
+    warn(f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2)
     for part in (trainings[:half], trainings[half:]):
         yield from _record_together(pool, part, due, write, files)
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
 from whence.run.format import RunData, checked_subset, write_checkpoint
@@ -34,7 +34,10 @@ class Run(RunData):
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open a recorded run. Checkpoints are verified when their weights are loaded."""
-        return cls.read(Path(path).absolute())  # found again from another folder
+        with collect_warnings() as messages:
+            run = cls.read(Path(path).absolute())  # found again from another folder
+        run.warnings += messages
+        return run
 
     @classmethod
     def from_checkpoints(

@@ -1,6 +1,6 @@
 """The result of an attribution: the effect of each training example on each query's measurement.
 
-Axes: ``n`` training examples, ``q`` queries, ``L`` segments, ``k`` strongest entries.
+Axes: ``n`` training examples, ``q`` queries, ``L`` segments or layers, ``k`` strongest entries.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from whence.errors import (
     InvalidType,
     MissingDependency,
     MissingFile,
+    collected_warnings,
 )
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
@@ -37,10 +38,13 @@ SIGN = "values[q, m] estimates f(with m) - f(without m)"
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
+BY_SEGMENT, BY_LAYER = "by_segment", "by_layer"  # parts that scores are the sums of
+
 # Every array that a Scores folder may contain, each as NAME.npy.
 ARRAYS = (
     "scores",
     "by_segment",
+    "by_layer",
     "spread",
     "top_values",
     "top_columns",
@@ -116,6 +120,7 @@ class Scores:
         train_ids: ArrayLike | None = None,
         stage: Sequence[str] | None = None,
         by_segment: Floats | None = None,
+        by_layer: Floats | None = None,
         spread: Floats | None = None,
         top: Top | None = None,
         diagnostics: Mapping[str, Any] | None = None,
@@ -156,14 +161,17 @@ class Scores:
         self.stage = None if stage is None else [str(name) for name in stage]
         if self.stage is not None and len(self.stage) != n:
             raise InvalidInput(f"stage names {len(self.stage)} columns, but there are {n}")
-        if by_segment is not None and by_segment.shape[1:] != self.shape:
-            raise InvalidInput(f"by_segment has shape {by_segment.shape}: give (L, *{self.shape})")
+        for name, parts in ((BY_SEGMENT, by_segment), (BY_LAYER, by_layer)):
+            if parts is not None and parts.shape[1:] != self.shape:
+                raise InvalidInput(f"{name} has shape {parts.shape}: give (L, *{self.shape})")
         if spread is not None and spread.shape != self.shape:
             raise InvalidInput(f"spread has shape {spread.shape}, but the scores {self.shape}")
-        self.by_segment = by_segment
+        self.by_segment, self.by_layer = by_segment, by_layer
         self.spread = spread
         self.strongest = top  # None if all values are there
         self.diagnostics: dict[str, Any] = _plain("diagnostics", diagnostics or {})
+        messages = dict.fromkeys([*self.warnings, *collected_warnings()])
+        self.diagnostics |= {"warnings": list(messages)} if messages else {}
         self.provenance: dict[str, Any] = _plain("provenance", provenance or {})
         self.excluded: list[dict[str, Any]] = _plain("excluded", list(excluded or []))
         # The ScoreWriter's arguments, so that the same call reuses its finished work.
@@ -190,6 +198,11 @@ class Scores:
     def warnings(self) -> list[str]:
         """What to know before you rely on these scores; empty if nothing."""
         return [str(message) for message in self.diagnostics.get("warnings", [])]
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers of ``by_layer``; empty if it was not asked for."""
+        return [] if self.by_layer is None else list(self.diagnostics["layers"])
 
     @property
     def is_self_influence(self) -> bool:
@@ -280,7 +293,7 @@ class Scores:
     def with_values(self, values: Floats, **changes: Any) -> Scores:
         """Scores with other values and the same description.
 
-        ``by_segment`` and ``spread`` belong to the old values and are left out.
+        ``by_segment``, ``by_layer`` and ``spread`` belong to the old values and are left out.
 
         Args:
             changes: arguments of `Scores` that differ.
@@ -438,7 +451,8 @@ class Scores:
                 stage=None
                 if stage is None
                 else [name for name, count in stage for _ in range(count)],
-                by_segment=arrays.get("by_segment"),
+                by_segment=arrays.get(BY_SEGMENT),
+                by_layer=arrays.get(BY_LAYER),
                 spread=arrays.get("spread"),
                 top=Top(arrays["top_values"], arrays["top_columns"])
                 if "top_values" in arrays
@@ -450,7 +464,8 @@ class Scores:
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = {
             "scores": self._values,
-            "by_segment": self.by_segment,
+            BY_SEGMENT: self.by_segment,
+            BY_LAYER: self.by_layer,
             "spread": self.spread,
             "top_values": None if self.strongest is None else self.strongest.values,
             "top_columns": None if self.strongest is None else self.strongest.columns,
