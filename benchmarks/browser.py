@@ -3,7 +3,7 @@
     python -m benchmarks.browser
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM). Prints seconds from opening
-the report to its first page, milliseconds of the explorer's answers, and frames a second of the map.
+the report to its first page, milliseconds of the explorer's answers, and the map's frames a second.
 """
 
 from __future__ import annotations
