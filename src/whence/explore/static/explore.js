@@ -355,11 +355,14 @@
     }, { "aria-pressed": "false", title: "drag moves the map instead of selecting (or hold Shift)" });
     const row = el("input", { type: "number", min: 0, max: overview.queries - 1, value: where.row || "", placeholder: "all", "aria-label": "query" });
     row.addEventListener("change", () => go({ ...here(), row: row.value }));
-    requestAnimationFrame(() => map.colour(values, byClass ? Whence.map.bytes(drawn.classes) : null));
+    const colour = () => map.colour(values, byClass ? Whence.map.bytes(drawn.classes) : null);
+    requestAnimationFrame(colour);
+    const theme = new MutationObserver(() => { if (map.node.isConnected) colour(); else theme.disconnect(); });
+    theme.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
     const what = where.row ? `query ${where.row}` : `${queries(overview.queries)} on average`;
     return el("article", { class: "map-page" },
       el("header", { class: "plain-head" }, el("h2", {}, "Map"), el("p", { class: "muted" },
-        `${examples(overview.examples)} as the model sees them: the first two principal components of the input of ${drawn.source}. Colour is the score for ${what}, by ${name}.`)),
+        `${examples(overview.examples)} as the model sees them: the first two principal components of their representations (${drawn.source}). Colour is the score for ${what}, by ${name}.`)),
       el("div", { class: "filters" }, field("for query", row),
         drawn.classes ? field("colour", choose("colour", "colour", [["score", "score"], ["class", "class"]], where.colour || "score", (v) => go({ ...here(), colour: v }))) : null,
         mode, button("+", () => map.zoom(1.4), { "aria-label": "zoom in" }), button("−", () => map.zoom(1 / 1.4), { "aria-label": "zoom out" }), button("Reset", () => map.reset())),
