@@ -52,9 +52,15 @@ def scatter(folder: Path, path: Path) -> None:
             error = [[value - low], [high - value]]
             axis.errorbar(seconds, value, error, fmt="o", color=colour, elinewidth=1, capsize=2)
             left = colour != "#777777"  # so that labels do not meet
-            where = {"ha": "right", "xytext": (-5, 3)} if left else {"xytext": (5, 3)}
-            where |= {"textcoords": "offset points", "fontsize": 8}
-            axis.annotate(name, (seconds, value), color=colour, **where)
+            axis.annotate(
+                name,
+                (seconds, value),
+                xytext=(-5 if left else 5, 3),
+                ha="right" if left else "left",
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+            )
         axis.set(xscale="log", xlabel="seconds", ylabel="LDS", title=TASKS[task].title)
         axis.set_xlim(0.02, 5000)
         axis.axhline(0, color="black", linewidth=0.8)

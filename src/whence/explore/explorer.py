@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from whence.explore.compare import Overall, compare_query
 from whence.explore.jobs import DONE, UNFINISHED, Job, Jobs
 from whence.explore.map import MOST_CLASSES, coordinates, packed
-from whence.explore.reading import WORK, Busy
+from whence.explore.reading import WORK, Busy, Ints
 from whence.explore.scored_data import PAGE, Refused, ScoredData
 from whence.explore.whatif import judged, what_if
 from whence.present import views
@@ -73,7 +74,7 @@ class Explorer:
             harmful = views.harmful_overall(scores, HARMFUL)
             self._summaries[name] = summary(
                 scores,
-                lambda column, places=places: data.class_of(places[column]),
+                partial(_class_at, data, places),
                 data.query_class,
                 [data.query_item(row) for row in range(scores.shape[0])],
             )
@@ -337,3 +338,7 @@ class Explorer:
 
     def _examples(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {str(e["column"]): self.data.example(e["column"]) for e in entries}
+
+
+def _class_at(data: ScoredData, places: Ints, column: int) -> str | None:
+    return data.class_of(places[column])

@@ -90,4 +90,6 @@ def _narrowed(h: Tensor) -> Tensor:
     if h.shape[1] <= WIDEST:
         return h
     random = torch.Generator().manual_seed(0)
-    return h @ (torch.randn(h.shape[1], WIDEST, generator=random) / WIDEST**0.5)
+    projection = torch.randn(h.shape[1], WIDEST, generator=random) / WIDEST**0.5
+    narrow: Tensor = h @ projection
+    return narrow
