@@ -246,7 +246,7 @@ def test_a_notebook_frames_the_explorer(browser: Any, explorer: Running, tmp_pat
         page = context.new_page()
         page.goto(f"http://localhost:{notebook.server_port}/")
         page.frame_locator("iframe").locator("h2").first.wait_for()
-        assert page.frame_locator("iframe").locator("h2").first.inner_text() == "Query 0"
+        assert page.frame_locator("iframe").locator("h2").first.inner_text() == "Overview"
         notebook.shutdown()
         context.close()
 
@@ -427,7 +427,7 @@ def test_a_server_that_went_away_is_reported(browser: Any) -> None:
     explorer = start({"a": scores()})
     context = browser.new_context()
     page = context.new_page()
-    page.goto(explorer.url)
+    page.goto(explorer.url + "#page=queries")
     page.wait_for_selector("html[data-ready]", state="attached")
     explorer.close()
     page.keyboard.press("j")

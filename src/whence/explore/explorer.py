@@ -160,12 +160,13 @@ class Explorer:
         return view | {"more": more}
 
     def map(self) -> dict[str, Any]:
-        """Where each training example is on the map. Raises Busy while it is drawn."""
+        """Where each training example is on the map, or `refused`, why there is none.
+
+        Raises Busy while it is drawn.
+        """
         if self._map is None:
             raise Busy("the map is being drawn: ask again in a moment")
-        if isinstance(self._map, str):
-            raise Refused(self._map)
-        return self._map
+        return {"refused": self._map} if isinstance(self._map, str) else self._map
 
     def map_values(self, name: str, row: int | None) -> dict[str, Any]:
         """How much each training example helped a query, or all on average."""

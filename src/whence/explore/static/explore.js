@@ -336,6 +336,7 @@
     const name = scoresName();
     if (!name) return notice("These scores are self-influence. See the Audit page.");
     drawn = drawn || await get("/api/map");
+    if (drawn.refused) return notice(`There is no map: ${drawn.refused}.`);
     const values = Whence.map.floats((await get("/api/map/values", { scores: name, row: where.row })).values);
     const byClass = where.colour === "class" && drawn.classes;
     const status = el("p", { class: "small", role: "status" }, "Draw around points to select them. Click one to open it.");
