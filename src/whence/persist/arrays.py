@@ -151,6 +151,10 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
             with open(path, "rb+") as file:
                 _reserve(file, path.stat().st_size)
+    except IsADirectoryError as error:
+        raise InvalidInput(
+            f"{path} is a folder, where a file is to be written: move it away"
+        ) from error
     except BaseException:
         path.unlink(missing_ok=True)
         raise
