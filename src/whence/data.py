@@ -64,7 +64,15 @@ class Batches:
                 "collate: give Study(collate=...), such as transformers.default_data_collator or, "
                 "with padding, transformers.DataCollatorWithPadding(tokenizer)"
             )
-        return default_collate(rows)
+        try:
+            return default_collate(rows)
+        except RuntimeError as error:
+            if "equal size" not in str(error):
+                raise
+            raise InvalidInput(
+                f"{self.name} examples have different sizes, which torch cannot collate: give "
+                "Study(collate=...), such as whence.padded for documents of tokens"
+            ) from error
 
     @property
     def sliceable(self) -> bool:
@@ -157,6 +165,36 @@ class Batches:
             "changes its order. Scores then depend on the draw; give the dataset without "
             "augmentation, in a fixed order"
         )
+
+
+class Contrast:
+    """Why one example rather than another: queries that are differences of two measurements.
+
+    Query k is the measurement of `a[k]` minus that of `b[k]`. Of a language model, these are two
+    completions of the same prompt, each with labels of -100 on the prompt (`whence.completion`).
+    Completions may differ in length: each has the measurement that the task gives it alone, a mean
+    or a sum over its tokens.
+
+    Args:
+        a: map-style dataset with the same fields as the training data.
+        b: likewise, with as many examples.
+    """
+
+    def __init__(self, a: Any, b: Any) -> None:
+        sides = [Batches("Contrast(a=...)", a), Batches("Contrast(b=...)", b)]
+        if len(sides[0]) != len(sides[1]):
+            raise InvalidInput(
+                f"Contrast of {len(sides[0])} and {len(sides[1])} examples: give one b for every a"
+            )
+        self.a, self.b = a, b
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    @property
+    def examples(self) -> list[Any]:
+        """All of a, then all of b."""
+        return [side[k] for side in (self.a, self.b) for k in range(len(side))]
 
 
 def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:

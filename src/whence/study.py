@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
-from whence.layers.choose import Chooser, by_name
+from whence.layers.choose import Chooser, by_name, everything
 from whence.layers.passes import (
     Clock,
     Passes,
@@ -53,8 +53,9 @@ class Study:
         collate: turns a list of examples into a batch (default: torch's).
         cache: folder for fitted factors (default: the run's folder; memory for a run that is not
             on disk).
-        layers: which layers to track: names as shell patterns, or a chooser such as
-            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`; None tracks all.
+        layers: which layers to track: "all", names as shell patterns, or a chooser such as
+            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
+            layers and convolutions, "all" embeddings, norms and tied heads too.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Study:
         self.collate = collate
         if layers is None or callable(layers):
             self.layers = layers
+        elif layers in ("all", ["all"]):
+            self.layers = everything
         else:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
@@ -97,7 +100,7 @@ class Study:
         self._evidence: dict[int, Evidence] = {}  # by the id of the run, which each holds
         for run in self.runs:
             self._check(run)
-        self.cache = None if cache is None else Path(cache)
+        self.cache = None if cache is None else Path(cache).absolute()
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 
@@ -293,6 +296,11 @@ class Study:
         expected = structure(self.data[self.stages[-1]].take([0]))
         fields = structure(data.take([0]))
         if fields != expected:
+            if isinstance(query, tuple) and all(isinstance(part, Tensor) for part in query):
+                raise InvalidInput(
+                    f"query is a tuple of {len(query)} tensors, which would be {len(query)} "
+                    "examples: give a dataset, such as TensorDataset(x, y)"
+                )
             raise InvalidInput(
                 f"query batches are built like {fields}, training batches like {expected}: "
                 "both must have the same fields in the same order"
@@ -316,16 +324,14 @@ class Study:
             "layers": [block.name for block in tracked.blocks],
         }
 
-    def describe(self) -> str:
+    def describe(self) -> Table:
         """Tracked layers and their sizes, excluded layers, and the cost of a pass over the data."""
         with precision_as_asked():
             passes = self.passes(
                 self.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
             )[self.stages[-1]]
         examples = sum(len(data) for data in self.data.values())
-        return "\n".join(
-            [*map(repr, self.runs), table(passes.tracked, examples), passes.tracked.summary()]
-        )
+        return table(passes.tracked, examples, title="\n".join(map(repr, self.runs)))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())

@@ -337,7 +337,7 @@ def hostile_text(rng: Rng, folder: Path) -> None:
             raise Broken(f"{names!r} came back as {loaded.method!r}, {loaded.stage}")
         loaded.report(folder / "a.html", title=names[0])
         (folder / "a.html").read_text("utf-8")
-        printed = [repr(loaded), repr(loaded.helpful(0)), str(loaded.table())]
+        printed = [repr(loaded), repr(loaded.helpful(0)), str(loaded.describe())]
         output, saved = os.open(folder / "out", os.O_CREAT | os.O_RDWR), os.dup(1)
         os.dup2(output, 1)
         try:

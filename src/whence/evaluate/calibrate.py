@@ -63,6 +63,7 @@ class Fit:
         noise: (q,) standard deviation of one training over seeds; None with one seed.
         removals: n α (1 − α), the number of removed examples that a subset is worth.
         subsets, trainings, alpha: the size of the truth.
+        in_place: whether the truth is of a single model; then there is no noise of seeds.
         truth: fingerprint of the truth.
     """
 
@@ -80,6 +81,7 @@ class Fit:
     subsets: int
     trainings: int
     alpha: float
+    in_place: bool
     truth: str
 
 
@@ -201,6 +203,7 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
         subsets=m,
         trainings=int(groups.valid.sum()),
         alpha=float(truth.alpha),
+        in_place=truth.in_place,
         truth=fingerprint(truth),
     )
 
@@ -220,6 +223,7 @@ def scaled(scores: Scores, truth: Truth, fit: Fit) -> Scores:
         train_ids=None,
         stage=None if scores.stage is None else [scores.stage[column] for column in across],
         by_segment=times(scores.by_segment),
+        by_layer=times(scores.by_layer),
         spread=times(scores.spread),
         diagnostics=scores.diagnostics | {"calibration": asdict(fit)},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -61,6 +61,7 @@ class TrainerRecorder:
         done: int,
         size: int | None,
         notes: Mapping[str, Any],
+        usual: Collection[str] = (),
         retried: bool = False,
     ) -> None:
         """Start or resume recording.
@@ -71,6 +72,7 @@ class TrainerRecorder:
             done: the number of updates already made.
             size: number of training examples.
             notes: what the trainer does and SOURCE does not model.
+            usual: names of notes that are the trainer's defaults: stored, without a warning.
             retried: whether the trainer restarts by itself, with the weights that its failed
                 attempt left.
         """
@@ -83,6 +85,7 @@ class TrainerRecorder:
         options["notes"] = dict(notes) | dict(self.options.get("notes") or {})
         options["overwrite"] = self._overwrites(model, done) or (retried and failed is not None)
         recorder = Recorder(self.path, model, optimizer, checkpoints=self.checkpoints, **options)
+        recorder._usual = frozenset(usual)
         recorder.__enter__()
         self._recorder = self._unended[self.path.resolve()] = recorder
         total_steps = options["total_steps"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from whence.data import Batches, place
 from whence.errors import InvalidInput, WhenceError, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
+from whence.layers.rows import Rows
 from whence.task import Task
 
 CANDIDATES = 256  # examples among which the extreme ones are chosen
@@ -182,7 +183,7 @@ class Separation:
     ) -> Tensor:
         """Each example's gradient uᵀ G v in a few random directions of every block, (n, d)."""
         batch = self._batch(indices)
-        with torch.enable_grad(), Tape(self.model, layers) as tape:
+        with torch.enable_grad(), Tape(self.model, layers, len(indices)) as tape:
             outputs = self.task.outputs(self.model, batch)
             value = total(outputs, batch)
         for layer in layers:
@@ -204,11 +205,13 @@ class Separation:
 
 def _bilinear(factors: LayerFactors, seed: int) -> Tensor:
     random = torch.Generator().manual_seed(seed)
-    wide = torch.promote_types(factors.s.dtype, torch.float32)
+    like = factors.slopes
+    wide = torch.promote_types(like.dtype, torch.float32)
     ends = []
     for x in (factors.s, factors.a):
-        directions = torch.randn(x.shape[-1], SKETCH, generator=random).to(x.device, wide)
-        ends.append(x.to(wide) @ directions / x.shape[-1] ** 0.5)
+        directions = torch.randn(x.shape[-1], SKETCH, generator=random).to(like.device, wide)
+        product = x.lookup(directions) if isinstance(x, Rows) else x.to(wide) @ directions
+        ends.append(product / x.shape[-1] ** 0.5)
     sketch: Tensor = (ends[0] * ends[1]).sum(1)
     return sketch
 

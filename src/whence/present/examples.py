@@ -126,6 +126,18 @@ class Examples:
             return None
 
     @cached_property
+    def wordless(self) -> bool:
+        """Whether the examples are images (the first one is), or there are none."""
+        return len(self) == 0 or "image" in self.render(0)
+
+    def in_words(self, index: int) -> tuple[str, str]:
+        """An example's label and text; images are not drawn for it."""
+        if self.wordless:
+            return self.label(index) or "", ""
+        rendered = self.render(index)
+        return rendered["label"] or "", words(rendered)
+
+    @cached_property
     def names_classes(self) -> bool:
         """Whether labels are classes: of which there are few, so that counting them makes sense.
 
@@ -277,6 +289,12 @@ class Examples:
             return None
         numbers = np.flatnonzero(label == 1).tolist()
         return _cut(", ".join(map(self.class_name, numbers)), 80)[0] or None
+
+
+def words(rendered: Rendered) -> str:
+    """The text of a rendered example."""
+    cells = " ".join(f"{name} {value}" for name, value in rendered.get("row", []))
+    return f"{rendered.get('text', '')}{cells}{rendered.get('html', '')}"
 
 
 def check_display_options(

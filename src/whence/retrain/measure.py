@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
 
 from whence.data import Batches
 from whence.errors import InvalidInput, warn
@@ -18,6 +17,7 @@ from whence.retrain.pool import ENGINES, TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
 from whence.retrain.training import Training
 from whence.retrain.work_queue import units, work
+from whence.table import progress_bar
 
 
 def measure(
@@ -121,7 +121,7 @@ def run_grid(
         pool.warn_if_sequential()
         todo = list(units(recipe, trainings, settings["at_once"]))
         done = sum(key in grid for key in keys)
-        bar = tqdm(
+        bar = progress_bar(
             total=len(keys), initial=done, unit="training", disable=not progress, leave=False
         )
         with bar:

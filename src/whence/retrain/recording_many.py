@@ -21,7 +21,6 @@ import torch
 from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from whence.data import Batches
 from whence.engine.options import free_and_total
@@ -38,6 +37,7 @@ from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, Unfini
 from whence.retrain.work_queue import units
 from whence.run import Run
 from whence.run.schedule import CheckpointSchedule
+from whence.table import progress_bar
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
@@ -124,7 +124,7 @@ def record(
     # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
     runs = {t: write(recipe, t, device) for t in trainings if begun(t)}
     missing = [t for t in trainings if t not in runs]
-    bar = tqdm(
+    bar = progress_bar(
         total=len(trainings), initial=len(runs), unit="run", disable=not progress, leave=False
     )
     with ExitStack() as locks, bar:

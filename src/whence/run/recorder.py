@@ -241,6 +241,7 @@ class Recorder:
             notes=_as_json(notes or {}),
             resumable=resumable,
         )
+        self._usual: frozenset[str] = frozenset()  # notes that need no warning
         self._state: State = Fresh()
         self._messages: list[str] = []  # warnings from before there is a run
         self._parameter_names = self._name_parameters()
@@ -270,8 +271,9 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._check_legal("`with recorder`")
-        if self._provenance.notes and writes_run():
-            notes = ", ".join(f"{key}={value!r}" for key, value in self._provenance.notes.items())
+        chosen = {k: v for k, v in self._provenance.notes.items() if k not in self._usual}
+        if chosen and writes_run():
+            notes = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
             warn(f"kept with the run, but not modelled by SOURCE: {notes}")
         self._attach(self._state.restored if isinstance(self._state, Fresh) else None)
         return self

@@ -35,7 +35,7 @@ class Run(RunData):
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open a recorded run. Checkpoints are verified when their weights are loaded."""
         with collect_warnings() as messages:
-            run = cls.read(Path(path))
+            run = cls.read(Path(path).absolute())  # found again from another folder
         run.warnings += messages
         return run
 
@@ -269,7 +269,8 @@ class Run(RunData):
         return segments
 
     def __repr__(self) -> str:
-        place = str(self.path) if self.path else "in memory"
+        place = os.path.relpath(self.path) if self.path else "in memory"
+        place = place if self.path is None or not place.startswith("..") else str(self.path)
         stages = ", ".join(s.name + (f" (n={s.size})" if s.size else "") for s in self.stages)
         steps = [c.step for c in self.checkpoints]
         return one_line(

@@ -239,7 +239,7 @@ class StoreContents:
         device, entries = workspace.device, {}
         for name in (b.name for b in workspace.trained_blocks()):
             if f"{name}/rows" in tensors:
-                basis = Basis(tensors[f"{name}/outputs"], tensors[f"{name}/inputs"])
+                basis = Basis(tensors.get(f"{name}/outputs"), tensors[f"{name}/inputs"])
                 rows, columns = (tensors[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
                 placed = basis.to(device, workspace.dtype)
                 entries[name] = LeadingEntries(placed, rows, columns)
