@@ -543,8 +543,9 @@ def best_cost_table() -> list[str]:
 
 FAULTS = {  # the kinds of tests/faults: what is attempted, what must not happen
     "SIGKILL": (
-        "a process is killed one to three times, anywhere in recording, fitting, scoring, building "
-        "a store or ground truth; then the same call",
+        "a process is killed one to three times, anywhere in recording one or several runs, "
+        "fitting, scoring, going back through a training (Unrolled, Hydra), building a store, "
+        "ground truth, or retraining for the explorer; then the same call",
         "other bits, or a folder that cannot be resumed",
     ),
     "flipped bytes": (
@@ -552,7 +553,8 @@ FAULTS = {  # the kinds of tests/faults: what is attempted, what must not happen
         "another answer, or an error that is not whence's",
     ),
     "full disk": (
-        "no room left, at a random moment; then the same call with room",
+        "no room left, at a random moment: a disk of a few pages (tmpfs, if one may be mounted), a "
+        "limit of the size of files, or an error of fsync; then the same call with room",
         "an error that does not say so, or other bits",
     ),
     "several processes": (
@@ -572,7 +574,8 @@ FAULTS = {  # the kinds of tests/faults: what is attempted, what must not happen
         "SOURCE or TracIn that differ from dense float64 matrices",
     ),
     "random programs": (
-        "random training programs with a Recorder: model, data, optimizer, schedule, loop",
+        "random training programs with a Recorder: model, data, optimizer (SGD, Adam, AdamW, "
+        "RMSprop), schedule, loop",
         "SOURCE that differs from a brute force written from the paper",
     ),
 }
@@ -589,15 +592,10 @@ def fault_table() -> list[str]:
     machine = result["machine"]
     version = f"whence {machine['whence']}, PyTorch {machine['torch']}, {machine['date']}"
     commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"].values()))
-    found = [f"- {f['kind']}: {f['what']} ({f['mended']})." for f in result["found"]]
     return [
         *lines,
         "",
         f"{version}, commit {commits}, first seed {result['seed']}. `python -m tools.faults`.",
-        "",
-        "What earlier runs, with other seeds, had found:",
-        "",
-        *found,
     ]
 
 
