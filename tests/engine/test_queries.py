@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
-from support import dense, models
+from support import dense, models, transformers_models
 from support.comparing import close
 from torch.utils.data import Subset
 
@@ -338,3 +338,20 @@ def test_documents_of_different_or_too_great_length() -> None:
     long = Documents([whence.completion(range(1, 6), range(1, 6))])  # the model has 8 positions
     with pytest.raises(whence.WhenceError, match="documents of 10 tokens"):
         whence.TracIn().attribute(study, long, **EXACT)
+
+
+@pytest.mark.parametrize("make", ["gpt2", "llama"])
+def test_a_table_of_positions_has_an_end(make: str) -> None:
+    """Rotary positions have none."""
+    pytest.importorskip("transformers")
+    model = getattr(transformers_models, make)().double()
+    most, task = model.config.max_position_embeddings, whence.LanguageModeling()
+    ids = torch.ones(2, most + 1, dtype=torch.long)
+    task.outputs(model, {"input_ids": ids[:, :most]})
+    if make == "gpt2":
+        with pytest.raises(
+            whence.WhenceError, match=f"{most + 1} tokens, but the model has {most}"
+        ):
+            task.outputs(model, {"input_ids": ids})
+    else:
+        assert task.outputs(model, {"input_ids": ids}).shape[:2] == ids.shape

@@ -35,7 +35,8 @@ from whence.layers.passes import Signal
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
-from whence.scores import BY_LAYER, BY_SEGMENT, ScoreWriter
+from whence.scores import ScoreWriter
+from whence.scores.result import BY_LAYER, BY_SEGMENT
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -121,7 +122,7 @@ class Scoring:
         bar = tqdm(chunks, desc="self-influence", disable=not self.workspace.progress, leave=False)
         for chunk in bar:
             if not self.writer.done(None, chunk.place):
-                data = self.workspace.study.data[chunk.stage]
+                data = self.workspace.scored_data(chunk.stage)
                 some = Queries(data, chunk.stage, chunk.indices)
                 ready = self._ready(some, len(chunk.indices))
                 self._write(None, chunk, self._contributions(ready, chunk, None))
@@ -171,7 +172,7 @@ class Scoring:
             len(chunk.indices),
         ]
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
-        data = self.workspace.study.data[chunk.stage]
+        data = self.workspace.scored_data(chunk.stage)
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
         for which, readouts in ready:
             term, total = self.terms[which], totals[which]
@@ -317,7 +318,7 @@ def score_tokens(
     example: int,
 ) -> Tokens:
     """What each position of one example of a stage did to each query whose vectors are ready."""
-    data, passes = workspace.study.data[stage], workspace.passes[stage]
+    data, passes = workspace.scored_data(stage), workspace.passes[stage]
     parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
     for which, readouts in ready.items():
         term = terms[which]

@@ -63,6 +63,7 @@ class Random:
         """
         if dtype not in (torch.float32, torch.float64):
             raise InvalidInput(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
+        study.refuse_candidates("Random")
         if self.stage is not None and self.stage not in study.stages:
             raise InvalidInput(f"stage={self.stage!r} is not in the run: it has {study.stages}")
         stages = study.stages if self.stage is None else [self.stage]
