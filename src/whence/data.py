@@ -46,7 +46,7 @@ class Batches:
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Any:
         """The batch of these examples, on the dataset's own device and in its own dtype."""
-        if self._sliceable:
+        if self.sliceable:
             order = np.asarray(indices, dtype=np.int64)
             where: Any = torch.from_numpy(order)
             if len(order) and (np.diff(order) == 1).all():
@@ -75,7 +75,8 @@ class Batches:
             ) from error
 
     @property
-    def _sliceable(self) -> bool:
+    def sliceable(self) -> bool:
+        """Whether many examples are read as fast as one, and batched without a collate function."""
         return type(self.dataset) is TensorDataset and self.collate is None
 
     def stream(
@@ -86,7 +87,7 @@ class Batches:
         workers: int = 0,
     ) -> Iterator[tuple[np.ndarray, Any]]:
         """(indices, batch) for each block of indices, in order."""
-        if workers == 0 or self._sliceable:
+        if workers == 0 or self.sliceable:
             for block in blocks:
                 yield block, place(self.take(block), device, dtype)
             return

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
 from whence.errors import InvalidInput, InvalidTarget, InvalidType, MissingKey
+from whence.table import call_text, defaults_of
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100  # target without a loss, as in torch.nn.functional.cross_entropy
@@ -159,8 +160,13 @@ class Task:
         return factor.to(outputs.dtype)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()) if k[0] != "_")
-        return f"{type(self).__name__}({settings})"
+        given = {"unit": self.unit, "higher_is_better": self.higher_is_better}  # by measurement
+        return self.called(defaults_of(type(self)) | given)
+
+    def called(self, defaults: Mapping[str, Any]) -> str:
+        """The task with its settings that differ from `defaults`: "Classification()"."""
+        given = {name: value for name, value in sorted(vars(self).items()) if name[0] != "_"}
+        return call_text(type(self).__name__, given, defaults)
 
 
 def _sample(logits: Tensor, uniform: Draws) -> Tensor:
@@ -356,8 +362,13 @@ class Classification(Task):
             p = outputs.detach().reshape(-1, 1, 1).sigmoid()
             factor = (p * (1 - p)).sqrt()
         else:
-            p = self.logits(outputs).detach().softmax(1)  # diag(p) - ppᵀ = BBᵀ, B = diag(√p) - p√pᵀ
-            factor = p.sqrt().diag_embed() - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
+            # diag(p) - ppᵀ = BBᵀ with B = diag(√p) - p√pᵀ. Since B√p = 0, a reflection that takes
+            # √p to the last axis leaves c - 1 columns.
+            p = self.logits(outputs).detach().softmax(1)
+            root = p.sqrt()
+            every = root.diag_embed() - p.unsqueeze(2) * root.unsqueeze(1)
+            share = root[:, :-1] / (1 + root[:, -1:])
+            factor = every[..., :-1] - every[..., -1:] * share.unsqueeze(1)
         return factor.masked_fill(self.ignored(batch).reshape(-1, 1, 1), 0.0)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 
 import whence
 from whence.errors import FolderConflict
+from whence.layers.rows import Rows
 from whence.operators.products import FactoredReadout, leading
 
 EXACT: Any = {"dtype": torch.float64, "progress": False}
@@ -41,7 +42,7 @@ def study_blocks(study: whence.Study) -> Any:
 WEIGHTS = np.array([[1 / 3, 1 / 3, 1 / 3], [1.0, -1.0, 0.0]])
 
 
-def study_of(case: str) -> tuple[whence.Study, Any]:
+def study_of(case: str, layers: Any = None) -> tuple[whence.Study, Any]:
     torch.manual_seed(0)
     model, task, train, query = models.CASES[case]()
     start = {name: w.double().clone() for name, w in model.state_dict().items()}
@@ -50,7 +51,7 @@ def study_of(case: str) -> tuple[whence.Study, Any]:
     run = whence.Run.from_checkpoints(
         history.checkpoints, history.steps, history.rates, initial=start, batches=everyone
     )
-    return whence.Study(model, task, train=train, runs=run), query
+    return whence.Study(model, task, train=train, runs=run, layers=layers), query
 
 
 @pytest.mark.parametrize("case", ["mlp", "conv", "gpt"])
@@ -112,6 +113,39 @@ def test_both_contractions_of_factors(shape: tuple[int, int, int], bias: bool) -
     total = torch.ones(q, n, dtype=torch.float64)
     readout._add_expanded(total, a, s)
     close(total - 1, expected.sum(2), 1e-12)
+
+
+def test_factors_of_a_lookup() -> None:
+    """An embedding's one-hot output gradients are never formed."""
+    (n, t, q), o, i, r = (5, 3, 4), 9, 7, 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(o, (n, t), generator=generator)
+    a, left, right = (
+        torch.randn(sizes, generator=generator, dtype=torch.float64)
+        for sizes in ((n, t, i), (q, r, o), (q, r, i))
+    )
+    readout = FactoredReadout.of(left, right, False, torch.float64)
+    one_hot = torch.nn.functional.one_hot(ids, o).double()
+    expected = torch.einsum("qro,qrw,nto,ntw->qnt", left, right, one_hot, a)
+    close(readout.by_position(a, Rows(ids, o)), expected, 1e-12)
+    total = torch.zeros(q, n, dtype=torch.float64)
+    readout.add_inner(total, a, Rows(ids, o))
+    close(total, expected.sum(2), 1e-12)
+
+
+@pytest.mark.parametrize("method", ["source", "influence", "tracin"])
+def test_with_every_layer(method: str) -> None:
+    study, query = study_of("gpt", "all")
+    each = METHODS[method]().attribute(study, query, **EXACT)
+    assert not each.excluded
+    sums = METHODS[method]().attribute(study, query, query_weights=WEIGHTS, **EXACT)
+    close(sums.values, WEIGHTS @ each.values, 1e-8)
+    full = METHODS[method]().attribute(study, query, query_rank=50, **EXACT)
+    close(full.values, each.values, 1e-9)
+    low = METHODS[method]().attribute(study, query, query_rank=2, **EXACT)
+    assert spearmanr(low.values[0], each.values[0]).statistic > 0.8
+    parts = METHODS[method]().attribute(study, query, by_layer=True, **EXACT)
+    close(parts.by_layer.sum(0), each.values, 1e-9)
 
 
 def test_low_rank_scores_are_those_of_a_truncated_svd() -> None:
@@ -355,3 +389,23 @@ def test_a_table_of_positions_has_an_end(make: str) -> None:
             task.outputs(model, {"input_ids": ids})
     else:
         assert task.outputs(model, {"input_ids": ids}).shape[:2] == ids.shape
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["source", "influence", "tracin", "trak"])
+def test_embeddings_norms_and_tied_heads_too(method: str, tied: bool) -> None:
+    """Sums, ranks that lose nothing, layers and chosen examples, with everything tracked."""
+    torch.manual_seed(0)
+    model, task = models.Transformer(tied=tied), whence.LanguageModeling()
+    train, query = models.documents(), models.documents(3, seed=1)
+    history = models.train_run(model, task, train, [2, 4], 0.1)
+    study = whence.Study(model, task, train=train, runs=history.run, layers="all")
+    each = METHODS[method]().attribute(study, query, by_layer=True, **EXACT)
+    assert not each.left_out[1] and "wte" in each.layers and "ln_f" in each.layers
+    close(each.by_layer.sum(0), each.values, 1e-9)
+    sums = METHODS[method]().attribute(study, query, query_weights=WEIGHTS, **EXACT)
+    close(sums.values, WEIGHTS @ each.values, 1e-8)
+    whole = METHODS[method]().attribute(study, query, query_rank=4, **EXACT)  # width 4
+    close(whole.values, each.values, 1e-8)
+    some = METHODS[method]().attribute(study, query, examples=[4, 1], **EXACT)
+    close(some.values, each.values[:, [4, 1]], 1e-8)

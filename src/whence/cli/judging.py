@@ -17,12 +17,11 @@ from whence.cli.options import (
     Executor,
     ManyScores,
     Memory,
-    Progress,
+    NoProgress,
     StudyPath,
     device_of,
     numbers,
     open_many,
-    progress_wanted,
 )
 from whence.cli.screen import Answer, CommandError, command
 
@@ -50,8 +49,20 @@ def truth(
     ] = 0.5,
     subsets: Annotated[int, typer.Option(min=1, metavar="INT", help="Number of subsets.")] = 100,
     seeds: Annotated[
-        str, typer.Option(metavar="INT", help="Trainings per subset, or their seeds: 0,1,2.")
-    ] = "10",
+        str | None,
+        typer.Option(
+            metavar="INT",
+            help="Trainings per subset, or their seeds: 0,1,2. Default: 10; in place, 1.",
+        ),
+    ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place",
+            help="Repeat the training on all data with its batches, and give the dropped examples "
+            "weight zero: the truth of a single model.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -65,7 +76,7 @@ def truth(
     memory: Memory = None,
     executor: Executor = None,
     engine: Engine = None,
-    progress: Progress = None,
+    no_progress: NoProgress = False,
 ) -> Answer:
     """Retrain on random subsets and measure the queries: the truth that scores are judged by.
 
@@ -75,8 +86,9 @@ def truth(
     Examples:
 
     - `whence truth study.py --alpha 0.5 --subsets 100 --seeds 10 --out truth/digits`
+    - `whence truth study.py --in-place --alpha 0.99 --out truth/digits-single`
     """
-    named = numbers("--seeds", seeds)
+    named = None if seeds is None else numbers("--seeds", seeds)
     place = out or Path("truth") / study.stem
     from whence.cli.studyfile import load_study
     from whence.retrain import ground_truth
@@ -87,15 +99,16 @@ def truth(
         _queries(file, query),
         alpha,
         subsets,
-        named if "," in seeds else named[0],
+        named[0] if named is not None and "," not in str(seeds) else named,
         stage,
+        in_place=in_place,
         out=place,
         seed=seed,
         device=where,
         memory=memory,
         executor=executor,
         engine=engine or "auto",
-        progress=progress_wanted(progress),
+        progress=not no_progress,
     )
     shape = result.measurements.shape
     data = {
@@ -105,6 +118,7 @@ def truth(
         "queries": shape[2],
         "examples": result.masks.shape[1],
         "alpha": result.alpha,
+        "in_place": result.in_place,
         "measurement": result.measurement,
         "stage": result.stage,
         "diverged": int(result.diverged.sum()),
@@ -194,7 +208,7 @@ def removal(
     memory: Memory = None,
     executor: Executor = None,
     engine: Engine = None,
-    progress: Progress = None,
+    no_progress: NoProgress = False,
 ) -> Answer:
     """Retrain without the most helpful examples of a query: does its prediction flip?
 
@@ -225,7 +239,7 @@ def removal(
         memory=memory,
         executor=executor,
         engine=engine or "auto",
-        progress=progress_wanted(progress),
+        progress=not no_progress,
         seed=seed,
     )
     data: dict[str, Any] = {f.name: getattr(result, f.name) for f in fields(result)}

@@ -180,7 +180,9 @@ METHODS: dict[str, dict[str, Option]] = {
         "iterations": Option(
             "int", 8, "Most iterations of conjugate gradients: each is a pass over the data."
         ),
-        "relative_damping": Option("float", 3.0, "Damping, in units of 1/(η̄K P̄)."),
+        "relative_damping": Option(
+            "float", 3.0, "δ: the response is halved where η̄K P̄ times the curvature is δ."
+        ),
         "stage": STAGE,
         "segments": SOURCE["segments"],
         "curvature": replace(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,12 +176,7 @@ def _matrices(workspace: Workspace, tensors: Mapping[str, Tensor]) -> dict[str, 
 
     matrices: dict[str, Tensor] = {}
     for layer in workspace.layers:
-        module: Any = layer.modules[0]
-        parts = layer.kind.matrices(module, given(layer.weight, module.weight))
-        if layer.bias:
-            biases = layer.kind.vectors(module, given(layer.bias, module.bias))
-            columns = [bias.unsqueeze(1) for bias in biases]
-            parts = [torch.cat(pair, 1) for pair in zip(parts, columns, strict=True)]
+        parts = layer.matrices({name: given(name, p) for name, p in layer.parameters().items()})
         matrices |= {b.name: part for b, part in zip(layer.blocks, parts, strict=True)}
     return matrices
 
@@ -196,9 +190,8 @@ def _check_moments(
 ) -> None:
     """Every parameter that the segment trains must have sound second moments."""
     for layer in workspace.passes[segment.stage.name].tracked.layers:
-        module: Any = layer.modules[0]
-        parameters = dict(zip(layer.parameter_names(), (module.weight, module.bias), strict=False))
-        for name, parameter in parameters.items() if segment.rate(layer.weight) else ():
+        parameters = layer.parameters() if segment.rate(layer.weight) else {}
+        for name, parameter in parameters.items():
             problem = None
             if name not in moments:
                 problem = "are missing"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.errors import collected_warnings, warn
+from whence.errors import warn
 from whence.operators import cost
 from whence.run import Segment
 from whence.table import byte_size
@@ -133,9 +133,6 @@ class Ledger:
                 },
             }
         self._add_sensitivity()
-        messages = dict.fromkeys([*self.tallies.get("warnings", []), *collected_warnings()])
-        if messages:
-            self.diagnostics["warnings"] = list(messages)
         return self.diagnostics
 
     def _add_sensitivity(self) -> None:

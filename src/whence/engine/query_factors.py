@@ -126,7 +126,8 @@ def low_rank(
             right = right * (scale * factor)
             total, kept = _squares(whole) * (scale * factor) ** 2, _squares(right)
             if basis is not None:  # leftᵀ right → Q_S leftᵀ right Q_Aᵀ
-                left, right = left @ basis.outputs.mT, right @ basis.inputs.mT
+                right = right @ basis.inputs.mT
+                left = left if basis.outputs is None else left @ basis.outputs.mT
             ready[name] = FactoredReadout.of(left, right, block.bias, dtype)
         energy.total[name], energy.kept[name] = total, kept
     return ready, energy
@@ -153,7 +154,7 @@ def _matrices(workspace: Workspace, vectors: Any) -> Iterator[tuple[str, Any, An
         yield name, vectors.values.pop(name), vectors.bases[name], vectors.scale(name)
 
 
-def joined(parts: list[Readouts]) -> Readouts:
+def joined_readouts(parts: list[Readouts]) -> Readouts:
     """The readouts of some queries after those of others."""
     return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 

@@ -24,19 +24,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
 from whence.engine.queries import Queries, QuerySet
-from whence.engine.query_factors import Plan, joined, low_rank, plan
+from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, PlainGradients, Readouts, Term, Workspace
-from whence.layers.capture import LayerFactors
+from whence.layers.capture import LayerFactors, Outputs
 from whence.layers.passes import Signal
+from whence.layers.rows import joined
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
 from whence.scores import ScoreWriter
 from whence.scores.result import BY_LAYER, BY_SEGMENT
+from whence.table import progress_bar
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -90,7 +91,7 @@ class Scoring:
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
         examples = workspace.examples
         chosen = self._plan(query)
-        bar = tqdm(
+        bar = progress_bar(
             total=len(query) * examples,
             desc="scores",
             unit="score",
@@ -119,7 +120,9 @@ class Scoring:
     def selves(self) -> None:
         """Every example against itself."""
         chunks = self._columns(self._at_once())
-        bar = tqdm(chunks, desc="self-influence", disable=not self.workspace.progress, leave=False)
+        bar = progress_bar(
+            chunks, desc="self-influence", disable=not self.workspace.progress, leave=False
+        )
         for chunk in bar:
             if not self.writer.done(None, chunk.place):
                 data = self.workspace.scored_data(chunk.stage)
@@ -148,7 +151,7 @@ class Scoring:
                 lost = energy.lost().cpu().numpy()
                 self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
                 parts.setdefault(tuple(which), []).append(ready)
-        complete = [(which, joined(parts.pop(which))) for which in list(parts)]
+        complete = [(which, joined_readouts(parts.pop(which))) for which in list(parts)]
         return [(k, ready) for which, ready in complete for k in which]
 
     def _ready(self, queries: Queries, examples: int) -> Iterator[tuple[int, Any]]:
@@ -192,7 +195,7 @@ class Scoring:
         return totals
 
     @staticmethod
-    def _add(total: Tensor, readout: Any, a: Tensor, s: Tensor, here: slice) -> None:
+    def _add(total: Tensor, readout: Any, a: Tensor, s: Outputs, here: slice) -> None:
         """Inner products of all queries with these examples, (q, n), or of each with its own."""
         if total.dim() == 1:
             total += readout.paired(a, s, here)
@@ -207,7 +210,7 @@ class Scoring:
 
     def _gradients(
         self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
-    ) -> Iterator[tuple[slice, str, Tensor, Tensor]]:
+    ) -> Iterator[tuple[slice, str, Tensor, Outputs]]:
         """(columns, layer, a, s) of all gradients of a term.
 
         Where examples are single positions, a term's checkpoints are given as positions of one
@@ -237,8 +240,8 @@ class Scoring:
                         by_block.setdefault(factors.block.name, []).append(factors)
             here = slice(start, start + len(batch))
             for name, each in by_block.items():
-                a = torch.cat([factors.a for factors in each], 1)
-                yield here, name, a, torch.cat([factors.s for factors in each], 1)
+                a = joined([factors.a for factors in each])
+                yield here, name, a, joined([factors.s for factors in each])
             start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:

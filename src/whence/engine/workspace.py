@@ -283,6 +283,7 @@ class Workspace:
         return {
             "run": self.run.fingerprint,
             "recipe": self.run.origin.get("recipe"),
+            "seed": self.run.origin.get("seed"),
             "train": self.data_fingerprints(),
             "collated": self.study.collate is not None,
             "query": None if self.query is None else self.query.fingerprint(),
@@ -462,7 +463,7 @@ class Workspace:
             block.name: [] for block in self.passes[queries.stage].tracked.blocks
         }
         for _, factors in self._measured(queries, checkpoint):
-            if factors.a.shape[1] == 1:
+            if factors.a.shape[1] == 1 and isinstance(factors.s, Tensor):
                 parts[factors.block.name].append((factors.a, factors.s))
             else:
                 whole = build(factors.a, factors.s, None, factors.block.bias)

@@ -30,13 +30,12 @@ calibrate(scores)), so methods without a unit can be calibrated too.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whence.errors import InvalidInput, InvalidType, MissingDependency
+from whence.errors import InvalidInput, InvalidType, MissingDependency, warn
 from whence.evaluate.groups import SAME, Floats, Groups, centred, group, locate
 from whence.scores import Scores
 
@@ -64,6 +63,7 @@ class Fit:
         noise: (q,) standard deviation of one training over seeds; None with one seed.
         removals: n α (1 − α), the number of removed examples that a subset is worth.
         subsets, trainings, alpha: the size of the truth.
+        in_place: whether the truth is of a single model; then there is no noise of seeds.
         truth: fingerprint of the truth.
     """
 
@@ -81,6 +81,7 @@ class Fit:
     subsets: int
     trainings: int
     alpha: float
+    in_place: bool
     truth: str
 
 
@@ -141,7 +142,7 @@ def check_subsets(groups: Groups) -> None:
 
 def warn_unchanged(reason: str, scores: Scores) -> None:
     """Say that the scores are returned as they were given."""
-    warnings.warn(
+    warn(
         f"nothing can be learned from this truth: {reason}. The scores of {scores.method} are "
         "returned unchanged; use more subsets or seeds",
         stacklevel=3,
@@ -202,6 +203,7 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
         subsets=m,
         trainings=int(groups.valid.sum()),
         alpha=float(truth.alpha),
+        in_place=truth.in_place,
         truth=fingerprint(truth),
     )
 

@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
 from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
-from whence.evaluate.lds import check_bootstrap, reliability, resamples, split
+from whence.evaluate.lds import check_bootstrap, described, reliability, resamples, split
+from whence.evaluate.plots import StrPath, plot_calibration
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from whence.retrain import Truth
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -47,7 +50,7 @@ class Calibration(Tabled):
         slopes: (q,) each query's own slope; NaN where its predictions are constant.
         predicted, real: (q, M), centred per query.
         method, measurement, unit: whose scores, and what they are about.
-        subsets, seeds, alpha, diverged, lost, runs: as in `LDS`.
+        subsets, seeds, alpha, diverged, lost, runs, in_place: as in `LDS`.
     """
 
     slope: float
@@ -67,6 +70,7 @@ class Calibration(Tabled):
     diverged: int
     lost: int
     runs: int
+    in_place: bool = False
 
     @property
     def quantiles(self) -> dict[float, float]:
@@ -74,18 +78,21 @@ class Calibration(Tabled):
         levels = np.nanquantile(self.slopes, QUANTILES)
         return {q: float(value) for q, value in zip(QUANTILES, levels, strict=True)}
 
+    def plot(self, *, title: str | None = None, path: StrPath | None = None) -> Figure:
+        """Real over predicted changes: `whence.report.plot_calibration`."""
+        return plot_calibration(self, title=title, path=path)
+
     def table(self) -> Table:
         """Slope and R², and what they stand on."""
         runs = "" if self.runs == 1 else f", mean of {self.runs} runs"
         spread = ", ".join(f"{value:.2f} ({q:.0%})" for q, value in self.quantiles.items())
         most = "" if self.ceiling is None else f"; at most {self.ceiling:.3f}, the rest is noise"
-        truth = f"{self.subsets} subsets × {self.seeds} seeds, α = {self.alpha:.4g}"
         facts = [
             ("slope", f"{estimate(self.slope, self.interval)}  (95 % over subsets; 1 is perfect)"),
             ("by query", spread),
             ("R²", f"{self.r2:.3f} as predicted, {self.r2_line:.3f} along the line{most}"),
             ("measured", f"{self.measurement}, in {self.unit or 'its own unit'}"),
-            ("truth", f"{truth}, {len(self.real)} queries"),
+            ("truth", f"{described(self)}, {len(self.real)} queries"),
         ]
         if self.diverged:
             lost = f" and with them {self.lost} subsets" if self.lost else ""
@@ -141,6 +148,7 @@ def calibration(
         diverged=groups.diverged,
         lost=groups.lost,
         runs=groups.runs,
+        in_place=truth.in_place,
     )
 
 

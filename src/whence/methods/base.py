@@ -28,6 +28,7 @@ from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.study import Study
+from whence.table import call_text, defaults_of
 
 Folder = str | os.PathLike[str] | None
 
@@ -200,7 +201,8 @@ class Method(ABC):
 
     def key(self, workspace: Workspace) -> str:
         """Of everything that the scores depend on."""
-        return key_of({"method": repr(self), **workspace.identity()})
+        settings = call_text(self.name, self.settings(), {})  # with defaults, which may change
+        return key_of({"method": settings, **workspace.identity()})
 
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
         """What is stored with the scores."""
@@ -224,7 +226,7 @@ class Method(ABC):
             "train_ids": np.concatenate(list(scored.values())),
             "stage": [s for s, which in scored.items() for _ in which] if several else None,
             "diagnostics": diagnostics,
-            "provenance": workspace.provenance(),
+            "provenance": workspace.provenance() | {"call": repr(self)},
             "excluded": [asdict(e) for e in workspace.tracked.excluded],
         }
 
@@ -236,5 +238,9 @@ class Method(ABC):
         """The constructor's arguments."""
         return {k: v for k, v in vars(self).items() if not k.startswith("_")}
 
+    def defaults_shown(self) -> dict[str, Any]:
+        """The settings that need not be shown."""
+        return defaults_of(type(self))
+
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+        return call_text(self.name, self.settings(), self.defaults_shown())

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from whence.data import cut
 from whence.engine.ledger import announce
@@ -28,6 +27,7 @@ from whence.layers.passes import Weights
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.scores import Scores
+from whence.table import progress_bar
 
 SCORES_PER_BLOCK = 2**22
 SELF_BLOCK = 256  # examples compared with each other to find each one's similarity to itself
@@ -110,7 +110,7 @@ class Similarity(Method):
             for stage, points in at.items():
                 scored = workspace.scored(stage)
                 blocks = [scored[block] for block in cut(len(scored), step)]
-                for indices in tqdm(blocks, disable=not workspace.progress, leave=False):
+                for indices in progress_bar(blocks, disable=not workspace.progress, leave=False):
                     columns = slice(start, start + len(indices))
                     start = columns.stop
                     if writer.done(rows, columns):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from whence.data import cut
 from whence.engine.ledger import announce
@@ -29,6 +28,7 @@ from whence.replay.training import Adjoint, Indices, Replay
 from whence.run import Run
 from whence.scores import Scores
 from whence.study import Study
+from whence.table import progress_bar
 
 
 class Unrolling(Method):
@@ -95,7 +95,7 @@ class Unrolling(Method):
         blocks = self._blocks(workspace, len(ends) if by else 1)
         self._estimate(workspace, blocks)
         length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
-        bar = tqdm(
+        bar = progress_bar(
             total=length,
             desc="updates, backwards",
             disable=not workspace.progress,
@@ -123,7 +123,7 @@ class Unrolling(Method):
         block: QueryBlock,
         total: CreditSum,
         snapshot: SweepSnapshot,
-        bar: tqdm[Any],
+        bar: Any,
     ) -> None:
         """Add up all credits of a block; resumes from the snapshot of an earlier call."""
         place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}

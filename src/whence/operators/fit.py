@@ -15,7 +15,6 @@ passes over the data, and the result stays on the CPU and is brought to the devi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.errors import warn
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
+from whence.operators import cost
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.space import Basis
 from whence.operators.statistics import (
@@ -94,7 +95,7 @@ class Fitter:
 
     def eigenbases(
         self, checkpoints: Sequence[Weights], whole: Sequence[str] = ()
-    ) -> tuple[dict[str, Basis], dict[str, tuple[Tensor, Tensor]]]:
+    ) -> tuple[dict[str, Basis | None], dict[str, tuple[Tensor, Tensor]]]:
         """(Q_S, Q_A) and (Λ_S, Λ_A) of each block. On the CPU, if there are groups of layers.
 
         Args:
@@ -106,22 +107,24 @@ class Fitter:
             for name, value in self.covariances(checkpoint, whole).items():
                 share = value.to(where, torch.float64) / len(checkpoints)
                 means[name] = means[name].add_(share) if name in means else share
-        bases, eigenvalues = {}, {}
+        bases: dict[str, Basis | None] = {}
+        eigenvalues = {}
         with self.passes.clock("eigendecomposition"):
             for b in self.blocks:
                 S, A = (means.pop(f"{b.name}/{key}").to(self.device) for key in "SA")
-                (Λ_S, Q_S), (Λ_A, Q_A) = torch.linalg.eigh(S), torch.linalg.eigh(A)
-                # computed in float64, stored in the precision they are used in
-                basis = Basis(Q_S.contiguous(), Q_A.contiguous())
-                bases[b.name] = basis.to(where, self.accumulator)
+                (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
+                Λ_A, Q_A = torch.linalg.eigh(A)
                 eigenvalues[b.name] = Λ_S.to(where), Λ_A.to(where)
+                # computed in float64, stored in the precision they are used in
+                basis = Basis(None if Q_S is None else Q_S.contiguous(), Q_A.contiguous())
+                bases[b.name] = None if b.diagonal else basis.to(where, self.accumulator)
         return bases, eigenvalues
 
     def second_moments(
         self,
         kind: str,
         checkpoints: Sequence[Weights],
-        bases: Mapping[str, Basis],
+        bases: Mapping[str, Basis | None],
         diagonal: bool,
     ) -> Tensors:
         """The mean over checkpoints of `SecondMoments`.
@@ -132,7 +135,8 @@ class Fitter:
 
         def statistic(blocks: Sequence[ParameterBlock]) -> SecondMoments:
             each = {b.name: bases[b.name] for b in blocks if bases}
-            placed = {name: x.to(self.device, self.passes.dtype) for name, x in each.items()}
+            where = self.device, self.passes.dtype
+            placed = {name: None if x is None else x.to(*where) for name, x in each.items()}
             sums = self.signal, self.examples, self._zero
             return SecondMoments(blocks, *sums, placed, diagonal)
 
@@ -146,11 +150,14 @@ class Fitter:
         return mean
 
     @staticmethod
-    def as_tensors(bases: Mapping[str, Basis]) -> Tensors:
+    def as_tensors(bases: Mapping[str, Basis | None]) -> Tensors:
         """Bases by the names they are cached under."""
         tensors: Tensors = {}
         for name, basis in bases.items():
-            tensors |= {f"{name}/outputs": basis.outputs, f"{name}/inputs": basis.inputs}
+            if basis is not None:
+                tensors[f"{name}/inputs"] = basis.inputs
+            if basis is not None and basis.outputs is not None:
+                tensors[f"{name}/outputs"] = basis.outputs
         return tensors
 
     # -- what is fitted on what ------------------------------------------------------------------
@@ -272,7 +279,7 @@ class Fitter:
     def _warn_of_groups(self, groups: int, bases: bool) -> None:
         assert self.room is not None
         self.notes["factor_groups"] = groups
-        warnings.warn(
+        warn(
             f"the factors of all {len(self.blocks)} layers take {self._bytes(bases) / 2**30:.2g} "
             f"GiB, and there is room for {self.room / 2**30:.2g}: they are fitted in {groups} "
             "groups of layers, with passes over the data for each. Give more memory=, or track "
@@ -296,7 +303,7 @@ class Fitter:
         keys = [k for k in ("outputs", "inputs", "diagonal") if f"{name}/{k}" in factors]
         x = {k: factors[f"{name}/{k}"].to(self.device, self.accumulator) for k in keys}
         eigenvalues = factors[f"{name}/eigenvalues"].to(self.device, self.accumulator)
-        basis = Basis(x["outputs"], x["inputs"]) if "outputs" in x else None
+        basis = Basis(x.get("outputs"), x["inputs"]) if "inputs" in x else None
         return EigenFactors(eigenvalues, basis, x.get("diagonal"))
 
 
@@ -311,7 +318,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def factor_bytes(block: ParameterBlock, bases: bool, dtype: torch.dtype) -> int:
     """What a block's factors take, when they are fitted and while they are."""
-    numbers = block.o**2 + block.width**2 if bases else 0
+    numbers = cost.basis_numbers(block) if bases else 0
     return (numbers + 2 * block.size) * dtype.itemsize
 
 

@@ -3,7 +3,7 @@
 Letters: `n` examples, `q` queries, `t` positions, `i` inputs, `o` outputs; a is (n, t, i), s is (n,
 t, o), and the per-example gradient Σ_t s_t a_tᵀ is (o, i), with a last column Σ_t s_t when there is
 a bias. The bias coordinate is never concatenated to `a`; its terms are added separately. `width` is
-i, plus one with a bias.
+i, plus one with a bias. An embedding's `s` is `Rows`, which is never formed.
 
 `operators/cost.py` counts the cost of each product. Where two orders of multiplication give the
 same result, these functions choose the one with fewer operations.
@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from whence.layers.capture import LayerFactors
+from whence.layers.capture import LayerFactors, Outputs, whole_gradients
+from whence.layers.rows import Rows, add_rows
 from whence.operators import cost
 from whence.operators.space import Basis
 
@@ -90,29 +91,53 @@ def add_input_covariance(total: Tensor, factors: LayerFactors) -> None:
         total[i, i] += count
 
 
-def add_output_covariance(total: Tensor, s: Tensor, mask: Tensor | None) -> float:
-    """total (o, o) += Σ_{n,t} s sᵀ, upper triangle; returns how many positions exist."""
+def add_output_covariance(total: Tensor, s: Outputs, mask: Tensor | None) -> float:
+    """total (o, o) += Σ_{n,t} s sᵀ, upper triangle; returns how many positions exist.
+
+    A total (o,) gets the diagonal only: of a lookup, how often each row was looked up.
+    """
     n, t, o = s.shape
-    x = s.reshape(n * t, o)
-    if mask is not None:
-        x = x * mask.reshape(-1, 1)
-    add_gram(total, x)
+    if isinstance(s, Rows):
+        ones = torch.ones_like(s.ids, dtype=total.dtype) if mask is None else mask.to(total.dtype)
+        add_rows(total, s.ids.flatten(), ones.flatten())
+    else:
+        x = s.reshape(n * t, o)
+        if mask is not None:
+            x = x * mask.reshape(-1, 1)
+        if total.dim() == 1:
+            total += x.square().sum(0, dtype=total.dtype)
+        else:
+            add_gram(total, x)
     return float(n * t) if mask is None else float(mask.sum())
 
 
-def add_whole_grams(left: Tensor, right: Tensor, a: Tensor, s: Tensor, bias: bool) -> None:
-    """left (o, o) += Σ_n G_n G_nᵀ and right (width, width) += Σ_n G_nᵀ G_n; upper triangles."""
+def add_whole_grams(left: Tensor, right: Tensor, a: Tensor, s: Outputs, bias: bool) -> None:
+    """left (o, o) += Σ_n G_n G_nᵀ and right (width, width) += Σ_n G_nᵀ G_n; upper triangles.
+
+    A left (o,) gets the diagonal only.
+    """
     n, o, width = len(a), len(left), len(right)
+    if isinstance(s, Rows) and s.dense is None:
+        rows = s.merged(a).flatten(0, 1)
+        add_gram(right, rows)
+        add_rows(left, s.ids.flatten(), rows.square().sum(1))
+        return
     step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (2 * o * width))
     for start in range(0, n, step):
         gradient = build(a[start : start + step], s[start : start + step], None, bias)
         add_gram(right, gradient.reshape(-1, width))
-        add_gram(left, gradient.mT.reshape(-1, o))
+        if left.dim() == 1:
+            left += gradient.square().sum((0, 2), dtype=left.dtype)
+        else:
+            add_gram(left, gradient.mT.reshape(-1, o))
 
 
-def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> None:
+def add_squares(total: Tensor, a: Tensor, s: Outputs, basis: Basis | None, bias: bool) -> None:
     """total (o, width) += Σ_n (Q_Sᵀ G_n Q_A)², G_n the whole gradient of example n (Eq. 36)."""
     t, (o, width) = a.shape[1], total.shape
+    if isinstance(s, Rows):
+        _add_squared_rows(total, a if basis is None else basis.rotate_inputs(a), s)
+        return
     if t == 1:  # rank one: the square of a product is the product of squares
         left = (s if basis is None else basis.rotate_outputs(s)).squeeze(1).square()
         right = (a if basis is None else basis.rotate_inputs(a)).squeeze(1).square()
@@ -122,19 +147,20 @@ def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: 
         return
     n, _, i = a.shape
     inputs_first = t < o  # rotate before or after summing over positions, whichever has fewer rows
-    outputs_first = t < i
+    outputs_first = t < i or (basis is not None and basis.outputs is None)
     column = s.sum(1) if bias else None  # the bias's gradients, (n, o)
     if basis is not None and inputs_first:
         a, column = basis.rotate_inputs(a), None
     if basis is not None and outputs_first:
         s = basis.rotate_outputs(s)
     if basis is not None and column is not None:
-        column = column @ basis.outputs
+        column = column if basis.outputs is None else column @ basis.outputs
     step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // (o * width))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         gradient = torch.bmm(s[rows].mT, a[rows], out=buffer(a, rows.stop - start, o, a.shape[2]))
         if basis is not None and not outputs_first:
+            assert basis.outputs is not None
             gradient = basis.outputs.mT @ gradient
         if basis is not None and not inputs_first:
             gradient = (gradient.view(-1, i) @ basis.inputs[:i]).view(-1, o, width)
@@ -145,6 +171,16 @@ def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: 
         total[:, -1] += column.square().sum(0).to(total.dtype)
 
 
+def _add_squared_rows(total: Tensor, a: Tensor, s: Rows) -> None:
+    """total (o, i) += Σ_n (Σ_t s_t a_tᵀ)²."""
+    if s.dense is None:
+        add_rows(total, s.ids.flatten(), s.merged(a).square_().flatten(0, 1))
+        return
+    step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // total.numel())
+    for start in range(0, len(a), step):
+        _add_squared(total, s[start : start + step].outer(a[start : start + step]))
+
+
 def _add_squared(total: Tensor, gradient: Tensor) -> None:
     if len(gradient) == 1 and total.dtype == gradient.dtype:
         total.addcmul_(gradient[0], gradient[0])
@@ -152,16 +188,24 @@ def _add_squared(total: Tensor, gradient: Tensor) -> None:
         total += gradient.square_().sum(0, dtype=total.dtype)
 
 
-def build(a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> Tensor:
+def build(a: Tensor, s: Outputs, basis: Basis | None, bias: bool) -> Tensor:
     """Whole per-example gradients (n, o, width), in the basis."""
+    if isinstance(s, Rows):
+        return s.outer(a if basis is None else basis.rotate_inputs(a))
     if basis is not None:
         return basis.rotate_outputs(s).mT @ basis.rotate_inputs(a)
-    gradient = s.mT @ a
-    return torch.cat([gradient, s.sum(1).unsqueeze(2)], 2) if bias else gradient
+    return whole_gradients(a, s, bias)
 
 
-def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Tensor, bias: bool) -> None:
+def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Outputs, bias: bool) -> None:
     """total (q, o, width) += Σ_n weights[q, n] G_n, G_n the whole gradient of example n."""
+    if isinstance(s, Rows):
+        looked_up, a = s.split(a)
+        for each, row in zip(total, weights.to(a.dtype), strict=True):
+            add_rows(each, s.ids.flatten(), (row[:, None, None] * looked_up).flatten(0, 1))
+        if s.dense is None:
+            return
+        s = s.dense
     (n, t, i), o, weights = a.shape, s.shape[2], weights.to(a.dtype)
     if bias:
         total[..., i] += weights @ s.sum(1)
@@ -183,16 +227,23 @@ def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Tensor, bias: boo
         total[start : start + step, :, :i] += sums if o <= i else sums.mT
 
 
-def squared_norms(a: Tensor, s: Tensor, bias: bool) -> Tensor:
+def squared_norms(a: Tensor, s: Outputs, bias: bool) -> Tensor:
     """‖G_n‖², (n,)."""
     (n, t, i), o = a.shape, s.shape[2]
-    gram = t * (i + o) <= o * i  # Σ_{t,t'} (s_t · s_t')(a_t · a_t' + 1) is less than Σ_t s_t a_tᵀ
+    if isinstance(s, Rows) and s.dense is None:
+        return s.merged(a).square_().sum((1, 2), dtype=torch.promote_types(a.dtype, torch.float32))
+    gram = (
+        not isinstance(s, Rows) and t * (i + o) <= o * i
+    )  # Σ_{t,t'} (s_t · s_t')(a_t · a_t' + 1) is less than Σ_t s_t a_tᵀ
     step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // (t * t if gram else o * i))
     wide = torch.promote_types(a.dtype, torch.float32)
     norms = []
     for start in range(0, n, step):
         x, y = a[start : start + step], s[start : start + step]
-        products = (y @ y.mT) * (x @ x.mT + bias) if gram else build(x, y, None, bias).square()
+        if gram and isinstance(y, Tensor):
+            products = (y @ y.mT) * (x @ x.mT + bias)
+        else:
+            products = build(x, y, None, bias).square()
         norms.append(products.sum((1, 2), dtype=wide))
     return torch.cat(norms)
 
@@ -239,10 +290,22 @@ class Readout:
         column = None if self.column is None else self.column * factor
         return Readout(self.weight * factor, column, self.basis)
 
-    def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+    def _rotated(self, a: Tensor, s: Outputs) -> tuple[Tensor, Outputs]:
+        if self.basis is None:
+            return a, s
+        a = self.basis.rotate_inputs(a)
+        return a, s if isinstance(s, Rows) else self.basis.rotate_outputs(s)
+
+    def add_inner(self, total: Tensor, a: Tensor, s: Outputs) -> None:
         """total (q, n) += ⟨W_q, G_n⟩."""
-        if self.basis is not None:
-            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        a, s = self._rotated(a, s)
+        if isinstance(s, Rows):
+            looked_up, a = s.split(a)
+            for inner, table in zip(total, self.weight, strict=True):
+                inner += (table[s.ids] * looked_up).sum((1, 2), dtype=total.dtype)
+            if s.dense is None:
+                return
+            s = s.dense
         if self.column is not None:
             total += (self.column @ s.sum(1).mT).to(total.dtype)
         if a.shape[1] == 1:
@@ -275,19 +338,23 @@ class Readout:
             part = self.weight[:, rows].reshape(q, -1)
             total += (part @ gradient.view(n, -1).mT).to(total.dtype)
 
-    def by_position(self, a: Tensor, s: Tensor) -> Tensor:
+    def by_position(self, a: Tensor, s: Outputs) -> Tensor:
         """⟨W_q, s_t a_tᵀ⟩ at each position: (q, n, t); over t they add up to the inner product."""
-        if self.basis is not None:
-            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        a, s = self._rotated(a, s)
+        if isinstance(s, Rows):
+            return torch.stack([(s.lookup(table) * a).sum(2) for table in self.weight])
         value = torch.stack([(s * (a @ w.mT)).sum(2) for w in self.weight])
         if self.column is not None:
             value = value + torch.einsum("nto,qo->qnt", s, self.column)
         return value
 
-    def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
+    def paired(self, a: Tensor, s: Outputs, rows: slice) -> Tensor:
         """⟨W_n, G_n⟩, these rows of W each with one example: (n,)."""
-        if self.basis is not None:
-            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        a, s = self._rotated(a, s)
+        if isinstance(s, Rows):
+            each = zip(self.weight[rows], range(len(a)), strict=True)
+            sums = [(s[k : k + 1].lookup(table) * a[k]).sum() for table, k in each]
+            return torch.stack(sums)
         value = (s * (a @ self.weight[rows].mT)).sum((1, 2))
         if self.column is not None:
             value = value + (self.column[rows] * s.sum(1)).sum(1)
@@ -317,14 +384,14 @@ class FactoredReadout:
     def scaled(self, factor: float) -> FactoredReadout:
         return replace(self, s=self.s * factor)
 
-    def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+    def add_inner(self, total: Tensor, a: Tensor, s: Outputs) -> None:
         """total (q, n) += Σ_{r,t} (s_qr · s_nt)(a_qr · a_nt + c_qr)."""
         (n, t, i), o, q = a.shape, s.shape[2], len(total)
+        ways = cost.inner_by_position, cost.inner_expanded
+        by_position, expanded = (way(n, t, o, i, q, self.rank) for way in ways)
         if self.rank == 1:
             total += self.by_position(a, s).sum(2).to(total.dtype)
-        elif cost.inner_by_position(n, t, o, i, q, self.rank) < cost.inner_expanded(
-            n, t, o, i, q, self.rank
-        ):
+        elif isinstance(s, Rows) or by_position < expanded:
             step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * t * self.rank))
             for start in range(0, q, step):
                 some = self._queries(start, start + step).by_position(a, s)
@@ -351,15 +418,17 @@ class FactoredReadout:
         c = self.c[rows] if isinstance(self.c, Tensor) else self.c
         return FactoredReadout(self.a[rows], self.s[rows], c, self.rank)
 
-    def by_position(self, a: Tensor, s: Tensor) -> Tensor:
+    def by_position(self, a: Tensor, s: Outputs) -> Tensor:
         """The same position by position of the examples: (q, n, t)."""
-        products = (a @ self.a.T + self.c) * (s @ self.s.T)
+        outputs = s.lookup(self.s.T) if isinstance(s, Rows) else s @ self.s.T
+        products = (a @ self.a.T + self.c) * outputs
         if self.rank > 1:
             products = products.view(*products.shape[:2], -1, self.rank).sum(3)
         return products.permute(2, 0, 1)
 
-    def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
+    def paired(self, a: Tensor, s: Outputs, rows: slice) -> Tensor:
         """The same, these rows each with one example: (n,)."""
         assert isinstance(self.c, bool)  # self-influence takes no rank
+        assert isinstance(s, Tensor)  # and lookups have plain readouts
         left = (self.a[rows].unsqueeze(1) * a).sum(2) + self.c
         return (left * (self.s[rows].unsqueeze(1) * s).sum(2)).sum(1)

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches
-from whence.layers.capture import LayerFactors, ParameterBlock
+from whence.layers.capture import LayerFactors, Outputs, ParameterBlock
 from whence.layers.passes import Passes, Signal
+from whence.layers.rows import Rows
 from whence.operators.products import build
 
-Piece = tuple[Tensor, Tensor | None]  # (a, s), or (whole gradients, None)
+Piece = tuple[Tensor, Outputs | None]  # (a, s), or (whole gradients, None)
 
 
 @dataclass
@@ -38,9 +39,10 @@ class Gradients:
     def add(self, factors: LayerFactors) -> int:
         """Add a batch's gradients; returns the count of numbers that they take in memory."""
         n, t = factors.s.shape[:2]
-        if t * (self.block.i + self.block.o) <= self.block.size:
+        numbers = t * (self.block.i + (1 if self.block.lookup else self.block.o))
+        if numbers <= self.block.size:
             self.pieces.append((factors.a, factors.s))
-            return n * t * (self.block.i + self.block.o)
+            return n * numbers
         self.pieces.append((build(factors.a, factors.s, None, self.block.bias), None))
         return n * self.block.size
 
@@ -57,6 +59,10 @@ class Gradients:
             start += len(a)
             if s is None:
                 out.copy_(a[:, first:last])
+                continue
+            if isinstance(s, Rows):
+                chosen = torch.arange(first, last, device=a.device)
+                out.copy_(s.picked(chosen).outer(a)[:, :-1])
                 continue
             part = s[:, :, first:last]
             if s.shape[1] == 1:

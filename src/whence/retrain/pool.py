@@ -6,7 +6,6 @@ import copy
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from whence.data import Batches, cut, place
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidTarget, examples_of
+from whence.errors import InvalidInput, InvalidTarget, examples_of, warn
 from whence.retrain.callback import Callback, Interrupted, Update
 from whence.retrain.capacity import models_at_once
 from whence.retrain.device import cuda_devices, training_device
@@ -91,7 +90,7 @@ class TrainingPool:
 
     def warn_if_sequential(self) -> None:
         if self.engine is None and self.why is not None:
-            warnings.warn(f"models are trained one at a time: {self.why}", stacklevel=4)
+            warn(f"models are trained one at a time: {self.why}", stacklevel=4)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -152,7 +151,7 @@ class TrainingPool:
         """Train this many models for two updates and measure them, to probe memory."""
         assert self.engine is not None
         data = self.data()
-        some = [Training(k, example.subset, example.stage) for k in range(count)]
+        some = [replace(example, seed=k) for k in range(count)]
         stack = train_stack(self.recipe, some, self.engine, self.device, data, updates=2)
         stack.measurements(self.recipe.task, data[QUERIES], len(self.query), self.query_block)
 
@@ -196,7 +195,7 @@ class TrainingPool:
                 raise
         torch.cuda.empty_cache()
         half = len(trainings) // 2
-        warnings.warn(
+        warn(
             f"{len(trainings)} models together do not fit into memory: trying {half}",
             stacklevel=2,
         )
@@ -238,7 +237,7 @@ class TrainingPool:
         if folder is not None and (self._longest > LONG or folder.exists()):
             model = self._checkpointed(training, folder, after_update)
         else:
-            model = self.recipe_on_device.train(
+            model = training.weighted(self.recipe_on_device).train(
                 training.seed,
                 training.subset,
                 stage=training.stage,
@@ -259,7 +258,7 @@ class TrainingPool:
         # the same update counts in every call that resumes it
         ends = np.cumsum(totals)
         steps = sorted({*np.linspace(0, ends[-1], 17, dtype=int).tolist(), *ends.tolist()} - {0})
-        run = self.recipe_on_device.run(
+        run = training.weighted(self.recipe_on_device).run(
             training.seed,
             folder,
             steps,

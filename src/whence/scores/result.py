@@ -24,12 +24,13 @@ from whence.errors import (
     InvalidType,
     MissingDependency,
     MissingFile,
+    collected_warnings,
 )
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
 from whence.scores.uncertainty import calibrated, half_widths
-from whence.table import Table, Tabled, listed, one_line
+from whence.table import Table, call_text, listed, one_line
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -98,12 +99,12 @@ class Top:
         return int(self.values.shape[-1])
 
 
-class Scores(Tabled):
+class Scores:
     """Query x train scores, with ids, unit, direction, provenance and diagnostics.
 
     ``values[q, m]`` estimates the effect of training example ``m`` on the measurement of query
     ``q``: f(with m) - f(without m). Its shape is (q, n), or (n,) for self-influence. With
-    ``attribute(top=k)`` there is ``top`` instead of ``values``.
+    ``attribute(top=k)`` there is ``strongest`` instead of ``values``.
     """
 
     def __init__(
@@ -167,8 +168,10 @@ class Scores(Tabled):
             raise InvalidInput(f"spread has shape {spread.shape}, but the scores {self.shape}")
         self.by_segment, self.by_layer = by_segment, by_layer
         self.spread = spread
-        self.top = top
+        self.strongest = top  # None if all values are there
         self.diagnostics: dict[str, Any] = _plain("diagnostics", diagnostics or {})
+        messages = dict.fromkeys([*self.warnings, *collected_warnings()])
+        self.diagnostics |= {"warnings": list(messages)} if messages else {}
         self.provenance: dict[str, Any] = _plain("provenance", provenance or {})
         self.excluded: list[dict[str, Any]] = _plain("excluded", list(excluded or []))
         # The ScoreWriter's arguments, so that the same call reuses its finished work.
@@ -233,7 +236,7 @@ class Scores(Tabled):
         """The scores of ``query`` and their columns (positions in ``train_ids``): all of them, or
         those that were kept if only the top was."""
         row = self.row_index(query)
-        if self.top is None:
+        if self.strongest is None:
             return self._row(row), np.arange(self.shape[-1])
         ends = [self._top_row(row, end) for end in (0, 1)]
         columns, first = np.unique(np.concatenate([c for _, c in ends]), return_index=True)
@@ -255,7 +258,7 @@ class Scores(Tabled):
                 "its own measurement, so they do not add up; ask for one example, or attribute "
                 "with query="
             )
-        if self.top is None:
+        if self.strongest is None:
             values = self._row(row)[columns]
         else:
             by_column = self._top_by_column(row)
@@ -339,6 +342,27 @@ class Scores(Tabled):
             self.to_numpy(), index=pd.Index(self.query_ids, name="query"), columns=examples
         )
 
+    def ranking(self, study: Any = None, query: int | None = None, **display: Any) -> Any:
+        """A DataFrame of the training examples, the most helpful first, with score, label and text.
+
+        Args:
+            study: whose training data has the labels and texts.
+            query: whose scores to rank by (default: the mean over all queries).
+            display: `classes`, `columns`, `tokenizer`: as in `whence.report.write`.
+        """
+        from whence import report
+
+        return report.ranking(self, study, query, **display)
+
+    def show(self, query: int, **options: Any) -> Any:
+        """Show one query with its most helpful and harmful examples, in a notebook or as text.
+
+        The options are those of `whence.report.show`.
+        """
+        from whence import report
+
+        return report.show(self, query, **options)
+
     def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write one HTML file that shows each query with its most helpful and harmful examples.
 
@@ -348,14 +372,18 @@ class Scores(Tabled):
 
         return report.write(self, path, **options)
 
-    def table(self) -> Table:
-        """A table that describes the scores."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+    @property
+    def call(self) -> str:
+        """How the scores were made: 'Source(segments=3)'."""
+        return str(self.provenance.get("call") or call_text(self.method, self.settings, {}))
+
+    def describe(self) -> Table:
+        """What the scores are about, as a table."""
         if self.is_self_influence:
             size = f"{self.shape[0]} training examples, each on its own measurement"
         else:
             size = f"{self.shape[0]} queries x {self.shape[1]} training examples"
-        if self.top is not None:
+        if self.strongest is not None:
             size += f"; only the top {self._entries} at either end are kept"
         else:
             size += f", {self.values.dtype}"
@@ -372,7 +400,13 @@ class Scores(Tabled):
         ]
         if "calibration" in self.diagnostics:
             facts.append(("calibrated", calibrated(self.diagnostics["calibration"])))
-        return Table(None, facts, title=f"Scores by {self.method}({settings})")
+        return Table(None, facts, title=f"Scores by {self.call}")
+
+    def __repr__(self) -> str:
+        return str(self.describe())
+
+    def _repr_html_(self) -> str:
+        return self.describe()._repr_html_()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a folder with the arrays (scores.npy, ...) and, last, scores.json.
@@ -433,8 +467,8 @@ class Scores(Tabled):
             BY_SEGMENT: self.by_segment,
             BY_LAYER: self.by_layer,
             "spread": self.spread,
-            "top_values": None if self.top is None else self.top.values,
-            "top_columns": None if self.top is None else self.top.columns,
+            "top_values": None if self.strongest is None else self.strongest.values,
+            "top_columns": None if self.strongest is None else self.strongest.columns,
             "query_ids": None if self.is_self_influence else self.query_ids,
             "train_ids": self.train_ids,
         }
@@ -457,14 +491,14 @@ class Scores(Tabled):
     @property
     def _entries(self) -> int:
         """Entries per query at either end."""
-        return self.shape[-1] if self.top is None else self.top.kept
+        return self.shape[-1] if self.strongest is None else self.strongest.kept
 
     def _ranking(self, query: int | None, k: int, *, highest: bool) -> Ranking:
         row, k = self.row_index(query), operator.index(k)
         if k < 1:
             raise InvalidInput(f"k={k}: ask for at least one example")
         k = min(k, self.shape[-1])
-        if self.top is not None:
+        if self.strongest is not None:
             if k > self._entries:
                 raise InvalidInput(
                     f"k={k}, but only the top {self._entries} of each query were kept: use "
@@ -491,8 +525,10 @@ class Scores(Tabled):
         return np.asarray(self.values[...] if self.is_self_influence else self.values[row])
 
     def _top_row(self, row: int, end: int) -> tuple[Floats, Ints]:
-        assert self.top is not None
-        return np.atleast_2d(self.top.values[end])[row], np.atleast_2d(self.top.columns[end])[row]
+        assert self.strongest is not None
+        return np.atleast_2d(self.strongest.values[end])[row], np.atleast_2d(
+            self.strongest.columns[end]
+        )[row]
 
     def _top_by_column(self, row: int) -> dict[int, float]:
         ends = [self._top_row(row, end) for end in (0, 1)]

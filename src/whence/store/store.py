@@ -22,7 +22,7 @@ from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension
 from whence.engine.queries import QuerySet
 from whence.engine.workspace import LOSS, Workspace, scored_stages
-from whence.errors import InvalidInput, collect_warnings
+from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
@@ -120,7 +120,7 @@ class GradientStore(StoreContents):
         check_choices(projection, fisher, methods)
         folder = Path(path)
         lock = FolderLock(folder, "builds a store", takeover=True)
-        with lock, torch.no_grad(), precision_as_asked():
+        with lock, torch.no_grad(), precision_as_asked(), collect_warnings() as messages:
             options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
             workspace = Workspace.lay_out(study, run, options)
             check_dimension(dimension, workspace.trained_blocks(), workspace.memory)
@@ -159,11 +159,15 @@ class GradientStore(StoreContents):
             if before != description["data"]:  # decompositions of fewer examples are of no use
                 shutil.rmtree(folder / "decompositions", ignore_errors=True)
             description["complete"] = False
+            known = description.get("warnings", [])
+            description["warnings"] = messages  # what is added later is saved with the progress
+            messages[:0] = [m for m in known if m not in messages]
             store = cls(folder, study, description)
             Builder(store, workspace).complete()
         return store
 
     @classmethod
+    @collect_warnings()
     def open(cls, path: str | os.PathLike[str], study: Study) -> GradientStore:
         """Open a finished store, for the study it was built from.
 
@@ -195,6 +199,7 @@ class GradientStore(StoreContents):
             store.rows(unit.stage, unit.checkpoint)
         with torch.no_grad(), precision_as_asked():
             store.check_losses(workspace, store.units(run)[-1])
+        description["warnings"] = [*description.get("warnings", []), *collected_warnings()]
         return store
 
     # -- answers -------------------------------------------------------------------------------
@@ -284,6 +289,8 @@ class GradientStore(StoreContents):
             assert queries is not None
             workspace = workspace.for_query(queries, stages)
             self.verify(workspace)
+            for message in self.description.get("warnings", []):
+                warn(message, stacklevel=3)
             return method.score(workspace, out, top, BY_SEGMENT if by_segment else None)
 
     def _workspace(self, options: ComputeOptions) -> StoreWorkspace:
