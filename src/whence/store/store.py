@@ -247,7 +247,7 @@ class GradientStore(StoreContents):
     def source(
         self,
         query: Any,
-        segments: int | str | Sequence[int] = "stages",
+        segments: int | str | Sequence[int] = "auto",
         *,
         coupling: bool = True,
         query_at: str = "run",
