@@ -38,7 +38,8 @@ from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost
 from whence.run import Segment
-from whence.scores import BY_LAYER, BY_SEGMENT, Scores
+from whence.scores import Scores
+from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.study import Study
 
 AUTO, SEGMENTS = "auto", 3  # the choice of `chosen_segments`, and the paper's number
@@ -51,7 +52,7 @@ Vectors = Iterator[tuple[Sequence[int], Any, float]]
 class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
-    _linear = _layered = True
+    _linear = _layered = _chosen = True
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
 
@@ -199,7 +200,7 @@ class GradientMethod(Method):
         if len(study.runs) != 1:
             raise InvalidInput(f"tokens() needs a study of one run, not of {len(study.runs)}")
         stage = self.stage or study.stages[-1]
-        count = len(study.data[stage])
+        count = len(study.candidates.get(stage, study.data[stage]))
         wrong = [e for e in examples if not 0 <= e < count]
         if wrong:
             raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")

@@ -67,9 +67,14 @@ class Unrolling(Method):
     # -- shared --------------------------------------------------------------------------------
 
     def lay_out(
-        self, study: Study, run: Run, query: Any, options: ComputeOptions
+        self,
+        study: Study,
+        run: Run,
+        query: Any,
+        options: ComputeOptions,
+        examples: Any = None,
     ) -> ReplayWorkspace:
-        workspace = super().lay_out(study, run, query, options)
+        workspace = super().lay_out(study, run, query, options, examples)
         with twice_differentiable():
             mode = "follow" if self._follows else "ignore" if run.trajectory else "refuse"
             replay = Replay(workspace, options.batch_size, mode)
