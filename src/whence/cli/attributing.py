@@ -150,7 +150,9 @@ def layers(
     layers: Annotated[
         list[str] | None,
         typer.Option(
-            "--layers", metavar="PATTERN", help="With a run: track only the layers that match; all for every kind."
+            "--layers",
+            metavar="PATTERN",
+            help="With a run: track only the layers that match; all for every kind.",
         ),
     ] = None,
 ) -> Answer:

@@ -26,7 +26,7 @@ from whence.layers.parameter import Bias, Direct
 from whence.task import Task
 
 PAIR = ("weight", "bias")
-OPTIONAL = "not tracked by default"
+OPTIONAL = 'only Study(layers="all") tracks it'
 FROZEN = "frozen: no update of the run moved it"
 UNRECORDED = "changed between checkpoints, but no recorded optimizer updates it"
 
