@@ -641,7 +641,31 @@ def test_what_is_left_out_is_said_once_by_name_and_share() -> None:
     assert "44.4% of the trained parameters: odd, norm" in repr(scores).replace(
         "norm, odd", "odd, norm"
     )
-    assert "left out: " in study.describe() and "odd" in study.describe()
+    described = str(study.describe())
+    assert "left out: " in described and "odd" in described
+    assert "<table>" in study.describe()._repr_html_()
+
+
+def test_a_warning_names_the_largest_three_layers_that_are_left_out() -> None:
+    norms = {f"norm{k}": nn.LayerNorm(4) for k in range(6)}
+    model = small(
+        lambda m, x: m.head(_through(m, torch.tanh(m.odd(m.fc(x))))),
+        **norms,
+        odd=models.DoubledLinear(4, 4),
+    )
+    study = whence.Study(model, Waves(), train=ROWS, runs=once(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        whence.TracIn().attribute(study, QUERIES, **EXACT)
+    (said,) = [str(w.message) for w in caught if "left out" in str(w.message)]
+    assert said.count("norm") == 2 and "left out: odd (" in said and "and 4 more" in said
+    assert str(study.describe()).count("norm") == 6  # where there is room for all
+
+
+def _through(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for k in range(6):
+        x = getattr(model, f"norm{k}")(x)
+    return x
 
 
 def test_chosen_layers() -> None:
@@ -690,7 +714,7 @@ def test_resnet9() -> None:
     train = TensorDataset(data.tensors[0].double(), data.tensors[1])
     task, name = whence.Classification("loss"), "5.inside.1.0"
     study = whence.Study(model, task, train=train, runs=once(model), layers=name)
-    with pytest.warns(UserWarning, match=r"not chosen"):
+    with pytest.warns(UserWarning, match=r"left out: .* more"):
         scores = whence.TracIn().attribute(study, train, batch_size=4, **EXACT)
     expected = products(model, [f"{name}.weight"], train, train, task)
     np.testing.assert_allclose(scores.values, expected, rtol=1e-9, atol=1e-12 * abs(expected).max())

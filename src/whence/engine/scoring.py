@@ -17,23 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, PlainGradients, Queries, Readouts, Term, Workspace
+from whence.engine.queries import Queries, QuerySet
+from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
+from whence.engine.workspace import LOSS, PlainGradients, Readouts, Term, Workspace
 from whence.layers.capture import LayerFactors, Outputs
 from whence.layers.passes import Signal
 from whence.layers.rows import joined
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
-from whence.scores import ScoreWriter
+from whence.scores import BY_LAYER, BY_SEGMENT, ScoreWriter
+from whence.table import progress_bar
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -77,16 +80,17 @@ class Scoring:
     terms: list[Term]
     vectors: VectorsOf
     writer: ScoreWriter
-    by_segment: bool
+    by: str | None  # whose parts of the scores are kept
     signal: Signal = LOSS
     weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
     shared: bool = False  # whether the vectors of all terms are the same
 
-    def queries(self, query: Batches) -> None:
+    def queries(self, query: QuerySet) -> None:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
-        examples = sum(len(workspace.study.data[s]) for s in workspace.stages)
-        bar = tqdm(
+        examples = workspace.examples
+        chosen = self._plan(query)
+        bar = progress_bar(
             total=len(query) * examples,
             desc="scores",
             unit="score",
@@ -95,12 +99,17 @@ class Scoring:
             leave=False,
         )
         with bar:
-            for rows in cut(len(query), self._at_once()):
-                where, fits = slice(int(rows[0]), int(rows[-1]) + 1), self._fits(len(rows))
+            for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
+                where = slice(int(rows[0]), int(rows[-1]) + 1)
+                fits = chosen is not None or self._fits(len(rows))
                 columns = self._columns(self._chunk(0 if fits else len(rows)))
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
-                some = Queries(query, stage, rows)
-                ready = list(self._ready(some, examples)) if fits and todo else None
+                some = query.some(stage, rows)
+                ready = None
+                if chosen is not None and todo:
+                    ready = self._factored(query, stage, rows, chosen)
+                elif fits and todo:
+                    ready = list(self._ready(some, examples))
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk in todo:
                     vectors = ready or self._ready(some, len(chunk.indices))
@@ -110,13 +119,39 @@ class Scoring:
     def selves(self) -> None:
         """Every example against itself."""
         chunks = self._columns(self._at_once())
-        bar = tqdm(chunks, desc="self-influence", disable=not self.workspace.progress, leave=False)
+        bar = progress_bar(
+            chunks, desc="self-influence", disable=not self.workspace.progress, leave=False
+        )
         for chunk in bar:
             if not self.writer.done(None, chunk.place):
                 data = self.workspace.study.data[chunk.stage]
                 some = Queries(data, chunk.stage, chunk.indices)
                 ready = self._ready(some, len(chunk.indices))
                 self._write(None, chunk, self._contributions(ready, chunk, None))
+
+    def _plan(self, query: QuerySet) -> Plan | None:
+        """How to take the queries in factors; an interrupted call's rank is taken again."""
+        account, terms = self.writer.account, 1 if self.shared else len(self.terms)
+        chosen = plan(self.workspace, query, terms, account.get("query_rank"))
+        if chosen is not None:
+            account["query_rank"] = chosen.rank
+        return chosen
+
+    def _factored(
+        self, query: QuerySet, stage: str, rows: NDArray[np.int64], plan: Plan
+    ) -> list[tuple[int, Any]]:
+        """The vectors of these queries for each term, in factors."""
+        parts: dict[tuple[int, ...], list[Readouts]] = {}
+        for block in cut(len(rows), plan.whole):
+            some = query.some(stage, rows[block])
+            for which, vectors, scale in self.vectors(some):
+                ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
+                label = f"{some.label}, term {which[0]}"
+                lost = energy.lost().cpu().numpy()
+                self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
+                parts.setdefault(tuple(which), []).append(ready)
+        complete = [(which, joined_readouts(parts.pop(which))) for which in list(parts)]
+        return [(k, ready) for which, ready in complete for k in which]
 
     def _ready(self, queries: Queries, examples: int) -> Iterator[tuple[int, Any]]:
         """The vectors of these queries for each term, ready to meet this many examples."""
@@ -131,8 +166,13 @@ class Scoring:
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
     ) -> Tensor:
-        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
-        shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
+        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves. If the parts of
+        layers are kept, they follow."""
+        shape = [
+            len(self.terms) + len(set(self._layers.values())),
+            *([] if queries is None else [queries]),
+            len(chunk.indices),
+        ]
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
         data = self.workspace.study.data[chunk.stage]
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
@@ -141,14 +181,31 @@ class Scoring:
             for here, name, a, s in self._gradients(term, chunk.stage, data, batches):
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
-                if queries is None:
-                    total[here] += readouts[name].paired(a, s, here)
+                if self._layers:
+                    part = torch.zeros_like(total[..., here])
+                    self._add(part, readouts[name], a, s, here)
+                    total[..., here] += part
+                    totals[len(self.terms) + self._layers[name]][..., here] += part
                 else:
-                    readouts[name].add_inner(total[:, here], a, s)
+                    self._add(total[..., here], readouts[name], a, s, here)
             del readouts  # before the next ones are computed
         if self.weights is not None:
             totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
         return totals
+
+    @staticmethod
+    def _add(total: Tensor, readout: Any, a: Tensor, s: Outputs, here: slice) -> None:
+        """Inner products of all queries with these examples, (q, n), or of each with its own."""
+        if total.dim() == 1:
+            total += readout.paired(a, s, here)
+        else:
+            readout.add_inner(total, a, s)
+
+    @cached_property
+    def _layers(self) -> dict[str, int]:
+        """The number of each block's layer; empty if the parts of layers are not kept."""
+        layers = self.workspace.layers if self.by == BY_LAYER else []
+        return {block.name: k for k, layer in enumerate(layers) for block in layer.blocks}
 
     def _gradients(
         self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
@@ -187,14 +244,17 @@ class Scoring:
             start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
+        terms = len(self.terms)
+        contributions, layers = contributions[:terms], contributions[terms:]
         sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
         before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
         self.writer.account["magnitudes"] = [
             x + y for x, y in zip(before, sizes.tolist(), strict=True)
         ]
         values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
-        parts = contributions.cpu().numpy() if self.by_segment else None
-        self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
+        parts = {BY_SEGMENT: contributions, BY_LAYER: layers}.get(self.by or "")
+        kept = None if parts is None else parts.cpu().numpy()
+        self.writer.write(rows, chunk.place, values.cpu().numpy(), kept)
 
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress: whole batches.
@@ -203,7 +263,7 @@ class Scoring:
             queries: whose vectors are computed for each chunk; 0 if they are kept.
         """
         batch, size = self.workspace.batch_size, self.workspace.accumulator.itemsize
-        scores = len(self.terms) * max(1, queries) * size
+        scores = (len(self.terms) + len(set(self._layers.values()))) * max(1, queries) * size
         room = self.workspace.memory // 8 // scores
         return max(CHUNK, 4 * batch, min(EXAMPLES_PER_QUERY * queries, room)) // batch * batch
 
@@ -226,11 +286,11 @@ class Scoring:
     def _columns(self, size: int) -> list[Columns]:
         columns, offset = [], 0
         for stage in self.workspace.stages:
-            count = len(self.workspace.study.data[stage])
-            for indices in cut(count, size):
-                place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
-                columns.append(Columns(stage, indices, place))
-            offset += count
+            examples = self.workspace.scored(stage)
+            for part in cut(len(examples), size):
+                place = slice(offset + int(part[0]), offset + int(part[-1]) + 1)
+                columns.append(Columns(stage, examples[part], place))
+            offset += len(examples)
         return columns
 
 

@@ -297,7 +297,7 @@ def _folder(path: Path, key: str, place: str) -> Path:
         raise StudyYamlError(
             f"{path}: {key} {place} {problem}: give a folder, relative to {Path.cwd()}"
         )
-    return folder
+    return folder.absolute()
 
 
 def _last_checkpoint(folder: Path) -> Path:

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from whence.data import Batches, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import Separation
 from whence.layers.tracked import Tracked
-from whence.table import listed
+from whence.table import listed, progress_bar
 from whence.task import Task, Uniform
 
 #: sees the data, indices, outputs and batch of every pass
@@ -152,7 +151,9 @@ class Passes:
     ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label shows a progress bar."""
         silent = label is None or not self.progress
-        bar = tqdm(total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False)
+        bar = progress_bar(
+            total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False
+        )
         with bar:
             for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
                 yield from self._batch(data, indices, batch, signal)

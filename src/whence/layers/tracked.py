@@ -23,8 +23,10 @@ from whence.layers.embedding import Embedding
 from whence.layers.kind import Kind, kind_of
 from whence.layers.linear import Linear
 from whence.layers.parameter import Bias, Direct
+from whence.table import listed
 from whence.task import Task
 
+LISTED = 3  # excluded layers that a warning names
 PAIR = ("weight", "bias")
 OPTIONAL = 'only Study(layers="all") tracks it'
 FROZEN = "frozen: no update of the run moved it"
@@ -73,15 +75,16 @@ class Tracked:
         """Share of the trained parameters that is tracked."""
         return 1.0 - sum(e.share for e in self.excluded)
 
-    def summary(self) -> str:
-        """One line: the tracked share of the trained parameters, the names of the excluded layers,
+    def summary(self, most: int = LISTED) -> str:
+        """One line: the tracked share of the trained parameters, the largest excluded layers,
         and what is frozen."""
         frozen = [e for e in self.excluded if e.reason == FROZEN]
         total = f"{self.trained:,} {'trained ' if frozen else ''}parameters"
         text = f"all {total} are tracked"
         if self.unseen:
-            parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
-            text = f"{self.share:.1%} of {total} are tracked; left out: {', '.join(parts)}"
+            largest = sorted(self.unseen, key=lambda e: -e.share)
+            parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in largest]
+            text = f"{self.share:.1%} of {total} are tracked; left out: {listed(parts, most)}"
             text += '; Study(layers="all") tracks more' if self.optional else ""
         if frozen:
             what = frozen[0].name if len(frozen) == 1 else f"{len(frozen)} layers"

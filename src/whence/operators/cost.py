@@ -13,6 +13,7 @@ import torch
 
 from whence.layers.capture import ParameterBlock
 from whence.layers.tracked import Tracked
+from whence.table import Table
 
 
 def basis_numbers(block: ParameterBlock) -> int:
@@ -55,6 +56,21 @@ def inner(block: ParameterBlock, t: int, queries: int, factored: bool = False) -
     if factored and t == 1:
         return 2.0 * queries * (block.o + block.i)
     return 2.0 * block.o * block.width * (queries + (t if t > 1 else 0))
+
+
+def inner_by_position(n: int, t: int, o: int, i: int, queries: int, rank: int) -> float:
+    """Operations of n examples' inner products with queries in factors, position by position."""
+    return 2.0 * n * t * queries * rank * (o + i)
+
+
+def inner_expanded(n: int, t: int, o: int, i: int, queries: int, rank: int) -> float:
+    """The same, after the factors were multiplied out for these n examples."""
+    return 2.0 * o * i * (n * t + queries * rank + n * queries)
+
+
+def low_rank_numbers(block: ParameterBlock, rank: int | None) -> int:
+    """Numbers of a query's matrix: whole, or in factors where these are smaller."""
+    return block.size if rank is None else min(block.size, rank * (block.o + block.width))
 
 
 def rotate_examples(block: ParameterBlock, t: int, examples: int) -> float:
@@ -142,15 +158,15 @@ def rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * d**3 / best
 
 
-def table(tracked: Tracked, examples: int) -> str:
-    """The tracked layers and the operations one pass over the data takes, as text."""
-    head = f"{'layer':<32} {'o × i':>15} {'t':>6} {'parameters':>12}"
-    head += f" {'cov':>9} {'eig':>9} {'fwd+bwd':>9}"
-    rows = [head + "   (GFLOP per pass)", "-" * len(head)]
+def table(tracked: Tracked, examples: int, title: str) -> Table:
+    """The tracked layers, and the operations (in 10⁹) that one pass over the data takes."""
+    rows = []
     for b in tracked.blocks:
         t = tracked.positions[b.name]
         cells = (covariance(b, t), squares(b, t), forward_backward(b, t))
-        costs = " ".join(f"{examples * c / 1e9:>9,.1f}" for c in cells)
         shape = f"{b.o} × {b.i}{'+1' if b.bias else ''}"
-        rows.append(f"{b.name:<32} {shape:>15} {t:>6} {b.size:>12,} {costs}")
-    return "\n".join(rows)
+        costs = (f"{examples * c / 1e9:,.1f}" for c in cells)
+        rows.append((b.name, shape, t, f"{b.size:,}", *costs))
+    heads = ("layer", "o × i", "t", "parameters")
+    costs = ("GFLOP: covariances", "eigenvalues", "forward, backward")
+    return Table([*heads, *costs], rows, title=title, note=tracked.summary(len(tracked.excluded)))

@@ -15,7 +15,6 @@ passes over the data, and the result stays on the CPU and is brought to the devi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.errors import warn
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import cost
@@ -279,7 +279,7 @@ class Fitter:
     def _warn_of_groups(self, groups: int, bases: bool) -> None:
         assert self.room is not None
         self.notes["factor_groups"] = groups
-        warnings.warn(
+        warn(
             f"the factors of all {len(self.blocks)} layers take {self._bytes(bases) / 2**30:.2g} "
             f"GiB, and there is room for {self.room / 2**30:.2g}: they are fitted in {groups} "
             "groups of layers, with passes over the data for each. Give more memory=, or track "

@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm.auto import tqdm
 
 from whence.data import batch_length, cut
 from whence.errors import InvalidInput, NotFinite
@@ -39,6 +38,7 @@ from whence.operators.products import Readout, add_weighted
 from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
+from whence.table import progress_bar
 
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
 
@@ -109,7 +109,7 @@ class GaussNewton(Operator[BlockVectors]):
         v, totals = self.space.unflatten(vectors), self.space.unflatten(total)
         self._products += 1
         pairs = list(product(self.data, self.checkpoints))
-        bar = tqdm(
+        bar = progress_bar(
             total=sum(len(part.batches(self.batch_size)) for part, _ in pairs),
             desc=f"Gauss-Newton product {self._products}",
             disable=not self.data[0].passes.progress,

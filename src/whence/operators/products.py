@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from whence.layers.capture import LayerFactors, Outputs, whole_gradients
 from whence.layers.rows import Rows, add_rows
+from whence.operators import cost
 from whence.operators.space import Basis
 
 #: numbers in a scratch buffer that is read back immediately (it should stay in a CPU's cache) ...
@@ -28,6 +29,8 @@ SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
 LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
 #: (number of row blocks, least height of one) in which a symmetric product is computed
 ROW_BLOCKS = {"cpu": (8, 128), "cuda": (4, 1024)}
+#: of the search for leading singular vectors
+OVERSAMPLED, SUBSPACE_ITERATIONS = 8, 2
 
 
 _local = threading.local()
@@ -245,6 +248,25 @@ def squared_norms(a: Tensor, s: Outputs, bias: bool) -> Tensor:
     return torch.cat(norms)
 
 
+def leading(values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Matrices (q, o, width) ≈ leftᵀ right, from left (q, r, o), orthonormal, and right (q, r,
+    width): their leading singular vectors, by subspace iteration from a fixed start.
+
+    What is lost of ‖values‖² is ‖values‖² - ‖right‖².
+    """
+    o, width = values.shape[1:]
+    columns = min(rank + OVERSAMPLED, o, width)
+    generator = torch.Generator().manual_seed(columns)
+    start = torch.randn(width, columns, generator=generator, dtype=torch.float64)
+    span = torch.linalg.qr(values @ start.to(values))[0]
+    for _ in range(SUBSPACE_ITERATIONS):
+        span = torch.linalg.qr(values @ torch.linalg.qr(values.mT @ span)[0])[0]
+    inside = span.mT @ values  # (q, columns, width)
+    vectors = torch.linalg.eigh(inside.double() @ inside.double().mT)[1]
+    chosen = vectors[..., -min(rank, columns) :].flip(2).to(values)
+    return (span @ chosen).mT.contiguous(), chosen.mT @ inside
+
+
 @dataclass(frozen=True)
 class Readout:
     """q linear functionals of a block's gradient, ready to be applied to many examples.
@@ -341,26 +363,72 @@ class Readout:
 
 @dataclass(frozen=True)
 class FactoredReadout:
-    """q functionals s_q a_qᵀ, gradients at one position: inner products without any (o, i)."""
+    """q functionals Σ_r s_qr [a_qr, c_qr]ᵀ: inner products without any (o, i) of a query.
 
-    a: Tensor  # (q, i)
-    s: Tensor  # (q, o)
-    bias: bool
+    A gradient at one position has rank 1, and c = 1 with a bias. Other vectors are cut to a rank.
+    """
+
+    a: Tensor  # (q r, i)
+    s: Tensor  # (q r, o)
+    c: Tensor | bool  # (q r,), of the bias coordinate
+    rank: int = 1
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, bias: bool, dtype: torch.dtype) -> FactoredReadout:
+        """Σ_r left_rᵀ right_r, from (q, r, o) and (q, r, width)."""
+        s, a = left.to(dtype).flatten(0, 1), right.to(dtype).flatten(0, 1)
+        if not bias:
+            return cls(a, s, False, left.shape[1])
+        return cls(a[:, :-1].contiguous(), s, a[:, -1].contiguous(), left.shape[1])
 
     def scaled(self, factor: float) -> FactoredReadout:
-        return FactoredReadout(self.a, self.s * factor, self.bias)
+        return replace(self, s=self.s * factor)
 
     def add_inner(self, total: Tensor, a: Tensor, s: Outputs) -> None:
-        """total (q, n) += (s_q · s_n)(a_q · a_n + bias)."""
-        total += self.by_position(a, s).sum(2).to(total.dtype)
+        """total (q, n) += Σ_{r,t} (s_qr · s_nt)(a_qr · a_nt + c_qr)."""
+        (n, t, i), o, q = a.shape, s.shape[2], len(total)
+        ways = cost.inner_by_position, cost.inner_expanded
+        by_position, expanded = (way(n, t, o, i, q, self.rank) for way in ways)
+        if self.rank == 1:
+            total += self.by_position(a, s).sum(2).to(total.dtype)
+        elif isinstance(s, Rows) or by_position < expanded:
+            step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * t * self.rank))
+            for start in range(0, q, step):
+                some = self._queries(start, start + step).by_position(a, s)
+                total[start : start + step] += some.sum(2, dtype=total.dtype)
+        else:
+            self._add_expanded(total, a, s)
+
+    def _add_expanded(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+        """The queries' and the examples' matrices, a few outputs at a time, then one product."""
+        (n, _, i), q, r = a.shape, len(total), self.rank
+        left, right = self.s.view(q, r, -1), self.a.view(q, r, i)
+        if isinstance(self.c, Tensor):
+            column = (left * self.c.view(q, r, 1)).sum(1)
+            total += (column @ s.sum(1).mT).to(total.dtype)
+        step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (max(n, q) * i))
+        for start in range(0, s.shape[2], step):
+            rows = slice(start, start + step)
+            gradient = torch.bmm(s[:, :, rows].mT, a).flatten(1)
+            part = torch.bmm(left[:, :, rows].mT, right).flatten(1)
+            total += (part @ gradient.mT).to(total.dtype)
+
+    def _queries(self, first: int, end: int) -> FactoredReadout:
+        rows = slice(first * self.rank, end * self.rank)
+        c = self.c[rows] if isinstance(self.c, Tensor) else self.c
+        return FactoredReadout(self.a[rows], self.s[rows], c, self.rank)
 
     def by_position(self, a: Tensor, s: Outputs) -> Tensor:
         """The same position by position of the examples: (q, n, t)."""
-        assert isinstance(s, Tensor)  # lookups have plain readouts
-        return ((a @ self.a.T + self.bias) * (s @ self.s.T)).permute(2, 0, 1)
+        outputs = s.lookup(self.s.T) if isinstance(s, Rows) else s @ self.s.T
+        products = (a @ self.a.T + self.c) * outputs
+        if self.rank > 1:
+            products = products.view(*products.shape[:2], -1, self.rank).sum(3)
+        return products.permute(2, 0, 1)
 
     def paired(self, a: Tensor, s: Outputs, rows: slice) -> Tensor:
         """The same, these rows each with one example: (n,)."""
-        assert isinstance(s, Tensor)
-        left = (self.a[rows].unsqueeze(1) * a).sum(2) + self.bias
+        assert isinstance(self.c, bool)  # self-influence takes no rank
+        assert isinstance(s, Tensor)  # and lookups have plain readouts
+        left = (self.a[rows].unsqueeze(1) * a).sum(2) + self.c
         return (left * (self.s[rows].unsqueeze(1) * s).sum(2)).sum(1)

@@ -126,6 +126,15 @@ class BlockVectors:
             self.values | other.values, self.bases | other.bases, self.scales | other.scales
         )
 
+    def written_in(self, bases: Mapping[str, Basis | None]) -> BlockVectors:
+        """The same vectors, each block in its basis; the parameters' own where there is none."""
+        target = {name: bases.get(name) for name in self.values}
+        values = {
+            name: rotate(value, self.bases[name], target[name])
+            for name, value in self.values.items()
+        }
+        return BlockVectors(values, target, self.scales)
+
     def squared_norm(self) -> Tensor:
         """‖v‖² of each vector, (q,)."""
         squares = [

@@ -27,10 +27,14 @@ Piece = tuple[Tensor, Outputs | None]  # (a, s), or (whole gradients, None)
 
 @dataclass
 class Gradients:
-    """One block's gradients of n examples: (a, s) of some, whole (n, o, width) of others."""
+    """One block's gradients of n examples: (a, s) of some, whole (n, o, width) of others.
+
+    They are multiplied by `diagonal` (o, width), entry by entry.
+    """
 
     block: ParameterBlock
     pieces: list[Piece] = field(default_factory=list)
+    diagonal: Tensor | None = None
 
     def add(self, factors: LayerFactors) -> int:
         """Add a batch's gradients; returns the count of numbers that they take in memory."""
@@ -67,7 +71,7 @@ class Gradients:
                 out[..., :i] = torch.bmm(part.mT, a)
             if self.block.bias:
                 out[..., i] = part.sum(1)
-        return rows
+        return rows if self.diagonal is None else rows * self.diagonal[first:last].to(rows)
 
     def squared_norms(self) -> Tensor:
         """‖G_n‖², (n,)."""
