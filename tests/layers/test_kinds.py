@@ -87,6 +87,18 @@ class TiedWithBias(nn.Module):
         return self.head(torch.tanh(self.mix(self.table(x))))
 
 
+class Second(nn.Module):
+    """Attention that has its examples on the second axis."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.head = attention, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(0))
+
+
 def batch_norm(norm: nn.Module) -> nn.Module:
     nn.init.uniform_(norm.running_mean, -0.5, 0.5)
     nn.init.uniform_(norm.running_var, 0.5, 2.0)
@@ -168,7 +180,22 @@ CONVOLUTIONS: Table = {
     ),
     "ConvTranspose3d": convolution(lambda: nn.ConvTranspose3d(2, 2, 2, stride=2), 2, 2, 1, 2),
 }
-TABLE = LOOKUPS | NORMS | CONVOLUTIONS
+ATTENTION: Table = {
+    "MultiheadAttention": (models.Attentive, normal, (4,)),
+    "MultiheadAttention, examples second": (
+        lambda: Second(nn.MultiheadAttention(4, 2)),
+        normal,
+        (5, 4),
+    ),
+    "TransformerEncoderLayer": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Flatten(), nn.Linear(20, 3)
+        ),
+        normal,
+        (5, 4),
+    ),
+}
+TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION
 
 
 def made(name: str) -> tuple[nn.Module, Any, Any]:
@@ -422,6 +449,24 @@ def test_adam_with_all_layers_does_not_depend_on_batches(tmp_path: Any) -> None:
     every = [method.attribute(study, query, batch_size=k, **EXACT).values for k in (1, 4)]
     np.testing.assert_allclose(every[0], every[1], rtol=1e-6)
     assert np.isfinite(every[0]).all() and abs(every[0]).max() > 0
+
+
+class Crossed(nn.Module):
+    """Attention of one sequence to another, whose weight is cut into parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x.flip(1).sin(), x.cos(), need_weights=False)[0].mean(1))
+
+
+def test_attention_to_another_sequence_is_left_out_by_name() -> None:
+    torch.manual_seed(0)
+    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    scores = check(Crossed().double(), *data, ["attention"], layers="all")
+    assert "never called" in reasons(scores)["attention"]
 
 
 # --- what is refused ------------------------------------------------------------------------------
