@@ -49,10 +49,10 @@ def shown(entries: Sequence[Entry]) -> Entry:
     """The entry on the first page: one with Source() that did not choose, at α = ½, with most of
     `SHOWN`, and with most trainings."""
 
-    def order(entry: Entry) -> tuple[bool, ...]:
+    def order(entry: Entry) -> tuple[int, ...]:
         of, forms = entry["protocol"], entry["forms"]
-        there = entry["source"] in forms, not entry["chosen_on"], of["alpha"] == 0.5
-        return *there, len(SHOWN.keys() & forms.keys()), of["subsets"] * of["seeds"]
+        there = entry["source"] in forms, not entry["chosen_on"], bool(of["alpha"] == 0.5)
+        return *there, len(SHOWN.keys() & forms.keys()), int(of["subsets"] * of["seeds"])
 
     return max(entries, key=order)
 

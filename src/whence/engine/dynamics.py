@@ -173,9 +173,8 @@ def _matrices(workspace: Workspace, tensors: Mapping[str, Tensor]) -> dict[str, 
     are those of another stage's layer that has the same name but another shape."""
 
     def given(name: str, like: Tensor) -> Tensor:
-        tensor = tensors.get(name)
-        same = tensor is not None and tensor.shape == like.shape
-        return (tensor if same else torch.zeros_like(like)).to(workspace.zero)
+        tensor = tensors.get(name, torch.zeros_like(like))
+        return (tensor if tensor.shape == like.shape else torch.zeros_like(like)).to(workspace.zero)
 
     matrices: dict[str, Tensor] = {}
     for layer in workspace.layers:
