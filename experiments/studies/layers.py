@@ -90,7 +90,7 @@ def compare(task: str, options: argparse.Namespace, file: Path) -> None:
                 "tracked": 1 - scores[0].left_out[0],
                 "seconds": seconds,
             }
-            store(file, work.name, key, method, name, row)
+            store(file, work.name, key | {"device": options.device}, method, name, row)
             print(f"{work.name} {method} {name}: {judged[name].value:.3f}, {against}", flush=True)
 
 
@@ -123,6 +123,7 @@ def store(
     if entry is None:
         entry = {"protocol": protocol, "machine": machine(), "methods": {}}
         entries.append(entry)
+    stored |= {"machine": machine(), "device": protocol["device"]}
     rows = entry["methods"].setdefault(method, {})
     if row["seconds"] is None:
         row["seconds"] = rows.get(name, {}).get("seconds")

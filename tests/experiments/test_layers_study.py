@@ -12,7 +12,7 @@ from torch import nn
 from experiments.studies.layers import CHOICES, store
 from experiments.tasks import RESULTS
 
-PROTOCOL = {"subsets": 4, "alpha": 0.5}
+PROTOCOL = {"subsets": 4, "alpha": 0.5, "device": "cpu"}
 
 
 def row(lds: float, seconds: float | None) -> dict[str, Any]:
