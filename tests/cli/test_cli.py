@@ -770,7 +770,7 @@ def test_fit_says_whether_there_was_anything_to_fit(
     ("words", "offered"),
     [
         ("whence att", ["attribute"]),
-        ("whence attribute study.py --method tra", ["tracin", "trak"]),
+        ("whence attribute study.py --method reps", ["repsim"]),
         ("whence attribute study.py --method trak --dim", ["--dimension"]),
         ("whence fit study.py --curvature sh", ["shampoo"]),
     ],
