@@ -200,9 +200,9 @@ class _Script:
         script = cls()
         for node in tree.body:
             script._add(node)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                script._add_call(node)
+        for part in ast.walk(tree):
+            if isinstance(part, ast.Call):
+                script._add_call(part)
         return script
 
     def _add(self, node: ast.stmt) -> None:

@@ -35,7 +35,8 @@ from whence.layers.rows import joined
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
-from whence.scores import BY_LAYER, BY_SEGMENT, ScoreWriter
+from whence.scores import ScoreWriter
+from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.table import progress_bar
 
 CHUNK = 1024  # examples
@@ -124,7 +125,7 @@ class Scoring:
         )
         for chunk in bar:
             if not self.writer.done(None, chunk.place):
-                data = self.workspace.study.data[chunk.stage]
+                data = self.workspace.scored_data(chunk.stage)
                 some = Queries(data, chunk.stage, chunk.indices)
                 ready = self._ready(some, len(chunk.indices))
                 self._write(None, chunk, self._contributions(ready, chunk, None))
@@ -174,7 +175,7 @@ class Scoring:
             len(chunk.indices),
         ]
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
-        data = self.workspace.study.data[chunk.stage]
+        data = self.workspace.scored_data(chunk.stage)
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
         for which, readouts in ready:
             term, total = self.terms[which], totals[which]
@@ -320,7 +321,7 @@ def score_tokens(
     example: int,
 ) -> Tokens:
     """What each position of one example of a stage did to each query whose vectors are ready."""
-    data, passes = workspace.study.data[stage], workspace.passes[stage]
+    data, passes = workspace.scored_data(stage), workspace.passes[stage]
     parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
     for which, readouts in ready.items():
         term = terms[which]

@@ -45,6 +45,7 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 class Similarity(Method):
     """Scores that compare features of queries with features of examples."""
 
+    _chosen = True
     _depends_on = LOSSES  # or OUTPUTS: of examples, at the checkpoints
     _symmetric = False  # whether an example has the same features as a query
 
@@ -114,7 +115,7 @@ class Similarity(Method):
                     start = columns.stop
                     if writer.done(rows, columns):
                         continue
-                    examples = Queries(workspace.study.data[stage], stage, indices)
+                    examples = Queries(workspace.scored_data(stage), stage, indices)
                     values = self._compared(workspace, prepared, examples, points, queries)
                     scores = (self.sign(workspace) * values).cpu().numpy()
                     writer.write(rows, columns, scores, scores[None] if by else None)
