@@ -16,7 +16,8 @@ term's are, and they are computed again for each chunk, which is then larger
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,22 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import LOSS, PlainGradients, Queries, Readouts, Term, Workspace
+from whence.engine.workspace import (
+    LOSS,
+    Columns,
+    PlainGradients,
+    Queries,
+    Readouts,
+    Term,
+    Workspace,
+)
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
 from whence.scores import ScoreWriter
+from whence.world import World
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -42,15 +52,6 @@ EXAMPLES_PER_QUERY = 64
 #: the vectors of some queries: for the terms with these numbers, vectors and a number they are
 #: times, in any order. The giver does not keep what it gave.
 VectorsOf = Callable[[Queries], Iterable[tuple[Sequence[int], Any, float]]]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A chunk of examples: indices in the dataset of a stage, and columns of the score matrix."""
-
-    stage: str
-    indices: NDArray[np.int64]
-    place: slice
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Scoring:
     def queries(self, query: Batches) -> None:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
+        world = workspace.world
         examples = sum(len(workspace.study.data[s]) for s in workspace.stages)
         bar = tqdm(
             total=len(query) * examples,
@@ -96,30 +98,56 @@ class Scoring:
         with bar:
             for rows in cut(len(query), self._at_once()):
                 where, fits = slice(int(rows[0]), int(rows[-1]) + 1), self._fits(len(rows))
-                columns = self._columns(self._chunk(0 if fits else len(rows)))
+                size = self._chunk(0 if fits else len(rows))
+                columns = workspace.columns(size, workspace.batch_size)
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
                 some = Queries(query, stage, rows)
                 ready = list(self._ready(some, examples)) if fits and todo else None
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
-                for chunk in todo:
+                for chunk, mine in world.rounds(todo):
                     vectors = ready or self._ready(some, len(chunk.indices))
-                    self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
-                    bar.update(len(rows) * len(chunk.indices))
+                    if mine:
+                        self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
+                    elif ready is None:
+                        _exhaust(vectors)
+                    bar.update(len(rows) * len(chunk.indices) * world.size)
 
     def selves(self) -> None:
         """Every example against itself."""
-        chunks = self._columns(self._at_once())
-        bar = tqdm(chunks, desc="self-influence", disable=not self.workspace.progress, leave=False)
-        for chunk in bar:
+        workspace, world = self.workspace, self.workspace.world
+        todo: dict[str, list[Columns]] = {stage: [] for stage in workspace.stages}
+        for chunk in workspace.columns(self._at_once(), workspace.batch_size):
             if not self.writer.done(None, chunk.place):
-                data = self.workspace.study.data[chunk.stage]
-                some = Queries(data, chunk.stage, chunk.indices)
-                ready = self._ready(some, len(chunk.indices))
+                todo[chunk.stage].append(chunk)
+        if workspace.in_step:  # all ranks solve all chunks, and each takes the products of some
+            rounds = [(c, c in world.mine(part)) for part in todo.values() for c in part]
+        else:  # a round is of one stage, whose layers all ranks then ask for
+            rounds = [one for part in todo.values() for one in world.rounds(part)]
+        for chunk, mine in tqdm(
+            rounds, desc="self-influence", disable=not workspace.progress, leave=False
+        ):
+            some = Queries(workspace.study.data[chunk.stage], chunk.stage, chunk.indices)
+            ready = self._ready(some, len(chunk.indices), dealt=False)
+            if mine:
                 self._write(None, chunk, self._contributions(ready, chunk, None))
+            else:
+                _exhaust(ready)
 
-    def _ready(self, queries: Queries, examples: int) -> Iterator[tuple[int, Any]]:
-        """The vectors of these queries for each term, ready to meet this many examples."""
+    def _ready(
+        self, queries: Queries, examples: int, dealt: bool = True
+    ) -> Iterator[tuple[int, Any]]:
+        """The vectors of these queries for each term, ready to meet this many examples.
+
+        Args:
+            dealt: whether each rank computes those of its share of the queries.
+        """
+        world, count = self.workspace.world, len(queries.indices)
+        dealt = dealt and world.size > 1 and not self.workspace.in_step
+        if dealt:
+            queries = replace(queries, indices=world.deal(queries.indices))
         for which, vectors, scale in self.vectors(queries):
+            if dealt:
+                vectors = vectors.mapped(partial(world.regather, count=count))
             ready = self.readouts(vectors, scale, examples)
             yield from ((k, ready) for k in which)
 
@@ -222,15 +250,11 @@ class Scoring:
         """Numbers in a query's vector."""
         return cost.vector_numbers(self.workspace.tracked)
 
-    def _columns(self, size: int) -> list[Columns]:
-        columns, offset = [], 0
-        for stage in self.workspace.stages:
-            count = len(self.workspace.study.data[stage])
-            for indices in cut(count, size):
-                place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
-                columns.append(Columns(stage, indices, place))
-            offset += count
-        return columns
+
+def _exhaust(vectors: Iterable[Any]) -> None:
+    """Take part in the exchanges that vectors need, where only other ranks use them."""
+    for _ in vectors:
+        pass
 
 
 def readouts(workspace: Workspace, vectors: Any, scale: float, examples: int) -> Readouts:
@@ -281,3 +305,16 @@ def score_tokens(
     for t, part in parts.items():
         rest = rest if t == length else rest + part.sum(1)
     return Tokens(int(example), parts[length].cpu().numpy(), rest.cpu().numpy())
+
+
+def shared_tokens(world: World, mine: list[Tokens], examples: Sequence[int]) -> list[Tokens]:
+    """The tokens of all examples, of which each rank has its share."""
+    tokens = []
+    for k, example in enumerate(examples):
+        scored = mine[k // world.size] if k % world.size == world.rank else None
+        parts = None if scored is None else {"values": scored.values, "rest": scored.rest}
+        given = None if parts is None else {n: torch.from_numpy(x) for n, x in parts.items()}
+        shared = world.share(given, k % world.size)
+        assert shared is not None
+        tokens.append(Tokens(int(example), shared["values"].numpy(), shared["rest"].numpy()))
+    return tokens

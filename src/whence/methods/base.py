@@ -26,6 +26,7 @@ from whence.persist.identity import key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.study import Study
+from whence.world import World
 
 Folder = str | os.PathLike[str] | None
 
@@ -87,12 +88,14 @@ class Method(ABC):
                     scores = self.score(workspace, folder, top, by_segment)
                 yield scores
 
-        if len(study.runs) == 1:
-            return next(each())
-        mean = ensemble(each())
-        if out is not None:
-            mean.save(out)
-        return mean
+        with World.current() as world, world.quiet():
+            if len(study.runs) == 1:
+                return next(each())
+            mean = ensemble(each())
+            if out is not None and world.first:
+                mean.save(out)
+            world.wait()
+            return mean
 
     def lay_out(self, study: Study, run: Run, query: Any, options: ComputeOptions) -> Workspace:
         """One run of the study, ready for these queries."""
@@ -123,6 +126,9 @@ class Method(ABC):
             places: the stages and weights at which training examples are looked at.
             what: of them the scores depend on: losses, or only outputs.
         """
+        world = workspace.world
+        asked = {"the method": self, "out": out, "top": top, "by_segment": segments}
+        world.agree(asked)
         writer = ScoreWriter(
             out,
             None if workspace.query is None else len(workspace.query),
@@ -132,6 +138,7 @@ class Method(ABC):
             top=top,
             dtype=np.float64 if workspace.dtype == torch.float64 else np.float32,
             tried=None if out is None else workspace.tried(places, what),
+            world=world,
         )
         workspace.ledger.tallies = writer.account
         for message in workspace.study.warnings(workspace.run):
@@ -146,8 +153,9 @@ class Method(ABC):
         return key_of({"method": repr(self), **workspace.identity()})
 
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
-        """What is stored with the scores."""
-        study = workspace.study
+        """What is stored with the scores, the same in all ranks."""
+        study, world = workspace.study, workspace.world
+        workspace.ledger.merge(world)
         task = study.tasks[study.stages[-1]]
         diagnostics = workspace.ledger.summary() | {
             "seconds": workspace.clock.seconds,
@@ -166,7 +174,7 @@ class Method(ABC):
             "query_ids": None if workspace.query is None else np.arange(len(workspace.query)),
             "train_ids": np.concatenate([np.arange(count) for count in counts.values()]),
             "stage": [s for s, c in counts.items() for _ in range(c)] if several else None,
-            "diagnostics": diagnostics,
+            "diagnostics": diagnostics if world.size == 1 else world.of_first(diagnostics),
             "provenance": workspace.provenance(),
             "excluded": [asdict(e) for e in workspace.tracked.excluded],
         }

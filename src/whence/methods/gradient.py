@@ -27,7 +27,7 @@ from whence.engine.options import (
     check_damping,
     check_share,
 )
-from whence.engine.scoring import Tokens, readouts, score_tokens
+from whence.engine.scoring import Tokens, readouts, score_tokens, shared_tokens
 from whence.engine.workspace import GAUSS_NEWTON, LOSS, Queries, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
@@ -36,6 +36,7 @@ from whence.operators import FISHERS, KINDS, Operator, cost
 from whence.run import Segment
 from whence.scores import Scores
 from whence.study import Study
+from whence.world import World
 
 USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
 
@@ -110,6 +111,7 @@ class GradientMethod(Method):
             return writer.already
         if workspace.reads_training_data:
             self._announce(workspace, terms)
+        workspace.in_step = self._factored  # plain gradients are not worth dealing
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
         signal, weights = self.training(workspace, prepared)
@@ -132,7 +134,7 @@ class GradientMethod(Method):
             options: device, dtype, batch_size, memory, progress, workers: as in `attribute`.
         """
         for run in study.runs:
-            with torch.no_grad(), precision_as_asked():
+            with World.current(), torch.no_grad(), precision_as_asked():
                 workspace = Workspace.lay_out(
                     study, run, ComputeOptions(**options), stage=self.stage
                 )
@@ -147,7 +149,7 @@ class GradientMethod(Method):
             options: device, dtype, batch_size, memory: as in `attribute`.
         """
         options["progress"] = False
-        with torch.no_grad(), precision_as_asked():
+        with World.current(), torch.no_grad(), precision_as_asked():
             workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
             self._announce(workspace, self.terms(workspace))
         return dict(workspace.ledger.diagnostics["estimate"])
@@ -183,9 +185,10 @@ class GradientMethod(Method):
             raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")
         if query is None:
             raise InvalidInput("tokens() needs queries: give the ones that were attributed")
-        with torch.no_grad(), precision_as_asked():
+        with World.current() as world, torch.no_grad(), precision_as_asked():
             workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
             assert workspace.query is not None
+            world.agree({"the method": self, "examples": list(examples)})
             terms = self.terms(workspace)
             prepared = self.prepare(workspace, terms)
             rows = np.arange(len(workspace.query))
@@ -193,7 +196,8 @@ class GradientMethod(Method):
             ready: dict[int, Any] = {}
             for which, w, scale in self.vectors(workspace, prepared, queries):
                 ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))
-            return [score_tokens(workspace, terms, ready, stage, e) for e in examples]
+            score = partial(score_tokens, workspace, terms, ready, stage)
+            return shared_tokens(world, [score(e) for e in world.mine(examples)], examples)
 
 
 @dataclass(frozen=True)

@@ -97,23 +97,19 @@ class RepSim(Method):
                 )
                 rows = slice(0, len(queries))
                 step = max(workspace.batch_size, SCORES_PER_BLOCK // len(queries))
-            start = 0
-            for stage in workspace.stages:
-                data = workspace.study.data[stage]
-                blocks = cut(len(data), step)
-                for indices in tqdm(blocks, disable=not workspace.progress, leave=False):
-                    columns = slice(start, start + len(indices))
-                    start = columns.stop
-                    if writer.done(rows, columns):
-                        continue
-                    examples = self._representations(workspace, stage, data, indices)
-                    if queries is None:
-                        values = similarity(examples, examples).diagonal()
-                    else:
-                        self._check_widths(workspace, queries, examples, stage)
-                        values = similarity(queries, examples)
-                    scores = (sign * values).cpu().numpy()
-                    writer.write(rows, columns, scores, scores[None] if by_segment else None)
+            chunks = workspace.world.mine(workspace.columns(step))
+            for chunk in tqdm(chunks, disable=not workspace.progress, leave=False):
+                if writer.done(rows, chunk.place):
+                    continue
+                data = workspace.study.data[chunk.stage]
+                examples = self._representations(workspace, chunk.stage, data, chunk.indices)
+                if queries is None:
+                    values = similarity(examples, examples).diagonal()
+                else:
+                    self._check_widths(workspace, queries, examples, chunk.stage)
+                    values = similarity(queries, examples)
+                scores = (sign * values).cpu().numpy()
+                writer.write(rows, chunk.place, scores, scores[None] if by_segment else None)
         return writer.finish(**self.metadata(workspace))
 
     def _representations(

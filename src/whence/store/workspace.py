@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.engine.scoring import Columns, Scoring
+from whence.engine.scoring import Scoring
 from whence.engine.trials import LOSSES
-from whence.engine.workspace import Queries, Workspace
+from whence.engine.workspace import Columns, Queries, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
