@@ -7,8 +7,8 @@ With W ranks of `torch.distributed`'s default group, of which each makes the sam
     w_q                                         query vectors, dealt to ranks; then `regather`
     values[:, m]                                columns, computed and written by one rank each
 
-Position k of a list of examples belongs to rank k mod W, so a share depends on nothing but the list
-and W. A world of one process sends nothing, and does all the work.
+A share depends on nothing but positions in the list of examples and W. A world of one process sends
+nothing, and does all the work.
 
 Only tensors travel, and JSON as bytes: nothing that is received is unpickled. Before each exchange
 the ranks compare what they are about to do. A rank that failed says so there, and ranks that are
@@ -23,7 +23,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,8 +48,7 @@ def everyone(name: str) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """This process (`rank`) among `size`. Use as a context around calls that all ranks make: a
-    rank that fails inside tells the others."""
+    """This process, one of `size`."""
 
     size: int = 1
     rank: int = 0
@@ -75,22 +74,27 @@ class World:
         """Whether this rank reads and writes the files that all ranks share."""
         return self.rank == 0
 
-    def refuse(self, what: str, instead: str) -> None:
-        """Refuse what would be done by every process again."""
-        if self.size > 1:
-            raise InvalidInput(
-                f"{what} is not divided among {self.size} processes: {instead}, in one process"
-            )
-
+    @classmethod
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Show no warnings, except in rank 0, which shows those of all ranks."""
-        if self.first:
-            yield
+    def together(cls) -> Iterator[World]:
+        """Around what all ranks do together: a rank that fails inside tells the others, and only
+        rank 0 shows warnings."""
+        world = cls.current()
+        if world.size == 1:
+            yield world
             return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        world._step("begin", None, patient=True)
+        try:
+            with warnings.catch_warnings():
+                if not world.first:
+                    warnings.simplefilter("ignore")
+                yield world
+        except RankFailed:
+            raise
+        except Exception:
+            with suppress(RankFailed):
+                world._compare(world.rank + 1, 0)
+            raise
 
     # -- who does what ---------------------------------------------------------------------------
 
@@ -99,9 +103,10 @@ class World:
         return items if self.size == 1 else items[self.rank :: self.size]
 
     def deal(self, items: Any) -> Any:
-        """This rank's share of an array, at least one item: a rank without any repeats the first,
-        and `regather` drops it."""
-        share = self.mine(items)
+        """This rank's share of an array whose rows `regather` puts together again: neighbours,
+        and at least one. A rank without any repeats the first, which `regather` drops."""
+        most = -(-len(items) // self.size)
+        share = items[self.rank * most : (self.rank + 1) * most]
         return share if len(share) else items[:1]
 
     def rounds(self, items: Sequence[T]) -> Iterator[tuple[T, bool]]:
@@ -174,19 +179,17 @@ class World:
         return collected
 
     def regather(self, rows: Tensor, count: int) -> Tensor:
-        """The rows (count, ...) of a list whose items were dealt, from those of each share."""
+        """The rows (count, ...) of an array that was dealt, from those of each share."""
         if self.size == 1:
             return rows
         self._step("regather", [str(rows.dtype), list(rows.shape[1:]), count])
         most = -(-count // self.size)
-        padded = rows.new_zeros(most, *rows.shape[1:])
-        share = min(len(self.mine(range(count))), len(rows))
-        padded[:share] = rows[:share]
-        sent = self._sent(padded)
-        parts = [torch.empty_like(sent) for _ in range(self.size)]
-        self._exchange(dist.all_gather, parts, sent)
-        together = torch.stack(parts, 1).flatten(0, 1)[:count]  # item k is of rank k mod W
-        return together.to(rows.device)
+        if len(rows) < most:
+            rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+        sent = self._sent(rows)
+        together = sent.new_empty(self.size * most, *rows.shape[1:])
+        self._exchange(dist.all_gather, list(together.chunk(self.size)), sent)
+        return together[:count].to(rows.device)
 
     def texts(self, text: str) -> list[str]:
         """The text of every rank."""
@@ -231,18 +234,6 @@ class World:
         """Until all ranks are here."""
         if self.size > 1:
             self._step("wait", None)
-
-    def __enter__(self) -> World:
-        if self.size > 1:
-            self._step("begin", None, patient=True)
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if self.size > 1 and isinstance(error, Exception) and not isinstance(error, RankFailed):
-            try:
-                self._compare(self.rank + 1, 0)
-            except RankFailed:
-                return
 
     # -- the wire --------------------------------------------------------------------------------
 

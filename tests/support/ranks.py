@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from torch import nn
 
 import whence
 from support import models
+from whence.layers.passes import Passes
+from whence.operators.fit import Fitter
 
 TASK = whence.Classification()
 TRAIN, QUERY = models.vectors(23), models.vectors(5, seed=1)
@@ -90,6 +95,23 @@ def tokens(runs: Path, own: Path) -> Any:
     return np.concatenate([np.concatenate([r.values, r.rest[:, None]], 1) for r in rows], 1)
 
 
+def stored(projection: str, fisher: str) -> Case:
+    def case(runs: Path, own: Path) -> Any:
+        how = {"dimension": 6, "projection": projection, "fisher": fisher}
+        given = study(runs, cache=own / "cache")
+        whence.GradientStore.build(given, own / "store", **how, **EXACT)
+        store = whence.GradientStore.open(own / "store", given)
+        options = {"progress": False, "batch_size": 4}
+        parts = [
+            store.source(QUERY, 2, **options),
+            store.influence(QUERY, out=own / "s", **options),
+        ]
+        parts += [store.trak(QUERY, **options), store.tracin(QUERY, **options)]
+        return np.stack([part.values for part in parts])
+
+    return case
+
+
 CASES: dict[str, Case] = {
     "source": scored(whence.Source(segments=2)),
     "source to a folder": scored(whence.Source(segments=2), out=True, by_segment=True),
@@ -123,6 +145,8 @@ CASES: dict[str, Case] = {
     "unrolled": scored(whence.Unrolled()),
     "unrolled, self-influence": scored(whence.Unrolled(), query=None),
     "tokens": tokens,
+    "store": stored("random", "empirical"),
+    "store in the eigenbasis": stored("eigenbasis", "sampled"),
 }
 
 
@@ -185,12 +209,86 @@ dist.init_process_group(
 """
 
 
-def every_case(runs: Path, folder: Path, rank: int, names: Iterable[str]) -> None:
+def every_case(runs: Path, folder: Path, rank: int) -> None:
     """The numbers of all cases, or the error of one, to files."""
-    for name in names:
+    for name, case in CASES.items():
         own = folder / name.replace(" ", "-")
         own.mkdir(exist_ok=True, parents=True)
         try:
-            np.save(own / f"rank-{rank}.npy", values(CASES[name](runs, own)))
+            np.save(own / f"rank-{rank}.npy", values(case(runs, own)))
         except Exception:
             (own / f"rank-{rank}.txt").write_text(traceback.format_exc())
+
+
+def shares(runs: Path, folder: Path, rank: int) -> dict[str, int]:
+    """How many examples and queries this rank takes through the model, and its bytes of factors."""
+    taken: Counter[str] = Counter()
+    backward, placed = Passes.backward_passes, Fitter._placed
+
+    def counting(self: Any, data: Any, blocks: Any, signal: Any, label: Any = None) -> Any:
+        taken[f"{data.name} {signal.name}"] += sum(map(len, blocks))
+        return backward(self, data, blocks, signal, label)
+
+    def weighing(self: Any, kind: Any, factors: Any) -> Any:
+        taken["factors"] += sum(x.nbytes for x in factors.values())
+        return placed(self, kind, factors)
+
+    try:
+        Passes.backward_passes, Fitter._placed = counting, weighing  # type: ignore
+        fresh = study(runs, cache=folder / "shares")
+        whence.Source().attribute(fresh, QUERY, **EXACT)
+    finally:
+        Passes.backward_passes, Fitter._placed = backward, placed  # type: ignore
+    return dict(taken)
+
+
+def failing(runs: Path, folder: Path, rank: int) -> str:
+    """The error of each rank if rank 1 fails; the next call succeeds."""
+    backward, message = Passes.backward_passes, ""
+
+    def fail(*_: Any) -> Any:
+        raise whence.errors.InvalidInput("example 7 is bad")
+
+    fresh = study(runs, cache=folder / "failing")
+    try:
+        if rank == 1:
+            Passes.backward_passes = fail  # type: ignore
+        whence.Source().attribute(fresh, QUERY, **EXACT)
+    except whence.WhenceError as error:
+        message = str(error)
+    finally:
+        Passes.backward_passes = backward  # type: ignore
+    whence.Source().attribute(fresh, QUERY, **EXACT)
+    return message
+
+
+#: what rank 1 has different, by what an error calls it
+DIFFERENT = {
+    "the training data": "study.data['train'].dataset.tensors[0][3] += rank",
+    "the queries": "query = torch.utils.data.Subset(query, range(5 - rank))",
+    "the method": "method = whence.Source(damping=float(rank))",
+    "dtype": "options['dtype'] = [torch.float32, torch.float64][rank]",
+    "the task": "study.tasks['train'].measurement = 'loss' if rank else 'margin'",
+}
+
+
+def differing(runs: Path, folder: Path, rank: int) -> dict[str, str]:
+    """The error for each difference."""
+    messages = {}
+    for name, change in DIFFERENT.items():
+        given = whence.Study(net(), copy.copy(TASK), copy.deepcopy(TRAIN), runs / "sgd")
+        local: dict[str, Any] = {"study": given, "query": QUERY, "method": whence.Source()}
+        local |= {"rank": rank, "options": dict(EXACT)}
+        exec(change, globals(), local)
+        try:
+            local["method"].attribute(local["study"], local["query"], **local["options"])
+        except whence.errors.InvalidInput as error:
+            messages[name] = str(error)
+    return messages
+
+
+def everything(runs: Path, folder: Path, rank: int) -> None:
+    """All cases, and what else is known of two processes."""
+    every_case(runs, folder, rank)
+    known = {f.__name__: f(runs, folder, rank) for f in (shares, failing, differing)}
+    (folder / f"{rank}.json").write_text(json.dumps(known))

@@ -88,7 +88,7 @@ class Method(ABC):
                     scores = self.score(workspace, folder, top, by_segment)
                 yield scores
 
-        with World.current() as world, world.quiet():
+        with World.together() as world:
             if len(study.runs) == 1:
                 return next(each())
             mean = ensemble(each())

@@ -134,7 +134,7 @@ class GradientMethod(Method):
             options: device, dtype, batch_size, memory, progress, workers: as in `attribute`.
         """
         for run in study.runs:
-            with World.current(), torch.no_grad(), precision_as_asked():
+            with World.together(), torch.no_grad(), precision_as_asked():
                 workspace = Workspace.lay_out(
                     study, run, ComputeOptions(**options), stage=self.stage
                 )
@@ -149,7 +149,7 @@ class GradientMethod(Method):
             options: device, dtype, batch_size, memory: as in `attribute`.
         """
         options["progress"] = False
-        with World.current(), torch.no_grad(), precision_as_asked():
+        with World.together(), torch.no_grad(), precision_as_asked():
             workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
             self._announce(workspace, self.terms(workspace))
         return dict(workspace.ledger.diagnostics["estimate"])
@@ -185,7 +185,7 @@ class GradientMethod(Method):
             raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")
         if query is None:
             raise InvalidInput("tokens() needs queries: give the ones that were attributed")
-        with World.current() as world, torch.no_grad(), precision_as_asked():
+        with World.together() as world, torch.no_grad(), precision_as_asked():
             workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
             assert workspace.query is not None
             world.agree({"the method": self, "examples": list(examples)})
