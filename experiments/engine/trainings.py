@@ -112,12 +112,26 @@ class Trainings:
         name = name or format(alpha, "g")
         return self._retrained(f"truth-{name}", share, self.scale.subsets, seeds, recipe)
 
+    def single_truth(self, alpha: float, k: int = 0) -> Any:
+        """The truth of the k-th run's model alone: its training again, examples dropped in
+        place."""
+        seed = self.run_seed(k)
+        return self._retrained(
+            f"single-{alpha:g}-{seed}", alpha, self.scale.subsets, [seed], in_place=True
+        )
+
     def small_truth(self, subsets: int) -> Any:
         """Halves of the data with one seed each, none of them among the `truth`'s."""
         return self._retrained("small", 0.5, subsets, [FIRST_SMALL + self.first.seed])
 
     def _retrained(
-        self, name: str, alpha: float, subsets: int, seeds: Sequence[int], recipe: Any = None
+        self,
+        name: str,
+        alpha: float,
+        subsets: int,
+        seeds: Sequence[int],
+        recipe: Any = None,
+        in_place: bool = False,
     ) -> Any:
         if self.first.seed:
             name += f"-seed-{self.first.seed}"
@@ -131,6 +145,7 @@ class Trainings:
                 subsets,
                 seeds,
                 self.experiment.stage,
+                in_place=in_place,
                 out=self.work / name,
                 seed=seeds[0],
                 device=self.device,

@@ -44,13 +44,12 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
         work=options.work,
         device=options.device,
         tf32=options.device != "cpu",
+        memory=options.memory,
         first=First(options.first_query, options.first_run, options.first_seed),
     )
-    small = work.small_truth(options.retrainings)
-    truths = {alpha: work.reference(alpha) for alpha in options.alpha}
-    files = {alpha: opened(work, truth, small, options) for alpha, truth in truths.items()}
+    files = {alpha: opened(work, alpha, options) for alpha in options.alpha}
     for name, form in forms_of(experiment).items():
-        if options.only and not any(word in name for word in options.only):
+        if options.only and name not in options.only:
             continue
         method = build_form(form, experiment, work.examples)
         missing = [
@@ -60,13 +59,12 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
         ]
         if not missing:
             continue
+        compute: Any = {"device": work.device, "memory": options.memory, "progress": False}
         scores, start = [], time.perf_counter()
         runs = min(work.scale.runs, form.most_runs or work.scale.runs)
         try:
             for k in range(runs):
-                scores.append(
-                    method.attribute(work.study(k), work.query, device=work.device, progress=False)
-                )
+                scores.append(method.attribute(work.study(k), work.query, **compute))
         except (ValueError, RuntimeError) as error:  # out of memory; not for this task
             print(f"{task} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             torch.cuda.empty_cache()
@@ -78,33 +76,36 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
                 one.save(options.scores / work.name / name.replace(" ", "-") / place)
         for alpha in missing:
             saved = files[alpha]
-            saved.add(name, scores, (truths[alpha], small), repr(method), seconds)
+            saved.add(name, scores, saved.truths(work.examples), repr(method), seconds)
             saved.about |= {"seconds": work.seconds}
             saved.save(options.out)
         print(f"{task:15s} {name:50s} {runs} runs, {seconds:.1f} s each", flush=True)
     return [saved.save(options.out) for saved in files.values()]
 
 
-def opened(work: Trainings, truth: Any, small: Any, options: argparse.Namespace) -> Sums:
-    """The sums saved so far under this protocol, or none yet."""
-    subsets, seeds, queries = truth.measurements.shape
+def opened(work: Trainings, alpha: float, options: argparse.Namespace) -> Sums:
+    """The sums saved so far under this protocol. If there are none, retrain first."""
+    scale, experiment = work.scale, work.experiment
     start = {f"first_{name}": value for name, value in asdict(work.first).items()}
-    sizes = subsets, seeds, work.scale.runs, queries
-    protocol = Protocol(work.experiment.name, float(truth.alpha), *sizes, **start, quick=work.quick)
-    fresh = Sums(
+    sizes = scale.subsets, scale.seeds, scale.runs, len(work.query)
+    protocol = Protocol(experiment.name, alpha, *sizes, **start, quick=work.quick)
+    file = options.out / protocol.file_name
+    if file.exists():
+        saved = Sums.load(file)
+        if len(saved.small) != options.retrainings:
+            raise ValueError(
+                f"{file} has {len(saved.small)} retrainings for calibrate and combine, not "
+                f"{options.retrainings}: remove it, or choose another --out"
+            )
+        return saved
+    truth, small = work.reference(alpha), work.small_truth(options.retrainings)
+    return Sums(
         protocol,
         {name: getattr(truth, name) for name in TRUTH},
         {"machine": machine(), "device": work.device, "seconds": {}},
         truth.measurements,
         small.measurements,
     )
-    file = options.out / protocol.file_name
-    if not file.exists():
-        return fresh
-    saved = Sums.load(file)
-    if saved.truth != fresh.truth or len(saved.small) != len(fresh.small):
-        raise ValueError(f"{file} is of another truth: remove it, or choose another --out")
-    return saved
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -150,6 +151,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--from", dest="saved", type=Path, help="rows from the sums in this folder")
     parser.add_argument("--no-rows", action="store_true", help="save sums only; see --from")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", help="of each training and attribution, such as 40GiB")
     parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
     parser.add_argument("--alpha", type=float, nargs="+", default=[0.5])
     for name in SIZES:
@@ -159,7 +161,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)
     for name in ("query", "run", "seed"):
         parser.add_argument(f"--first-{name}", type=int, default=0)
-    parser.add_argument("--only", nargs="*", help="forms whose names have one of these words")
+    parser.add_argument("--only", nargs="*", metavar="FORM", help="these forms")
     parser.add_argument("--work", type=Path, default=Path("runs/forms"), help="for trainings")
     parser.add_argument("--out", type=Path, default=Path("runs/forms/sums"), help="for sums")
     parser.add_argument("--scores", type=Path, help="for whole scores, which are large")

@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.engine.trainings import FIRST_SMALL
+from experiments.tasks import TASKS
 from experiments.tasks.forms import CHOSEN_ON
 from whence.evaluate import Truth
 from whence.evaluate.calibrate import check_scores
 from whence.evaluate.groups import locate
 from whence.persist.files import atomic
+from whence.retrain.truth import draw_subsets
 from whence.scores import Scores
 
 Floats = NDArray[np.floating[Any]]
@@ -151,6 +154,17 @@ class Sums:
                 {name: arrays[f"deviations{k}"] for k, name in enumerate(about["forms"])},
                 about["forms"],
             )
+
+    def truths(self, examples: int) -> list[Truth]:
+        """The truth that judges and the other retrainings, with their subsets drawn again."""
+        first = self.protocol.first_seed
+        other = self.truth | {"alpha": 0.5, "seeds": [FIRST_SMALL + first]}
+        given = (self.truth, self.measured, first), (other, self.small, FIRST_SMALL + first)
+        stage: Any = {"stage": TASKS[self.protocol.task].stage}
+        return [
+            Truth(draw_subsets(examples, about["alpha"], len(m), seed), m, **about, **stage)
+            for about, m, seed in given
+        ]
 
     # --- as Scores and Truths -------------------------------------------------------------------
 

@@ -84,10 +84,13 @@ FORMS: Mapping[str, Form] = {
     "appendix C, L = 1": Form(source(1, **UNCOUPLED), one_stage),
     "coupled, L = 1": Form(source(1, query_at="final"), one_stage, combined=True),
     DEFAULT: Form(source(1), one_stage, combined=True),
+    "coupled by probes, query along the run, L = 1": Form(source(1, coupling="probed"), one_stage),
+    "coupled by probes, query along the run": Form(source(coupling="probed"), one_stage),
     "coupled, query along the run, K-FAC bases, L = 1": Form(
         source(1, curvature="ekfac"), one_stage
     ),
     BEST: Form(lambda s: whence.Best(stage=s.stage), combined=True),
+    "best, L = 3": Form(lambda s: whence.Best(segments=3), one_stage),
     "best, 2 iterations": Form(lambda s: whence.Best(2), small, most_runs=1),
     "best, 4 iterations": Form(lambda s: whence.Best(4), small, most_runs=1),
     "best, 16 iterations": Form(lambda s: whence.Best(16), small, most_runs=1),

@@ -77,9 +77,12 @@ class ResNet9(nn.Sequential):
         classes: outputs.
         stem_stride: stride of the first convolution; 2 brings 64 × 64 images to CIFAR-10's size.
         width: channels after the first convolution; 64 as published.
+        autocast: False trains in the dtype of the parameters on a GPU too.
     """
 
-    def __init__(self, classes: int = 10, stem_stride: int = 1, width: int = 64) -> None:
+    def __init__(
+        self, classes: int = 10, stem_stride: int = 1, width: int = 64, autocast: bool = True
+    ) -> None:
         super().__init__(
             _block(3, width, 3, stem_stride, 1),
             _block(width, 2 * width, 5, 2, 2),
@@ -93,6 +96,7 @@ class ResNet9(nn.Sequential):
             nn.Linear(2 * width, classes, bias=False),
             Scale(0.2),
         )
+        self.autocast = autocast
 
     def forward(self, x: Tensor) -> Tensor:
         with _autocast(self, x) as fast:
@@ -105,7 +109,7 @@ class ResNet9(nn.Sequential):
 @contextmanager
 def _autocast(model: nn.Module, x: Tensor) -> Iterator[bool]:
     """bfloat16 for training on a GPU; the dtype of the parameters otherwise."""
-    fast = model.training and x.is_cuda
+    fast = model.training and x.is_cuda and getattr(model, "autocast", True)
     with torch.autocast("cuda", torch.bfloat16, enabled=fast):
         yield fast
 
@@ -138,7 +142,7 @@ class Decoder(nn.Module):
     Its Conv1D layers become linear layers, which differ only by a transposed weight.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, autocast: bool = True) -> None:
         super().__init__()
         from transformers.pytorch_utils import Conv1D
 
@@ -146,7 +150,7 @@ class Decoder(nn.Module):
             for name, layer in list(module.named_children()):
                 if isinstance(layer, Conv1D):
                     setattr(module, name, _as_linear(layer))
-        self.model = model
+        self.model, self.autocast = model, autocast
 
     def forward(self, ids: Tensor) -> Tensor:
         dtype, length = self.model.lm_head.weight.dtype, ids.shape[1]
@@ -277,7 +281,9 @@ _DECODER_SETTINGS: dict[str, Any] = {
 }
 
 
-def gpt2(vocabulary: int, layers: int, width: int, heads: int, length: int) -> Decoder:
+def gpt2(
+    vocabulary: int, layers: int, width: int, heads: int, length: int, autocast: bool = True
+) -> Decoder:
     """A GPT-2 of this size with random weights, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -291,7 +297,7 @@ def gpt2(vocabulary: int, layers: int, width: int, heads: int, length: int) -> D
         eos_token_id=vocabulary - 1,
         **_DECODER_SETTINGS,
     )
-    return Decoder(GPT2LMHeadModel(config))  # type: ignore[no-untyped-call]
+    return Decoder(GPT2LMHeadModel(config), autocast)  # type: ignore[no-untyped-call]
 
 
 def pretrained_gpt2(name: str = "openai-community/gpt2") -> Decoder:

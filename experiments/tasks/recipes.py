@@ -100,9 +100,16 @@ def linear(
 
 
 def perceptron(
-    name: str, noisy: bool, epochs: int, quick: bool, rate: float, wd: float
+    name: str,
+    noisy: bool,
+    epochs: int,
+    quick: bool,
+    rate: float,
+    wd: float,
+    examples: int | None = None,
 ) -> RecipeAndHeldOut:
-    train, held_out = data.images(name, 1200 if quick else 6000, noisy=noisy)
+    count = examples or (1200 if quick else 6000)
+    train, held_out = data.images(name, count, noisy=noisy)
     sizes = (784, 128, 64, 10) if quick else (784, 512, 256, 128, 10)
     return (
         whence.Recipe(

@@ -356,8 +356,13 @@ class Classification(Task):
             p = outputs.detach().reshape(-1, 1, 1).sigmoid()
             factor = (p * (1 - p)).sqrt()
         else:
-            p = self.logits(outputs).detach().softmax(1)  # diag(p) - ppᵀ = BBᵀ, B = diag(√p) - p√pᵀ
-            factor = p.sqrt().diag_embed() - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
+            # diag(p) - ppᵀ = BBᵀ with B = diag(√p) - p√pᵀ. Since B√p = 0, a reflection that takes
+            # √p to the last axis leaves c - 1 columns.
+            p = self.logits(outputs).detach().softmax(1)
+            root = p.sqrt()
+            every = root.diag_embed() - p.unsqueeze(2) * root.unsqueeze(1)
+            share = root[:, :-1] / (1 + root[:, -1:])
+            factor = every[..., :-1] - every[..., -1:] * share.unsqueeze(1)
         return factor.masked_fill(self.ignored(batch).reshape(-1, 1, 1), 0.0)
 
 

@@ -33,8 +33,8 @@ def brute_force(
         J = [it.columns(c, train) for c in segment.checkpoints]
         H = torch.stack([j.T @ j / n for j in J]).mean(0)
         g = torch.stack([it.gradients(c, "losses", train) for c in segment.checkpoints]).mean(0)
-        λ = δ / ηK
-        total -= torch.linalg.solve(H + λ * torch.eye(len(H), dtype=H.dtype), v.T).T @ g.T / n
+        matrix = H / δ + torch.eye(len(H), dtype=H.dtype) / ηK
+        total -= torch.linalg.solve(matrix, v.T).T @ g.T / n
         σ = H.diagonal()
         traces = torch.stack([part.sum() for part in torch.split(σ, sizes)])
         c = (traces.sum() / traces).repeat_interleave(torch.tensor(sizes))
@@ -67,7 +67,7 @@ def test_relative_damping() -> None:
 
 @pytest.mark.parametrize("kind", [*adaptive.OPTIMIZERS])
 def test_preconditioned_optimizers(kind: str) -> None:
-    """λ = 3/(η̄K P̄), one number for each parameter."""
+    """D = η̄K P̄ has one number for each parameter."""
     it = adaptive.pair("mlp", kind)
     (segment,) = it.leg.segments(1)
     oracle, stage = it.dense, it.dense.stages[segment.stage]
@@ -77,7 +77,7 @@ def test_preconditioned_optimizers(kind: str) -> None:
     D = torch.cat([oracle._time(segment, n) * P[n] for n in names])
     points = segment.checkpoints
     each = [gauss_newton(stage.model, w, stage.task, stage.data, names) for w in points]
-    H = torch.stack(each).mean(0) / len(stage.data) + torch.diag(3 / D)
+    H = torch.stack(each).mean(0) / len(stage.data) / 3 + torch.diag(1 / D)
     g = [
         flat(oracle.gradients(oracle._key(w), segment.stage, "losses", False), names)
         for w in points

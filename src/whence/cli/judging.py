@@ -50,8 +50,20 @@ def truth(
     ] = 0.5,
     subsets: Annotated[int, typer.Option(min=1, metavar="INT", help="Number of subsets.")] = 100,
     seeds: Annotated[
-        str, typer.Option(metavar="INT", help="Trainings per subset, or their seeds: 0,1,2.")
-    ] = "10",
+        str | None,
+        typer.Option(
+            metavar="INT",
+            help="Trainings per subset, or their seeds: 0,1,2. Default: 10; in place, 1.",
+        ),
+    ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place",
+            help="Repeat the training on all data with its batches, and give the dropped examples "
+            "weight zero: the truth of a single model.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -75,8 +87,9 @@ def truth(
     Examples:
 
     - `whence truth study.py --alpha 0.5 --subsets 100 --seeds 10 --out truth/digits`
+    - `whence truth study.py --in-place --alpha 0.99 --out truth/digits-single`
     """
-    named = numbers("--seeds", seeds)
+    named = None if seeds is None else numbers("--seeds", seeds)
     place = out or Path("truth") / study.stem
     from whence.cli.studyfile import load_study
     from whence.retrain import ground_truth
@@ -87,8 +100,9 @@ def truth(
         _queries(file, query),
         alpha,
         subsets,
-        named if "," in seeds else named[0],
+        named[0] if named is not None and "," not in str(seeds) else named,
         stage,
+        in_place=in_place,
         out=place,
         seed=seed,
         device=where,
@@ -105,6 +119,7 @@ def truth(
         "queries": shape[2],
         "examples": result.masks.shape[1],
         "alpha": result.alpha,
+        "in_place": result.in_place,
         "measurement": result.measurement,
         "stage": result.stage,
         "diverged": int(result.diverged.sum()),

@@ -34,6 +34,7 @@ from whence.operators import (
     Operator,
     accumulator,
     cost,
+    probed_coupling,
 )
 from whence.operators.fit import grouped
 from whence.operators.products import FactoredReadout, Readout, build
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 GAUSS_NEWTON = "gauss-newton"
+PROBES = 16  # training gradients that coupling is probed along
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
 
 Readouts = dict[str, Readout | FactoredReadout]
@@ -315,6 +317,7 @@ class Workspace:
         return {
             "run": self.run.fingerprint,
             "recipe": self.run.origin.get("recipe"),
+            "seed": self.run.origin.get("seed"),
             "train": self.data_fingerprints(),
             "collated": self.study.collate is not None,
             "query": None if self.query is None else self.query.fingerprint(),
@@ -434,6 +437,17 @@ class Workspace:
             **settings,
         )
 
+    def probed_coupling(
+        self, stage: str, checkpoints: Sequence[Weights], H: Operator[Any], D: BlockDiagonal
+    ) -> dict[str, float]:
+        """The coupling of layers along the gradients of a few training examples."""
+        used = self.used(stage)
+        spread = np.linspace(0, len(used) - 1, min(PROBES, len(used))).astype(int)
+        examples = Queries(self.study.data[stage], stage, used[spread])
+        x = self.query_gradients(examples, checkpoints, H.bases, LOSS)
+        whole = self.gauss_newton(self.fit_data([stage]), checkpoints, D, len(spread))
+        return probed_coupling(whole, H, D, x)
+
     def diagonal(self, values: Mapping[str, float | Tensor]) -> Any:
         """A diagonal matrix of the space, over the blocks that have a value."""
         return BlockDiagonal(values)
@@ -476,6 +490,7 @@ class Workspace:
         queries: Queries,
         checkpoints: Sequence[Weights],
         bases: Mapping[str, Basis | None],
+        signal: Signal = MEASUREMENT,
     ) -> Any:
         """The mean over checkpoints of ∇f(q, θ_c), each block built in its basis."""
         passes, dtype = self.passes[queries.stage], self.accumulator
@@ -484,7 +499,7 @@ class Workspace:
             for b in passes.tracked.blocks
         }
         for k, checkpoint in enumerate(checkpoints):
-            for rows, factors in self._measured(queries, checkpoint):
+            for rows, factors in self._measured(queries, checkpoint, signal):
                 name, bias = factors.block.name, factors.block.bias
                 a, s = factors.a.to(dtype), factors.s.to(dtype)
                 gradient = build(a, s, bases.get(name), bias)
@@ -519,13 +534,13 @@ class Workspace:
         return PlainGradients(readouts)
 
     def _measured(
-        self, queries: Queries, checkpoint: Weights
+        self, queries: Queries, checkpoint: Weights, signal: Signal = MEASUREMENT
     ) -> Iterator[tuple[slice, LayerFactors]]:
         """(rows, factors) of every batch of queries and layer."""
         passes, start = self.passes[queries.stage], 0
         passes.load(checkpoint)
         batches = queries.batches(self.batch_size)
-        for one in passes.backward_passes(queries.data, batches, MEASUREMENT):
+        for one in passes.backward_passes(queries.data, batches, signal):
             rows = slice(start, start + len(one.indices))
             for factors in one.factors():
                 yield rows, factors

@@ -4,6 +4,7 @@ from whence.evaluate.calibrate import calibrate
 from whence.evaluate.calibration import Calibration, calibration
 from whence.evaluate.combine import combine
 from whence.evaluate.lds import LDS, Comparison, Difference, compare, lds
+from whence.evaluate.metasmoothness import Metasmoothness, metasmoothness
 from whence.evaluate.mislabeled import Mislabeled, mislabeled
 from whence.evaluate.removal import SubsetRemoval, subset_removal
 from whence.retrain import Truth, ground_truth
@@ -13,6 +14,7 @@ __all__ = [
     "Calibration",
     "Comparison",
     "Difference",
+    "Metasmoothness",
     "Mislabeled",
     "SubsetRemoval",
     "Truth",
@@ -22,6 +24,7 @@ __all__ = [
     "compare",
     "ground_truth",
     "lds",
+    "metasmoothness",
     "mislabeled",
     "subset_removal",
 ]

@@ -64,6 +64,7 @@ class Fit:
         noise: (q,) standard deviation of one training over seeds; None with one seed.
         removals: n α (1 − α), the number of removed examples that a subset is worth.
         subsets, trainings, alpha: the size of the truth.
+        in_place: whether the truth is of a single model; then there is no noise of seeds.
         truth: fingerprint of the truth.
     """
 
@@ -81,6 +82,7 @@ class Fit:
     subsets: int
     trainings: int
     alpha: float
+    in_place: bool
     truth: str
 
 
@@ -202,6 +204,7 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
         subsets=m,
         trainings=int(groups.valid.sum()),
         alpha=float(truth.alpha),
+        in_place=truth.in_place,
         truth=fingerprint(truth),
     )
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
 from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
-from whence.evaluate.lds import check_bootstrap, reliability, resamples, split
+from whence.evaluate.lds import check_bootstrap, described, reliability, resamples, split
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Calibration(Tabled):
         slopes: (q,) each query's own slope; NaN where its predictions are constant.
         predicted, real: (q, M), centred per query.
         method, measurement, unit: whose scores, and what they are about.
-        subsets, seeds, alpha, diverged, lost, runs: as in `LDS`.
+        subsets, seeds, alpha, diverged, lost, runs, in_place: as in `LDS`.
     """
 
     slope: float
@@ -67,6 +67,7 @@ class Calibration(Tabled):
     diverged: int
     lost: int
     runs: int
+    in_place: bool = False
 
     @property
     def quantiles(self) -> dict[float, float]:
@@ -79,13 +80,12 @@ class Calibration(Tabled):
         runs = "" if self.runs == 1 else f", mean of {self.runs} runs"
         spread = ", ".join(f"{value:.2f} ({q:.0%})" for q, value in self.quantiles.items())
         most = "" if self.ceiling is None else f"; at most {self.ceiling:.3f}, the rest is noise"
-        truth = f"{self.subsets} subsets × {self.seeds} seeds, α = {self.alpha:.4g}"
         facts = [
             ("slope", f"{estimate(self.slope, self.interval)}  (95 % over subsets; 1 is perfect)"),
             ("by query", spread),
             ("R²", f"{self.r2:.3f} as predicted, {self.r2_line:.3f} along the line{most}"),
             ("measured", f"{self.measurement}, in {self.unit or 'its own unit'}"),
-            ("truth", f"{truth}, {len(self.real)} queries"),
+            ("truth", f"{described(self)}, {len(self.real)} queries"),
         ]
         if self.diverged:
             lost = f" and with them {self.lost} subsets" if self.lost else ""
@@ -141,6 +141,7 @@ def calibration(
         diverged=groups.diverged,
         lost=groups.lost,
         runs=groups.runs,
+        in_place=truth.in_place,
     )
 
 

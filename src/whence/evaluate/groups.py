@@ -67,6 +67,11 @@ def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool)
             f"scores is a list of runs, but of several methods ({', '.join(methods)}): give one "
             "method's runs at a time, or a dict of them to compare()"
         )
+    if truth.in_place and len(truth.seeds) > 1:
+        raise InvalidInput(
+            f"the truth is of the single models of the seeds {truth.seeds}, which have no mean: "
+            "take one of them with truth.of_seed(seed)"
+        )
     valid = np.asarray(np.isfinite(truth.measurements).all(2))
     diverged = int((~valid).sum())
     if diverged and not exclude_diverged:
@@ -123,9 +128,22 @@ def locate(scores: Scores, truth: Truth) -> tuple[Ints, Ints]:
             "the scores were made for other queries than the truth (their contents differ, or "
             "their order): attribute the queries that the truth was measured on"
         )
+    _check_model(scores, truth)
     across = columns(scores, truth.stage, truth.masks.shape[1], "the truth")
     _check_queries(scores.shape[0], truth)
     return by_number("query_ids", scores.query_ids, "the truth"), across
+
+
+def _check_model(scores: Scores, truth: Truth) -> None:
+    """Refuse scores of another model than the one that a truth drops examples from, in place."""
+    for name, theirs in (("seed", truth.seeds[0]), ("recipe", truth.recipe)):
+        ours = scores.provenance.get(name)
+        if truth.in_place and ours is not None and theirs != "" and ours != theirs:
+            raise InvalidInput(
+                f"the truth is of the single model of {name} {theirs!r}, but the scores are of a "
+                f"run of {name} {ours!r}: attribute the run of the same recipe and seed, or make "
+                "the truth without in_place"
+            )
 
 
 def columns(scores: Scores, stage: str | None, examples: int, whose: str) -> Ints:

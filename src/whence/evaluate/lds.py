@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +66,8 @@ class LDS(Tabled):
         runs: how many runs' scores were averaged.
         single: for a list of runs, the mean LDS of the runs one by one.
         resampled: (B,) the scores of the resamples, moved as the interval is.
+        in_place: whether the truth is of single models, as in `ground_truth(in_place=True)`. Then
+            nothing is averaged over seeds, and the ceiling is 1.
     """
 
     value: float
@@ -84,18 +86,23 @@ class LDS(Tabled):
     runs: int = 1
     single: LDS | None = None
     resampled: Floats | None = None
+    in_place: bool = False
 
     def minus(self, other: LDS) -> Difference:
         """This score minus another one on the same truth, made with the same `bootstrap` and
         `seed`."""
         mine, its = self.resampled, other.resampled
-        alike = (self.subsets, self.seeds, self.alpha) == (other.subsets, other.seeds, other.alpha)
+        alike = self._truth() == other._truth()
         if mine is None or its is None or len(mine) != len(its) or not alike:
             raise InvalidInput(
                 f"the LDS of {self.method} and that of {other.method} do not share their "
                 "resamples: make both with the same truth, bootstrap and seed"
             )
         return Difference(self.value - other.value, middle(mine - its))
+
+    def _truth(self) -> tuple[object, ...]:
+        """What two scores on the same truth have in common."""
+        return self.subsets, self.seeds, self.alpha, self.in_place
 
     def table(self) -> Table:
         """The score with its interval, and all that it stands on."""
@@ -109,8 +116,7 @@ class LDS(Tabled):
         left = f"; {self.undefined} of constant measurement left out" if self.undefined else ""
         left += f"; {self.unranked} with constant predictions count as 0" if self.unranked else ""
         facts.append(("queries", f"{self.queries}{left}"))
-        truth = f"{self.subsets} subsets × {self.seeds} seeds, α = {self.alpha:.4g}"
-        facts.append(("truth", truth))
+        facts.append(("truth", described(self)))
         if self.diverged:
             lost = f" and with them {self.lost} subsets" if self.lost else ""
             facts.append(("left out", f"{self.diverged} diverged trainings{lost}"))
@@ -151,6 +157,12 @@ class Comparison(dict[str, LDS]):
         return self.table()._repr_html_()
 
 
+def described(result: Any) -> str:
+    """The truth behind a result, in words."""
+    size = f"{result.subsets} subsets × {result.seeds} seeds, α = {result.alpha:.4g}"
+    return f"{size}; single model: dropped in place" if result.in_place else size
+
+
 def lds(
     scores: Given | Sequence[Given],
     truth: Truth,
@@ -160,6 +172,10 @@ def lds(
     exclude_diverged: bool = False,
 ) -> LDS:
     """The linear datamodeling score of ``scores`` (q, n) against really retrained models.
+
+    If the truth is of several single models (`ground_truth(in_place=True, seeds=[...])`), give a
+    list of scores, one of each seed's run in the order of ``truth.seeds``. Each is judged by its
+    own model, and the LDS is the mean.
 
     Args:
         scores: a method's Scores, or a plain array (q, n); or a list of them, one of each run: then
@@ -172,6 +188,9 @@ def lds(
             than refuse.
     """
     check_bootstrap(bootstrap)
+    if truth.in_place and len(truth.seeds) > 1:
+        by_model = {"bootstrap": bootstrap, "seed": seed, "exclude_diverged": exclude_diverged}
+        return _of_models(scores, truth, **by_model)
     groups = group(scores, truth, exclude_diverged)
     random = np.random.default_rng(seed)
     several = len(groups.predicted) > 1
@@ -179,7 +198,7 @@ def lds(
     ensemble = [groups.predicted.mean(0)] if several else []
     predicted = np.stack([*ensemble, *groups.predicted])
     per_query, resampled = correlations(groups.measured, predicted, bootstrap, random)
-    ceiling = noise_ceiling(truth, groups.valid, random)
+    ceiling = 1.0 if truth.in_place else noise_ceiling(truth, groups.valid, random)
     defined = ~np.isnan(per_query[0])
     flat = np.ptp(predicted, axis=2) == 0
 
@@ -202,11 +221,44 @@ def lds(
             diverged=groups.diverged,
             lost=groups.lost,
             resampled=around,
+            in_place=truth.in_place,
             **more,
         )
 
     single = result(slice(1, None)) if several else None
     return result(slice(0, 1), runs=groups.runs, single=single)
+
+
+def _of_models(scores: Given | Sequence[Given], truth: Truth, **options: Any) -> LDS:
+    """The mean LDS of single models, each judged by its own measurements."""
+    runs = list(scores) if isinstance(scores, Sequence) else [scores]
+    if len(runs) != len(truth.seeds):
+        raise InvalidInput(
+            f"the truth is of the single models of the seeds {truth.seeds}: give a list of "
+            f"{len(truth.seeds)} scores, one of each model's run, not {len(runs)}; or judge one "
+            "model by truth.of_seed(seed)"
+        )
+    each = [lds(one, truth.of_seed(s), **options) for one, s in zip(runs, truth.seeds, strict=True)]
+    around = [one.resampled for one in each if one.resampled is not None]
+    if any(one.lost for one in each) or len({len(one) for one in around}) > 1:
+        raise InvalidInput(
+            "trainings of some of the single models diverged: judge each model by itself, by "
+            "truth.of_seed(seed)"
+        )
+    value = float(np.mean([one.value for one in each]))
+    resampled = np.asarray(np.mean(around, axis=0))
+    return replace(
+        each[0],
+        value=value,
+        interval=middle(resampled),
+        per_query=np.nanmean([one.per_query for one in each], axis=0),
+        queries=min(one.queries for one in each),
+        undefined=max(one.undefined for one in each),
+        unranked=max(one.unranked for one in each),
+        seeds=len(each),
+        runs=len(each),
+        resampled=resampled,
+    )
 
 
 def compare(

@@ -1,12 +1,12 @@
 """The truest scores we know from a run's checkpoints: SOURCE's averages, one matrix for all layers.
 
-    values[q, m] = -(1/N) ∇f(q)ᵀ (H̄ + λ)⁻¹ ḡ(m)                λ = δ D⁻¹,  D = η̄K P̄
+    values[q, m] = -(1/N) ∇f(q)ᵀ (D⁻¹ + H̄/δ)⁻¹ ḡ(m)                D = η̄K P̄
 
 H̄ is the whole Gauss-Newton matrix, ḡ(m) an example's gradient, ∇f(q) the query's: all are means
-over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½ it is the response (M + δ)⁻¹, which is
-F_r(M + δ) to 5 % for δ = 3. A product with H̄ costs a pass over the data at every checkpoint, so few
-are taken: conjugate gradients are preconditioned by coupled EK-FAC, whose answer is their first
-direction. Through later stages the query gradient is carried by SOURCE's survival, exp(-M), with
+over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½ it is the response δ/(M + δ): 1, as
+SOURCE's, where training hardly moved, and falling more slowly. A product with H̄ costs a pass over
+the data at every checkpoint, so few are taken: conjugate gradients solve with H̄ + λ, λ = δ D⁻¹, and
+are preconditioned by coupled EK-FAC, whose answer is their first direction. Through later stages the query gradient is carried by SOURCE's survival, exp(-M), with
 coupled EK-FAC.
 """
 
@@ -49,8 +49,8 @@ class Best(SegmentedMethod):
 
     Args:
         iterations: of conjugate gradients, at most; a query that has converged takes no more.
-        relative_damping: λ, in units of 1/(η̄K P̄). The longer the training and the larger its
-            rates, the smaller λ is.
+        relative_damping: δ. The response to a gradient is halved where η̄K P̄ times the curvature
+            is δ.
         stage: attribute to this stage's examples only (default: all stages').
         segments, curvature, fisher, query_at, floor, seed: as in `Source`; the curvature is the
             preconditioner's, layer by layer.
@@ -114,7 +114,7 @@ class Best(SegmentedMethod):
                 w = matrix.inverse @ v
                 label = f"{queries.label}, segment {k + 1}"
                 workspace.ledger.note_solve(label, matrix.inverse.statistics, MOST_RESIDUAL)
-                yield [k], w, -1.0 / segment.count
+                yield [k], w, -self.relative_damping / segment.count
             if k > first:
                 (survival,) = matrix.by_layer.apply([F_S], segment.root * v)
                 v = v.updated(survival / segment.root)

@@ -38,6 +38,7 @@ from whence.scores import Scores
 from whence.study import Study
 from whence.world import World
 
+PROBED = "probed"  # coupling along training gradients, instead of by traces
 USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
 
 #: for the terms with these numbers: the vectors w of some queries, and a number they are times
@@ -221,11 +222,12 @@ class SegmentedMethod(GradientMethod):
         stage: str | None = None,
         damping: float = 0.0,
         weight_decay: str = "ignore",
-        coupling: bool = True,
+        coupling: bool | str = True,
         query_at: str = "run",
         floor: float = 0.1,
         seed: int = 0,
     ) -> None:
+        check_choice("coupling", coupling, [True, False, PROBED])
         check_choice("curvature", curvature, [*KINDS, GAUSS_NEWTON])
         check_choice("fisher", fisher, FISHERS)
         check_choice("weight_decay", weight_decay, ["ignore", "curvature"])
@@ -239,7 +241,7 @@ class SegmentedMethod(GradientMethod):
             )
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
-        self.weight_decay, self.coupling = weight_decay, bool(coupling)
+        self.weight_decay, self.coupling = weight_decay, coupling
         self.query_at, self.floor, self.seed = query_at, floor, seed
 
     def terms(self, workspace: Workspace) -> list[Term]:

@@ -152,7 +152,7 @@ class TrainingPool:
         """Train this many models for two updates and measure them, to probe memory."""
         assert self.engine is not None
         data = self.data()
-        some = [Training(k, example.subset, example.stage) for k in range(count)]
+        some = [replace(example, seed=k) for k in range(count)]
         stack = train_stack(self.recipe, some, self.engine, self.device, data, updates=2)
         stack.measurements(self.recipe.task, data[QUERIES], len(self.query), self.query_block)
 
@@ -238,7 +238,7 @@ class TrainingPool:
         if folder is not None and (self._longest > LONG or folder.exists()):
             model = self._checkpointed(training, folder, after_update)
         else:
-            model = self.recipe_on_device.train(
+            model = training.weighted(self.recipe_on_device).train(
                 training.seed,
                 training.subset,
                 stage=training.stage,
@@ -259,7 +259,7 @@ class TrainingPool:
         # the same update counts in every call that resumes it
         ends = np.cumsum(totals)
         steps = sorted({*np.linspace(0, ends[-1], 17, dtype=int).tolist(), *ends.tolist()} - {0})
-        run = self.recipe_on_device.run(
+        run = training.weighted(self.recipe_on_device).run(
             training.seed,
             folder,
             steps,

@@ -134,10 +134,17 @@ class Stack:
         stacked: Tensor = torch.vmap(one)({**self.parameters, **self.statistics}, by_model)
         return stacked
 
-    def gradients(self, task: Task, batch: Any, clip_norm: float | None) -> None:
-        """Set the parameters' `.grad` to the gradient of each model's mean loss."""
+    def gradients(
+        self, task: Task, batch: Any, clip_norm: float | None, weights: Tensor | None = None
+    ) -> None:
+        """Set the parameters' `.grad` to the gradient of each model's mean loss.
+
+        Args:
+            weights: of the losses, (S, B); None for one each.
+        """
         learned = [p for p in self.parameters.values() if p.requires_grad]
-        total = self.values("losses", task, batch).mean(1).sum()
+        losses = self.values("losses", task, batch)
+        total = (losses if weights is None else losses * weights).mean(1).sum()
         gradients = torch.autograd.grad(total, learned, allow_unused=True)
         if clip_norm is not None:  # per model, as torch.nn.utils.clip_grad_norm_ does
             used = [g for g in gradients if g is not None]
@@ -193,7 +200,8 @@ def train_stack(
             continue
         examples = [recipe.examples(t.subset, t.stage)[stage.name] for t in trainings]
         seeds = [t.seed for t in trainings]
-        training = _StageTraining(stack, stage, seeds, examples, model, data[stage.name])
+        weights = _stack_weights([t.weights_of(recipe, stage.name) for t in trainings])
+        training = _StageTraining(stack, stage, seeds, examples, weights, model, data[stage.name])
         done = 0
         if start is not None and stage.number == start.stage:
             done = start.step
@@ -211,6 +219,7 @@ class _StageTraining:
         stage: StageRecipe,
         seeds: Sequence[int],
         chosen: Sequence[NDArray[np.int64]],
+        weights: NDArray[np.float64] | None,
         model: nn.Module,
         data: Data,
     ) -> None:
@@ -229,6 +238,7 @@ class _StageTraining:
             for mask, examples in zip(masks, chosen, strict=True):
                 mask[examples] = True
             self.masks = torch.from_numpy(masks).to(device)
+        self.weights = None if weights is None else torch.from_numpy(weights).to(self.like)
         self.optimizer, self.schedule = _stack_optimizer(model, stage, stack, self.size)
         self.graphed = all(
             isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups
@@ -278,27 +288,29 @@ class _StageTraining:
 
     def update(self, indices: Tensor, step: int) -> None:
         """One update of all models, with the examples (S, B)."""
-        descend: Callable[[Any], None]
+        descend: Callable[..., None]
+        arguments: tuple[Any, ...]
         if self.stage.transform is None:
-            descend, argument = self._descend_on, indices
+            descend, arguments = self._descend_on, (indices,)
         else:  # a transform depends on the update: a graph can only hold what follows it
-            descend, argument = self._descend, self._batch(indices, step)
+            descend, arguments = self._descend, (indices, self._batch(indices, step))
         if self.graphed and not self.graphs.failed:
-            self.graphs("update", descend, argument)
+            self.graphs("update", descend, *arguments)
         else:
-            descend(argument)
+            descend(*arguments)
 
     def _descend_on(self, indices: Tensor) -> None:
         """One update with the rows at these indices, without a transform."""
-        self._descend(self.data.rows(indices.reshape(-1)))
+        self._descend(indices, self.data.rows(indices.reshape(-1)))
 
     def _batch(self, index: Tensor, step: int) -> Any:
         rows = index.reshape(-1)
         seeds = self.seeds.expand(index.shape).reshape(-1)
         return self.stage.transformed(self.data.rows(rows), seeds, step, rows, self.like)
 
-    def _descend(self, batch: Any) -> None:
-        self.stack.gradients(self.task, batch, self.stage.clip_norm)
+    def _descend(self, indices: Tensor, batch: Any) -> None:
+        weights = None if self.weights is None else self.weights.gather(1, indices)
+        self.stack.gradients(self.task, batch, self.stage.clip_norm, weights)
         self.optimizer.step()
 
 
@@ -339,6 +351,16 @@ def _stack_optimizer(
             for name, value in state.items()
         }
     return stacked, stage.schedule(model, examples)
+
+
+def _stack_weights(
+    weights: Sequence[NDArray[np.float64] | None],
+) -> NDArray[np.float64] | None:
+    """The weights of each model's examples, (S, n); None where all are one."""
+    some = next((w for w in weights if w is not None), None)
+    if some is None:
+        return None
+    return np.stack([np.ones_like(some) if w is None else w for w in weights])
 
 
 def _set(group: dict[str, Any], settings: dict[str, Any]) -> None:

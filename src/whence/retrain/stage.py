@@ -58,6 +58,7 @@ class StageRecipe:
         number: the index of the stage in the recipe.
         on_device: a copy of `data` on the training device, to take batches from; None to take them
             from `data`.
+        weights: of the examples' losses, (n,); None for one each.
     """
 
     name: str
@@ -73,6 +74,7 @@ class StageRecipe:
     clip_norm: float | None
     drop_last: bool = False
     on_device: Rows | None = field(default=None, compare=False, repr=False)
+    weights: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
 
     def batches_per_epoch(self, examples: int) -> int:
         return examples // self.batch_size if self.drop_last else -(-examples // self.batch_size)
@@ -192,6 +194,7 @@ class StageRecipe:
         every = self.scheduler_interval(len(examples))
         # a task may keep something between outputs and losses
         first, task = next(model.parameters()), copy.copy(self.task)
+        weights = None if self.weights is None else torch.from_numpy(self.weights).to(first)
         if scheduler is not None:
             for _ in range(skip // every):
                 scheduler.step()
@@ -202,6 +205,8 @@ class StageRecipe:
             model.zero_grad(set_to_none=True)
             with examples_of(self.data.name, block):
                 losses = task.losses(task.outputs(model, batch), batch)
+            if weights is not None:
+                losses = losses * weights[block]
             losses.mean().backward()  # type: ignore[no-untyped-call]
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
@@ -255,7 +260,7 @@ class StageRecipe:
                 for group in optimizer.param_groups
             ],
             "rates": sha256_of(json.dumps(rates, default=repr)),
-        }
+        } | ({} if self.weights is None else {"weights": digest(self.weights)})
 
     def _transforms(self, like: Tensor) -> str | None:
         """The digest of the first examples after `transform`. It must be the same twice."""

@@ -25,7 +25,17 @@ from whence.retrain.training import Training
 from whence.table import one_line
 
 SCHEMA = 1
-FIELDS = ("alpha", "seeds", "measurement", "unit", "higher_is_better", "stage", "recipe", "query")
+FIELDS = (
+    "alpha",
+    "seeds",
+    "measurement",
+    "unit",
+    "higher_is_better",
+    "stage",
+    "recipe",
+    "query",
+    "in_place",
+)
 
 
 class Truth:
@@ -40,6 +50,10 @@ class Truth:
         measurement, unit, higher_is_better: of the task.
         stage: the stage whose data was resampled; None for a recipe of one stage.
         recipe, query: fingerprints.
+        in_place: the protocol. False (*expected*): each model trains on the subset alone, with
+            batches and seeds of its own. True (*single model*): each is the model of all examples,
+            trained again with its seed and its batches, and the examples outside the subset have
+            weight zero in the loss. Then every seed is a model of its own.
         notes: how the models were trained: together, or one at a time and why.
     """
 
@@ -56,6 +70,7 @@ class Truth:
         stage: str | None = None,
         recipe: str = "",
         query: str = "",
+        in_place: bool = False,
         notes: dict[str, Any] | None = None,
     ) -> None:
         self.masks: NDArray[np.bool_] = np.asarray(masks)
@@ -78,8 +93,21 @@ class Truth:
         self.alpha = float(self.masks.mean()) if alpha is None else float(alpha)
         self.measurement, self.unit = measurement, unit
         self.higher_is_better, self.stage = bool(higher_is_better), stage
-        self.recipe, self.query = recipe, query
+        self.recipe, self.query, self.in_place = recipe, query, bool(in_place)
         self.notes = dict(notes or {})
+
+    @property
+    def protocol(self) -> str:
+        """What the measurements are of, in words."""
+        return "single model" if self.in_place else "expected"
+
+    def of_seed(self, seed: int) -> Truth:
+        """The measurements of one seed: in place, those of one model."""
+        if seed not in self.seeds:
+            raise InvalidInput(f"seed={seed} is not in this truth: it has {self.seeds}")
+        at = self.seeds.index(seed)
+        about = {name: getattr(self, name) for name in FIELDS} | {"seeds": [seed]}
+        return Truth(self.masks, self.measurements[:, at : at + 1], notes=self.notes, **about)
 
     @property
     def means(self) -> NDArray[np.float64]:
@@ -127,7 +155,8 @@ class Truth:
         content = read_json(file, schema=SCHEMA, remedy=remedy)
         with parsing(file, remedy):
             check_types(content, alpha=float, seeds=list, measurement=str, unit=str, notes=dict)
-            check_types(content, higher_is_better=bool, recipe=str, query=str)
+            content.setdefault("in_place", False)  # earlier versions had one protocol
+            check_types(content, higher_is_better=bool, recipe=str, query=str, in_place=bool)
             arrays = content["arrays"] if "arrays" in content else _without_checksums(content)
             return cls(
                 load_array(folder / "masks.npy", arrays["masks"], remedy=remedy),
@@ -143,6 +172,7 @@ class Truth:
             f"Truth({subsets} subsets of {self.alpha:.4g} of {self.masks.shape[1]:,} examples"
             + (f" of stage {self.stage!r}" if self.stage else "")
             + f" x {repeats} seeds, {queries} queries, {self.measurement}"
+            + ("; single model: dropped in place" if self.in_place else "")
             + (f"; {diverged} trainings diverged" if diverged else "")
             + ")"
         )
@@ -162,9 +192,10 @@ def ground_truth(
     query: Any,
     alpha: float = 0.5,
     subsets: int = 100,
-    seeds: int | Sequence[int] = 10,
+    seeds: int | Sequence[int] | None = None,
     stage: str | None = None,
     *,
+    in_place: bool = False,
     out: str | os.PathLike[str] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -175,34 +206,53 @@ def ground_truth(
 ) -> Truth:
     """Retrain on random subsets, and measure the queries.
 
+    Two protocols are in use. By default, a model trains on its subset alone, and the mean over
+    seeds is what a training on the subset gives in *expectation*. With `in_place`, the training on
+    all data is repeated, seed, batches and all, and only the losses of the dropped examples count
+    as zero: this measures what the data did to that *single model*. Rank methods under each of
+    them by itself: which method is best depends on the protocol.
+
     Args:
         recipe: how to train.
         query: the queries to measure after each training.
         alpha: the share of the training examples in a subset, which has ⌈alpha n⌉ of them.
         subsets: M. Subset j does not depend on M, so you can add more later in the same folder.
-        seeds: R, or the seeds themselves; every subset is trained with each.
+        seeds: R, or the seeds themselves; every subset is trained with each (default: 10; in
+            place, one, which is seed 0).
         stage: the stage whose data is resampled (default: the first).
+        in_place: keep the batches of the training on all examples, and give the dropped ones
+            weight zero in the loss. Their places stay: the mean still divides by all of the batch,
+            and batch norm still sees them. Each seed is then a model of its own: judge the scores
+            of its run. alpha = 0.99 drops 1 %, as is usual.
         out: folder for trainings and truth. Repeat the same call to resume.
         seed: determines the subsets.
         device, memory, executor, engine, progress: as in `whence.retrain.measure`.
     """
     chosen, data, alpha = recipe.stage(stage), Batches("query", query, recipe.collate), float(alpha)
     masks = draw_subsets(len(chosen.data), alpha, subsets, seed)
+    if seeds is None:
+        seeds = 1 if in_place else 10
     named = [index(s) for s in (seeds if isinstance(seeds, Iterable) else range(seeds))]
     if not named:
         raise InvalidInput(f"seeds={seeds}: train each subset at least once")
     if len(set(named)) != len(named):
         raise InvalidInput(f"seeds={named} name one twice: use each once")
-    if masks[0].sum() < chosen.batch_size:
+    if not in_place and masks[0].sum() < chosen.batch_size:
         raise InvalidInput(
             f"alpha={alpha} of {len(chosen.data)} examples are {int(masks[0].sum())}, fewer than "
             f"batch_size={chosen.batch_size}: use a larger alpha"
         )
     about = identity(recipe, data)
     about |= {"alpha": alpha, "stage": chosen.name, "subsets": seed}  # one truth per folder
+    about |= {"in_place": True} if in_place else {}
     grid = Grid(out, about, len(data))
-    indices = [np.flatnonzero(mask) for mask in masks]
-    trainings = [Training(s, examples, chosen.name) for s in named for examples in indices]
+    trainings = [
+        Training(s, None, chosen.name, weights=mask)
+        if in_place
+        else Training(s, np.flatnonzero(mask), chosen.name)
+        for s in named
+        for mask in masks
+    ]
     rows = run_grid(
         recipe,
         data,
@@ -225,6 +275,7 @@ def ground_truth(
         stage=chosen.name if len(recipe.stages) > 1 else None,
         recipe=fingerprint_of(about["recipe"]),
         query=about["query"],
+        in_place=in_place,
         notes=grid.notes,
     )
     if out is not None:

@@ -1,0 +1,298 @@
+"""The leaderboard's measurements: every method under two protocols, on the same tasks.
+
+    python -m experiments.studies.single TASK... [--device cuda] [--jobs 3]
+    python -m experiments.studies.single --from FOLDER     # rows from saved sums, without training
+
+*Single model* repeats the training of one run with some examples weighted to zero in place;
+*expected* retrains on subsets, with several seeds. For each task and protocol, one small file of
+sums (`experiments.studies.sums`) goes to --out, method by method: a method that is there is not
+computed again. Trainings stay in --work, and the metasmoothness of the task goes there too. The
+rows go to results/leaderboard.json, which `experiments.leaderboard` turns into a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.engine.trainings import Trainings
+from experiments.studies.sums import TRUTH, Sums
+from experiments.studies.sums import Protocol as Sizes
+from experiments.tasks import RESULTS
+from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, build_entry
+from experiments.tasks.machine import machine
+from whence.evaluate import LDS, calibration, lds, metasmoothness
+from whence.persist.files import write_json
+
+SCHEMA = 1
+SIZES = ("subsets", "seeds", "queries", "runs")
+DIRECTIONS = 16
+Row = dict[str, Any]
+
+
+def measure(task: str, options: argparse.Namespace) -> list[Path]:
+    """Train, attribute, and save the sums of all methods on one task; a file per protocol."""
+    experiment = BOARD[task]
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    work = Trainings(
+        experiment,
+        quick=options.quick,
+        scale=replace(experiment.quick if options.quick else experiment.full, **sizes),
+        work=options.work,
+        device=options.device,
+    )
+    about = {"seconds": work.seconds, **smoothness(work)}
+    say(task, f"metasmoothness {about['metasmoothness']:.3f}")
+    truths, files = {}, {}
+    for protocol in PROTOCOLS:
+        if options.protocols and protocol.name not in options.protocols:
+            continue
+        truth = work.single_truth(protocol.alpha) if protocol.in_place else work.truth()
+        truths[protocol], files[protocol] = truth, opened(work, protocol, truth, about, options.out)
+        say(task, f"truth {protocol.name}")
+    for name in ENTRIES:
+        if options.only and not any(word in name for word in options.only):
+            continue
+        method = build_entry(name, experiment, work.examples)
+        missing = [p for p, saved in files.items() if not has(saved, name, repr(method))]
+        if not missing:
+            continue
+        several = any(not protocol.in_place for protocol in missing)
+        most = ENTRIES[name].most_runs or work.scale.runs
+        scores, seconds = attributed(work, method, min(most, work.scale.runs) if several else 1)
+        if not scores:
+            say(task, f"{name} does not apply: {seconds}")
+            continue
+        for protocol in missing:
+            runs = scores[:1] if protocol.in_place else scores
+            files[protocol].add(name, runs, [truths[protocol]], repr(method), float(seconds))
+            files[protocol].save(options.out / protocol.name)
+        say(task, f"{name}: {len(scores)} runs, {float(seconds):.1f} s each")
+    return [saved.save(options.out / protocol.name) for protocol, saved in files.items()]
+
+
+def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]:
+    """The scores of each run, and the seconds of one; or none, and why."""
+    scores, start = [], time.perf_counter()
+    options: dict[str, Any] = {"progress": False}
+    if type(method).__name__ != "Random":
+        options["device"] = work.device
+    try:
+        for k in range(runs):
+            scores.append(method.attribute(work.study(k), work.query, **options))
+    except (ValueError, RuntimeError) as error:  # out of memory; not for this task
+        if work.device != "cpu":
+            torch.cuda.empty_cache()
+        return [], f"{type(error).__name__}: {str(error)[:200]}"
+    return scores, (time.perf_counter() - start) / runs
+
+
+def smoothness(work: Trainings) -> dict[str, Any]:
+    """The metasmoothness of the first run's training, computed once."""
+    file = work.work / "metasmoothness.json"
+    if not file.exists():
+        with work.training("metasmoothness"):
+            result = metasmoothness(
+                work.recipe,
+                work.query,
+                directions=4 if work.quick else DIRECTIONS,
+                stage=work.experiment.stage,
+                training_seed=work.run_seed(0),
+                out=work.work / "metasmoothness",
+                device=work.device,
+                progress=False,
+            )
+        numbers = {"metasmoothness": result.value, "correlation": result.correlation}
+        write_json(file, numbers, checksum=False)
+    stored: dict[str, Any] = json.loads(file.read_text())
+    return {name: stored[name] for name in ("metasmoothness", "correlation")}
+
+
+def opened(
+    work: Trainings, protocol: Protocol, truth: Any, about: dict[str, Any], out: Path
+) -> Sums:
+    """The sums saved so far under this protocol, or none yet."""
+    subsets, seeds, queries = truth.measurements.shape
+    runs = 1 if protocol.in_place else work.scale.runs
+    sizes = Sizes(
+        work.experiment.name, float(truth.alpha), subsets, seeds, runs, queries, quick=work.quick
+    )
+    described = {name: getattr(truth, name) for name in (*TRUTH, "in_place")}
+    fresh = Sums(
+        sizes,
+        described,
+        {"machine": machine(), "device": device_name(work.device), **about},
+        truth.measurements,
+        np.empty((0, 1, queries)),
+    )
+    file = out / protocol.name / sizes.file_name
+    if not file.exists():
+        return fresh
+    saved = Sums.load(file)
+    if saved.truth != fresh.truth:
+        raise ValueError(f"{file} is of another truth: remove it, or choose another --out")
+    saved.about["seconds"] = fresh.about["seconds"] | saved.about["seconds"]  # the first time's
+    return saved
+
+
+def has(saved: Sums, name: str, method: str) -> bool:
+    return bool(saved.forms.get(name, {}).get("method") == method)
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
+def say(task: str, text: str) -> None:
+    print(f"{task:22s} {text}", flush=True)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def rows_of(saved: Sums) -> dict[str, Row]:
+    """Each method's LDS, slope and cost, and its paired difference from the best."""
+    truth, results = saved.judge(), {}
+    for name in saved.forms:
+        every = lds([one.values for one in saved.scores(name)], truth, exclude_diverged=True)
+        results[name] = every.single or every  # of one model, as in the other protocol
+    best = max(results, key=lambda name: results[name].value)
+    return {name: _row(saved, name, results, best, truth) for name in results}
+
+
+def _row(saved: Sums, name: str, results: dict[str, LDS], best: str, truth: Any) -> Row:
+    result = results[name]
+    behind = None if name == best else results[best].minus(result)
+    try:
+        slope = calibration(
+            saved.scores(name)[0].values, truth, exclude_diverged=True, bootstrap=100
+        ).slope
+    except ValueError:  # constant predictions
+        slope = None
+    return saved.forms[name] | {
+        "lds": [result.value, *result.interval],
+        "behind": None if behind is None else [behind.value, *behind.interval],
+        "ceiling": result.ceiling,
+        "slope": slope,
+        "runs": len(saved.sums[name]),
+        "diverged": result.diverged,
+    }
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """The content of leaderboard.json: {protocol: {task: entry}}."""
+    if not file.exists():
+        return {"schema": SCHEMA, "protocols": {}}
+    stored: dict[str, Any] = json.loads(file.read_text())
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(f"{file} has schema {stored.get('schema')}, not {SCHEMA}: move it")
+    return stored
+
+
+def judge(path: Path, file: Path) -> None:
+    """Compute, store and print the rows of one file of sums."""
+    saved = Sums.load(path)
+    if not saved.forms:
+        return
+    rows, stored = rows_of(saved), read_results(file)
+    protocol = Protocol(saved.truth["in_place"], saved.protocol.alpha)
+    about = {k: saved.about[k] for k in ("machine", "device", "metasmoothness", "correlation")}
+    about |= {"seconds": saved.about["seconds"], "sizes": asdict(saved.protocol)}
+    name = _nearest(protocol).name
+    entries = stored["protocols"].setdefault(name, {})
+    entries[saved.protocol.task] = about | {"methods": rows}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, stored, checksum=False)
+    for method, row in sorted(rows.items(), key=lambda item: -item[1]["lds"][0]):
+        value, low, high = row["lds"]
+        print(
+            f"{name:14s} {saved.protocol.task:20s} {method:22s} {value:6.3f} "
+            f"[{low:.3f}, {high:.3f}] {row['seconds']:.1f} s",
+            flush=True,
+        )
+
+
+def _nearest(given: Protocol) -> Protocol:
+    """The protocol of the table with this α, up to whole examples."""
+    same = [one for one in PROTOCOLS if one.in_place == given.in_place]
+    return min(same, key=lambda one: abs(one.alpha - given.alpha))
+
+
+def in_parallel(tasks: list[str], jobs: int, command: list[str]) -> None:
+    """One process per task, at most `jobs` at a time. A failed task is reported at the end."""
+    waiting, running, failed = list(tasks), dict[str, Any](), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            task = waiting.pop(0)
+            running[task] = subprocess.Popen([*command, task])
+        for task, process in list(running.items()):
+            if process.poll() is not None:
+                del running[task]
+                failed += [task] if process.returncode else []
+        time.sleep(0.2)
+    if failed:
+        print(f"failed: {', '.join(failed)}. Run the same command to resume", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(BOARD)}, or all")
+    parser.add_argument("--from", dest="saved", type=Path, help="rows from the sums in this folder")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="tasks at the same time")
+    parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
+    names = [protocol.name for protocol in PROTOCOLS]
+    parser.add_argument("--protocols", nargs="*", choices=names, help="default: all")
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--only", nargs="*", help="methods whose names have one of these words")
+    parser.add_argument("--work", type=Path, default=Path("runs/single"), help="for trainings")
+    parser.add_argument("--out", type=Path, default=Path("runs/single/sums"), help="for sums")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--no-rows", action="store_true", help="save sums only; see --from")
+    options = parser.parse_args()
+    if options.tasks == ["all"]:
+        options.tasks = list(BOARD)
+    unknown = set(options.tasks) - set(BOARD)
+    if unknown:
+        parser.error(f"no task is called {', '.join(sorted(unknown))}: see --help")
+    if not options.tasks and options.saved is None:
+        parser.error("name a task, or a folder of saved sums with --from")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    file = options.results / "leaderboard.json"
+    read_results(file)  # refuses another version before hours of work
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if options.saved is None and options.jobs > 1 and len(options.tasks) > 1:
+            given = [word for word in sys.argv[1:] if word not in (*options.tasks, "all")]
+            command = [sys.executable, "-m", "experiments.studies.single", *given, "--no-rows"]
+            in_parallel(options.tasks, options.jobs, command)
+            options.saved = options.out
+        elif options.saved is None:
+            for task in options.tasks:
+                for path in measure(task, options):
+                    if not options.no_rows:
+                        judge(path, file)
+            return
+        if not options.no_rows:
+            for path in sorted(options.saved.rglob("*.npz")):
+                if not options.tasks or Sums.load(path).protocol.task in options.tasks:
+                    judge(path, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The leaderboard: its tasks, the methods on it, and how large each protocol is.
+
+The tasks are the sizes of ASTRA's settings (arXiv 2507.14740), whole batches all of them, so that a
+dropped example in one protocol and a smaller subset in the other are of the same data. The smooth
+ones are trained so that the derivative of the training means something: GELU instead of ReLU, large
+batches, a rate that falls to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+import whence
+from experiments.tasks import data, models
+from experiments.tasks.catalogue import TASKS
+from experiments.tasks.experiment import Experiment, RecipeAndHeldOut, Scale
+from experiments.tasks.methods import MethodSettings, build_method
+from experiments.tasks.recipes import adamw, first, frequent, perceptron, regression, sgd, to_zero
+
+SINGLE, EXPECTED = "single", "expected"
+FULL = Scale(subsets=100, seeds=5, queries=100, runs=2)
+QUICK = Scale(subsets=8, seeds=2, queries=4, runs=2)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How the truth is made.
+
+    Attributes:
+        in_place: as in `whence.evaluate.ground_truth`.
+        alpha: the share of the examples that stays.
+    """
+
+    in_place: bool
+    alpha: float
+
+    @property
+    def name(self) -> str:
+        return f"{SINGLE if self.in_place else EXPECTED}-{self.alpha:g}"
+
+    @property
+    def title(self) -> str:
+        if self.in_place:
+            return f"Single model, {1 - self.alpha:.0%} dropped in place"
+        return f"Expected, {1 - self.alpha:.0%} left out"
+
+
+PROTOCOLS = (Protocol(True, 0.99), Protocol(True, 0.5), Protocol(False, 0.5))
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def head(load: Callable[[], Any], count: int) -> Any:
+    """The first `count` training examples, and the held-out ones."""
+    train, held_out = load()
+    return first(train, count), held_out
+
+
+def rows(load: Callable[[], Any], count: int, quick: bool, rate: float, wd: float) -> Any:
+    """A regression task."""
+    some = partial(head, load, 128 if quick else count)
+    return regression(some, 2 if quick else 20, quick, rate, wd)
+
+
+def pictures(name: str, noisy: bool, epochs: int, quick: bool, rate: float, wd: float) -> Any:
+    """An MLP on 6,144 images."""
+    return perceptron(name, noisy, epochs, quick, rate, wd, examples=128 if quick else 6144)
+
+
+def photographs(quick: bool, rate: float, wd: float) -> RecipeAndHeldOut:
+    """A ResNet-9 with batch norm on 3,072 images, without augmentation, in float32."""
+    train, held_out = data.cifar10(128 if quick else 3072)
+    recipe = whence.Recipe(
+        partial(models.ResNet9, width=4 if quick else 32, autocast=False),
+        whence.Classification(),
+        train,
+        sgd(rate, wd),
+        batch_size=32 if quick else 512,
+        epochs=2 if quick else 25,
+        scheduler=to_zero,
+    )
+    return recipe, held_out
+
+
+def smooth_mlp(*sizes: int) -> nn.Module:
+    """Linear layers with GELUs between them."""
+    layers = [nn.GELU() if isinstance(m, nn.ReLU) else m for m in models.mlp(*sizes)]  # type: ignore[attr-defined]
+    return nn.Sequential(*layers)
+
+
+def smooth(
+    load: Callable[[], Any],
+    sizes: tuple[int, ...],
+    epochs: int,
+    quick: bool,
+    rate: float,
+    wd: float,
+) -> RecipeAndHeldOut:
+    """A training that is nearly linear in the weights of its examples."""
+    train, held_out = load()
+    recipe = whence.Recipe(
+        partial(smooth_mlp, *sizes),
+        whence.Classification(),
+        first(train, 128 if quick else None),
+        sgd(rate, wd),
+        batch_size=32 if quick else 256,
+        epochs=2 if quick else epochs,
+        scheduler=to_zero,
+    )
+    return recipe, held_out
+
+
+def tiny_gpt(quick: bool, rate: float, wd: float) -> RecipeAndHeldOut:
+    """A GPT of two layers on 2,048 blocks of 64 tokens, AdamW."""
+    train, held_out = frequent(data.wikitext2(64), 256 if quick else 2048)
+    recipe = whence.Recipe(
+        partial(models.gpt2, *((256, 1, 16) if quick else (2048, 2, 128)), 2, 64, autocast=False),
+        whence.LanguageModeling(),
+        first(train, 128 if quick else 2048),
+        adamw(rate, wd),
+        batch_size=16 if quick else 64,
+        epochs=2 if quick else 4,
+        scheduler=to_zero,
+    )
+    return recipe, held_out
+
+
+def task(name: str, title: str, make: Any, rates: tuple[float, float], **more: Any) -> Experiment:
+    settings = {"setting": "", "full": FULL, "quick": QUICK, "trak_dimension": 512} | more
+    return Experiment(name, title, make, rates=rates, **settings)
+
+
+def digits_data() -> Any:
+    return head(data.digits, 1280)
+
+
+def as_published(name: str, make: Any) -> Experiment:
+    """A task of the paper, at ASTRA's size."""
+    return replace(TASKS[name], make=make, full=FULL, quick=QUICK, trak_dimension=512)
+
+
+_BOARD = (
+    as_published("concrete", partial(rows, data.concrete, 896)),
+    as_published("parkinsons", partial(rows, data.parkinsons, 5280)),
+    as_published("mnist", partial(pictures, "mnist", False, 20)),
+    as_published("fashion_mnist", partial(pictures, "fashion_mnist", False, 20)),
+    as_published("fashion_mnist_n", partial(pictures, "fashion_mnist", True, 3)),
+    task(
+        "cifar10",
+        "CIFAR-10",
+        photographs,
+        (0.1, 1e-3),
+        setting="ResNet-9 of half the width with batch norm, no augmentation, SGD with momentum, "
+        "batch 512, 25 epochs, rate to zero",
+        keep_factors=True,
+    ),
+    task(
+        "digits_smooth",
+        "Digits, smooth",
+        partial(smooth, digits_data, (64, 128, 128, 10), 20),
+        (3e-2, 1e-3),
+        setting="MLP 64-128-128-10 with GELU, SGD with momentum 3e-2, batch 256, 20 epochs, rate "
+        "to zero",
+    ),
+    task(
+        "fashion_mnist_smooth",
+        "FashionMNIST, smooth",
+        partial(smooth, partial(data.images, "fashion_mnist", 6144), (784, 256, 128, 10), 10),
+        (3e-2, 1e-3),
+        setting="MLP 784-256-128-10 with GELU, SGD with momentum 3e-2, batch 256, 10 epochs, rate "
+        "to zero",
+    ),
+    task(
+        "gpt_smooth",
+        "GPT, smooth",
+        tiny_gpt,
+        (1e-3, 1e-2),
+        setting="GPT-2 of 2 layers and width 128 from scratch, AdamW 1e-3, 2,048 blocks of 64 "
+        "tokens of WikiText, batch 64, 4 epochs, rate to zero",
+        keep_factors=True,
+    ),
+)
+BOARD: Mapping[str, Experiment] = {one.name: one for one in _BOARD}
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method on the leaderboard.
+
+    Attributes:
+        make: builds it.
+        of: in one sentence, what it is.
+        most_runs: attribute at most this many runs, where one takes long.
+    """
+
+    make: Callable[[MethodSettings], Any]
+    of: str
+    most_runs: int | None = None
+
+
+def named(name: str) -> Callable[[MethodSettings], Any]:
+    return lambda settings: build_method(name, settings)
+
+
+ENTRIES: Mapping[str, Entry] = {
+    "Random": Entry(named("Random"), "random numbers"),
+    "RepSim": Entry(named("RepSim"), "similarity of the last layer's inputs"),
+    "TracIn": Entry(named("TracIn"), "gradient products at the checkpoints"),
+    "TRAK": Entry(named("TRAK"), "projected gradients, one model"),
+    "EK-FAC": Entry(named("influence"), "influence functions, EK-FAC, damping 1e-8"),
+    "EK-FAC + CG": Entry(
+        named("influence, conjugate gradients"),
+        "the whole Gauss-Newton matrix of all layers",
+    ),
+    "DataInf": Entry(named("DataInf"), "influence functions, inverses of single examples"),
+    "SOURCE": Entry(
+        lambda s: whence.Source.published(s.segments, stage=s.stage), "as published, three segments"
+    ),
+    "Influence()": Entry(lambda s: whence.Influence(stage=s.stage), "our influence functions"),
+    "Source()": Entry(lambda s: whence.Source(stage=s.stage), "our SOURCE"),
+    "Best()": Entry(lambda s: whence.Best(stage=s.stage), "one equation for all layers"),
+    "HYDRA": Entry(named("HYDRA"), "unrolling without the Hessian", most_runs=1),
+    "Unrolled (MAGIC)": Entry(
+        named("Unrolled"), "the exact derivative of the training", most_runs=1
+    ),
+    "Unrolled, expected": Entry(
+        named("Unrolled, expected, Gauss-Newton"),
+        "the derivative, with expected batches and the Gauss-Newton matrix",
+        most_runs=1,
+    ),
+}
+
+
+def build_entry(name: str, experiment: Experiment, examples: int) -> Any:
+    """A method by its name, for a task with this many training examples."""
+    dimension = min(experiment.trak_dimension, examples)
+    return ENTRIES[name].make(MethodSettings(3, experiment.stage, dimension))

@@ -1,0 +1,97 @@
+"""The leaderboard's measurements, tiny: both protocols, resumed, and rows from saved sums."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import TensorDataset
+
+from experiments.studies import single
+from experiments.studies.sums import Sums
+from experiments.tasks import board, data
+from whence.evaluate import lds
+
+TASK = "digits_smooth"
+
+
+def run(monkeypatch: Any, folder: Path, *words: str) -> Any:
+    places = ["--work", folder / "work", "--out", folder / "sums", "--results", folder]
+    argv = ["single", *words, "--quick", *map(str, places)]
+    monkeypatch.setattr(sys, "argv", argv)
+    single.main()
+    file = folder / "leaderboard.json"
+    return json.loads(file.read_text())["protocols"] if file.exists() else None
+
+
+def test_both_protocols_resume_and_agree_with_lds(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    first = run(monkeypatch, tmp_path, TASK, "--only", "MAGIC", "Random")
+    assert set(first) == {p.name for p in board.PROTOCOLS}
+    for name, tasks in first.items():
+        entry = tasks[TASK]
+        assert set(entry["methods"]) == {"Random", "Unrolled (MAGIC)"}
+        assert -1 <= entry["metasmoothness"] <= 1
+        best = [m for m, row in entry["methods"].items() if row["behind"] is None]
+        assert len(best) == 1, name
+        assert entry["methods"]["Random"]["seconds"] > 0
+    assert first["single-0.99"][TASK]["methods"]["Unrolled (MAGIC)"]["lds"][0] > 0.95
+    capsys.readouterr()
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(single, "attributed", never)
+    again = run(monkeypatch, tmp_path, TASK, "--only", "MAGIC", "Random")
+    assert again == first
+    (tmp_path / "leaderboard.json").unlink()
+    monkeypatch.setattr(single, "measure", never)
+    assert run(monkeypatch, tmp_path, "--from", str(tmp_path / "sums")) == first
+    (path,) = (tmp_path / "sums" / "single-0.99").glob("*.npz")
+    saved = Sums.load(path)
+    truth = saved.judge()
+    assert truth.in_place and truth.seeds == [1000]
+    value = lds(saved.scores("Random")[0], truth).value
+    assert first["single-0.99"][TASK]["methods"]["Random"]["lds"][0] == pytest.approx(value)
+
+
+def test_another_truth_in_the_folder_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    run(monkeypatch, tmp_path, TASK, "--only", "Random", "--protocols", "single-0.5")
+    (path,) = (tmp_path / "sums").rglob("*.npz")
+    saved = Sums.load(path)
+    saved.truth["recipe"] = "another"
+    saved.save(path.parent)
+    with pytest.raises(ValueError, match="another truth"):
+        run(monkeypatch, tmp_path, TASK, "--only", "Random", "--protocols", "single-0.5")
+
+
+@pytest.mark.parametrize("name", ["concrete", "parkinsons", "mnist", "cifar10"])
+def test_sizes_are_whole_batches(name: str, monkeypatch: Any) -> None:
+    columns = np.zeros((7000, 8), np.float32)
+
+    def table() -> Any:
+        import torch
+
+        x = torch.from_numpy(columns)
+        return TensorDataset(x, x[:, :1]), TensorDataset(x[:5], x[:5, :1])
+
+    def images(name: str, train: int, *rest: Any, **more: Any) -> Any:
+        import torch
+
+        x, y = torch.zeros(train, 784), torch.zeros(train, dtype=torch.long)
+        return TensorDataset(x, y), TensorDataset(x[:5], y[:5])
+
+    monkeypatch.setattr(data, "images", images)
+    monkeypatch.setattr(data, "cifar10", lambda train: images("", train))
+    experiment = board.BOARD[name]
+    make = experiment.make
+    if name in ("concrete", "parkinsons"):
+        make = board.partial(board.rows, table, *make.args[1:])
+    recipe, _ = make(False, *experiment.chosen_rates())
+    (stage,) = recipe.stages
+    assert len(stage.data) % stage.batch_size == 0
