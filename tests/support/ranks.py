@@ -120,6 +120,7 @@ CASES: dict[str, Case] = {
     "source of adam": scored(whence.Source(), "adam"),
     "published source of adam": scored(whence.Source.published(), "adam"),
     "source, gauss-newton": scored(whence.Source(curvature="gauss-newton")),
+    "source, probed coupling": scored(whence.Source(coupling="probed")),
     "source, k-fac, exact": scored(whence.Source(curvature="kfac", fisher="exact")),
     "source, diagonal": scored(whence.Source(curvature="diagonal", fisher="empirical")),
     "fastsource": scored(whence.FastSource()),

@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -287,7 +286,9 @@ class Workspace:
         """Refuse processes that were started on different data, code or settings."""
         if self.world.size == 1:
             return
-        study, versions = self.study, [torch.__version__, version("whence-tda")]
+        from whence import __version__
+
+        study, versions = self.study, [torch.__version__, __version__]
         about = {
             "the run": self.run.fingerprint,
             "the training data": {s: study.data[s].fingerprint() for s in study.stages},
@@ -445,7 +446,9 @@ class Workspace:
         spread = np.linspace(0, len(used) - 1, min(PROBES, len(used))).astype(int)
         examples = Queries(self.study.data[stage], stage, used[spread])
         x = self.query_gradients(examples, checkpoints, H.bases, LOSS)
+        in_step = self.in_step
         whole = self.gauss_newton(self.fit_data([stage]), checkpoints, D, len(spread))
+        self.in_step = in_step  # all ranks probe together; queries are not concerned
         return probed_coupling(whole, H, D, x)
 
     def diagonal(self, values: Mapping[str, float | Tensor]) -> Any:
