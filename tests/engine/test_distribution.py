@@ -72,6 +72,10 @@ for turn in range(2):
     study = ranks.study(Path({str(runs)!r}), cache=folder / f"cache-{{turn}}")
     scores = whence.Source(segments=2).attribute(study, ranks.QUERY, progress=False)
     np.save(folder / f"{{turn}}-{{rank}}.npy", scores.values)
+few = torch.utils.data.Subset(ranks.QUERY, [1])  # fewer queries than ranks
+study = ranks.study(Path({str(runs)!r}), cache=folder / "cache-0")
+scores = whence.Source(segments=2).attribute(study, few, progress=False)
+np.testing.assert_allclose(scores.values[0], np.load(folder / "0-0.npy")[1], rtol=1e-4, atol=1e-6)
 """
     ranks.together(tmp_path, body, size=3)
     first = np.load(tmp_path / "0-0.npy")
