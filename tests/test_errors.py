@@ -54,3 +54,28 @@ def test_every_room_raises_typed_errors(path: Path) -> None:
 def test_errors_need_nothing_but_the_standard_library() -> None:
     code = "import sys, whence; whence.WhenceError; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+#: why these files use Python's own function: what they warn of is stored in another way
+NOT_COLLECTED = {
+    "errors.py": "it collects",
+    "layers/tracked.py": "excluded layers are in Scores.excluded, and shown as 'left out'",
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_warning_can_be_stored_with_a_result(path: Path) -> None:
+    """Only those of `whence.errors.warn` (or of a run's and a recorder's `warn`) are collected."""
+    name = path.relative_to(Path(whence.__file__).parent).as_posix()
+    lost = [
+        f"line {node.lineno}"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ("warn", "warn_explicit")
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "warnings"
+        )
+        or (isinstance(node, ast.ImportFrom) and node.module == "warnings")
+    ]
+    assert bool(lost) == (name in NOT_COLLECTED), f"{name}: {lost}: use whence.errors.warn"

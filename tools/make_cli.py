@@ -53,12 +53,16 @@ study = whence.Study(
 )
 ```
 
+`whence init train.py` writes such a file from your script, from the output folder of a Hugging Face Trainer, or from a
+Lightning checkpoint.
+
 ```console
 $ whence doctor study.py                     # check it, and estimate the time
 $ whence attribute study.py --method source --segments 3 --out scores/source
 $ whence top scores/source --query 3 --study study.py
 $ whence report scores/source --study study.py -o report.html
 $ whence explore scores/source --study study.py
+$ whence whatif scores/source --examples 3,14,159 --study study.py --retrain 5
 $ whence truth study.py --subsets 100 --seeds 10 --out truth/0
 $ whence lds scores/* --truth truth/0
 ```
@@ -79,7 +83,7 @@ warning.
 
 The run can also come from a [Recorder](record.md): `runs="runs/mnist"`. The file is imported, so a training
 script can be its own study file, with the training under `if __name__ == "__main__":`. Relative paths start
-from the folder that you run the command in. The file runs with your permissions: use only files that you
+from the folder of the file. The file runs with your permissions: use only files that you
 trust.
 
 ### A YAML for Hugging Face folders
@@ -107,7 +111,8 @@ tasks and other collators need a `study.py`.
 - `--json` prints only the answer on stdout. Progress, warnings and the output of the study file go to
   stderr. NaN is `null`.
 - Exit codes: 0 success, 1 failure, 2 bad input (a wrong option, file or setting), 130 interrupted.
-- Progress bars with the remaining time appear on a terminal; `--progress` and `--no-progress` override this.
+- Progress bars with the remaining time appear on a terminal, and never in a log file; `--no-progress` hides them.
+- Tab completion: `whence --install-completion`, once.
 - `fit`, `attribute`, `truth`, `removal` and `reproduce` **resume**: after Ctrl-C or a killed job, run the same
   command again. The result is bit-identical to an uninterrupted run.
 - `WHENCE_DEBUG=1` before a command shows tracebacks.

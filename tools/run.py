@@ -9,7 +9,7 @@ A page controls this by comments, which readers do not see:
     <!-- output -->              before a text block: what was printed since the last one
     <!-- check: expression -->   must be true at this point
 
-A page continues from the example in README; a tutorial starts with no names defined. Figures that
+A page continues from the example of the front page; a tutorial starts with no names. Figures that
 a page shows and its code writes, `figures/*.png`, are copied next to the page.
 `tests/docs/test_examples_in_docs.py` runs all pages too.
 """
@@ -34,7 +34,7 @@ import torch
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # pages draw into files: no display needed
 DOCS = Path(__file__).parents[1] / "docs"
-README = DOCS.parent / "README.md"
+FRONT = DOCS / "index.md"
 PIECE = re.compile(
     r"(?P<test><!-- test -->\n+)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$"
     r"|<!-- output -->\n+```text\n(?P<output>.*?)^```$"
@@ -88,8 +88,8 @@ def play(page: str, text: str, folder: Path) -> PageRun:
 
     with _inside(folder), contextlib.redirect_stdout(printed):
         if not page.startswith("tutorials/"):
-            for _, code in blocks(README.read_text()):
-                run(code, "README")
+            for _, code in blocks(FRONT.read_text()):
+                run(code, "index")
             printed.truncate(printed.seek(0))
         for piece in PIECE.finditer(text):
             if piece["check"] is not None:

@@ -619,9 +619,10 @@ def processes_table() -> list[str]:
     least = min(r["rounds"] for r in results.values())
     lines += [
         "",
-        "`python -m benchmarks.several_processes`: from scratch, one thread for each process, gloo, the least "
-        f"of {least} round(s), {m['processor']} with two cores that other work used at the same time, torch "
-        f"{m['torch']}, {m['date']}. Differences are relative to the largest score.",
+        "`python -m benchmarks.several_processes`: from scratch, one thread for each process, "
+        f"gloo, the least of {least} round(s), {m['processor']} with two cores that other work "
+        f"used at the same time, torch {m['torch']}, {m['date']}. Differences are relative to the "
+        "largest score.",
     ]
     return lines
 

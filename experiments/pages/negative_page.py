@@ -116,6 +116,10 @@ def text(folder: Path = RESULTS) -> str:
         "kfac bases": lambda: forms(
             kfac_bases, DEFAULT, ("K-FAC's bases", "`Source()`"), shares_weights
         ),
+        "probed coupling": lambda: forms(
+            "coupled by probes, query along the run, L = 1", DEFAULT, ("probed", "by traces")
+        ),
+        "best segments": lambda: forms("best, L = 3", BEST, ("three segments", "`Best()`")),
         "expected": lambda: forms("expected Gauss-Newton", BEST, ("expected", "`Best()`")),
         "gauss newton": lambda: pairs(
             by_method(folder, (GAUSS_NEWTON, "SOURCE")),

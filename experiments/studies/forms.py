@@ -87,7 +87,7 @@ def opened(work: Trainings, alpha: float, options: argparse.Namespace) -> Sums:
     """The sums saved so far under this protocol. If there are none, retrain first."""
     scale, experiment = work.scale, work.experiment
     start = {f"first_{name}": value for name, value in asdict(work.first).items()}
-    sizes = scale.subsets, scale.seeds, scale.runs, len(work.query)
+    sizes = scale.subsets, scale.seeds, scale.runs, len(work.query)  # type: ignore[arg-type]
     protocol = Protocol(experiment.name, alpha, *sizes, **start, quick=work.quick)
     file = options.out / protocol.file_name
     if file.exists():

@@ -212,7 +212,7 @@ def named(name: str) -> Callable[[MethodSettings], Any]:
 
 
 ENTRIES: Mapping[str, Entry] = {
-    "Random": Entry(named("Random"), "random numbers"),
+    "Random": Entry(named("Random"), "examples of the query's class, in random order"),
     "RepSim": Entry(named("RepSim"), "similarity of the last layer's inputs"),
     "TracIn": Entry(named("TracIn"), "gradient products at the checkpoints"),
     "TRAK": Entry(named("TRAK"), "projected gradients, one model"),

@@ -14,6 +14,7 @@ from typing import Any
 import whence
 from experiments.tasks.experiment import Experiment
 from experiments.tasks.methods import MethodSettings, build_method
+from experiments.tasks.probed import Probed
 
 PUBLISHED, INFLUENCE = "published", "influence, published"
 BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these
@@ -84,8 +85,9 @@ FORMS: Mapping[str, Form] = {
     "appendix C, L = 1": Form(source(1, **UNCOUPLED), one_stage),
     "coupled, L = 1": Form(source(1, query_at="final"), one_stage, combined=True),
     DEFAULT: Form(source(1), one_stage, combined=True),
-    "coupled by probes, query along the run, L = 1": Form(source(1, coupling="probed"), one_stage),
-    "coupled by probes, query along the run": Form(source(coupling="probed"), one_stage),
+    "coupled by probes, query along the run, L = 1": Form(
+        lambda s: Probed(1, stage=s.stage), one_stage
+    ),
     "coupled, query along the run, K-FAC bases, L = 1": Form(
         source(1, curvature="ekfac"), one_stage
     ),

@@ -7,11 +7,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from whence import errors, evaluate, layers, report, retrain
+    from whence.data import Contrast
     from whence.errors import WhenceError
     from whence.methods import (
+        BM25,
+        LESS,
         Best,
         Downsampling,
         FastSource,
+        GradientCosine,
+        GradientNorm,
         Hydra,
         Influence,
         LeaveOneOut,
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
         RepSim,
         Source,
         TracIn,
+        TrackStar,
         Trak,
         Unrolled,
     )
@@ -27,16 +33,29 @@ if TYPE_CHECKING:
     from whence.scores import Scores
     from whence.store import GradientStore
     from whence.study import Study
-    from whence.task import Classification, LanguageModeling, MultiLabel, Regression, Task
+    from whence.task import (
+        Classification,
+        LanguageModeling,
+        MultiLabel,
+        Regression,
+        Task,
+        completion,
+        padded,
+    )
 
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
 _HOMES = {
+    "whence.data": ("Contrast",),
     "whence.errors": ("WhenceError",),
     "whence.methods": (
+        "BM25",
+        "LESS",
         "Best",
         "Downsampling",
         "FastSource",
+        "GradientCosine",
+        "GradientNorm",
         "Hydra",
         "Influence",
         "LeaveOneOut",
@@ -44,6 +63,7 @@ _HOMES = {
         "RepSim",
         "Source",
         "TracIn",
+        "TrackStar",
         "Trak",
         "Unrolled",
     ),
@@ -52,15 +72,28 @@ _HOMES = {
     "whence.scores": ("Scores",),
     "whence.store": ("GradientStore",),
     "whence.study": ("Study",),
-    "whence.task": ("Classification", "LanguageModeling", "MultiLabel", "Regression", "Task"),
+    "whence.task": (
+        "Classification",
+        "LanguageModeling",
+        "MultiLabel",
+        "Regression",
+        "Task",
+        "completion",
+        "padded",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BM25",
+    "LESS",
     "Best",
     "Classification",
+    "Contrast",
     "Downsampling",
     "FastSource",
+    "GradientCosine",
+    "GradientNorm",
     "GradientStore",
     "Hydra",
     "Influence",
@@ -78,12 +111,15 @@ __all__ = [
     "Study",
     "Task",
     "TracIn",
+    "TrackStar",
     "Trak",
     "Unrolled",
     "WhenceError",
+    "completion",
     "errors",
     "evaluate",
     "layers",
+    "padded",
     "report",
     "retrain",
 ]

@@ -46,7 +46,7 @@ class Batches:
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Any:
         """The batch of these examples, on the dataset's own device and in its own dtype."""
-        if self._sliceable:
+        if self.sliceable:
             order = np.asarray(indices, dtype=np.int64)
             where: Any = torch.from_numpy(order)
             if len(order) and (np.diff(order) == 1).all():
@@ -64,10 +64,19 @@ class Batches:
                 "collate: give Study(collate=...), such as transformers.default_data_collator or, "
                 "with padding, transformers.DataCollatorWithPadding(tokenizer)"
             )
-        return default_collate(rows)
+        try:
+            return default_collate(rows)
+        except RuntimeError as error:
+            if "equal size" not in str(error):
+                raise
+            raise InvalidInput(
+                f"{self.name} examples have different sizes, which torch cannot collate: give "
+                "Study(collate=...), such as whence.padded for documents of tokens"
+            ) from error
 
     @property
-    def _sliceable(self) -> bool:
+    def sliceable(self) -> bool:
+        """Whether many examples are read as fast as one, and batched without a collate function."""
         return type(self.dataset) is TensorDataset and self.collate is None
 
     def stream(
@@ -78,7 +87,7 @@ class Batches:
         workers: int = 0,
     ) -> Iterator[tuple[np.ndarray, Any]]:
         """(indices, batch) for each block of indices, in order."""
-        if workers == 0 or self._sliceable:
+        if workers == 0 or self.sliceable:
             for block in blocks:
                 yield block, place(self.take(block), device, dtype)
             return
@@ -156,6 +165,36 @@ class Batches:
             "changes its order. Scores then depend on the draw; give the dataset without "
             "augmentation, in a fixed order"
         )
+
+
+class Contrast:
+    """Why one example rather than another: queries that are differences of two measurements.
+
+    Query k is the measurement of `a[k]` minus that of `b[k]`. Of a language model, these are two
+    completions of the same prompt, each with labels of -100 on the prompt (`whence.completion`).
+    Completions may differ in length: each has the measurement that the task gives it alone, a mean
+    or a sum over its tokens.
+
+    Args:
+        a: map-style dataset with the same fields as the training data.
+        b: likewise, with as many examples.
+    """
+
+    def __init__(self, a: Any, b: Any) -> None:
+        sides = [Batches("Contrast(a=...)", a), Batches("Contrast(b=...)", b)]
+        if len(sides[0]) != len(sides[1]):
+            raise InvalidInput(
+                f"Contrast of {len(sides[0])} and {len(sides[1])} examples: give one b for every a"
+            )
+        self.a, self.b = a, b
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    @property
+    def examples(self) -> list[Any]:
+        """All of a, then all of b."""
+        return [side[k] for side in (self.a, self.b) for k in range(len(side))]
 
 
 def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:

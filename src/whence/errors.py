@@ -120,31 +120,31 @@ class MissingDependency(WhenceError, ImportError):
 
 # -- warnings --------------------------------------------------------------------------------------
 
-_collected: ContextVar[list[str] | None] = ContextVar("collected warnings", default=None)
+_collected: ContextVar[tuple[list[str], ...]] = ContextVar("collected warnings", default=())
 
 
 def warn(message: str, *, stacklevel: int = 2) -> None:
-    """Warn, and note the message for the result that is being computed, if there is one.
+    """Warn, and note the message for every result that is being computed.
 
     Python shows the same warning of the same line once; a result has all of its own.
     """
-    messages = _collected.get()
-    if messages is not None and message not in messages:
-        messages.append(message)
+    for messages in _collected.get():
+        if message not in messages:
+            messages.append(message)
     warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 def collected_warnings() -> list[str]:
     """The list that `warn` adds to; an empty one where nothing is collected."""
-    messages = _collected.get()
-    return [] if messages is None else messages
+    return _collected.get()[-1] if _collected.get() else []
 
 
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-    """The messages of `warn` inside the `with`, each once."""
+    """The messages of `warn` inside the `with`, or inside the function that this decorates, each
+    once. `Scores` that are made there have them."""
     messages: list[str] = []
-    token = _collected.set(messages)
+    token = _collected.set((*_collected.get(), messages))
     try:
         yield messages
     finally:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
-from whence.layers.choose import Chooser, by_name
+from whence.layers.choose import Chooser, by_name, everything
 from whence.layers.passes import (
     Clock,
     Passes,
@@ -22,7 +22,7 @@ from whence.layers.passes import (
     precision_as_asked,
     rounded_products,
 )
-from whence.layers.separate import Separation, candidates, pairs
+from whence.layers.separate import Separation, candidates, looked_at, pairs
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.definition import class_sha256, model_sha256
@@ -31,7 +31,7 @@ from whence.persist.shared import shared
 from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
-from whence.run.evidence import Draws, changed_untrained, distance_from_final
+from whence.run.evidence import Evidence, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Classification, Task
 from whence.world import World
@@ -55,8 +55,9 @@ class Study:
         collate: turns a list of examples into a batch (default: torch's).
         cache: folder for fitted factors (default: the run's folder; memory for a run that is not
             on disk).
-        layers: which layers to track: names as shell patterns, or a chooser such as
-            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`; None tracks all.
+        layers: which layers to track: "all", names as shell patterns, or a chooser such as
+            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
+            layers and convolutions, "all" embeddings, norms and tied heads too.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Study:
         self.collate = collate
         if layers is None or callable(layers):
             self.layers = layers
+        elif layers in ("all", ["all"]):
+            self.layers = everything
         else:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
@@ -96,13 +99,10 @@ class Study:
             for name, d in self.train.items()
         }
         self.tasks: dict[str, Task] = self._by_stage("task", task)
-        # of each run, by its id, and stage: read once
-        self._warnings: dict[int, list[str]] = {}
-        self._untrained: dict[tuple[int, str], list[str]] = {}
-        self._drawn: dict[tuple[int, str], Draws | None] = {}
+        self._evidence: dict[int, Evidence] = {}  # by the id of the run, which each holds
         for run in self.runs:
             self._check(run)
-        self.cache = None if cache is None else Path(cache)
+        self.cache = None if cache is None else Path(cache).absolute()
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 
@@ -134,7 +134,7 @@ class Study:
             raise InvalidInput(f"runs differ in their stages: {self.stages} and {names}")
         for stage in run.stages:
             count = len(self.data[stage.name])
-            self._draws(run, stage.name)  # refuses examples that the data does not have
+            self._of(run).draws(stage.name)  # refuses examples that the data does not have
             subset = run.subset if stage.name == (run.subset_stage or names[0]) else None
             if subset is not None and len(subset) and int(np.max(subset)) >= count:
                 raise InvalidInput(
@@ -153,40 +153,38 @@ class Study:
     def used(self, run: Run, stage: str) -> np.ndarray:
         """The examples of a stage's dataset that the run trained on: its subset, without those
         that its recorded batches clearly left out."""
-        draws = self._draws(run, stage)
+        draws = self._of(run).draws(stage)
         if draws is not None and draws.left_out:
             return draws.examples[draws.counts > 0]
-        return self._declared(run, stage)
+        return self._of(run).declared(stage)
 
-    def _declared(self, run: Run, stage: str) -> np.ndarray:
-        if run.subset is not None and stage == (run.subset_stage or self.stages[0]):
-            return np.sort(np.asarray(run.subset, dtype=np.int64))
-        return np.arange(len(self.data[stage]))
-
-    def _draws(self, run: Run, stage: str) -> Draws | None:
-        if (id(run), stage) not in self._drawn:
-            (about,) = (s for s in run.stages if s.name == stage)
-            draws = Draws.of(run, about, self._declared(run, stage), len(self.data[stage]))
-            self._drawn[id(run), stage] = draws
-        return self._drawn[id(run), stage]
+    def _of(self, run: Run) -> Evidence:
+        if id(run) not in self._evidence:
+            sizes = {stage: len(data) for stage, data in self.data.items()}
+            self._evidence[id(run)] = Evidence(run, sizes)
+        return self._evidence[id(run)]
 
     def warnings(self, run: Run) -> list[str]:
         """Why scores of a run may be wrong, as its files and its recorder show."""
-        if id(run) not in self._warnings:
+        evidence = self._of(run)
+        if evidence.warnings is None:
             messages = list(run.warnings)
+            if run.notes:
+                notes = ", ".join(f"{name}={value!r}" for name, value in run.notes.items())
+                messages.append(f"noted with the run, and not modelled by SOURCE: {notes}")
             for stage in self.stages:
-                untrained = self._changed_untrained(run, stage)
+                untrained = evidence.untrained(stage, self.models[stage])
                 if untrained:
                     messages.append(
                         f"stage {stage!r}: parameters differ between checkpoints, but no recorded "
                         f"optimizer updates them: {listed(untrained, 4)}. Their layers are left "
                         "out of scores. Were they trained by a second optimizer?"
                     )
-                draws = self._draws(run, stage)
+                draws = evidence.draws(stage)
                 messages += [] if draws is None else draws.warnings(stage)
                 messages += self._ignored(stage)
-            self._warnings[id(run)] = messages + self._other_model(run)
-        return self._warnings[id(run)]
+            evidence.warnings = messages + self._other_model(run)
+        return evidence.warnings
 
     def _ignored(self, stage: str) -> list[str]:
         """Whether examples have no loss: then it matters what training divided by."""
@@ -194,7 +192,7 @@ class Study:
         if not isinstance(task, Classification):
             return []
         spread = candidates(data)
-        count = sum(int(task.ignored(data.take([k])).sum()) for k in spread)
+        count = sum(int(task.ignored(batch).sum()) for batch in looked_at(data, spread))
         if not count:
             return []
         return [
@@ -203,13 +201,6 @@ class Study:
             "losses divided by all examples. If it divided by the others only, as "
             "nn.CrossEntropyLoss() does, leave them out of the training data"
         ]
-
-    def _changed_untrained(self, run: Run, stage: str) -> list[str]:
-        if (id(run), stage) not in self._untrained:
-            (about,) = (s for s in run.stages if s.name == stage)
-            names = [name for name, _ in self.models[stage].named_parameters()]
-            self._untrained[id(run), stage] = changed_untrained(run, about, names)
-        return self._untrained[id(run), stage]
 
     def _other_model(self, run: Run) -> list[str]:
         """Whether the given model was trained with the run, but has other weights."""
@@ -282,7 +273,7 @@ class Study:
                 compared = pairs(data)
                 separation.check_losses(compared)
                 trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
-                untrained = self._changed_untrained(run, stage)
+                untrained = self._of(run).untrained(stage, original)
                 tracked = find(loaded.model, task, several, self.layers, trained, untrained)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(layers.values()), tracked)
@@ -307,6 +298,11 @@ class Study:
         expected = structure(self.data[self.stages[-1]].take([0]))
         fields = structure(data.take([0]))
         if fields != expected:
+            if isinstance(query, tuple) and all(isinstance(part, Tensor) for part in query):
+                raise InvalidInput(
+                    f"query is a tuple of {len(query)} tensors, which would be {len(query)} "
+                    "examples: give a dataset, such as TensorDataset(x, y)"
+                )
             raise InvalidInput(
                 f"query batches are built like {fields}, training batches like {expected}: "
                 "both must have the same fields in the same order"
@@ -331,16 +327,14 @@ class Study:
             "layers": [block.name for block in tracked.blocks],
         }
 
-    def describe(self) -> str:
+    def describe(self) -> Table:
         """Tracked layers and their sizes, excluded layers, and the cost of a pass over the data."""
         with precision_as_asked():
             passes = self.passes(
                 self.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
             )[self.stages[-1]]
         examples = sum(len(data) for data in self.data.values())
-        return "\n".join(
-            [*map(repr, self.runs), table(passes.tracked, examples), passes.tracked.summary()]
-        )
+        return table(passes.tracked, examples, title="\n".join(map(repr, self.runs)))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())

@@ -5,9 +5,12 @@ This module knows nothing else of whence, so every room may use it.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from whence.errors import InvalidInput, InvalidType
 
@@ -34,7 +37,8 @@ class Table:
     Args:
         heads: names of the columns; None for (name, text) rows without a header.
         rows: one cell per column; None prints as a dash.
-        title: a line above the table.
+        title: lines above the table.
+        note: a line below it.
         texts: the number of text columns.
     """
 
@@ -44,9 +48,10 @@ class Table:
         rows: Iterable[Sequence[object]],
         *,
         title: str = "",
+        note: str = "",
         texts: int = 1,
     ) -> None:
-        self.title, self.texts = escaped(title), texts
+        self.title, self.note, self.texts = escaped(title), escaped(note), texts
         self.heads = None if heads is None else [one_line(head) for head in heads]
         self.rows = [["–" if cell is None else one_line(str(cell)) for cell in row] for row in rows]
         columns = 2 if self.heads is None else len(self.heads)
@@ -67,6 +72,8 @@ class Table:
             drawn.insert(1, "  ".join("-" * width for width in widths))
         if self.title:
             drawn = [self.title, *("  " + line for line in drawn)]
+        if self.note:
+            drawn.append(self.note)
         return "\n".join(line.rstrip() for line in drawn)
 
     def markdown(self) -> str:
@@ -90,7 +97,8 @@ class Table:
         caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         head = "" if self.heads is None else f"<thead>{line('th', self.heads)}</thead>"
         body = "".join(line("td", row) for row in self.rows)
-        return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table>{caption}{head}<tbody>{body}</tbody></table>{note}"
 
     def _left(self, column: int) -> bool:
         return column < self.texts or self.heads is None
@@ -111,6 +119,27 @@ class Tabled:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def call_text(name: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> str:
+    """'Source(segments=3)': a call with the arguments that differ from their defaults."""
+    parts = [f"{k}={v!r}" for k, v in given.items() if k not in defaults or v != defaults[k]]
+    return f"{name}({', '.join(parts)})"
+
+
+def defaults_of(call: Callable[..., object]) -> dict[str, object]:
+    """The defaults of a function's or constructor's arguments, by name."""
+    parameters = inspect.signature(call).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def progress_bar(*arguments: Any, disable: bool, **options: Any) -> Any:
+    """A bar of tqdm, on a terminal or in a notebook; none in a log file, which it would fill."""
+    from tqdm.auto import tqdm
+
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    visible = sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
+    return tqdm(*arguments, disable=disable or not visible, **options)
 
 
 def first_few(items: Iterable[object], count: int = 5) -> str:

@@ -10,7 +10,7 @@ Shapes: `n` examples, `t` positions, `c` classes or outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
 from whence.errors import InvalidInput, InvalidTarget, InvalidType, MissingKey
+from whence.table import call_text, defaults_of
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100  # target without a loss, as in torch.nn.functional.cross_entropy
@@ -159,8 +160,13 @@ class Task:
         return factor.to(outputs.dtype)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()) if k[0] != "_")
-        return f"{type(self).__name__}({settings})"
+        given = {"unit": self.unit, "higher_is_better": self.higher_is_better}  # by measurement
+        return self.called(defaults_of(type(self)) | given)
+
+    def called(self, defaults: Mapping[str, Any]) -> str:
+        """The task with its settings that differ from `defaults`: "Classification()"."""
+        given = {name: value for name, value in sorted(vars(self).items()) if name[0] != "_"}
+        return call_text(type(self).__name__, given, defaults)
 
 
 def _sample(logits: Tensor, uniform: Draws) -> Tensor:
@@ -496,7 +502,8 @@ class LanguageModeling(Task):
 
     Batches: a tensor of token ids (n, t), a tuple (ids,) or (ids, labels), or a mapping with
     `input_ids` and optionally `attention_mask` and `labels`. Labels default to the ids; -100 and
-    padding have no loss. The logits at position t predict the label at t + 1.
+    padding have no loss. The logits at position t predict the label at t + 1. `completion` makes
+    documents whose prompt has no loss. Documents longer than the model's context are refused.
 
     Args:
         reduction: "mean" or "sum" over a document's tokens, as in *training*.
@@ -512,7 +519,21 @@ class LanguageModeling(Task):
     def outputs(self, model: nn.Module, batch: Any) -> Tensor:
         if isinstance(batch, (tuple, list)):
             batch = batch[0]
-        return super().outputs(model, batch)
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        length = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else 0
+        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if isinstance(most, int) and length > most and _has_table(model, most):
+            raise InvalidInput(
+                f"documents of {length} tokens, but the model has {most} positions: cut each into "
+                f"several documents of at most {most} tokens"
+            )
+        try:
+            return super().outputs(model, batch)
+        except IndexError as error:
+            raise InvalidInput(
+                f"the model failed ({error}) on documents of {length} tokens: it may have fewer "
+                "positions, or no embedding for one of the token ids"
+            ) from error
 
     def targets(self, batch: Any) -> Tensor:
         """Labels moved one position back, under the logits that predict them, (n, t)."""
@@ -563,6 +584,62 @@ class LanguageModeling(Task):
         if self.reduction == "sum":
             return sums
         return sums / normaliser((targets != IGNORED).sum(1).clamp_min(1).to(sums.dtype))
+
+
+def _has_table(model: nn.Module, positions: int) -> bool:
+    """Whether this many positions are a table, so that a longer document has none (some tables
+    have two more rows). Rotary positions have no table."""
+    tokens = getattr(model, "get_input_embeddings", lambda: None)()
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    return any(table.num_embeddings in (positions, positions + 2) for table in tables)
+
+
+Tokens = Sequence[int] | Tensor
+
+
+def completion(prompt: Tokens, answer: Tokens) -> dict[str, Tensor]:
+    """A document of a prompt and its completion, whose loss is on the completion only.
+
+    Args:
+        prompt, answer: token ids. The last token of the prompt predicts the first of the answer.
+
+    Returns:
+        `input_ids` and `labels`, which are -100 on the prompt.
+    """
+    before, after = (torch.as_tensor(part, dtype=torch.long).flatten() for part in (prompt, answer))
+    if not len(before) or not len(after):
+        raise InvalidInput(
+            f"a prompt of {len(before)} tokens and an answer of {len(after)}: both must have one. "
+            "Use the token that documents begin with as the prompt of the others"
+        )
+    labels = torch.cat([torch.full_like(before, IGNORED), after])
+    return {"input_ids": torch.cat([before, after]), "labels": labels}
+
+
+def padded(documents: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A batch of documents of different lengths, for `Study(collate=whence.padded)`.
+
+    Args:
+        documents: each with `input_ids`, and optionally `labels`.
+
+    Returns:
+        `input_ids`, padded on the right with 0, `attention_mask`, and `labels`, -100 on padding.
+    """
+    batch: dict[str, list[Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    longest = max(len(document["input_ids"]) for document in documents)
+    for document in documents:
+        ids = torch.as_tensor(document["input_ids"], dtype=torch.long)
+        labels = torch.as_tensor(document.get("labels", ids), dtype=torch.long)
+        if labels.shape != ids.shape or ids.dim() != 1:
+            raise InvalidInput(
+                f"a document has input_ids of shape {tuple(ids.shape)} and labels of shape "
+                f"{tuple(labels.shape)}: both must be lists of the same length"
+            )
+        space = 0, longest - len(ids)
+        batch["input_ids"].append(F.pad(ids, space))
+        batch["attention_mask"].append(F.pad(torch.ones_like(ids), space))
+        batch["labels"].append(F.pad(labels, space, value=IGNORED))
+    return {name: torch.stack(rows) for name, rows in batch.items()}
 
 
 def _one_of(name: str, value: str, options: tuple[str, ...]) -> str:

@@ -176,7 +176,7 @@ def test_layers_shows_what_is_tracked(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"run": "nowhere"}, "no run at nowhere"),
+        ({"run": "nowhere"}, "nowhere: no such folder"),
         ({"model": "my_training"}, "write MODULE:NAME"),
         ({"model": "my_training:mistake"}, "--model 'my_training:mistake' cannot be imported"),
         ({"model": "no_such_module:x"}, "cannot be imported"),
@@ -212,7 +212,7 @@ def test_help_and_typos(capsys: pytest.CaptureFixture[str]) -> None:
         ("attribute study.py --method downsampling", "needs --truth"),
         ("attribute", "Missing argument"),
         ("attribute study.py --device cuda:99", "--device cuda:99: "),
-        ("attribute study.py --device toaster", "--device toaster: use cpu, cuda"),
+        ("attribute study.py --device toaster", "--device toaster: use auto, cpu, cuda"),
         ("attribute study.py --dtype int8", "--dtype int8: use one of float32"),
         (
             "attribute study.py --method random --batch-size 3",
@@ -234,7 +234,10 @@ def test_help_and_typos(capsys: pytest.CaptureFixture[str]) -> None:
         ("top scores --query 6", "query=6 is out of range: these scores have queries 0..5"),
         ("top scores", "say which query"),
         ("top scores --query 0 -k 0", "Invalid value for '-k'"),
-        ("attribute study.py --out scores --segments 2", "It holds (6, 60) scores by Source(segm"),
+        (
+            "attribute study.py --out scores --segments 2",
+            "It holds (6, 60) scores by Source(), of margin",
+        ),
         ("lds scores scores --truth runs", "given twice"),
         ("lds scores --truth runs", "runs has no truth.json"),
         ("truth study.py --seeds many", "--seeds many: give whole numbers"),
@@ -307,9 +310,18 @@ except SystemExit as end:
 
 def test_the_demo_answers_machines(tmp_path: Path) -> None:
     code, answer, said = process(tmp_path, "demo --out tour --quiet --json")
-    assert code == 0 and "Test digit" in said
+    assert code == 0 and "Query" in said and "whence explore tour/scores/source" in said
     found = json.loads(answer)
-    assert found["accuracy"] > 0.9 and found["flipped_among_the_worst"]["SOURCE"] > 75
+    worst, accuracy = found["flipped_among_the_worst"], found["accuracy"]
+    assert worst["SOURCE"] > 200 > worst["plain influence functions"] > worst["at random"]
+    assert accuracy["SOURCE"] > accuracy["all"] + 0.04  # proved by retraining
+    assert (tmp_path / "tour/report.html").stat().st_size > 10**5
+    code, shown, said = process(tmp_path, "doctor tour/study.py --json")
+    checks = {c["check"]: c for c in json.loads(shown)["study"]["checks"]}
+    assert code == 0 and checks["recipe"]["message"] == "it trained the run, with seed 0"
+    assert "trains" not in said
+    code, shown, _ = process(tmp_path, "top tour/scores/source -q 0 --study tour/study.py")
+    assert code == 0 and "image" in shown
     assert (tmp_path / found["figure"]).exists()
 
 
@@ -403,7 +415,7 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     paper = answered("attribute study.py --method source.published -o scores/paper", capsys)
     assert paper["method"] == "Source.published" and "floor" not in paper["settings"]
     alone = answered("attribute study.py --query self --top 5 --out scores/self", capsys)
-    assert alone["self_influence"] and whence.Scores.load("scores/self").top is not None
+    assert alone["self_influence"] and whence.Scores.load("scores/self").strongest is not None
     left = "attribute study.py --method leaveoneout --examples 3,5 --engine single -o scores/loo"
     assert answered(left, capsys)["shape"] == [6, 2]
 
@@ -447,9 +459,17 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
 
 
 def test_progress_tells_the_time_left_and_leaves_stdout_alone(
-    small_with_scores: Path, capsys: pytest.CaptureFixture[str]
+    small_with_scores: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert typed("attribute study.py --method tracin --out again --progress --json") == 0
+    line = "attribute study.py --method tracin --json"
+    assert typed(f"{line} --out log") == 0
+    assert "scores:" not in capsys.readouterr().err  # a bar would fill a log file
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert typed(f"{line} --out quiet --no-progress") == 0
+    assert "scores:" not in capsys.readouterr().err
+    assert typed(f"{line} --out again") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["method"] == "TracIn"
     assert re.search(r"scores: .*<", said.err)  # [elapsed<left, rate]
@@ -548,10 +568,10 @@ def test_a_study_file_does_not_train_in_silence(
     elsewhere = small / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    for line in ("doctor ../study.py", "layers ../study.py"):
-        assert typed(line) == 2
-        assert f"Run this command in {small}" in capsys.readouterr().err
-    assert list(elsewhere.iterdir()) == []
+    for line in ("doctor ../study.py", "attribute ../study.py --out scores"):
+        assert typed(line) == 0  # the run beside the file, not one in the current folder
+        assert "trains" not in capsys.readouterr().err
+    assert [path.name for path in elsewhere.iterdir()] == ["scores"]
 
 
 @pytest.mark.parametrize("kind", ["RuntimeError", "ValueError", "FileNotFoundError"])
@@ -713,3 +733,120 @@ def test_nothing_of_the_command_line_imports_torch_at_the_top() -> None:
             heavy = [name for name in names if name.startswith(("torch", "numpy"))]
             heavy += [name for name in ours if not name.startswith(light)]
             assert not heavy, (file, heavy)
+
+
+# -- small things ----------------------------------------------------------------------------------
+
+
+def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert "Usage: whence" in shown and "whatif" in shown
+    assert "bool" not in shown  # --version takes no value
+
+
+def test_no_color_means_no_bold(small_with_scores: Path) -> None:
+    loud = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    for line in ("top scores --query 0", "--help"):
+        code, shown, _ = process(small_with_scores, line, **loud)
+        assert code == 0 and "\x1b[" in shown
+        code, shown, _ = process(small_with_scores, line, NO_COLOR="1", **loud)
+        assert code == 0 and "\x1b[" not in shown
+
+
+def test_fit_says_whether_there_was_anything_to_fit(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, said in (
+        ("fit study.py", "new files of factors"),
+        ("fit study.py", "Source() was fitted before: "),
+        ("fit study.py --method tracin", "TracIn() has nothing to fit"),
+    ):
+        assert typed(line) == 0
+        assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("whence att", ["attribute"]),
+        ("whence attribute study.py --method tra", ["tracin", "trak"]),
+        ("whence attribute study.py --method trak --dim", ["--dimension"]),
+        ("whence fit study.py --curvature sh", ["shampoo"]),
+    ],
+)
+def test_tab_completes(tmp_path: Path, words: str, offered: list[str]) -> None:
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    code, shown, _ = process(tmp_path, "", _WHENCE_COMPLETE="complete_bash", **asked)
+    assert code == 0 and shown.split() == offered
+
+
+def test_the_ranking_over_all_queries(
+    small_with_scores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = whence.Scores.load("scores")
+    means = scores.values.astype("float64").mean(0)
+    shown = answered("top scores --overall -k 2", capsys)
+    best, worst = means.argsort()[[-1, 0]]
+    assert shown["helpful"][0]["example"] == best and shown["harmful"][0]["example"] == worst
+    assert shown["helpful"][0]["value"] == pytest.approx(means[best])
+    assert typed("top scores --overall --csv --study study.py") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "example,score,label,content" and len(lines) == 61
+    assert lines[1].startswith(f"{best},") and lines[-1].startswith(f"{worst},")
+    assert typed("top scores --query 1 --csv") == 0
+    first = capsys.readouterr().out.splitlines()[1].split(",")
+    assert int(first[0]) == scores.helpful(1, 1)[0].example
+    assert typed("top scores --overall --query 1") == 2
+
+
+def test_a_ranking_is_a_data_frame(small_with_scores: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    scores, file = whence.Scores.load("scores"), load_study("study.py")
+    table = scores.ranking(file.study, **file.shown)
+    assert isinstance(table, pandas.DataFrame) and len(table) == 60
+    assert list(table.columns) == ["example", "score", "label", "content"]
+    assert set(table.label) == {"none", "one", "both"}
+    assert table.score.is_monotonic_decreasing
+    own = scores.ranking(query=2)
+    assert own.example[0] == scores.helpful(2, 1)[0].example
+
+
+def test_text_in_a_csv_file_is_not_a_formula() -> None:
+    from whence.present.ranking import csv_lines
+
+    assert csv_lines([["=1+1", -1.5, "a,b"]]) == '\'=1+1,-1.5,"a,b"\n'
+
+
+def test_what_if(small_with_scores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = whence.Scores.load("scores")
+    predicted = answered("whatif scores -e 3,14,15", capsys)
+    assert len(predicted["queries"]) == 6 and predicted["examples"] == [3, 14, 15]
+    for change in predicted["queries"]:
+        assert change["predicted"] == pytest.approx(
+            scores.removal_effect(change["query"], [3, 14, 15])
+        )
+    line = "whatif scores -e 3,14,15 --study study.py --retrain 2"
+    real = answered(line, capsys)
+    file = load_study("study.py")
+    mask = torch.ones(60, dtype=torch.bool)
+    mask[[3, 14, 15]] = False
+    trainings = [whence.retrain.Training(s) for s in (0, 1)]
+    trainings += [whence.retrain.Training(s, mask.numpy()) for s in (0, 1)]
+    measured = whence.retrain.measure(file.recipe, file.query, trainings, progress=False)
+    expected = (measured[2:] - measured[:2]).mean(0)
+    for change in real["queries"]:
+        assert change["real"] == pytest.approx(expected[change["query"]])
+    assert typed(line) == 0
+    shown = capsys.readouterr().out
+    assert "retrained" in shown and "rank correlation" in shown and "label, content" in shown
+    assert typed("whatif scores -e 3 --retrain 1") == 2
+    assert "--study" in capsys.readouterr().err
+
+
+def test_device_auto() -> None:
+    from whence.cli.options import device_of
+
+    device = device_of("auto")
+    assert device is not None
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -81,7 +81,7 @@ def test_a_name_that_is_taken(here: Path) -> None:
         ("import nothing_there\n", r"line 1: ModuleNotFoundError: No module named 'nothing_there'"),
         (
             "import whence, torch\nstudy = whence.Study(torch.nn.Linear(1, 1), 3, [1], 'runs/x')\n",
-            r"^study.py, line 2: there is no run at runs/x",
+            r"^study.py, line 2: there is no run at /.*/runs/x",
         ),
     ],
 )
@@ -119,7 +119,7 @@ def test_paths_that_are_wrong(here: Path) -> None:
         ("nowhere.py", "nowhere.py does not exist: give a study file"),
         ("sub", r"sub is a folder: give a study file, such as study.py \(in it: study.py\)"),
         ("notes.txt", "neither a .py nor a .yaml"),
-        ("sub/study.py", f"paths in the file are relative to the current folder, {here}"),
+        ("sub/study.py", f"there is no run at {here}/sub/runs/x"),
     ):
         with pytest.raises(StudyFileError, match=message):
             load_study(path)
@@ -345,3 +345,91 @@ def test_every_key_of_a_yaml_is_used() -> None:
     source = Path(import_module("whence.integrations.study_yaml").__file__ or "").read_text()
     after = source.split("\ndef read_study_yaml", 1)[1]
     assert all(f'"{key}"' in after for key in KEYS)
+
+
+# -- whence init -----------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(40, 4)
+y = (x[:, 0] > 0).long()
+train_set, test_set = TensorDataset(x[:30], y[:30]), TensorDataset(x[30:], y[30:])
+EPOCHS = 3
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, width), nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+def main():
+    model = Net()
+    loader = DataLoader(train_set, batch_size=10, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    raise SystemExit("must not run")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_init_from_a_script(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "my_script.py").write_text(SCRIPT)
+    assert main(["init", "my_script.py"]) == 0
+    assert "marked with EDIT. Then check it: whence doctor study.py" in capsys.readouterr().out
+    file = load_study("study.py")
+    assert file.recipe is not None and file.query is not None
+    (stage,) = file.recipe.stages
+    assert (stage.batch_size, stage.epochs) == (10, 3)
+    assert file.study.runs[0].steps == 9 and file.study.runs[0].optimizer == "sgd"
+    assert main(["init", "my_script.py"]) == 2  # it replaces nothing
+    assert "study.py exists" in capsys.readouterr().err
+
+
+def test_init_from_a_lightning_checkpoint(here: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    groups = [{"lr": 0.25, "momentum": 0.9, "weight_decay": 0.01, "params": [0, 1, 2, 3]}]
+    optimizers = [{"state": {}, "param_groups": groups}]
+    torch.save({"state_dict": state, "global_step": 7, "optimizer_states": optimizers}, "a.ckpt")
+    assert main(["init", "a.ckpt"]) == 0
+    text = (here / "study.py").read_text()
+    make = "torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))"
+    data = "torch.utils.data.TensorDataset(torch.randn(8, 2), torch.arange(8) % 2)"
+    for name, value in {"model": make, "train": data, "query": data}.items():
+        text = text.replace(f"{name} = ...", f"{name} = {value}")
+    (here / "study.py").write_text(text)
+    study = load_study("study.py").study
+    assert study.runs[0].steps == 7 and study.runs[0].learning_rates[-1, 0] == 0.25
+    scores = whence.TracIn().attribute(study, study.train["train"], progress=False)
+    assert scores.shape == (8, 8)
+
+
+def test_init_from_a_trainers_folder(left: Path, here: Path) -> None:
+    (here / "train.txt").write_text((left / "train.txt").read_text())
+    (here / "test.txt").write_text((left / "train.txt").read_text())
+    assert main(["init", str(left / "lm")]) == 0
+    text = (here / "study.yaml").read_text()
+    (here / "study.yaml").write_text(text + f"tokenizer: {left / 'tokenizer'}\n")
+    file = load_study(here / "study.yaml")
+    assert "EDIT" not in text and len(file.query_data(None)) == len(file.study.train["train"])
+    assert isinstance(file.study.tasks["train"], whence.LanguageModeling)
+
+
+def test_init_refuses_what_it_does_not_know(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "empty").mkdir()
+    (here / "x.txt").write_text("")
+    (here / "bad.py").write_text("def (:")
+    for source, message in (
+        ("nowhere", "does not exist"),
+        ("empty", "has no checkpoint-* folders"),
+        ("x.txt", "neither a folder"),
+        ("bad.py", "bad.py, line 1"),
+    ):
+        assert main(["init", source]) == 2
+        assert message in capsys.readouterr().err

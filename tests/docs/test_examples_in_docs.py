@@ -1,6 +1,6 @@
 """The documentation: marked examples run and print what the page shows, all others are Python.
 
-A page continues the example in README, which is the one on the front page: its names are there,
+A page continues the example of the front page, docs/index.md: its names are there,
 and so is the run that it recorded. Tutorials start from nothing. `tools/run.py` says how pages are
 marked, and makes outputs and figures anew.
 """

@@ -34,7 +34,7 @@ def test_the_example_runs_as_printed_in_an_empty_folder(tmp_path: Path) -> None:
     values = [[float(row.split()[1]) for row in t.splitlines()[1:]] for t in (helpful, harmful)]
     assert [len(column) for column in values] == [10, 10]
     assert min(values[0]) > 0 > max(values[1])
-    scores = whence.Scores.load(tmp_path / "scores/digits-source")
+    scores = whence.Scores.load(tmp_path / "scores/source")
     assert f"{scores.removal_effect(0, [3, 14, 159])}" == effect
 
 

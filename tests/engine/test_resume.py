@@ -77,6 +77,7 @@ CALLS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
     "top": (lambda: whence.Source.published(2), QUERY, {"top": 3}),
     "self": (lambda: whence.Source.published(2), None, {}),
     "tracin": (whence.TracIn, QUERY, {}),
+    "low-rank": (lambda: whence.Source.published(2), QUERY, {"query_rank": 2}),
 }
 
 
@@ -158,6 +159,7 @@ MOMENTS = {
     ("top", "file"): 3,
     ("self", "file"): 3,
     ("tracin", "file"): 3,
+    ("low-rank", "file"): 2,
 }
 
 
@@ -225,7 +227,7 @@ def test_killed_at_any_moment_the_same_call_ends_with_the_same_bits(
 
 
 @killed
-@pytest.mark.parametrize(("name", "at"), [("source", "file")])
+@pytest.mark.parametrize(("name", "at"), [("source", "file"), ("low-rank", "file")])
 def test_a_resumed_call_gives_the_same_account_of_itself(
     survivors: Callable[[str, str], list[Path]], name: str, at: str
 ) -> None:

@@ -15,7 +15,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from whence.evaluate import LDS, SubsetRemoval, calibration, mislabeled
+from whence.evaluate import (
+    LDS,
+    Comparison,
+    Mislabeled,
+    SubsetRemoval,
+    calibration,
+    mislabeled,
+)
 from whence.report import (
     Table,
     plot_calibration,
@@ -195,3 +202,13 @@ def test_a_row_of_another_length() -> None:
 
 def test_an_estimate() -> None:
     assert estimate(0.4123, (0.38, 0.44051)) == "0.412 [0.380, 0.441]"
+
+
+def test_results_plot_themselves(tmp_path: Path) -> None:
+    result = calibrated(5)
+    figure = result.plot(title="mine", path=tmp_path / "c.png")
+    assert figure.axes[0].get_title() == "mine" and (tmp_path / "c.png").stat().st_size > 1000
+    for kind in (LDS, Comparison, SubsetRemoval, Mislabeled):
+        assert callable(kind.plot)
+    found = mislabeled(-np.arange(20.0), np.arange(20) < 5)
+    assert found.plot().axes[0].get_ylabel() == "mislabelled examples found (%)"

@@ -719,6 +719,13 @@ def test_changes_need_the_token_in_a_header(client: TestClient) -> None:
     }
 
 
+def test_a_notebook_shows_the_explorer_in_a_frame() -> None:
+    with start({"made": make()}) as page:
+        shown = page._repr_html_()
+        assert f'<iframe src="http://localhost:{page.port}/?token=' in shown
+        assert repr(page) == f"Running({page.url})"
+
+
 def test_answers_forbid_what_they_do_not_need(client: TestClient) -> None:
     for address, status in (("/", 200), ("/api/overview", 200), ("/static/../server.py", 404)):
         answer = client.get(address, headers=TOLD)

@@ -10,9 +10,12 @@ import random
 import resource
 import shutil
 import struct
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,11 @@ from faults import jobs
 from faults.children import Broken, Child, Ended, killed_at_write, run
 from faults.jobs import JOBS, expected
 from whence.cli import main
-from whence.explore.jobs import Jobs
 from whence.retrain import Truth
 from whence.scores import Scores
 
 Rng = random.Random
+SHARED_RUN = ("SOURCE", "top scores of TracIn", "TRAK", "store")  # several processes read one run
 
 
 # --- kills, full disks, several processes ---------------------------------------------------------
@@ -43,12 +46,22 @@ def chosen(rng: Rng, folder: Path) -> tuple[str, str, Callable[[Path], str], Pat
     return name, expected(name, folder), JOBS[name], here
 
 
+_DURATIONS: dict[str, float] = {}
+
+
+def duration(name: str, folder: Path) -> float:
+    """How long a job takes, measured once."""
+    if name not in _DURATIONS:
+        start = time.monotonic()
+        run(lambda: JOBS[name](folder / "timed"))
+        _DURATIONS[name] = time.monotonic() - start
+    return _DURATIONS[name]
+
+
 def kill(rng: Rng, folder: Path) -> None:
     """SIGKILL one to three times, anywhere; then the same call gives the same bits."""
     name, wanted, job, here = chosen(rng, folder)
-    start = time.monotonic()
-    run(lambda: job(folder / "timed"))
-    usual = time.monotonic() - start
+    usual = duration(name, folder)
     kills, wanted_kills = 0, rng.randint(1, 3)
     for _ in range(9):  # a job may end before its signal arrives
         if kills == wanted_kills:
@@ -72,12 +85,13 @@ def kill(rng: Rng, folder: Path) -> None:
 def full_disk(rng: Rng, folder: Path) -> None:
     """No room left, at a random moment: a clear error. With room again, the same bits."""
     name, wanted, job, here = chosen(rng, folder)
+    how = rng.choice(["disk", "disk", "limit", "sync"] if may_mount() else ["limit", "sync"])
 
     def limited() -> str:
-        if rng.random() < 0.5:
+        if how == "limit":
             size = int(2 ** rng.uniform(5, 14))
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        else:
+        elif how == "sync":
             left, real = [rng.randint(1, 40)], os.fsync
 
             def fsync(descriptor: int) -> None:
@@ -89,16 +103,48 @@ def full_disk(rng: Rng, folder: Path) -> None:
             os.fsync = fsync
         return job(here)
 
-    ended = run(limited)
-    if not ended.fine and not (ended.refused and "DiskFull" in ended.error):
-        raise Broken(f"{name} on a full disk: {ended}")
-    same(run(lambda: job(here)), wanted, f"{name}, resumed after a full disk")
+    with small_disk(here, rng) if how == "disk" else nullcontext(lambda: None) as enlarge:
+        ended = run(limited)
+        if not ended.fine and not (ended.refused and "DiskFull" in ended.error):
+            raise Broken(f"{name} on a full disk ({how}): {ended}")
+        enlarge()
+        same(run(lambda: job(here)), wanted, f"{name}, resumed after a full disk ({how})")
+
+
+@cache
+def may_mount() -> bool:
+    """Whether this process may make a disk of its own, which can be really full."""
+    with tempfile.TemporaryDirectory() as place:
+        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place]
+        try:
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                return False
+        except OSError:
+            return False
+        subprocess.run(["umount", place], check=True)
+        return True
+
+
+@contextmanager
+def small_disk(place: Path, rng: Rng) -> Iterator[Callable[[], None]]:
+    """A disk of a few pages in memory; yields what makes it large."""
+    size = 4096 * int(2 ** rng.uniform(1, 6.5))
+    mount = ["mount", "-t", "tmpfs", "-o"]
+    subprocess.run([*mount, f"size={size}", "tmpfs", str(place)], check=True)
+    try:
+        yield lambda: _remount(place)
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _remount(place: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
 
 
 def several_processes(rng: Rng, folder: Path) -> None:
     """Two to four processes do the same job at once: each is right, or is refused."""
     name, wanted, job, here = chosen(rng, folder)
-    if name not in ("recording", "recording a recipe", "ground truth"):
+    if name in SHARED_RUN:
         jobs.study(here)
     children = []
     for _ in range(rng.randint(2, 4)):
@@ -138,28 +184,11 @@ def write_everything(folder: Path) -> None:
     unbuilt = folder / "unbuilt"
     jobs.study(unbuilt)
     run(lambda: _interrupt(lambda: jobs.store(unbuilt), whence.store.rows.Rows, "finish"))
-    explored(folder)
 
 
 def _interrupt(function: Callable[[], str], owner: Any, name: str) -> str:
     setattr(owner, name, lambda *_, **__: os._exit(0))
     return function()
-
-
-def explored(folder: Path) -> str:
-    """The retrainings of an explorer."""
-    work = Jobs(folder / "explored", jobs.recipe(), jobs.recipes.dataset(3, 9), device="cpu")
-    try:
-        job = work.submit(None, [1, 2], 1)
-        limit = time.monotonic() + 60
-        while job.state in ("waiting", "running") and time.monotonic() < limit:
-            time.sleep(0.02)
-        outcome = work.outcome(job)
-        if outcome is None:
-            raise Broken(f"a retraining ended as {job.state}: {job.error}")
-        return jobs.digest([outcome.before, outcome.after])
-    finally:
-        work.close()
 
 
 READERS: dict[str, Callable[[Path], str]] = {
@@ -168,7 +197,6 @@ READERS: dict[str, Callable[[Path], str]] = {
     "truth": lambda folder: jobs.of_truth(Truth.load(folder / "truth")),
     "interrupted": lambda folder: jobs.source(folder / "interrupted"),
     "unbuilt": lambda folder: jobs.store(folder / "unbuilt"),
-    "explored": explored,
 }
 _TEMPLATE: list[Path] = []
 _READ: dict[str, str] = {}
@@ -309,7 +337,7 @@ def hostile_text(rng: Rng, folder: Path) -> None:
             raise Broken(f"{names!r} came back as {loaded.method!r}, {loaded.stage}")
         loaded.report(folder / "a.html", title=names[0])
         (folder / "a.html").read_text("utf-8")
-        printed = [repr(loaded), repr(loaded.helpful(0)), str(loaded.table())]
+        printed = [repr(loaded), repr(loaded.helpful(0)), str(loaded.describe())]
         output, saved = os.open(folder / "out", os.O_CREAT | os.O_RDWR), os.dup(1)
         os.dup2(output, 1)
         try:

@@ -5,8 +5,10 @@ A job returns the digest of its result, whatever happened before.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from torch import nn
 import whence
 import whence.engine.scoring
 import whence.persist.files
+from whence.errors import DiskFull, FolderConflict
+from whence.explore.jobs import Jobs
 from whence.persist.identity import digest
 from whence.retrain import ground_truth
+from whence.retrain import record as record_together
 from whence.scores import Scores
 from whence.store import GradientStore
 
@@ -98,6 +103,30 @@ def trak(folder: Path) -> str:
     return of_scores(whence.Trak(8).attribute(study(folder), QUERY, out=out, **EXACT))
 
 
+def unrolled(folder: Path) -> str:
+    return _swept(whence.Unrolled(), folder)
+
+
+def hydra(folder: Path) -> str:
+    return _swept(whence.Hydra(), folder)
+
+
+def _swept(method: Any, folder: Path) -> str:
+    """By going back through the updates of a recorded run, a few queries at a time."""
+    if not (folder / "run" / "run.json").exists():
+        recorded = _recorded(folder.parent / f"{folder.name}-recorded")
+        recorded.save(folder / "run")
+    given = whence.Study(net(), TASK, TRAIN, folder / "run")
+    return of_scores(method.attribute(given, QUERY, out=folder / "scores", **EXACT))
+
+
+@cache
+def _recorded(folder: Path) -> whence.Run:
+    """A run with its batches, in memory."""
+    record(folder)
+    return whence.Run.open(folder / "run").in_memory()
+
+
 def of_scores(scores: Scores) -> str:
     arrays = scores._arrays()
     parts = [[name, np.array(array[...])] for name, array in sorted(arrays.items())]
@@ -135,6 +164,31 @@ def of_truth(found: whence.retrain.Truth) -> str:
     return digest([*parts, found.measurement, found.higher_is_better])
 
 
+def record_many(folder: Path) -> str:
+    options: dict[str, Any] = {"device": "cpu", "progress": False}
+    runs = record_together(recipe(), [0, 1, 2], folder / "runs", 3, **options)
+    return digest([[c.sha256 for c in run.checkpoints] for run in runs])
+
+
+def explored(folder: Path) -> str:
+    """The retrainings of an explorer."""
+    work = Jobs(folder / "explored", recipe(), recipes.dataset(3, 9), device="cpu")
+    if work.refused is not None:
+        raise FolderConflict(work.refused)
+    try:
+        job = work.submit(None, [1, 2], 1)
+        limit = time.monotonic() + 60
+        while job.state in ("waiting", "running") and time.monotonic() < limit:
+            time.sleep(0.002)
+        outcome = work.outcome(job)
+        if outcome is None:
+            kind = DiskFull if "the disk is full" in str(job.error) else AssertionError
+            raise kind(f"a retraining ended as {job.state}: {job.error}")
+        return digest([outcome.before, outcome.after])
+    finally:
+        work.close()
+
+
 def recipe_run(folder: Path) -> str:
     recipe().run(0, folder / "run", checkpoints=3, device="cpu")
     return read_run(folder)
@@ -148,6 +202,10 @@ JOBS: dict[str, Callable[[Path], str]] = {
     "TRAK": trak,
     "store": store,
     "ground truth": truth,
+    "Unrolled": unrolled,
+    "Hydra": hydra,
+    "recording many": record_many,
+    "explorer": explored,
 }
 _EXPECTED: dict[str, str] = {}
 

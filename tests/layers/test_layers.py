@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import dense, models
+from support import models
+from support.autograd import EXACT, Waves, check, normal, once, products, reasons, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -28,87 +29,7 @@ from torch.utils.data import TensorDataset
 
 import benchmarks.models
 import whence
-from whence.layers.conv2d import Conv2d
-
-EXACT = {"dtype": torch.float64, "progress": False}
-
-
-class Waves(whence.Task):
-    """Something smooth of outputs of any shape; batches are (x,)."""
-
-    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
-        return outputs.flatten(1).sin().sum(1)
-
-    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
-        return outputs.flatten(1).square().sum(1)
-
-
-def normal(*shape: int, seed: int = 0) -> TensorDataset:
-    g = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randn(*shape, generator=g, dtype=torch.float64))
-
-
-def once(model: nn.Module, count: int = 1) -> whence.Run:
-    return whence.Run.from_checkpoints([model.state_dict()] * count, range(1, count + 1), 1.0)
-
-
-def rows(
-    model: nn.Module, names: Sequence[str], dataset: Any, value: Callable[..., Tensor], task: Any
-) -> Tensor:
-    """Gradients of these parameters, example by example."""
-    parameters = dict(model.named_parameters())
-    wanted = [parameters[name] for name in names]
-    found = []
-    for k in range(len(dataset)):
-        batch = dense.batch_of([dataset[k]])
-        (number,) = value(task.outputs(model, batch), batch)
-        parts = torch.autograd.grad(number, wanted, allow_unused=True, materialize_grads=True)
-        found.append(torch.cat([part.detach().flatten() for part in parts]))
-    return torch.stack(found)
-
-
-def products(
-    model: nn.Module, names: Sequence[str], train: Any, query: Any, task: Any
-) -> np.ndarray:
-    model = copy.deepcopy(model).double().eval().requires_grad_(True)
-    left = rows(model, names, query, task.measurements, task)
-    return -(left @ rows(model, names, train, task.losses, task).T).numpy()
-
-
-def of_module(name: str) -> str:
-    return name.rpartition(".")[0] or "(model)"
-
-
-def check(
-    model: nn.Module,
-    train: Any,
-    query: Any,
-    left_out: Sequence[str] = (),
-    *,
-    task: Any = None,
-    twin: nn.Module | None = None,
-    layers: Any = None,
-    batch_size: int = 3,
-) -> whence.Scores:
-    """TracIn is autograd's on every parameter but those of the modules that are left out."""
-    task = task or Waves()
-    study = whence.Study(model, task, train=train, runs=once(model), layers=layers)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scores = whence.TracIn().attribute(study, query, batch_size=batch_size, **EXACT)
-    assert sorted(part["name"] for part in scores.excluded) == sorted(left_out)
-    told = [str(w.message) for w in caught if "left out" in str(w.message)]
-    assert len(told) == bool(left_out) and all(name in told[0] for name in left_out)
-    names = [n for n, _ in model.named_parameters() if of_module(n) not in left_out]
-    expected = products(twin or model, names, train, query, task)
-    error = abs(scores.values - expected).max() / abs(expected).max()
-    assert error <= 1e-9, f"relative error {error:.2e}"
-    return scores
-
-
-def reasons(scores: whence.Scores) -> dict[str, str]:
-    return {part["name"]: part["reason"] for part in scores.excluded}
-
+from whence.layers.convolution import Conv2d
 
 # --- the table: a layer kind, its settings, its input --------------------------------------------
 
@@ -720,7 +641,31 @@ def test_what_is_left_out_is_said_once_by_name_and_share() -> None:
     assert "44.4% of the trained parameters: odd, norm" in repr(scores).replace(
         "norm, odd", "odd, norm"
     )
-    assert "left out: " in study.describe() and "odd" in study.describe()
+    described = str(study.describe())
+    assert "left out: " in described and "odd" in described
+    assert "<table>" in study.describe()._repr_html_()
+
+
+def test_a_warning_names_the_largest_three_layers_that_are_left_out() -> None:
+    norms = {f"norm{k}": nn.LayerNorm(4) for k in range(6)}
+    model = small(
+        lambda m, x: m.head(_through(m, torch.tanh(m.odd(m.fc(x))))),
+        **norms,
+        odd=models.DoubledLinear(4, 4),
+    )
+    study = whence.Study(model, Waves(), train=ROWS, runs=once(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        whence.TracIn().attribute(study, QUERIES, **EXACT)
+    (said,) = [str(w.message) for w in caught if "left out" in str(w.message)]
+    assert said.count("norm") == 2 and "left out: odd (" in said and "and 4 more" in said
+    assert str(study.describe()).count("norm") == 6  # where there is room for all
+
+
+def _through(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for k in range(6):
+        x = getattr(model, f"norm{k}")(x)
+    return x
 
 
 def test_chosen_layers() -> None:
@@ -769,7 +714,7 @@ def test_resnet9() -> None:
     train = TensorDataset(data.tensors[0].double(), data.tensors[1])
     task, name = whence.Classification("loss"), "5.inside.1.0"
     study = whence.Study(model, task, train=train, runs=once(model), layers=name)
-    with pytest.warns(UserWarning, match=r"BatchNorm2d"):
+    with pytest.warns(UserWarning, match=r"left out: .* more"):
         scores = whence.TracIn().attribute(study, train, batch_size=4, **EXACT)
     expected = products(model, [f"{name}.weight"], train, train, task)
     np.testing.assert_allclose(scores.values, expected, rtol=1e-9, atol=1e-12 * abs(expected).max())
@@ -788,7 +733,7 @@ def test_the_short_cut_for_3_by_3_convolutions_is_the_gram_of_the_patches(
     x = torch.randn(n, c, h, w, generator=generator, dtype=torch.float64)
     layer, kind = nn.Conv2d(c, 2, 3, padding=1), Conv2d()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whence.layers.conv2d.MIN_CHANNELS", 1)
+        patch.setattr("whence.layers.convolution.MIN_CHANNELS", 1)
         total = torch.zeros(9 * c, 9 * c, dtype=torch.float64)
         sums = kind.add_gram(layer, x, total)
     (patches,) = kind.inputs(layer, x)

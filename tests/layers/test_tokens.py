@@ -103,4 +103,4 @@ def test_a_chooser_is_what_study_tracks(study: whence.Study) -> None:
     )
     scores = whence.TracIn().attribute(chosen, models.documents(1, seed=1), **EXACT)
     assert any(e["reason"] == "not chosen" for e in scores.excluded) or len(names(study.model)) <= 4
-    assert "h.0" in chosen.describe()
+    assert "h.0" in str(chosen.describe())

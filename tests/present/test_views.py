@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import whence
+from whence.present.summary import summary
 from whence.present.views import harmful_overall, histogram, overview, query_view, strongest
 
 
@@ -127,3 +128,39 @@ def test_calibrated_scores_have_intervals_and_others_none() -> None:
             for entry in view["helpful"] + view["harmful"]:
                 expected = 2 * np.sqrt((entry["value"] * 0.1 / 0.5) ** 2 + unknown / 4)
                 assert entry["within"] == pytest.approx(expected, rel=1e-4)
+
+
+# -- overview --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_overview_is_of_means_over_queries_and_classes(higher: bool) -> None:
+    random = np.random.default_rng(0)
+    values = random.standard_normal((6, 30)).astype(np.float32)
+    values[2, 4] = np.nan
+    scores = whence.Scores(values, method="M", measurement="m", unit="u", higher_is_better=higher)
+    classes, of = [str(k % 3) for k in range(30)], ["0", "1", "1", "2", "0", "1"]
+    predicted = [
+        {"comparable": True, "label": "a", "prediction": "a" if q else "b", "measurement": q}
+        for q in range(6)
+    ]
+    view = summary(scores, classes.__getitem__, of.__getitem__, predicted, k=4)
+    means = np.nanmean(values.astype(np.float64), 0)
+    order = np.argsort(-means if higher else means)
+    assert [e["column"] for e in view["helpful"]] == order[:4].tolist()
+    assert [e["column"] for e in view["harmful"]] == order[::-1][:4].tolist()
+    assert view["right"] == [5, 6] and view["measured"] == 2.5
+    assert view["classes"]["names"] == ["0", "1", "2"]
+    for row in range(3):
+        for column in range(3):
+            block = [
+                values[q, m]
+                for q in range(6)
+                for m in range(30)
+                if of[q] == str(row) and classes[m] == str(column) and np.isfinite(values[q, m])
+            ]
+            assert view["classes"]["means"][row][column] == pytest.approx(np.mean(block), rel=1e-5)
+    nothing = summary(scores, lambda _: None, lambda _: None)
+    assert nothing["classes"] is None and nothing["right"] is None
+    many = summary(scores, str, lambda q: str(q))  # 30 classes: no table anybody reads
+    assert many["classes"] is None

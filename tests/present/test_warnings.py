@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import models
+from support import models, recipes
 
 import whence
 from whence.cli import main
@@ -119,4 +120,80 @@ def test_collecting() -> None:
                 warn("two")
             warn("one")
             warn("three")
-    assert (outer, inner) == (["one", "three"], ["two"])
+    assert (outer, inner) == (["one", "two", "three"], ["two"])
+
+
+class Talking(list[Any]):
+    """Examples whose reading warns, as anything that runs while scores are computed may."""
+
+    def __getitem__(self, index: Any) -> Any:
+        warn(f"reading {len(self)} examples")
+        return super().__getitem__(index)
+
+
+def recipe() -> whence.Recipe:
+    return recipes.recipe(train=recipes.dataset(24), epochs=1)
+
+
+def downsampling() -> whence.Downsampling:
+    queries, quiet = recipes.dataset(5, 9), {"device": "cpu", "progress": False}
+    return whence.Downsampling(whence.evaluate.ground_truth(recipe(), queries, 0.5, 6, 1, **quiet))
+
+
+RETRAINING = {
+    "Downsampling": downsampling,
+    "LeaveOneOut": lambda: whence.LeaveOneOut(recipe(), [0]),
+}
+EVERY = [name for name in whence.__all__ if hasattr(getattr(whence, name), "attribute")]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_method_loses_a_warning(name: str, tmp_path: Path) -> None:
+    """Whatever calls `warn` while scores are computed: it is with the scores, on disk too."""
+    queries = recipes.dataset(5, 9) if name in RETRAINING else models.vectors(5, seed=1)
+    talking = Talking([queries[k] for k in range(len(queries))])
+    given = run()
+    given.initial = dataclasses.replace(given.checkpoints[0], step=0)
+    given.batches = [np.arange(k % 2, len(TRAIN), 2) for k in range(given.steps)]
+    study = whence.Study(models.mlp(), whence.Classification(), TRAIN, given)
+    options: dict[str, Any] = {} if name == "Downsampling" else {"progress": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        method = RETRAINING[name]() if name in RETRAINING else getattr(whence, name)()
+        of = None if name in RETRAINING else study
+        method = whence.Trak(4) if name == "Trak" else method
+        scores = method.attribute(of, talking, out=tmp_path / "out", **options)
+    assert "reading 5 examples" in scores.warnings
+    assert whence.Scores.load(tmp_path / "out").warnings == scores.warnings
+
+
+def test_a_store_answers_with_what_its_building_warned_of(tmp_path: Path) -> None:
+    train = Talking([TRAIN[k] for k in range(len(TRAIN))])
+    study = whence.Study(models.mlp(), whence.Classification(), train, run())
+    message = f"reading {len(TRAIN)} examples"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = whence.GradientStore.build(study, tmp_path, 8, methods=["tracin"], progress=False)
+        other = whence.GradientStore.open(tmp_path, study)
+        for _ in range(2):  # the second answer reads no training data
+            assert message in store.tracin(TRAIN, progress=False).warnings
+            assert message in other.tracin(TRAIN, progress=False).warnings
+
+
+def test_warnings_of_recording_are_stored_with_the_run(tmp_path: Path) -> None:
+    model, stranger = models.mlp().double(), torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
+    with pytest.warns(UserWarning, match="1 of the optimizer's"):
+        recorder = whence.Recorder(
+            tmp_path, model, optimizer, checkpoints=[1], notes={"clip_norm": 1.0}
+        )
+    with pytest.warns(UserWarning, match="not modelled"), recorder:
+        x, y = TRAIN.tensors
+        torch.nn.functional.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+    study = whence.Study(model, whence.Classification(), TRAIN, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scores = whence.TracIn().attribute(study, TRAIN, progress=False)
+    for message in ("1 of the optimizer's", "clip_norm=1.0"):
+        assert any(message in text for text in scores.warnings), message

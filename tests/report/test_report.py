@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,9 @@ def test_a_study_of_other_runs_is_refused(
     wrong = whence.Study(other, whence.Classification(), train=train, runs=run)
     with pytest.raises(ValueError, match="the study does not have the run that the scores"):
         scores.report(tmp_path / "r.html", study=wrong, query=QUERY)
+    pair = (torch.zeros(5, 4), torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"a tuple of 2 tensors, .* such as TensorDataset\(x, y\)"):
+        study.query(pair)
     with pytest.raises(ValueError, match="query batches are built like"):
         scores.report(tmp_path / "r.html", study=study, query=list(range(5)), check=False)
 
@@ -439,7 +443,7 @@ def test_results_are_tables_in_a_notebook(study: whence.Study, scores: whence.Sc
     assert (
         "<table>" in shown and "Scores by Source.published(" in shown and "5 queries x 20" in shown
     )
-    assert repr(scores).startswith("Scores by Source.published(segments=3")
+    assert repr(scores).startswith("Scores by Source.published(")
     assert "higher is better" in repr(scores)
     assert "<b>" not in made([[1.0]], unit="<b>")._repr_html_()
     assert "<table>" in scores.helpful(0, 2)._repr_html_()
@@ -468,8 +472,30 @@ kernel.get_ipython = lambda: Shell()
 sys.modules["IPython"] = kernel
 for name in ("ipywidgets", "IPython.html.widgets", "IPython.html"):
     sys.modules[name] = None
-from whence.engine.scoring import tqdm
-list(tqdm(range(3), desc="scores"))
+from whence.table import progress_bar
+list(progress_bar(range(3), desc="scores", disable=False))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "scores: 100%" in done.stderr and "3/3" in done.stderr
+
+
+def test_a_notebook_shows_the_page_and_not_its_path(scores: whence.Scores, tmp_path: Path) -> None:
+    path = scores.report(tmp_path / "a <b>.html")
+    assert path == tmp_path / "a <b>.html" and path.exists()
+    shown = path._repr_html_()
+    assert shown.startswith("<iframe src=") and "<b>" not in shown
+
+
+def test_one_query_in_a_notebook(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    train = [(f"{evil} {k}", k % 2) for k in range(6)]
+    scores = made(np.random.default_rng(0).standard_normal((2, 6)).tolist())
+    study = types.SimpleNamespace(train=train, collate=None, tasks={}, stages=["train"])
+    shown = scores.show(1, k=2, study=study, check=False, classes=["<b>no</b>", "yes"])
+    page, best = shown._repr_html_(), scores.helpful(1, 1)[0].example
+    assert f"#{best}<" in page and page.count("border:1px") == 4
+    assert "<img" not in page and "&lt;img" in page and "<b>no</b>" not in page
+    assert repr(shown).count(f"{best:>10}  ") == 1 and "most harmful" in repr(shown)
+    pictures = TensorDataset(torch.rand(6, 1, 8, 8), torch.arange(6))
+    study = types.SimpleNamespace(train=pictures, collate=None, tasks={}, stages=["train"])
+    assert 'src="data:image/png' in scores.show(0, study=study, check=False)._repr_html_()

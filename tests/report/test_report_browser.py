@@ -22,7 +22,7 @@ pytestmark = pytest.mark.browser
 class Visit(Opened):
     """A page opened from disk."""
 
-    def __init__(self, browser: Any, path: Path, place: str = "", **context: Any) -> None:
+    def __init__(self, browser: Any, path: Path, place: str = "#queries", **context: Any) -> None:
         super().__init__(browser, path.as_uri() + place, **context)
         self.page.wait_for_selector("html[data-ready]", state="attached")
 
@@ -136,6 +136,19 @@ def test_an_example_opens_and_leads_to_its_queries(browser: Any, report: Path) -
         link.click()
         page.wait_for_selector(f"h2:text-is('Query {row}')")
         assert page.locator("dialog[open]").count() == 0
+
+
+def test_the_report_begins_with_an_overview(browser: Any, tmp_path: Path) -> None:
+    scores, query = made(), pictures(12, 1)
+    path = scores.report(tmp_path / "r.html", train=pictures(60), query=query)
+    with Visit(browser, path, "") as visit:
+        assert visit.text("h2") == "Overview"
+        best = int(np.argmax(scores.values.mean(0)))
+        first = visit.page.locator(".ranking.helpful .card-face").first
+        assert f"#{best}" in str(first.get_attribute("aria-label"))
+        assert visit.page.locator(".heatmap tbody tr").count() == 3
+        first.click()
+        assert f"Training example #{best}" in visit.text("dialog")
 
 
 def test_the_other_pages(browser: Any, report: Path) -> None:

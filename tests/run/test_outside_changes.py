@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -321,7 +323,7 @@ def test_ordinary_batches_are_no_surprise(name: str) -> None:
     run = drawn(REGULAR[name])
     study = whence.Study(net(), whence.Classification(), DATA, run)
     assert len(study.used(run, "train")) == 24
-    assert [m for m in study.warnings(run) if "weighted" in m] == []
+    assert [m for m in study.warnings(run) if "weighted" in m or "curriculum" in m] == []
 
 
 def test_a_training_of_less_than_an_epoch_is_announced() -> None:
@@ -346,6 +348,25 @@ def test_a_weighted_sampler_is_announced_with_numbers(kind: str) -> None:
     study = whence.Study(net(), whence.Classification(), DATA, run)
     (message,) = [m for m in study.warnings(run) if "weighted sampler" in m]
     assert f"{counts.min()} to {counts.max()} times (mean {counts.mean():.1f})" in message
+
+
+def test_a_curriculum_is_announced() -> None:
+    """Every example is drawn eight times, but half of them only in the second half of training."""
+    run = drawn(epochs(np.arange(12), 8) + epochs(np.arange(12, 24), 8))
+    study = whence.Study(net(), whence.Classification(), DATA, run)
+    assert any("a curriculum?" in m for m in study.warnings(run))
+    assert not any("weighted" in m for m in study.warnings(run))
+
+
+def test_a_study_holds_the_runs_that_it_knows_something_of() -> None:
+    """Else Python could give another run the same id, and the study would mix them up."""
+    study = whence.Study(net(), whence.Classification(), DATA, drawn(epochs(np.arange(24), 3)))
+    run = drawn(epochs(np.arange(12), 3))
+    assert len(study.used(run, "train")) == 12
+    known = weakref.ref(run)
+    del run
+    gc.collect()
+    assert known() is not None
 
 
 def test_batches_of_another_dataset_are_refused() -> None:

@@ -289,7 +289,7 @@ def test_streaming_top_equals_a_full_sort_in_any_order(ordered, top, higher, dat
     scores = writer.finish(**{**ABOUT, "higher_is_better": higher})
     n = values.shape[1]
     assert scores.shape == values.shape
-    assert scores.top.kept == min(top, n)
+    assert scores.strongest.kept == min(top, n)
     for q, row in enumerate(values):
         assert scores.helpful(q, top).examples == by_full_sort(row, higher, top)
         assert scores.harmful(q, top).examples == by_full_sort(row, not higher, top)

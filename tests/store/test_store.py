@@ -437,6 +437,26 @@ def test_opened_again(it: Case, tmp_path: Path) -> None:
     assert "eigenbasis, dimension 12, examples {train: 24}" in repr(opened)
 
 
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("projection", ["random", "eigenbasis"])
+def test_opened_again_it_answers_with_the_same_bits(
+    tmp_path: Path, projection: str, joint: bool
+) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        train, query = models.vectors(60, seed=seed), models.vectors(13, seed=seed + 9)
+        model, task = models.mlp((4, 6, 3)).double(), whence.Classification()
+        study = whence.Study(
+            model, task, train, models.train_run(model, task, train, STEPS, 0.3).run
+        )
+        options: Any = {"joint": joint, "dtype": torch.float64, "progress": False}
+        built = GradientStore.build(study, tmp_path / f"{seed}", 17, projection, **options)
+        opened = GradientStore.open(tmp_path / f"{seed}", study)
+        for method in ("tracin", "influence", "trak", "source"):
+            answers = [getattr(store, method)(query, **QUIET).values for store in (built, opened)]
+            np.testing.assert_array_equal(*answers, err_msg=method)
+
+
 def test_a_store_that_cannot_be_written_to_answers(
     it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,11 +61,7 @@ class Flat:
         }
         parts = []
         for site in self.sites:
-            module = model.get_submodule(site.name)
-            matrices = site.kind.matrices(module, of[id(module.weight)])
-            if site.bias:
-                columns = site.kind.vectors(module, of[id(module.bias)])
-                pairs = zip(matrices, columns, strict=True)
-                matrices = [torch.cat([m, c.unsqueeze(1)], 1) for m, c in pairs]
+            named = {k: model.get_parameter(k) for k in site.parameter_names()}
+            matrices = site.matrices({k: of[id(p)] for k, p in named.items()})
             parts += [m.flatten() for m in matrices]
         return torch.cat(parts)

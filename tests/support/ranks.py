@@ -83,6 +83,11 @@ def scored(method: Any, run: str = "sgd", query: Any = QUERY, **options: Any) ->
     return case
 
 
+def every_layer(runs: Path, own: Path) -> Any:
+    given = study(runs, "gpt", layers="all", cache=own / "cache")
+    return whence.Source(segments=2).attribute(given, PROMPTS, **EXACT)
+
+
 def several_runs(runs: Path, own: Path) -> Any:
     both = whence.Study(net(), TASK, TRAIN, [runs / "sgd", runs / "adam"], cache=own / "cache")
     return whence.Trak(6).attribute(both, QUERY, out=own / "scores", **EXACT)
@@ -120,7 +125,9 @@ CASES: dict[str, Case] = {
     "source of adam": scored(whence.Source(), "adam"),
     "published source of adam": scored(whence.Source.published(), "adam"),
     "source, gauss-newton": scored(whence.Source(curvature="gauss-newton")),
-    "source, probed coupling": scored(whence.Source(coupling="probed")),
+    "source of sums of queries": scored(whence.Source(segments=2), query_weights=np.eye(3, 5) + 1),
+    "source of low rank": scored(whence.Source(segments=2), query_rank=2, out=True),
+    "source by layer": scored(whence.Source(segments=2), by_layer=True),
     "source, k-fac, exact": scored(whence.Source(curvature="kfac", fisher="exact")),
     "source, diagonal": scored(whence.Source(curvature="diagonal", fisher="empirical")),
     "fastsource": scored(whence.FastSource()),
@@ -135,6 +142,10 @@ CASES: dict[str, Case] = {
     "tracin of a language model": scored(whence.TracIn(), "gpt", PROMPTS),
     "trak": scored(whence.Trak(6)),
     "trak of two runs": several_runs,
+    "gradient cosine": scored(whence.GradientCosine()),
+    "gradient norm": scored(whence.GradientNorm()),
+    "less": scored(whence.LESS(6)),
+    "trackstar": scored(whence.TrackStar(6)),
     "repsim": scored(whence.RepSim(), out=True),
     "random": scored(whence.Random(), out=True),
     "self-influence": scored(whence.Source(segments=2), query=None),
@@ -146,6 +157,7 @@ CASES: dict[str, Case] = {
     "unrolled": scored(whence.Unrolled()),
     "unrolled, self-influence": scored(whence.Unrolled(), query=None),
     "tokens": tokens,
+    "every layer of a language model": every_layer,
     "store": stored("random", "empirical"),
     "store in the eigenbasis": stored("eigenbasis", "sampled"),
 }
@@ -155,8 +167,8 @@ def values(answer: Any) -> np.ndarray:
     """The numbers of an answer."""
     if isinstance(answer, np.ndarray):
         return answer
-    if answer.top is not None:
-        return np.concatenate([answer.top.values, answer.top.columns], -1)
+    if answer.strongest is not None:
+        return np.concatenate([answer.strongest.values, answer.strongest.columns], -1)
     return np.array(answer.values)
 
 

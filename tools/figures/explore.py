@@ -1,4 +1,4 @@
-"""Draw the screenshots of the explorer, from the demo's digits: python -m tools.figures.explore
+"""Draw the screenshots of the explorer, from the demo's pictures: python -m tools.figures.explore
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from playwright.sync_api import sync_playwright
 from torch.utils.data import Subset
 
 import whence
-from whence.demo import BATCH, digits, network
+from whence.demo import CLASSES, network, pictures, recipe_for
 from whence.explore import Running, start
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
@@ -25,14 +24,12 @@ QUERIES = 100
 
 
 def explorer(folder: Path) -> Running:
-    """The demo's digits by a recipe, with the scores of three methods and self-influence."""
-    data = digits(0)
-    query = Subset(data.test, range(QUERIES))
-    task = whence.Classification()
-    optimizer = partial(torch.optim.SGD, lr=0.03, momentum=0.9)
-    recipe = whence.Recipe(network, task, data.train, optimizer, batch_size=BATCH, epochs=10)
+    """The demo's pictures by a recipe, with the scores of three methods and self-influence."""
+    data = pictures(0)
+    query = Subset(data.query, range(QUERIES))
+    recipe = recipe_for(data.train)
     run = recipe.run(0, folder / "run", device="cpu")
-    study = whence.Study(network(), task, data.train, run)
+    study = whence.Study(network(), recipe.task, data.train, run)
     source = whence.Source(segments=3)
     scores = {
         "SOURCE": source.attribute(study, query, by_segment=True, progress=False),
@@ -42,7 +39,8 @@ def explorer(folder: Path) -> Running:
         "TracIn": whence.TracIn().attribute(study, query, progress=False),
         "self-influence": source.attribute(study, None, progress=False),
     }
-    return start(scores, study=study, query=query, recipe=recipe, out=folder / "explore")
+    options = {"study": study, "query": query, "recipe": recipe, "classes": CLASSES}
+    return start(scores, out=folder / "explore", **options)
 
 
 def open_view(page: Any, key: str, name: str) -> None:
@@ -60,7 +58,7 @@ def main() -> None:
     ):
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(served.url)
+        page.goto(served.url + "#page=queries")
         page.wait_for_selector("html[data-ready]", state="attached")
         page.get_by_label("wrong only").check()
         page.wait_for_timeout(600)
@@ -69,9 +67,9 @@ def main() -> None:
         page.get_by_role("button", name="Tick the helpful ones").click()
         page.wait_for_timeout(600)
         page.screenshot(path=FIGURES / "explore.png")
-        open_view(page, "4", "audit")
+        open_view(page, "5", "audit")
         page.screenshot(path=FIGURES / "explore-audit.png")
-        open_view(page, "5", "whatif")
+        open_view(page, "6", "whatif")
         page.get_by_label("seeds").fill("10")
         page.get_by_role("button", name="Retrain without them").click()
         page.wait_for_selector(".charts.judged .dot", timeout=120_000)

@@ -20,38 +20,10 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"
 
 
 def demo() -> None:
-    """The demo's own figure."""
+    """The demo's own figure, for README and the front page."""
     with tempfile.TemporaryDirectory() as folder:
         whence.demo.main(["--out", folder, "--quiet"])
         shutil.copyfile(Path(folder) / "figure.png", FIGURES / "demo.png")
-
-
-def front(examples: int = 4, rows: int = 2) -> None:
-    """The demo's figure for the front page, with fewer examples."""
-    with tempfile.TemporaryDirectory() as folder:
-        whence.demo.main(["--out", folder, "--quiet"])
-        scores = whence.Scores.load(Path(folder) / "scores/source")
-        data = whence.demo.digits(seed=0)
-        figure, axes = plt.subplots(rows, 1 + 2 * examples, figsize=(7.6, 1.3 * rows + 0.25))
-        for row, query in zip(axes, whence.demo._telling(scores, data, rows), strict=True):
-            cells = [(data.test.tensors, query, "test digit", "black")]
-            for ranking, colour in ((scores.helpful, BLUE), (scores.harmful, ORANGE)):
-                ranked = ranking(query, examples)
-                cells += [
-                    (data.train.tensors, e.example, f"{e.value:+.2f}", colour) for e in ranked
-                ]
-            for axis, (tensors, index, title, colour) in zip(row, cells, strict=True):
-                axis.imshow(tensors[0][index].view(8, 8), cmap="gray_r")
-                wrong = tensors is data.train.tensors and data.flipped[index]
-                axis.set_title(title, fontsize=9, color=colour)
-                axis.set_xlabel(f"“{int(tensors[1][index])}”", fontsize=9, labelpad=2)
-                if wrong:
-                    axis.xaxis.label.set(color=ORANGE, fontweight="bold")
-                axis.set(xticks=[], yticks=[])
-                axis.spines[:].set(color=colour, linewidth=1.2)
-        figure.tight_layout(pad=0.4, w_pad=0.6)
-        figure.savefig(FIGURES / "front.png", dpi=200)
-        plt.close(figure)
 
 
 def responses(rate: float = 0.1, updates: int = 100) -> None:
@@ -92,4 +64,3 @@ def responses(rate: float = 0.1, updates: int = 100) -> None:
 if __name__ == "__main__":
     responses()
     demo()
-    front()

@@ -1,4 +1,4 @@
-"""Draw the screenshot of the report, from the demo's digits: python -m tools.figures.report
+"""Draw the screenshot of the report, from the demo's pictures: python -m tools.figures.report
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM).
 """
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 from playwright.sync_api import sync_playwright
-from torch.utils.data import DataLoader
 
 import whence
-from whence.demo import BATCH, EPOCHS, TRAIN, digits, network, train
+from whence.demo import CLASSES, network, pictures, recipe_for
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
@@ -22,20 +21,17 @@ CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 
 def report(folder: Path) -> Path:
     """The demo's training and SOURCE, by segment; the picture is of the worst query."""
-    data = digits(0)
-    torch.manual_seed(0)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    loader = DataLoader(data.train, BATCH, shuffle=True)
-    steps = len(loader) * EPOCHS
-    with whence.Recorder(
-        folder / "run", model, optimizer, checkpoints=6, total_steps=steps, size=TRAIN
-    ):
-        train(model, optimizer, loader, progress=False)
-    study = whence.Study(model, whence.Classification(), train=data.train, runs=folder / "run")
-    scores = whence.Source(segments=3).attribute(study, data.test, by_segment=True, progress=False)
+    data = pictures(0)
+    recipe = recipe_for(data.train)
+    study = whence.Study(network(), recipe.task, data.train, recipe.run(0, folder / "run"))
+    method = whence.Source(segments=3)
+    scores = method.attribute(study, data.query, by_segment=True, progress=False)
     return scores.report(
-        folder / "report.html", query=data.test, study=study, title="Digits, a tenth mislabelled"
+        folder / "report.html",
+        query=data.query,
+        study=study,
+        classes=CLASSES,
+        title="Clothes, a fifth mislabelled",
     )
 
 
@@ -45,7 +41,7 @@ def main() -> None:
         path = report(Path(folder))
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + "#queries")
         page.wait_for_selector("html[data-ready]", state="attached")
         page.select_option(".sidebar select", "measurement")
         page.locator(".query-item").first.click()

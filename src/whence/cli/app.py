@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -9,9 +11,11 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
+import typer.rich_utils
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from whence.cli import attributing, doctor, judging, looking, settings
+from whence.cli import attributing, doctor, init, judging, looking, settings, whatif
 from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, say
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -28,34 +32,41 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
         name="whence",
         help="Where in its training data does a model's behaviour come from?",
         epilog="Start with `whence demo`, or check a study file: `whence doctor study.py`.",
-        no_args_is_help=True,
-        add_completion=False,
+        cls=_Group,
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_version)
-    app.command("demo", context_settings=PASS_THROUGH, rich_help_panel="Start here")(_demo)
-    app.command("doctor", rich_help_panel="Start here")(doctor.doctor)
+    app.command("demo", cls=_Command, context_settings=PASS_THROUGH, rich_help_panel="Start here")(
+        _demo
+    )
+    app.command("init", cls=_Command, rich_help_panel="Start here")(init.init)
+    app.command("doctor", cls=_Command, rich_help_panel="Start here")(doctor.doctor)
     layers, fit, attribute, top = attributing.commands(_requested_method(given))
     panels = {
         "Attribute": [layers, fit, attribute],
-        "Look": [top, looking.report, looking.explore],
+        "Look": [top, looking.report, looking.explore, whatif.whatif],
         "Judge": [judging.truth, judging.lds, judging.removal],
     }
     for panel, functions in panels.items():
         for function in functions:
-            app.command(function.__name__, rich_help_panel=panel)(function)
+            app.command(function.__name__, cls=_Command, rich_help_panel=panel)(function)
     reproduce = _load_reproduce() if list(given[:1]) == ["reproduce"] else _reproduce
-    app.command("reproduce", rich_help_panel="Judge")(reproduce)
+    app.command("reproduce", cls=_Command, rich_help_panel="Judge")(reproduce)
     return app
 
 
 def run(given: Sequence[str]) -> int:
     """Run `whence` with these arguments, and return the exit code."""
-    program = typer.main.get_command(build(given))
+    words = list(given) or shlex.split(os.environ.get("COMP_WORDS", ""))  # of a shell's completion
+    program = typer.main.get_command(build(words))
+    if os.environ.get("NO_COLOR"):
+        typer.rich_utils.COLOR_SYSTEM = None  # by itself, rich still writes bold
     try:
-        code = program.main(args=list(given), prog_name="whence", standalone_mode=False)
+        code = program.main(
+            args=list(given) or ["--help"], prog_name="whence", standalone_mode=False
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except TyperException as error:
@@ -66,6 +77,25 @@ def run(given: Sequence[str]) -> int:
             say(f"{path}: {message} (see {path} --help)")
         return BAD_INPUT
     return code if isinstance(code, int) else FINE
+
+
+class _PlainSwitches:
+    """Help without a type behind switches, which take no value."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class _Command(_PlainSwitches, TyperCommand):
+    pass
+
+
+class _Group(_PlainSwitches, TyperGroup):
+    pass
 
 
 def _requested_method(given: Sequence[str]) -> str:
@@ -92,7 +122,7 @@ def _version(
 
 
 def _demo(context: typer.Context) -> int:
-    """Take a one-minute tour on digits: train, attribute, find flipped labels."""
+    """Take a one-minute tour: train, find wrong labels, prove it by retraining."""
     from whence.demo import main
 
     return main(context.args)

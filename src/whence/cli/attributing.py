@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from whence.cli.options import (
     Engine,
     Executor,
     Memory,
-    Progress,
+    NoProgress,
     Query,
     ScoresPath,
     StudyPath,
@@ -28,7 +28,6 @@ from whence.cli.options import (
     device_of,
     dtype_of,
     open_scores,
-    progress_wanted,
 )
 from whence.cli.screen import Answer, CommandError, command, say
 from whence.errors import FolderConflict
@@ -46,10 +45,25 @@ TASKS = {
 }
 WIDTH = 60  # characters of an example in a table
 BAR = 10  # characters of the longest bar
+NOT_FITTED = ("scores", "products", "sums")  # passes of `attribute` that leave no factors
+
+
+def _offering(choices: Iterable[str]) -> Callable[[], list[str]]:
+    """What a shell offers for an option."""
+
+    def offer() -> list[str]:
+        return list(choices)
+
+    return offer
+
 
 Method = Annotated[
     str,
-    typer.Option(metavar="METHOD", help=f"One of {', '.join(settings.OPTIONS)}."),
+    typer.Option(
+        metavar="METHOD",
+        help=f"One of {', '.join(settings.OPTIONS)}.",
+        autocompletion=_offering(settings.OPTIONS),
+    ),
 ]
 
 
@@ -77,6 +91,7 @@ def with_settings(function: Callable[..., Answer], shown: str) -> Callable[..., 
             rich_help_panel=f"Settings of {shown} (for another method: --method NAME --help)",
             show_default=False,
             hidden=name not in displayed,
+            autocompletion=None if switch else _offering(option.choices),
         )
         extra.append(
             inspect.Parameter(
@@ -152,7 +167,9 @@ def layers(
     layers: Annotated[
         list[str] | None,
         typer.Option(
-            "--layers", metavar="PATTERN", help="With a run: track only the layers that match."
+            "--layers",
+            metavar="PATTERN",
+            help="With a run: track only the layers that match; all for every kind.",
         ),
     ] = None,
 ) -> Answer:
@@ -206,7 +223,7 @@ def layers(
                 "left_out": [vars(e) for e in tracked.excluded],
                 "examples": {name: len(data) for name, data in study.data.items()},
             },
-            study.describe(),
+            str(study.describe()),
         )
 
 
@@ -219,7 +236,7 @@ def fit(
     batch_size: BatchSize = None,
     memory: Memory = None,
     workers: Workers = None,
-    progress: Progress = None,
+    no_progress: NoProgress = False,
 ) -> Answer:
     """Fit the curvature without queries; `attribute` with the same settings reuses it.
 
@@ -250,17 +267,19 @@ def fit(
             "Study(cache=folder), or a run on disk"
         )
     before = {path: _files(path) for path in folders if path is not None}
-    chosen.fit(
-        file.study, progress=progress_wanted(progress), **accepted(chosen.fit, method, requested)
-    )
+    chosen.fit(file.study, progress=not no_progress, **accepted(chosen.fit, method, requested))
     report: list[dict[str, Any]] = [
         {"folder": path, "new": sorted(_files(path) - files), "found": sorted(files)}
         for path, files in before.items()
     ]
+    passes = chosen.estimate(file.study)["passes"]
+    fits = any(count for kind, count in passes.items() if kind not in NOT_FITTED)
     lines = [f"{r['folder']}: {len(r['new'])} new files of factors" for r in report]
-    if not any(r["new"] for r in report):
-        lines.append(f"nothing to do: {chosen!r} needs no fit, or is fitted already")
-    return Answer({"method": repr(chosen), "cache": report}, "\n".join(lines))
+    if not fits:
+        lines = [f"{chosen!r} has nothing to fit: use `whence attribute`"]
+    elif not any(r["new"] for r in report):
+        lines = [f"{chosen!r} was fitted before: {r['folder']}" for r in report]
+    return Answer({"method": repr(chosen), "fits": fits, "cache": report}, "\n".join(lines))
 
 
 def attribute(
@@ -288,6 +307,17 @@ def attribute(
     by_segment: Annotated[
         bool, typer.Option("--by-segment", help="Also keep the contribution of each segment.")
     ] = False,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Also keep the contribution of each layer.")
+    ] = False,
+    query_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INT|auto",
+            help="Keep query vectors as factors of this rank, so that more queries share a pass "
+            "over the data. Scores are then approximate.",
+        ),
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     batch_size: BatchSize = None,
@@ -295,7 +325,7 @@ def attribute(
     workers: Workers = None,
     executor: Executor = None,
     engine: Engine = None,
-    progress: Progress = None,
+    no_progress: NoProgress = False,
 ) -> Answer:
     """Score every training example for every query.
 
@@ -316,6 +346,8 @@ def attribute(
     requested = {
         "top": top,
         "by_segment": by_segment,
+        "by_layer": by_layer,
+        "query_rank": int(query_rank) if (query_rank or "").isdecimal() else query_rank,
         "device": device_of(device),
         "dtype": dtype_of(dtype),
         "batch_size": batch_size,
@@ -328,7 +360,7 @@ def attribute(
     chosen = build_method(method, given, file)
     call = accepted(chosen.attribute, method, requested)
     if "progress" in inspect.signature(chosen.attribute).parameters:
-        call["progress"] = progress_wanted(progress)
+        call["progress"] = not no_progress
     queries = file.query_data(query)
     try:
         scores = chosen.attribute(file.study, queries, out=place, **call)
@@ -350,6 +382,12 @@ def top(
     k: Annotated[
         int, typer.Option("-k", min=1, metavar="INT", help="Number of examples at each end.")
     ] = 10,
+    overall: Annotated[
+        bool, typer.Option("--overall", help="Rank by the mean score over all queries.")
+    ] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print all training examples in order, as CSV.")
+    ] = False,
     study: ToShow = None,
     check: Check = True,
 ) -> Answer:
@@ -359,10 +397,20 @@ def top(
 
     - `whence top scores/source --query 3 -k 10`
     - `whence top scores/source --query 3 --study study.py`
+    - `whence top scores/source --overall --csv --study study.py > ranking.csv`
     """
     opened = open_scores(scores)
+    if overall and query is not None:
+        raise CommandError(f"--overall ranks by all queries: leave out --query {query}")
+    examples = None if study is None else StudyExamples(opened, study, check)
+    if as_csv:
+        if not overall:
+            opened.row_index(query)
+        return _csv(opened, query, examples)
+    if overall and not opened.is_self_influence:
+        opened = _mean(opened)
+        query = None
     rankings = {"helpful": opened.helpful(query, k), "harmful": opened.harmful(query, k)}
-    examples = None if study is None else _StudyExamples(opened, study, check)
     data = about(opened) | {
         "query": query,
         **{
@@ -375,12 +423,32 @@ def top(
             for end, ranking in rankings.items()
         },
     }
-    heading = "" if query is None else f"; query {query}"
+    heading = "; mean over all queries" if overall else ""
+    heading = heading if query is None else f"; query {query}"
     if examples is not None and query is not None:
         data["shown"] = examples.query(int(opened.query_ids[query]))
         shown = data["shown"]
-        heading += f": {'label ' if shown.get('label') else ''}{_line(shown)}"
+        heading += f": {'label ' if shown.get('label') else ''}{line(shown)}"
     return Answer(data, _tables(opened, data, heading))
+
+
+def _mean(scores: Scores) -> Scores:
+    """The mean over the queries, as one row. Its error is not known."""
+    from whence.present.ranking import mean_scores
+
+    known = {k: v for k, v in scores.diagnostics.items() if k != "calibration"}
+    return scores.with_values(mean_scores(scores), query_ids=None, diagnostics=known)
+
+
+def _csv(scores: Scores, query: int | None, examples: StudyExamples | None) -> Answer:
+    from whence.present.ranking import csv_lines, ranked_columns
+
+    shown = {} if examples is None else {"study": examples.file.study, **examples.options}
+    table = ranked_columns(scores, query, **shown)
+    columns = [c.tolist() if hasattr(c, "tolist") else c for c in table.values()]
+    rows = list(zip(*columns, strict=True))
+    data = [dict(zip(table, row, strict=True)) for row in rows]
+    return Answer(data, csv_lines([list(table), *rows]).rstrip("\n"))
 
 
 def _intervals(scores: Scores, query: int | None, ranking: Ranking) -> list[dict[str, float]]:
@@ -403,7 +471,7 @@ def about(scores: Scores) -> dict[str, Any]:
     }
 
 
-class _StudyExamples:
+class StudyExamples:
     """The examples of a study file, as text."""
 
     def __init__(self, scores: Scores, path: Path, check: bool) -> None:
@@ -416,10 +484,10 @@ class _StudyExamples:
         train, collate = file.study.train, file.study.collate
         for note in check_data(scores, train, query, collate=collate, contents=check):
             say(f"warning: {note}")
-        options = file.display_options()
+        self.file, self.options = file, file.display_options()
         stages = by_stage(scores, train)
-        self._train = {name: Examples(data, **options) for name, data in stages.items()}
-        self._query = Examples(query, **options)
+        self._train = {name: Examples(data, **self.options) for name, data in stages.items()}
+        self._query = Examples(query, **self.options)
 
     def train(self, example: int, stage: str | None) -> dict[str, Any]:
         examples = self._train.get(stage) or next(iter(self._train.values()))
@@ -435,7 +503,7 @@ def _short(rendered: dict[str, Any]) -> dict[str, Any]:
     return {name: rendered[name] for name in parts if rendered.get(name)}
 
 
-def _line(example: dict[str, Any]) -> str:
+def line(example: dict[str, Any]) -> str:
     """An example in one line of a table."""
     text = example.get("text") or ", ".join(f"{n}={v}" for n, v in example.get("row", []))
     text = " ".join(text.split())
@@ -471,7 +539,7 @@ def _tables(scores: Scores, data: dict[str, Any], heading: str) -> Any:
             cells = [str(e["example"]), f"{change} ± {e['within']:.2g}" if sized else change]
             cells += [] if sized else [bar]
             cells += [e["stage"] or ""] if stages else []
-            table.add_row(*cells, *([Text(_line(e))] if "kind" in e else []))
+            table.add_row(*cells, *([Text(line(e))] if "kind" in e else []))
         parts += ["", table]
     return Group(*parts)
 
@@ -483,8 +551,7 @@ def _contents(folder: Path) -> str:
     if not (folder / "scores.json").exists():
         return "It holds unfinished scores"
     scores = Scores.load(folder)
-    given = ", ".join(f"{name}={value!r}" for name, value in scores.settings.items())
-    return f"It holds {scores.shape} scores by {scores.method}({given}), of {scores.measurement}"
+    return f"It holds {scores.shape} scores by {scores.call}, of {scores.measurement}"
 
 
 def tracked_layers(study: Any) -> Any:

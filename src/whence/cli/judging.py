@@ -17,12 +17,11 @@ from whence.cli.options import (
     Executor,
     ManyScores,
     Memory,
-    Progress,
+    NoProgress,
     StudyPath,
     device_of,
     numbers,
     open_many,
-    progress_wanted,
 )
 from whence.cli.screen import Answer, CommandError, command
 
@@ -77,7 +76,7 @@ def truth(
     memory: Memory = None,
     executor: Executor = None,
     engine: Engine = None,
-    progress: Progress = None,
+    no_progress: NoProgress = False,
 ) -> Answer:
     """Retrain on random subsets and measure the queries: the truth that scores are judged by.
 
@@ -109,7 +108,7 @@ def truth(
         memory=memory,
         executor=executor,
         engine=engine or "auto",
-        progress=progress_wanted(progress),
+        progress=not no_progress,
     )
     shape = result.measurements.shape
     data = {
@@ -209,7 +208,7 @@ def removal(
     memory: Memory = None,
     executor: Executor = None,
     engine: Engine = None,
-    progress: Progress = None,
+    no_progress: NoProgress = False,
 ) -> Answer:
     """Retrain without the most helpful examples of a query: does its prediction flip?
 
@@ -240,7 +239,7 @@ def removal(
         memory=memory,
         executor=executor,
         engine=engine or "auto",
-        progress=progress_wanted(progress),
+        progress=not no_progress,
         seed=seed,
     )
     data: dict[str, Any] = {f.name: getattr(result, f.name) for f in fields(result)}

@@ -33,6 +33,10 @@ def report(
         str | None,
         typer.Option(metavar="INT,...", help="Queries to show. Default: the first 1,000."),
     ] = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="A truth that judges the scores on the first page."),
+    ] = None,
     title: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the page.")] = None,
     check: Check = True,
 ) -> Answer:
@@ -50,6 +54,10 @@ def report(
     parts.pop("recipe", None)
     if opened.is_self_influence:
         parts.pop("query", None)
+    if truth is not None:
+        from whence.retrain import Truth
+
+        parts["truth"] = Truth.load(truth)
     opened.report(out, k=k, queries=rows, title=title, check=check, **parts)
     return Answer({"path": out, "bytes": out.stat().st_size}, f"{out}: open it in a browser")
 

@@ -34,6 +34,8 @@ class Option:
 
 STAGE = Option("str | None", None, "Attribute to the examples of this stage. Default: all stages.")
 SEED = Option("int", 0, "Seed of the pseudo-targets.")
+PROJECTION_SEED = replace(SEED, help="Seed of the projection; every run has its own.")
+DIMENSION = Option("int", 4096, "Dimension of the projection.")
 CURVATURE = Option(
     "str",
     "auto",
@@ -178,7 +180,9 @@ METHODS: dict[str, dict[str, Option]] = {
         "iterations": Option(
             "int", 8, "Most iterations of conjugate gradients: each is a pass over the data."
         ),
-        "relative_damping": Option("float", 3.0, "Damping, in units of 1/(η̄K P̄)."),
+        "relative_damping": Option(
+            "float", 3.0, "δ: the response is halved where η̄K P̄ times the curvature is δ."
+        ),
         "stage": STAGE,
         "segments": SOURCE["segments"],
         "curvature": replace(
@@ -192,6 +196,16 @@ METHODS: dict[str, dict[str, Option]] = {
         "floor": SOURCE["floor"],
         "seed": SEED,
     },
+    "BM25": {
+        "field": Option(
+            "str | None",
+            None,
+            "Field of an example that has its text. Default: token ids are the words.",
+        ),
+        "k1": Option("float", 1.2, "How soon repetitions of a word stop to count."),
+        "b": Option("float", 0.75, "How much longer examples are discounted, from 0 to 1."),
+        "stage": STAGE,
+    },
     "Downsampling": {
         "truth": Option(
             "Truth | str | os.PathLike[str]",
@@ -200,7 +214,10 @@ METHODS: dict[str, dict[str, Option]] = {
         ),
         "exclude_diverged": EXCLUDE_DIVERGED,
     },
+    "GradientCosine": {"stage": STAGE},
+    "GradientNorm": {"stage": STAGE},
     "Hydra": {"stage": STAGE},
+    "LESS": {"dimension": DIMENSION, "seed": PROJECTION_SEED, "stage": STAGE},
     "LeaveOneOut": {
         "recipe": Option("Recipe", REQUIRED, "How to train.", from_study=True),
         "examples": Option(
@@ -238,13 +255,25 @@ METHODS: dict[str, dict[str, Option]] = {
         "stage": STAGE,
     },
     "TracIn": {"stage": STAGE},
-    "Trak": {
-        "dimension": Option(
-            "int",
-            4096,
-            "Dimension of the projection, at most the number of training examples.",
+    "TrackStar": {
+        "dimension": DIMENSION,
+        "mixing": Option(
+            "float", 0.5, "Share of the queries' curvature; 0 takes the training data's only."
         ),
-        "seed": replace(SEED, help="Seed of the projection; every run has its own."),
+        "damping": Option("float", 1e-2, "Added to R, in units of its mean eigenvalue."),
+        "unit_norm": Option("bool", True, "Take inner products instead of cosines."),
+        "second_moments": Option(
+            "bool", True, "Do not divide gradients by the roots of Adam's second moments."
+        ),
+        "whiten": Option("bool", True, "Leave the curvature R out."),
+        "seed": PROJECTION_SEED,
+        "stage": STAGE,
+    },
+    "Trak": {
+        "dimension": replace(
+            DIMENSION, help="Dimension of the projection, at most the number of training examples."
+        ),
+        "seed": PROJECTION_SEED,
         "stage": STAGE,
         "joint": Option(
             "bool",

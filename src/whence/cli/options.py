@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +50,8 @@ Device = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE",
-        help="cpu, cuda, cuda:1, mps. Default: see `whence doctor`.",
+        help="cpu, cuda, cuda:1, mps; auto is a GPU if there is one. Default: where the model is, "
+        "and auto for commands that train.",
         rich_help_panel=COMPUTE,
     ),
 ]
@@ -96,13 +96,12 @@ Engine = Annotated[
         rich_help_panel=COMPUTE,
     ),
 ]
-Progress = Annotated[
-    bool | None,
+NoProgress = Annotated[
+    bool,
     typer.Option(
-        "--progress/--no-progress",
-        help="Show progress bars with the time left. Default: on a terminal.",
+        "--no-progress",
+        help="No progress bars. In a log file there are none anyway.",
         rich_help_panel=COMPUTE,
-        show_default=False,
     ),
 ]
 Bootstrap = Annotated[
@@ -113,20 +112,19 @@ Diverged = Annotated[
 ]
 
 
-def progress_wanted(given: bool | None) -> bool:
-    return sys.stderr.isatty() if given is None else given
-
-
 def device_of(name: str | None) -> torch.device | None:
     """The device of that name; an error if it is not available."""
     if name is None:
         return None
     import torch
 
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "mps" if name == "cpu" and torch.backends.mps.is_available() else name
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise CommandError(f"--device {name}: use cpu, cuda, cuda:1 or mps") from None
+        raise CommandError(f"--device {name}: use auto, cpu, cuda, cuda:1 or mps") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:

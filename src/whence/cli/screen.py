@@ -184,7 +184,13 @@ def show(text: Any) -> None:
     from rich.console import Console
 
     # No markup: a stage may be called "[/bold]".
-    console = Console(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False, highlight=False)
+    console = Console(
+        color_system=None if os.environ.get("NO_COLOR") else "auto",  # rich would still write bold
+        soft_wrap=not sys.stdout.isatty(),
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
     console.print(_Escaped(text))
 
 

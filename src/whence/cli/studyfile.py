@@ -8,7 +8,7 @@ name: code under `if __name__ == "__main__":` does not run. It defines
     recipe     a whence.Recipe, for commands that retrain
     classes, columns, renderer, tokenizer                           how examples are shown
 
-Paths in it are relative to the folder in which you run the command.
+Relative paths that it opens are relative to the folder of the file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib.util
 import re
 import sys
 import traceback
+from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -138,7 +139,8 @@ def _from_yaml(path: Path) -> StudyFile:
     from whence.study import Study
 
     try:
-        parts = read_study_yaml(path)
+        with chdir(path.absolute().parent):
+            parts = read_study_yaml(Path(path.name))
     except StudyYamlError as error:
         raise StudyFileError(str(error)) from error
     study = Study(
@@ -174,9 +176,10 @@ def _imported(path: Path) -> ModuleType:
         sys.path.insert(0, folder)
     from whence.retrain.recording import before_training
 
-    hook = before_training.set(lambda out: _about_to_train(path, out))
+    hook = before_training.set(lambda out: say(f"{path} trains a run first: {out}"))
     try:
-        spec.loader.exec_module(module)
+        with chdir(folder):
+            spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except SystemExit as end:
@@ -196,27 +199,11 @@ def _imported(path: Path) -> ModuleType:
     return module
 
 
-def _about_to_train(path: Path, out: Path) -> None:
-    """Say that the file trains a run. Raise if that run is beside the file."""
-    there = path.resolve().parent / out
-    if there != out.absolute() and (there / "run.json").exists():
-        raise StudyFileError(
-            f"there is no run {out} in the current folder, {Path.cwd()}, so that it would be "
-            f"trained again: {there} has it. Run this command in {path.resolve().parent}"
-        )
-    say(f"{path} trains a run first: {out}")
-
-
 def _message(path: Path, error: BaseException) -> str:
     """What an error in the study file says, with a hint where one helps."""
-    from whence.run import RunError
-
     message = " ".join(str(error).split())
     if isinstance(error, ImportError) and "relative import" in message:
         message += " (the file is not part of a package: import its neighbours by name)"
-    elsewhere = path.resolve().parent != Path.cwd()
-    if isinstance(error, (OSError, RunError)) and elsewhere:
-        message += f" (paths in the file are relative to the current folder, {Path.cwd()})"
     if isinstance(error, WhenceError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

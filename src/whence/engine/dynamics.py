@@ -7,14 +7,14 @@ RMSprop (appendix C), d AdamW's decoupled weight decay.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, warn
+from whence.layers.passes import Weights
 from whence.operators import BlockDiagonal
 from whence.run import Segment
 
@@ -157,6 +157,17 @@ def preconditioner(workspace: Workspace, *segments: Segment, floor: float) -> di
     return {name: torch.where(value > 0, value, 1.0) for name, value in mean.items()}
 
 
+def preconditioner_at(workspace: Workspace, checkpoint: Weights) -> dict[str, Tensor] | None:
+    """1/(√v̂ + ε) at one checkpoint, per block (o, width); None for SGD, whose P is 1."""
+    for segment in workspace.run.segments("stages"):
+        here = tuple(c for c in segment.checkpoints if c.sha256 == checkpoint.sha256)
+        if here:
+            if known_optimizer(workspace, segment) not in PRECONDITIONED:
+                return None
+            return preconditioner(workspace, replace(segment, checkpoints=here[:1]), floor=0.0)
+    raise InvalidInput(f"the checkpoint at step {checkpoint.step} is not one of the run's")
+
+
 def _matrices(workspace: Workspace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
 
@@ -165,12 +176,7 @@ def _matrices(workspace: Workspace, tensors: Mapping[str, Tensor]) -> dict[str, 
 
     matrices: dict[str, Tensor] = {}
     for layer in workspace.layers:
-        module: Any = layer.modules[0]
-        parts = layer.kind.matrices(module, given(layer.weight, module.weight))
-        if layer.bias:
-            biases = layer.kind.vectors(module, given(layer.bias, module.bias))
-            columns = [bias.unsqueeze(1) for bias in biases]
-            parts = [torch.cat(pair, 1) for pair in zip(parts, columns, strict=True)]
+        parts = layer.matrices({name: given(name, p) for name, p in layer.parameters().items()})
         matrices |= {b.name: part for b, part in zip(layer.blocks, parts, strict=True)}
     return matrices
 
@@ -184,9 +190,8 @@ def _check_moments(
 ) -> None:
     """Every parameter that the segment trains must have sound second moments."""
     for layer in workspace.passes[segment.stage.name].tracked.layers:
-        module: Any = layer.modules[0]
-        parameters = dict(zip(layer.parameter_names(), (module.weight, module.bias), strict=False))
-        for name, parameter in parameters.items() if segment.rate(layer.weight) else ():
+        parameters = layer.parameters() if segment.rate(layer.weight) else {}
+        for name, parameter in parameters.items():
             problem = None
             if name not in moments:
                 problem = "are missing"

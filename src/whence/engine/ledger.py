@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from whence.engine.workspace import Workspace
 
 FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came before a segment
+LOSES = 0.05  # share of the energy of a query vector that factors may lose before a warning
 SENSITIVE = 0.3  # share of a score vector that may depend on the damping before a warning
 OVERHEAD = 1.5  # time of all work, in units of its matrix products' time
 WORTH_TELLING = 10  # seconds
@@ -79,6 +81,26 @@ class Ledger:
             )
         noted[queries] = dict(statistics)
 
+    def note_lost_energy(
+        self, queries: str, rank: int, lost: NDArray[np.float64], layers: dict[str, float]
+    ) -> None:
+        """What the factors of these queries' vectors lose of ‖w‖², (q,), and in each layer."""
+        noted = self.tallies.setdefault("query_factors", {})
+        if lost.max() > LOSES and not any(s["above"] for s in noted.values()):
+            warn(
+                f"query_rank={rank} loses {lost.max():.0%} of the energy of a query's vector: "
+                "compare a few queries with query_rank=None, or use a larger rank (more memory=)",
+                stacklevel=2,
+            )
+        noted[queries] = {
+            "rank": rank,
+            "queries": len(lost),
+            "lost": float(lost.sum()),
+            "most": float(lost.max()),
+            "above": int((lost > LOSES).sum()),
+            "layers": layers,
+        }
+
     def note_sensitivity(self, name: str, share: float) -> None:
         """How far a layer's score vector moves when the damping is ten times larger."""
         self.tallies.setdefault("damping_sensitivity", {}).setdefault(name, share)
@@ -89,10 +111,11 @@ class Ledger:
             return
         messages = collected_warnings()
         everywhere = world.values({**self.tallies, "warnings": messages})
-        self.tallies.update(reduce(merged, everywhere))
-        for message in self.tallies["warnings"]:
+        together = reduce(merged, everywhere)
+        for message in together["warnings"]:
             if message not in messages:
                 warn(message, stacklevel=2)
+        self.tallies.update(together | {"warnings": messages})
 
     def summary(self) -> dict[str, Any]:
         """All diagnostics, those that were added up included."""
@@ -111,10 +134,20 @@ class Ledger:
                 "iterations": max(s["iterations"] for s in solves),
                 "residual": max(s["residual"] for s in solves),
             }
+        noted = list(self.tallies.get("query_factors", {}).values())
+        if noted:
+            count = sum(s["queries"] for s in noted)
+            self.diagnostics["query_factors"] = {
+                "rank": noted[0]["rank"],
+                "lost_energy": sum(s["lost"] for s in noted) / count,
+                "most_lost_energy": max(s["most"] for s in noted),
+                "share_of_queries_above_5_percent": sum(s["above"] for s in noted) / count,
+                "lost_energy_by_layer": {
+                    name: sum(s["layers"][name] * s["queries"] for s in noted) / count
+                    for name in noted[0]["layers"]
+                },
+            }
         self._add_sensitivity()
-        messages = dict.fromkeys([*self.tallies.get("warnings", []), *collected_warnings()])
-        if messages:
-            self.diagnostics["warnings"] = list(messages)
         return self.diagnostics
 
     def _add_sensitivity(self) -> None:
@@ -182,7 +215,7 @@ def announce(
         passes: how many passes of each kind.
         numbers: in memory at once, besides the model and a batch.
     """
-    examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+    examples = workspace.examples
     operations = examples * sum(work[kind] * count for kind, count in passes.items())
     seconds = OVERHEAD * operations / cost.rate(workspace.device, workspace.dtype)
     tracked = workspace.tracked

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from whence.engine.queries import Queries
 from whence.engine.trials import MEASUREMENTS
-from whence.engine.workspace import MEASUREMENT, Queries, Workspace
+from whence.engine.workspace import MEASUREMENT, Workspace
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock
-from whence.layers.passes import Weights
-from whence.operators import BlockVectors, FitData
+from whence.layers.passes import Signal, Weights
+from whence.operators import BlockVectors, FitData, cost
 from whence.operators.projected import ProjectedVectors
 from whence.persist.identity import key_of
-from whence.projections import Projection, Random, check, gather, moments, projected
+from whence.projections import Projection, Random, Scaled, check, gather, moments, projected
 from whence.projections.projection import PROBED
 from whence.projections.random import shares
 from whence.study import task_identity
@@ -55,11 +55,22 @@ class ProjectedSpace:
 
     def gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors:
         """P∇f(q, θ_c), (q, d)."""
-        passes = self.workspace.passes[queries.stage]
+        return ProjectedVectors(queries.summed(self.rows(queries, checkpoint, MEASUREMENT)))
+
+    def rows(
+        self,
+        examples: Queries,
+        checkpoint: Weights,
+        signal: Signal,
+        diagonal: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        """P D ∇ of each example, (n, d), in pieces; D = 1 without a diagonal."""
+        passes = self.workspace.passes[examples.stage]
         passes.load(checkpoint)
-        batches, room = queries.batches(self.workspace.batch_size), self.workspace.memory // 4
-        pieces = projected(passes, queries.data, batches, MEASUREMENT, self.projection, room)
-        return ProjectedVectors(torch.cat([piece.rows for piece in pieces]))
+        batches, room = examples.batches(self.workspace.batch_size), self.workspace.memory // 4
+        how = self.projection if diagonal is None else Scaled(self.projection, diagonal)
+        for piece in projected(passes, examples.data, batches, signal, how, room):
+            yield piece.rows
 
     def measurement_moments(self) -> list[Tensor]:
         """Σ φφᵀ of P∇f over all examples of all stages at the final model, for each part."""
@@ -96,6 +107,15 @@ class ProjectedSpace:
             assert isinstance(part, Random)
             values |= part.lift(v.values[:, columns])
         return BlockVectors(values, dict.fromkeys(values))
+
+
+def projecting(workspace: Workspace, dimension: int) -> float:
+    """Operations of one example's passes, and of projecting its gradient, for the estimate."""
+    tracked = workspace.tracked
+    return sum(
+        cost.forward_backward(b, tracked.positions[b.name]) + 2.0 * b.size * dimension
+        for b in tracked.blocks
+    )
 
 
 def random_projection(workspace: Workspace, dimension: int, joint: bool, seed: int) -> Projection:

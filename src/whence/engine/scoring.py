@@ -16,32 +16,27 @@ term's are, and they are computed again for each chunk, which is then larger
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from whence.data import Batches, cut
-from whence.engine.workspace import (
-    LOSS,
-    Columns,
-    PlainGradients,
-    Queries,
-    Readouts,
-    Term,
-    Workspace,
-)
-from whence.layers.capture import LayerFactors
+from whence.engine.queries import Queries, QuerySet
+from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
+from whence.engine.workspace import LOSS, Columns, PlainGradients, Readouts, Term, Workspace
+from whence.layers.capture import LayerFactors, Outputs
 from whence.layers.passes import Signal
+from whence.layers.rows import joined
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
-from whence.scores import ScoreWriter
+from whence.scores import BY_LAYER, BY_SEGMENT, ScoreWriter
+from whence.table import progress_bar
 from whence.world import World
 
 CHUNK = 1024  # examples
@@ -77,17 +72,17 @@ class Scoring:
     terms: list[Term]
     vectors: VectorsOf
     writer: ScoreWriter
-    by_segment: bool
+    by: str | None  # whose parts of the scores are kept
     signal: Signal = LOSS
     weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
     shared: bool = False  # whether the vectors of all terms are the same
 
-    def queries(self, query: Batches) -> None:
+    def queries(self, query: QuerySet) -> None:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
-        world = workspace.world
-        examples = sum(len(workspace.study.data[s]) for s in workspace.stages)
-        bar = tqdm(
+        world, examples = workspace.world, workspace.examples
+        chosen = self._plan(query)
+        bar = progress_bar(
             total=len(query) * examples,
             desc="scores",
             unit="score",
@@ -96,13 +91,18 @@ class Scoring:
             leave=False,
         )
         with bar:
-            for rows in cut(len(query), self._at_once()):
-                where, fits = slice(int(rows[0]), int(rows[-1]) + 1), self._fits(len(rows))
+            for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
+                where = slice(int(rows[0]), int(rows[-1]) + 1)
+                fits = chosen is not None or self._fits(len(rows))
                 size = self._chunk(0 if fits else len(rows))
                 columns = workspace.columns(size, workspace.batch_size)
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
-                some = Queries(query, stage, rows)
-                ready = list(self._ready(some, examples)) if fits and todo else None
+                some = query.some(stage, rows)
+                ready = None
+                if chosen is not None and todo:
+                    ready = self._factored(query, stage, rows, chosen)
+                elif fits and todo:
+                    ready = list(self._ready(some, examples))
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk, mine in world.rounds(todo):
                     vectors = ready or self._ready(some, len(chunk.indices))
@@ -123,7 +123,7 @@ class Scoring:
             rounds = [(c, c in world.mine(part)) for part in todo.values() for c in part]
         else:  # a round is of one stage, whose layers all ranks then ask for
             rounds = [one for part in todo.values() for one in world.rounds(part)]
-        for chunk, mine in tqdm(
+        for chunk, mine in progress_bar(
             rounds, desc="self-influence", disable=not workspace.progress, leave=False
         ):
             some = Queries(workspace.study.data[chunk.stage], chunk.stage, chunk.indices)
@@ -133,6 +133,40 @@ class Scoring:
             else:
                 _exhaust(ready)
 
+    def _plan(self, query: QuerySet) -> Plan | None:
+        """How to take the queries in factors; an interrupted call's rank is taken again."""
+        account, terms = self.writer.account, 1 if self.shared else len(self.terms)
+        known = self.workspace.world.of_first(account.get("query_rank"))
+        chosen = plan(self.workspace, query, terms, known)
+        if chosen is not None:
+            account["query_rank"] = chosen.rank
+        return chosen
+
+    def _factored(
+        self, query: QuerySet, stage: str, rows: NDArray[np.int64], plan: Plan
+    ) -> list[tuple[int, Any]]:
+        """The vectors of these queries for each term, in factors."""
+        parts: dict[tuple[int, ...], list[Readouts]] = {}
+        for block in cut(len(rows), plan.whole):
+            some = query.some(stage, rows[block])
+            for which, vectors, scale in self._vectors(some):
+                ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
+                label = f"{some.label}, term {which[0]}"
+                lost = energy.lost().cpu().numpy()
+                self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
+                parts.setdefault(tuple(which), []).append(ready)
+        complete = [(which, joined_readouts(parts.pop(which))) for which in list(parts)]
+        return [(k, ready) for which, ready in complete for k in which]
+
+    def _vectors(self, queries: Queries) -> Iterable[tuple[Sequence[int], Any, float]]:
+        """The vectors of these queries, of which each rank computes its share."""
+        world, count = self.workspace.world, len(queries)
+        if world.size == 1 or self.workspace.in_step:
+            yield from self.vectors(queries)
+            return
+        for which, vectors, scale in self.vectors(queries.share(world.deal(np.arange(count)))):
+            yield which, vectors.mapped(partial(world.regather, count=count)), scale
+
     def _ready(
         self, queries: Queries, examples: int, dealt: bool = True
     ) -> Iterator[tuple[int, Any]]:
@@ -141,13 +175,7 @@ class Scoring:
         Args:
             dealt: whether each rank computes those of its share of the queries.
         """
-        world, count = self.workspace.world, len(queries.indices)
-        dealt = dealt and world.size > 1 and not self.workspace.in_step
-        if dealt:
-            queries = replace(queries, indices=world.deal(queries.indices))
-        for which, vectors, scale in self.vectors(queries):
-            if dealt:
-                vectors = vectors.mapped(partial(world.regather, count=count))
+        for which, vectors, scale in (self._vectors if dealt else self.vectors)(queries):
             ready = self.readouts(vectors, scale, examples)
             yield from ((k, ready) for k in which)
 
@@ -158,8 +186,13 @@ class Scoring:
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
     ) -> Tensor:
-        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves."""
-        shape = [len(self.terms), *([] if queries is None else [queries]), len(chunk.indices)]
+        """Each term's part of the scores: (terms, q, n), or (terms, n) for selves. If the parts of
+        layers are kept, they follow."""
+        shape = [
+            len(self.terms) + len(set(self._layers.values())),
+            *([] if queries is None else [queries]),
+            len(chunk.indices),
+        ]
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
         data = self.workspace.study.data[chunk.stage]
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
@@ -168,18 +201,35 @@ class Scoring:
             for here, name, a, s in self._gradients(term, chunk.stage, data, batches):
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
-                if queries is None:
-                    total[here] += readouts[name].paired(a, s, here)
+                if self._layers:
+                    part = torch.zeros_like(total[..., here])
+                    self._add(part, readouts[name], a, s, here)
+                    total[..., here] += part
+                    totals[len(self.terms) + self._layers[name]][..., here] += part
                 else:
-                    readouts[name].add_inner(total[:, here], a, s)
+                    self._add(total[..., here], readouts[name], a, s, here)
             del readouts  # before the next ones are computed
         if self.weights is not None:
             totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
         return totals
 
+    @staticmethod
+    def _add(total: Tensor, readout: Any, a: Tensor, s: Outputs, here: slice) -> None:
+        """Inner products of all queries with these examples, (q, n), or of each with its own."""
+        if total.dim() == 1:
+            total += readout.paired(a, s, here)
+        else:
+            readout.add_inner(total, a, s)
+
+    @cached_property
+    def _layers(self) -> dict[str, int]:
+        """The number of each block's layer; empty if the parts of layers are not kept."""
+        layers = self.workspace.layers if self.by == BY_LAYER else []
+        return {block.name: k for k, layer in enumerate(layers) for block in layer.blocks}
+
     def _gradients(
         self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
-    ) -> Iterator[tuple[slice, str, Tensor, Tensor]]:
+    ) -> Iterator[tuple[slice, str, Tensor, Outputs]]:
         """(columns, layer, a, s) of all gradients of a term.
 
         Where examples are single positions, a term's checkpoints are given as positions of one
@@ -209,19 +259,22 @@ class Scoring:
                         by_block.setdefault(factors.block.name, []).append(factors)
             here = slice(start, start + len(batch))
             for name, each in by_block.items():
-                a = torch.cat([factors.a for factors in each], 1)
-                yield here, name, a, torch.cat([factors.s for factors in each], 1)
+                a = joined([factors.a for factors in each])
+                yield here, name, a, joined([factors.s for factors in each])
             start = here.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
+        terms = len(self.terms)
+        contributions, layers = contributions[:terms], contributions[terms:]
         sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
         before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
         self.writer.account["magnitudes"] = [
             x + y for x, y in zip(before, sizes.tolist(), strict=True)
         ]
         values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
-        parts = contributions.cpu().numpy() if self.by_segment else None
-        self.writer.write(rows, chunk.place, values.cpu().numpy(), parts)
+        parts = {BY_SEGMENT: contributions, BY_LAYER: layers}.get(self.by or "")
+        kept = None if parts is None else parts.cpu().numpy()
+        self.writer.write(rows, chunk.place, values.cpu().numpy(), kept)
 
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress: whole batches.
@@ -230,7 +283,7 @@ class Scoring:
             queries: whose vectors are computed for each chunk; 0 if they are kept.
         """
         batch, size = self.workspace.batch_size, self.workspace.accumulator.itemsize
-        scores = len(self.terms) * max(1, queries) * size
+        scores = (len(self.terms) + len(set(self._layers.values()))) * max(1, queries) * size
         room = self.workspace.memory // 8 // scores
         return max(CHUNK, 4 * batch, min(EXAMPLES_PER_QUERY * queries, room)) // batch * batch
 

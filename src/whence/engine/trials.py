@@ -108,17 +108,17 @@ class Trials:
             for _, batch in data.stream(blocks, passes.device, passes.dtype, passes.workers):
                 outputs = passes.task.outputs(passes.model, batch)
                 rows.append(_rows(passes.task, outputs, batch, what))
-        return self.world.regather(torch.cat(rows), len(data))
+        return self.world.regather(torch.cat(rows).cpu(), len(data))
 
 
 def _rows(task: Task, outputs: Tensor, batch: Any, what: str) -> Tensor:
-    """Losses or measurements, root mean square and maximum of the outputs, (n, 3), on the CPU."""
+    """Losses or measurements, root mean square and maximum of the outputs, (n, 3)."""
     flat = outputs.reshape(len(outputs), -1)
     wide = torch.promote_types(flat.dtype, torch.float32)
     size = torch.linalg.vector_norm(flat, dim=1, dtype=wide) / flat.shape[1] ** 0.5
     least, most = flat.aminmax(dim=1)
     values = size if what == OUTPUTS else getattr(task, what)(outputs, batch).to(wide)
-    return torch.stack([values, size, torch.maximum(most, -least).to(wide)], 1).cpu()
+    return torch.stack([values, size, torch.maximum(most, -least).to(wide)], 1)
 
 
 def together(tried: list[Tried]) -> Tried:

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.data import Batches, cut
+from whence.data import cut
 from whence.engine.ledger import Ledger
 from whence.engine.options import ComputeOptions, allowance
+from whence.engine.queries import Queries, QuerySet
 from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
 from whence.errors import InvalidInput
 from whence.layers.capture import LayerFactors, ParameterBlock, TrackedLayer
@@ -33,10 +34,9 @@ from whence.operators import (
     Operator,
     accumulator,
     cost,
-    probed_coupling,
 )
 from whence.operators.fit import grouped
-from whence.operators.products import FactoredReadout, Readout, build
+from whence.operators.products import FactoredReadout, Readout, add_weighted, build
 from whence.persist.tried import Tried
 from whence.run import Run, Segment
 from whence.study import Study, model_identity, task_identity
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 GAUSS_NEWTON = "gauss-newton"
-PROBES = 16  # training gradients that coupling is probed along
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
 
 Readouts = dict[str, Readout | FactoredReadout]
@@ -71,22 +70,6 @@ class Columns:
     stage: str
     indices: NDArray[np.int64]
     place: slice
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Some examples whose measurements are explained."""
-
-    data: Batches
-    stage: str
-    indices: np.ndarray
-
-    @property
-    def label(self) -> str:
-        return f"{self.stage} {self.indices[0]}"
-
-    def batches(self, size: int) -> list[np.ndarray]:
-        return [self.indices[b] for b in cut(len(self.indices), size)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +102,7 @@ class Workspace:
 
     study: Study
     run: Run
-    query: Batches | None
+    query: QuerySet | None
     stages: list[str]
     passes: dict[str, Passes]
     batch_size: int
@@ -139,7 +122,7 @@ class Workspace:
         run: Run,
         options: ComputeOptions,
         *,
-        query: Batches | None = None,
+        query: QuerySet | None = None,
         stage: str | None = None,
         shared: bool = True,
         frozen: bool = False,
@@ -193,7 +176,7 @@ class Workspace:
         workspace.check_agreement()
         return workspace
 
-    def for_query(self, query: Batches, stages: list[str]) -> Self:
+    def for_query(self, query: QuerySet, stages: list[str]) -> Self:
         """The same for other queries, with a new ledger."""
         return replace(self, query=query, stages=stages, ledger=Ledger())
 
@@ -250,6 +233,15 @@ class Workspace:
         """t of every block."""
         stages = self.study.stages
         return {k: t for s in stages for k, t in self.passes[s].tracked.positions.items()}
+
+    def scored(self, stage: str) -> NDArray[np.int64]:
+        """The examples of a stage's data that are scored."""
+        return np.arange(len(self.study.data[stage]))
+
+    @property
+    def examples(self) -> int:
+        """How many examples are scored."""
+        return sum(len(self.scored(stage)) for stage in self.stages)
 
     def used(self, stage: str) -> np.ndarray:
         """The examples of a stage's data that the run trained on."""
@@ -308,7 +300,7 @@ class Workspace:
         return {
             "run": self.run.fingerprint,
             "train": {s: study.identity(self.run, s, self.tracked) for s in study.stages},
-            "query": None if self.query is None else self.query.fingerprint(),
+            "query": None if self.query is None else self.query.identity(),
             "tasks": [task_identity(task, measured=True) for task in study.tasks.values()],
             "dtype": self.final_passes.arithmetic,
         }
@@ -334,14 +326,14 @@ class Workspace:
 
     def settings(self) -> dict[str, Any]:
         """What is stored with the scores in addition to the method's own settings."""
-        return {}
+        return {} if self.query is None else self.query.settings()
 
     def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
         """What scores of the same identity must agree in: losses at these stages and weights, and
         measurements of what is explained at the end. Or outputs, of both."""
         trials = [self.trials(s, self.study.data[s], c, what) for s, c in places]
         last, explained = self.study.stages[-1], what if what == OUTPUTS else MEASUREMENTS
-        query = self.study.data[last] if self.query is None else self.query
+        query = self.study.data[last] if self.query is None else self.query.data
         return together([*trials, self.trials(last, query, self.run.final, explained)])
 
     def losses(
@@ -438,19 +430,6 @@ class Workspace:
             **settings,
         )
 
-    def probed_coupling(
-        self, stage: str, checkpoints: Sequence[Weights], H: Operator[Any], D: BlockDiagonal
-    ) -> dict[str, float]:
-        """The coupling of layers along the gradients of a few training examples."""
-        used = self.used(stage)
-        spread = np.linspace(0, len(used) - 1, min(PROBES, len(used))).astype(int)
-        examples = Queries(self.study.data[stage], stage, used[spread])
-        x = self.query_gradients(examples, checkpoints, H.bases, LOSS)
-        in_step = self.in_step
-        whole = self.gauss_newton(self.fit_data([stage]), checkpoints, D, len(spread))
-        self.in_step = in_step  # all ranks probe together; queries are not concerned
-        return probed_coupling(whole, H, D, x)
-
     def diagonal(self, values: Mapping[str, float | Tensor]) -> Any:
         """A diagonal matrix of the space, over the blocks that have a value."""
         return BlockDiagonal(values)
@@ -475,15 +454,15 @@ class Workspace:
         """The examples that are scored, in chunks of at most `size`: whole batches, and several
         chunks for every rank."""
         if self.world.size > 1:
-            most = sum(len(self.study.data[stage]) for stage in self.stages)
-            size = min(size, max(1, most // (CHUNKS_PER_RANK * self.world.size) // batch) * batch)
+            share = self.examples // (CHUNKS_PER_RANK * self.world.size)
+            size = min(size, max(1, share // batch) * batch)
         columns, offset = [], 0
         for stage in self.stages:
-            count = len(self.study.data[stage])
-            for indices in cut(count, size):
-                place = slice(offset + int(indices[0]), offset + int(indices[-1]) + 1)
-                columns.append(Columns(stage, indices, place))
-            offset += count
+            examples = self.scored(stage)
+            for part in cut(len(examples), size):
+                place = slice(offset + int(part[0]), offset + int(part[-1]) + 1)
+                columns.append(Columns(stage, examples[part], place))
+            offset += len(examples)
         return columns
 
     # -- query vectors ---------------------------------------------------------------------------
@@ -493,16 +472,19 @@ class Workspace:
         queries: Queries,
         checkpoints: Sequence[Weights],
         bases: Mapping[str, Basis | None],
-        signal: Signal = MEASUREMENT,
     ) -> Any:
         """The mean over checkpoints of ∇f(q, θ_c), each block built in its basis."""
+        if queries.weights is not None:
+            sums = self._summed_gradients(queries, checkpoints)
+            own = BlockVectors(sums, dict.fromkeys(sums), dict.fromkeys(sums, 1 / len(checkpoints)))
+            return own.written_in(bases)
         passes, dtype = self.passes[queries.stage], self.accumulator
         values = {
             b.name: torch.empty(len(queries.indices), *b.shape, dtype=dtype, device=passes.device)
             for b in passes.tracked.blocks
         }
         for k, checkpoint in enumerate(checkpoints):
-            for rows, factors in self._measured(queries, checkpoint, signal):
+            for rows, factors in self._measured(queries, checkpoint):
                 name, bias = factors.block.name, factors.block.bias
                 a, s = factors.a.to(dtype), factors.s.to(dtype)
                 gradient = build(a, s, bases.get(name), bias)
@@ -515,11 +497,17 @@ class Workspace:
 
     def plain_gradients(self, queries: Queries, checkpoint: Weights) -> Any:
         """∇f(q, θ_c) as it is, factored where an example is one position."""
+        if queries.weights is not None:
+            sums = self._summed_gradients(queries, [checkpoint]).items()
+            biases = {name: block.bias for name, block in self.blocks.items()}
+            return PlainGradients(
+                {name: Readout.of(v, None, biases[name], self.dtype) for name, v in sums}
+            )
         parts: dict[str, list[tuple[Tensor, Tensor | None]]] = {
             block.name: [] for block in self.passes[queries.stage].tracked.blocks
         }
         for _, factors in self._measured(queries, checkpoint):
-            if factors.a.shape[1] == 1:
+            if factors.a.shape[1] == 1 and isinstance(factors.s, Tensor):
                 parts[factors.block.name].append((factors.a, factors.s))
             else:
                 whole = build(factors.a, factors.s, None, factors.block.bias)
@@ -536,14 +524,30 @@ class Workspace:
                 readouts[name] = Readout.of(torch.cat(built), None, bias, self.dtype)
         return PlainGradients(readouts)
 
+    def _summed_gradients(
+        self, queries: Queries, checkpoints: Sequence[Weights]
+    ) -> dict[str, Tensor]:
+        """The sum over checkpoints of the queries' weighted sums of gradients, (q, o, width)."""
+        assert queries.weights is not None
+        weights, dtype = queries.weights.to(self.zero), self.accumulator
+        sums = {
+            b.name: self.zero.new_zeros(len(queries), *b.shape)
+            for b in self.passes[queries.stage].tracked.blocks
+        }
+        for checkpoint in checkpoints:
+            for rows, factors in self._measured(queries, checkpoint):
+                a, s = factors.a.to(dtype), factors.s.to(dtype)
+                add_weighted(sums[factors.block.name], weights[:, rows], a, s, factors.block.bias)
+        return sums
+
     def _measured(
-        self, queries: Queries, checkpoint: Weights, signal: Signal = MEASUREMENT
+        self, queries: Queries, checkpoint: Weights
     ) -> Iterator[tuple[slice, LayerFactors]]:
         """(rows, factors) of every batch of queries and layer."""
         passes, start = self.passes[queries.stage], 0
         passes.load(checkpoint)
         batches = queries.batches(self.batch_size)
-        for one in passes.backward_passes(queries.data, batches, signal):
+        for one in passes.backward_passes(queries.data, batches, MEASUREMENT):
             rows = slice(start, start + len(one.indices))
             for factors in one.factors():
                 yield rows, factors

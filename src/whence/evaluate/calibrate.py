@@ -30,13 +30,12 @@ calibrate(scores)), so methods without a unit can be calibrated too.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whence.errors import InvalidInput, InvalidType, MissingDependency
+from whence.errors import InvalidInput, InvalidType, MissingDependency, warn
 from whence.evaluate.groups import SAME, Floats, Groups, centred, group, locate
 from whence.scores import Scores
 
@@ -143,7 +142,7 @@ def check_subsets(groups: Groups) -> None:
 
 def warn_unchanged(reason: str, scores: Scores) -> None:
     """Say that the scores are returned as they were given."""
-    warnings.warn(
+    warn(
         f"nothing can be learned from this truth: {reason}. The scores of {scores.method} are "
         "returned unchanged; use more subsets or seeds",
         stacklevel=3,
@@ -224,6 +223,7 @@ def scaled(scores: Scores, truth: Truth, fit: Fit) -> Scores:
         train_ids=None,
         stage=None if scores.stage is None else [scores.stage[column] for column in across],
         by_segment=times(scores.by_segment),
+        by_layer=times(scores.by_layer),
         spread=times(scores.spread),
         diagnostics=scores.diagnostics | {"calibration": asdict(fit)},
     )

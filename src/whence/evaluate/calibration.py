@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from whence.errors import InvalidInput
 from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
 from whence.evaluate.lds import check_bootstrap, described, reliability, resamples, split
+from whence.evaluate.plots import StrPath, plot_calibration
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from whence.retrain import Truth
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -74,6 +77,10 @@ class Calibration(Tabled):
         """Quantiles of the queries' own slopes."""
         levels = np.nanquantile(self.slopes, QUANTILES)
         return {q: float(value) for q, value in zip(QUANTILES, levels, strict=True)}
+
+    def plot(self, *, title: str | None = None, path: StrPath | None = None) -> Figure:
+        """Real over predicted changes: `whence.report.plot_calibration`."""
+        return plot_calibration(self, title=title, path=path)
 
     def table(self) -> Table:
         """Slope and R², and what they stand on."""

@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput, MissingDependency, MissingKey
 from whence.evaluate.groups import Floats, Given, group
+from whence.evaluate.plots import StrPath, plot_lds
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from whence.retrain import Truth
 
 SPLITS = 10  # random halvings of the seeds for the noise ceiling
@@ -104,6 +107,10 @@ class LDS(Tabled):
         """What two scores on the same truth have in common."""
         return self.subsets, self.seeds, self.alpha, self.in_place
 
+    def plot(self, *, title: str | None = None, path: StrPath | None = None) -> Figure:
+        """A bar with its interval: `plot_lds`."""
+        return plot_lds({self.method: self}, title=title, path=path)
+
     def table(self) -> Table:
         """The score with its interval, and all that it stands on."""
         runs = "" if self.runs == 1 else f", mean of {self.runs} runs"
@@ -132,6 +139,10 @@ class Comparison(dict[str, LDS]):
             if name not in self:
                 raise MissingKey(f"no method is called {name!r}: there are {', '.join(self)}")
         return self[one].minus(self[other])
+
+    def plot(self, *, title: str | None = None, path: StrPath | None = None) -> Figure:
+        """A bar with its interval for each method: `plot_lds`."""
+        return plot_lds(self, title=title, path=path)
 
     def table(self) -> Table:
         """One row per method; *behind* is the best one's score minus the row's."""

@@ -11,15 +11,19 @@ have been found. Everything follows from these two counts at each distinct suspi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from whence.errors import InvalidInput
 from whence.evaluate.groups import Floats, columns
+from whence.evaluate.plots import StrPath, plot_mislabeled
 from whence.scores import Scores
 from whence.table import Table, Tabled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the data, for the table
 
@@ -55,6 +59,10 @@ class Mislabeled(Tabled):
         if not 0 <= share <= 1:
             raise InvalidInput(f"share={share}: it must be between 0 and 1")
         return float(np.interp(share * self.examples, np.arange(self.examples + 1), self.found))
+
+    def plot(self, *, title: str | None = None, path: StrPath | None = None) -> Figure:
+        """The share of wrong labels found: `plot_mislabeled`."""
+        return plot_mislabeled({self.method: self}, title=title, path=path)
 
     def table(self) -> Table:
         """The three measures."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,14 +22,18 @@ from torch.utils.data import Subset
 
 from whence.data import Batches
 from whence.engine.labels import Labels, classes
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.evaluate.groups import Floats, Ints, by_number, columns
 from whence.evaluate.lds import Difference
+from whence.evaluate.plots import StrPath, plot_removal
 from whence.methods.random import draws
 from whence.retrain import Training, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.table import Table, Tabled, estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RANDOM = "Random"  # the floor's name among the methods
 Z = 1.959964  # a normal variable is within ± Z with 95 %
@@ -100,6 +103,10 @@ class SubsetRemoval(Tabled):
         middle = p + Z**2 / (2 * count)
         spread = Z * np.sqrt(p * (1 - p) / count + Z**2 / (4 * count**2))
         return np.stack([middle - spread, middle + spread], 1) / (1 + Z**2 / count)
+
+    def plot(self, *, title: str | None = None, path: StrPath | None = None) -> Figure:
+        """The share of flipped queries by the number removed: `plot_removal`."""
+        return plot_removal(self, title=title, path=path)
 
     def table(self) -> Table:
         """One row per method, one column per k."""
@@ -281,11 +288,11 @@ def _check(name: str, scores: Scores, queries: int, most: int) -> None:
             f"the scores of {name!r} are of {scores.shape[0]} queries, but query has {queries}: "
             "give the query set that was attributed"
         )
-    if scores.top is None:
+    if scores.strongest is None:
         return
-    if scores.top.kept < most:
+    if scores.strongest.kept < most:
         raise InvalidInput(
-            f"the scores of {name!r} keep only the top {scores.top.kept} of each query, but "
+            f"the scores of {name!r} keep only the top {scores.strongest.kept} of each query, but "
             f"k={most}: attribute with top>={most}, or without"
         )
     if scores.stage is not None and len(set(scores.stage)) > 1:
@@ -309,7 +316,7 @@ def _choose(full: Floats, count: int, seed: int) -> tuple[Ints, int]:
             "better, or give other queries"
         )
     if len(right) < count:
-        warnings.warn(
+        warn(
             f"only {len(right)} of the {full.shape[1]} queries are right under all {len(sound)} "
             f"seeds: trying those instead of {count}",
             stacklevel=3,
@@ -338,7 +345,7 @@ def _round(
 
 def _most_helpful(scores: Scores, rows: Ints, across: Ints, count: int) -> Ints:
     """The examples (queries, count) that helped each query most, most helpful first."""
-    if scores.top is not None:
+    if scores.strongest is not None:
         return np.array([scores.helpful(int(row), count).examples for row in rows])
     orders = np.empty((len(rows), count), np.int64)
     sign = -1.0 if scores.higher_is_better else 1.0

@@ -39,7 +39,7 @@ def overlap(a: Ints, b: Ints, k: int) -> float | None:
 def ranked_entries(data: ScoredData, name: str) -> int:
     """The number of entries at either end of a query's ranking."""
     scores = data.of_queries(name)
-    return int(scores.shape[-1]) if scores.top is None else scores.top.kept
+    return int(scores.shape[-1]) if scores.strongest is None else scores.strongest.kept
 
 
 def check_pair(data: ScoredData, a: str, b: str) -> None:
@@ -62,7 +62,7 @@ def compare_query(data: ScoredData, a: str, b: str, row: int, k: int = 10) -> di
     helps = {name: data.help(name, data.row(name, row)) for name in (a, b)}
     u, v = helps[a], helps[b]
     both = np.isfinite(u) & np.isfinite(v)
-    cut = [name for name in (a, b) if data.scores(name).top is not None]
+    cut = [name for name in (a, b) if data.scores(name).strongest is not None]
     k = max(1, min(k, ranked_entries(data, a), ranked_entries(data, b)))
     longest = min(ranked_entries(data, a), ranked_entries(data, b), CURVE[-1])
     ends = {
@@ -137,7 +137,7 @@ class Overall:
         count = data.of_queries(a).shape[0]
         self.results = np.full((3, count), np.nan)  # correlation, overlap helpful, overlap harmful
         self.done = 0
-        self._ranked = all(data.scores(name).top is None for name in (a, b))
+        self._ranked = all(data.scores(name).strongest is None for name in (a, b))
         self._guard = threading.Lock()
 
     def advance(self, seconds: float) -> dict[str, Any]:

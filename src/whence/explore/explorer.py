@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,15 +10,18 @@ import numpy as np
 
 from whence.explore.compare import Overall, compare_query
 from whence.explore.jobs import DONE, UNFINISHED, Job, Jobs
-from whence.explore.reading import WORK
+from whence.explore.reading import WORK, Busy
 from whence.explore.scored_data import PAGE, Refused, ScoredData
 from whence.explore.whatif import judged, what_if
 from whence.present import views
+from whence.present.ranking import csv_lines
+from whence.present.summary import summary
 from whence.present.views import number
 
 MAX_ENTRIES = 100  # at either end of a query's ranking
 MAX_TICKED = 5000  # examples at a time
 CSV_BLOCK = 500  # lines of a file at a time
+SUSPECTS = 50  # harmful examples whose labels the overview compares with predictions
 HARMFUL = 200  # examples for which we find the query that they harm most
 
 
@@ -42,6 +43,8 @@ class Explorer:
         # a pass over all scores, to check that they are numbers
         self._about = {name: views.overview(s) for name, s in data.everything.items()}
         self._harm: dict[str, dict[int, dict[str, Any]]] = {}
+        self._suspects: dict[str, list[int]] = {}
+        self._summaries: dict[str, dict[str, Any]] = {}
         self._guard = threading.Lock()
         self._worker = threading.Thread(target=self._prepare, name="reading", daemon=True)
 
@@ -66,6 +69,13 @@ class Explorer:
                 return
             places = data.places(name)
             harmful = views.harmful_overall(scores, HARMFUL)
+            self._summaries[name] = summary(
+                scores,
+                lambda column, places=places: data.class_of(places[column]),
+                data.query_class,
+                [data.query_item(row) for row in range(scores.shape[0])],
+            )
+            self._suspects[name] = [int(places[e["column"]]) for e in harmful["entries"]]
             self._harm[name] = {
                 int(places[entry["column"]]): {
                     "queries": entry["queries"],
@@ -102,6 +112,23 @@ class Explorer:
                 "others": 0 if self.jobs is None else self.jobs.others,
             },
         }
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """What to look at first. Raises Busy while it is computed."""
+        scores, places = self.data.of_queries(name), self.data.places(name)
+        if name not in self._summaries:
+            raise Busy("the overview is being computed: ask again in a moment")
+        view = dict(self._summaries[name])
+        for end in ("helpful", "harmful"):
+            view[end] = [{**e, "column": int(places[e["column"]])} for e in view[end]]
+        suspects = self._suspects[name][:SUSPECTS]
+        predicted, more = self.data.predictions(suspects)
+        sign = -1.0 if scores.higher_is_better else 1.0
+        view["suspects"] = [{"column": place, "value": sign} for place in suspects]
+        view["examples_shown"] = self._examples([*view["helpful"], *view["harmful"]])
+        for place in suspects:
+            view["examples_shown"][str(place)] = self.data.example(place) | predicted.get(place, {})
+        return view | {"more": more}
 
     def query(self, name: str, row: int, k: int) -> dict[str, Any]:
         """One query by one scores: the report's view, with places for columns."""
@@ -147,23 +174,17 @@ class Explorer:
         order = places[np.argsort(-suspicion[places], kind="stable")]
 
         def lines() -> Iterator[str]:
-            yield _csv([["rank", "stage", "example", "label", "suspicion", "text"]])
+            heads = ["rank", "stage", "example", "label", "suspicion", "text"]
+            yield csv_lines([heads], "\r\n")
             for start in range(0, len(order), CSV_BLOCK):
                 rows = []
                 for rank, place in enumerate(order[start : start + CSV_BLOCK].tolist(), start + 1):
                     stage = data.stage_name(place) or ""
                     label, text = data.in_words(place)
                     value = float(suspicion[place])
-                    cells = [
-                        rank,
-                        _safe(stage),
-                        data.ids[place],
-                        _safe(label),
-                        repr(value) if np.isfinite(value) else "",
-                        _safe(text),
-                    ]
-                    rows.append(cells)
-                yield _csv(rows)
+                    shown = value if np.isfinite(value) else ""
+                    rows.append([rank, stage, data.ids[place], label, shown, text])
+                yield csv_lines(rows, "\r\n")
 
         return lines()
 
@@ -273,14 +294,3 @@ class Explorer:
 
     def _examples(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {str(e["column"]): self.data.example(e["column"]) for e in entries}
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
-    lines = io.StringIO()
-    csv.writer(lines, lineterminator="\r\n").writerows(rows)
-    return lines.getvalue()
-
-
-def _safe(text: str) -> str:
-    """A cell that a spreadsheet does not read as a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

@@ -11,6 +11,7 @@ import time
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 FOLDER = "explore"  # in the folder of the first scores
+FRAME = 760  # pixels, the height in a notebook
 
 
 class Running:
@@ -42,7 +44,7 @@ class Running:
         explorer: computes the answers.
     """
 
-    def __init__(self, explorer: Explorer, host: str, port: int) -> None:
+    def __init__(self, explorer: Explorer, host: str, port: int, framed: bool = False) -> None:
         import uvicorn
 
         from whence.explore.server import Punctual, create_app
@@ -56,7 +58,7 @@ class Running:
         self.address = f"http://{name}:{self.port}"
         self.url = f"{self.address}/?token={self._token}"
         config = uvicorn.Config(
-            create_app(explorer, self._token, hosts),
+            create_app(explorer, self._token, hosts, framed),
             log_level="critical",  # `server` reports errors of requests
             access_log=False,  # the first address contains the token
             lifespan="off",
@@ -102,6 +104,18 @@ class Running:
         elif not self.started:
             self.explorer.close()
             self._socket.close()
+
+    def __repr__(self) -> str:
+        return f"Running({self.url})"
+
+    def _repr_html_(self) -> str:
+        """The page in a frame. A notebook at localhost may show it; others only the link."""
+        address = escape(self.url.replace("//127.0.0.1:", "//localhost:"))
+        return (
+            f'<iframe src="{address}" width="100%" height="{FRAME}" style="border:1px solid #ccc" '
+            'title="whence explorer"></iframe>'
+            f'<p><a href="{address}" target="_blank" rel="noreferrer">Open in a new tab</a></p>'
+        )
 
     def __enter__(self) -> Running:
         return self
@@ -192,7 +206,7 @@ def start(scores: Given, **settings: Any) -> Running:
 
     Takes the settings of `serve`, except `open_browser`.
     """
-    return prepare(scores, **settings).start()
+    return prepare(scores, framed=True, **settings).start()
 
 
 def prepare(
@@ -205,9 +219,14 @@ def prepare(
     host: str = "127.0.0.1",
     port: int = 0,
     out: str | os.PathLike[str] | None = None,
+    framed: bool = False,
     **looks: Any,
 ) -> Running:
-    """Check everything before anything is served."""
+    """Check everything before anything is served.
+
+    Args:
+        framed: a page at localhost, such as a notebook, may show this one in a frame.
+    """
     try:
         import fastapi
         import uvicorn
@@ -228,7 +247,7 @@ def prepare(
     jobs, refused = make_jobs(data, recipe, query, folder)
     explorer = Explorer(data, jobs, refused)
     try:
-        return Running(explorer, host, port)
+        return Running(explorer, host, port, framed)
     except BaseException:
         explorer.close()
         raise

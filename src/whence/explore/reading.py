@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,27 +63,19 @@ class Index:
     labels: list[str] = field(default_factory=list)
     texts: list[str] | None = None
 
-    @cached_property
-    def wordless(self) -> bool:
-        """Whether the examples are images (the first one is)."""
-        return len(self.examples) == 0 or "image" in self.examples.render(0)
-
     def build(self, stop: threading.Event) -> None:
         """Read each example once."""
         count = len(self.examples)
-        if not self.wordless:
+        if not self.examples.wordless:
             self.texts = []
         length = SEARCHED // max(1, count)
         for k in range(count):
             if stop.is_set():
                 return
-            if self.texts is None:
-                label = self.examples.label(k)
-            else:
-                rendered = self.examples.render(k)
-                label = rendered["label"]
-                self.texts.append(words(rendered).casefold()[:length])
-            self.labels.append(label or "")
+            label, text = self.examples.in_words(k)
+            if self.texts is not None:
+                self.texts.append(text.casefold()[:length])
+            self.labels.append(label)
 
     def matches(self, ids: Ints, text: str, label: str) -> NDArray[np.bool_]:
         """Which of the examples ``ids`` have this label and contain this text (or number)."""
@@ -104,12 +95,6 @@ class Index:
                 contains |= ids == int(number)
             matching &= contains
         return matching
-
-
-def words(rendered: Rendered) -> str:
-    """The text of a rendered example."""
-    cells = " ".join(f"{name} {value}" for name, value in rendered.get("row", []))
-    return f"{rendered.get('text', '')}{cells}{rendered.get('html', '')}"
 
 
 class Mean:

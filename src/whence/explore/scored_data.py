@@ -25,7 +25,6 @@ from whence.explore.reading import (
     Mean,
     PredictionWorker,
     SharedExamples,
-    words,
 )
 from whence.present.check import check_data
 from whence.present.examples import QUERY_SIZE
@@ -124,7 +123,7 @@ class ScoredData:
         self._query_index = Index(self.query)
         self.stop = threading.Event()  # stops reading
         self.is_read = False
-        self._means = {name: Mean(s) for name, s in self.sets.items() if s.top is None}
+        self._means = {name: Mean(s) for name, s in self.sets.items() if s.strongest is None}
         self._render = lru_cache(RENDERED)(self._rendered)
 
     def read(self) -> None:
@@ -230,11 +229,11 @@ class ScoredData:
     def values(self, name: str, row: int) -> Floats:
         """(N,) a query's scores by place; NaN where they are missing or were not kept."""
         scores, row = self.of_queries(name), self.row(name, row)
-        if scores.top is None:
+        if scores.strongest is None:
             values = np.asarray(scores.values[row], np.float64)
         else:
             values = np.full(scores.shape[-1], np.nan)
-            top = scores.top
+            top = scores.strongest
             values[top.columns[:, row].ravel()] = top.values[:, row].ravel()
         return self._by_place(name, values)
 
@@ -248,7 +247,7 @@ class ScoredData:
         Raises Busy if it takes longer than `seconds`. The next call continues.
         """
         scores = self.of_queries(name)
-        if scores.top is not None:
+        if scores.strongest is not None:
             return None
         return self._by_place(name, direction(scores) * self._means[name].advance(seconds))
 
@@ -264,11 +263,11 @@ class ScoredData:
                     "Attribute with query=None (self-influence), or without top="
                 )
             return -harm, "mean harm to the queries"
-        if scores.top is None:
+        if scores.strongest is None:
             values = np.asarray(scores.values[...], np.float64)
         else:
             values = np.full(scores.shape[0], np.nan)
-            values[scores.top.columns.ravel()] = scores.top.values.ravel()
+            values[scores.strongest.columns.ravel()] = scores.strongest.values.ravel()
         meaning = f"the influence of an example on its own {scores.measurement}"
         return self._by_place(name, direction(scores) * values), meaning
 
@@ -328,11 +327,7 @@ class ScoredData:
 
     def in_words(self, place: int) -> tuple[str, str]:
         """The label and the text of a training example, without rendering an image."""
-        index, number_ = self._indices[self.stage_name(place)], int(self.ids[place])
-        if index.wordless:
-            return index.examples.label(number_) or "", ""
-        rendered = index.examples.render(number_)
-        return rendered["label"] or "", words(rendered)
+        return self.train[self.stage_name(place)].in_words(int(self.ids[place]))
 
     def chosen(self, places: Sequence[int] | Ints) -> Ints:
         """The places of a request, checked."""
@@ -467,10 +462,10 @@ class ScoredData:
         scores, column = self.of_queries(name), int(self.columns(name)[place])
         if column < 0:
             return {"helped": [], "harmed": []}
-        if scores.top is None:
+        if scores.strongest is None:
             values = np.asarray(scores.values[:, column], np.float64)
         else:
-            values, top = np.full(scores.shape[0], np.nan), scores.top
+            values, top = np.full(scores.shape[0], np.nan), scores.strongest
             for end_values, columns in zip(top.values, top.columns, strict=True):
                 where, k = np.nonzero(columns == column)
                 values[where] = end_values[where, k]
@@ -482,6 +477,12 @@ class ScoredData:
             order = order[sign * help_[order] > 0]
             queries[end] = [[int(rows[k]), number(values[rows[k]])] for k in order]
         return queries
+
+    def query_class(self, row: int) -> str | None:
+        """The label of a query, if it names a class."""
+        scores = next(iter(self.sets.values()))
+        label = self.query.label if self.query.names_classes else (lambda _: None)
+        return label(int(scores.query_ids[row]))
 
     def query_item(self, row: int) -> dict[str, Any]:
         """A query in brief."""

@@ -68,23 +68,31 @@ class Guard:
         hosts: names and ports of the server, such as "127.0.0.1:8765".
         cookie: the name of the cookie that holds the token.
         styled: whether examples contain HTML of the user's renderer, with style attributes.
+        framed: whether pages of this machine may show the page in a frame.
     """
 
     def __init__(
-        self, app: Any, token: str, hosts: frozenset[str], cookie: str, styled: bool = False
+        self,
+        app: Any,
+        token: str,
+        hosts: frozenset[str],
+        cookie: str,
+        styled: bool = False,
+        framed: bool = False,
     ) -> None:
         self.app, self.hosts, self.cookie = app, hosts, cookie
         self._token = token.encode()
         attributes = "; style-src-attr 'unsafe-inline'" if styled else ""
+        ancestors = "http://localhost:* http://127.0.0.1:*" if framed else "'none'"
         policy = (
             "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-            f"{attributes}"
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; "
+            f"frame-ancestors {ancestors}{attributes}"
         )
         self.headers = {
             "content-security-policy": policy,
             "x-content-type-options": "nosniff",
-            "x-frame-options": "DENY",
+            **({} if framed else {"x-frame-options": "DENY"}),
             "referrer-policy": "no-referrer",  # the first address contains the token
             "cross-origin-resource-policy": "same-origin",
             "cross-origin-opener-policy": "same-origin",
@@ -219,13 +227,16 @@ class Punctual(H11Protocol):
             self._deadline = None
 
 
-def create_app(explorer: Explorer, token: str, hosts: frozenset[str]) -> Guard:
+def create_app(
+    explorer: Explorer, token: str, hosts: frozenset[str], framed: bool = False
+) -> Guard:
     """The guarded web application.
 
     Args:
         explorer: computes the answers.
         token: the secret that gives access.
         hosts: names and ports of the server, such as "127.0.0.1:8765".
+        framed: whether pages of this machine may show the page in a frame.
     """
     # cookies ignore ports: two explorers in one browser need two names
     ports = {host.rpartition(":")[2] for host in hosts}
@@ -237,7 +248,7 @@ def create_app(explorer: Explorer, token: str, hosts: frozenset[str]) -> Guard:
     _reading(app, explorer)
     _retraining(app, explorer)
     _errors(app)
-    return Guard(app, token, hosts, cookie, explorer.data.renders_html)
+    return Guard(app, token, hosts, cookie, explorer.data.renders_html, framed)
 
 
 def _pages(app: FastAPI, token: str, cookie: str) -> None:
@@ -262,6 +273,10 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
     @get("/api/overview")
     def overview() -> dict[str, Any]:
         return explorer.overview()
+
+    @get("/api/summary")
+    def summary(scores: Text) -> dict[str, Any]:
+        return explorer.summary(scores)
 
     @get("/api/queries")
     def queries(

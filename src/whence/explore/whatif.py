@@ -44,7 +44,7 @@ def predicted(data: ScoredData, name: str, places: Sequence[int] | Ints) -> tupl
 
 def _in_columns(scores: Scores, columns: Ints) -> Floats:
     """(q, m) the scores in these columns; NaN where they were not kept."""
-    if scores.top is None:
+    if scores.strongest is None:
         return np.asarray(scores.values[:, columns], np.float64)
     result = np.full((scores.shape[0], len(columns)), np.nan)
     for row in range(len(result)):
@@ -74,7 +74,7 @@ def _prediction(data: ScoredData, name: str, places: Ints) -> dict[str, Any]:
     lost = int((unknown > 0).sum())
     note = None
     if lost:
-        top = data.scores(name).top
+        top = data.scores(name).strongest
         why = (
             "are missing or not numbers"
             if top is None

@@ -43,7 +43,7 @@ KEYS = {
     "max_length": "number of tokens to keep of an example",
     "measurement": "what to measure: as in whence.Classification and LanguageModeling",
     "reduction": "causal-lm: mean or sum over an example's tokens",
-    "layers": "patterns of the layers to track",
+    "layers": "patterns of the layers to track, or all",
     "cache": "folder for fitted factors (default: output_dir/factors)",
     "classes": "names of the classes (default: the model's)",
     "notes": "what SOURCE does not model, such as {clip_norm: 1.0}",
@@ -297,7 +297,7 @@ def _folder(path: Path, key: str, place: str) -> Path:
         raise StudyYamlError(
             f"{path}: {key} {place} {problem}: give a folder, relative to {Path.cwd()}"
         )
-    return folder
+    return folder.absolute()
 
 
 def _last_checkpoint(folder: Path) -> Path:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -62,6 +61,7 @@ class TrainerRecorder:
         done: int,
         size: int | None,
         notes: Mapping[str, Any],
+        usual: Collection[str] = (),
         retried: bool = False,
     ) -> None:
         """Start or resume recording.
@@ -72,6 +72,7 @@ class TrainerRecorder:
             done: the number of updates already made.
             size: number of training examples.
             notes: what the trainer does and SOURCE does not model.
+            usual: names of notes that are the trainer's defaults: stored, without a warning.
             retried: whether the trainer restarts by itself, with the weights that its failed
                 attempt left.
         """
@@ -84,14 +85,14 @@ class TrainerRecorder:
         options["notes"] = dict(notes) | dict(self.options.get("notes") or {})
         options["overwrite"] = self._overwrites(model, done) or (retried and failed is not None)
         recorder = Recorder(self.path, model, optimizer, checkpoints=self.checkpoints, **options)
+        recorder._usual = frozenset(usual)
         recorder.__enter__()
         self._recorder = self._unended[self.path.resolve()] = recorder
         total_steps = options["total_steps"]
         if done and not recorder.updates and writes_run():
-            warnings.warn(
+            recorder.warn(
                 f"the first {done} updates of this training were not recorded in {self.path}: the "
-                "run starts after them",
-                stacklevel=2,
+                "run starts after them"
             )
             if total_steps is not None and total_steps > done:
                 recorder.stage(

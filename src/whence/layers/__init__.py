@@ -1,8 +1,8 @@
 """Which layers are tracked, and their factors (a, s) from a forward and a backward pass."""
 
-from whence.layers import conv1d, conv2d, linear  # noqa: F401  (each registers its kind)
+from whence.layers import conv1d, convolution, embedding, linear, norms  # noqa: F401  (kinds)
 from whence.layers.capture import LayerFactors, ParameterBlock, Tape, TrackedLayer
-from whence.layers.choose import Chooser, by_name, by_type, last_blocks, mlp_only
+from whence.layers.choose import Chooser, by_name, by_type, everything, last_blocks, mlp_only
 from whence.layers.kind import KINDS, Kind, register
 from whence.layers.tracked import Excluded, Tracked, find, report
 
@@ -18,6 +18,7 @@ __all__ = [
     "TrackedLayer",
     "by_name",
     "by_type",
+    "everything",
     "find",
     "last_blocks",
     "mlp_only",

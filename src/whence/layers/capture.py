@@ -7,7 +7,7 @@ parameter gradient is ever computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from types import TracebackType
@@ -19,6 +19,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from whence.layers.kind import Kind
+from whence.layers.rows import Rows, joined
+
+Outputs = Tensor | Rows  # s (n, t, o)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,18 @@ class ParameterBlock:
     i: int  # without the bias coordinate
     bias: bool
     parameter: str  # the weight's name in the model
+    rows: bool = False  # each row has a curvature of its own: outputs have no eigenbasis
+    lookup: bool = False  # `s` is `Rows` and nothing else
+
+    @property
+    def tied(self) -> bool:
+        """Whether its weight is used as a matrix and as a table (a head and an embedding)."""
+        return self.rows and not self.lookup and not self.diagonal
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether there is no eigenbasis at all: rows of one number."""
+        return self.rows and self.width == 1
 
     @property
     def width(self) -> int:
@@ -56,7 +71,7 @@ class LayerFactors:
         self,
         block: ParameterBlock,
         inputs: Callable[[], Tensor],
-        s: Tensor,
+        s: Outputs,
         mask: Tensor | None = None,
         add_gram: Callable[[Tensor], Tensor | None] | None = None,
         calls: int = 1,
@@ -69,6 +84,11 @@ class LayerFactors:
     def a(self) -> Tensor:
         return self._inputs()
 
+    @property
+    def slopes(self) -> Tensor:
+        """The side that the backward pass computed: `s`, or `a` of a lookup."""
+        return self.a if isinstance(self.s, Rows) else self.s
+
     def add_gram(self, total: Tensor) -> Tensor | None:
         """Add Σ a aᵀ by the shortcut of the layer's kind; None if it has none (see `Kind`)."""
         return None if self._add_gram is None else self._add_gram(total)
@@ -76,27 +96,79 @@ class LayerFactors:
 
 @dataclass(eq=False)
 class TrackedLayer:
-    """A tracked layer: the module (or the modules that share its parameters) and its blocks."""
+    """A tracked layer: the modules that use its parameters, each with its kind, and its blocks.
+
+    Attributes:
+        weight, bias: names of the parameters in the model.
+        uses: the modules. Several share the parameters; a lookup and a matrix may share a weight.
+        shared: whether each call has one output for all examples of a batch (a table of positions).
+    """
 
     name: str
-    kind: Kind
     weight: str
     bias: str | None
-    modules: list[nn.Module] = field(default_factory=list)
+    uses: list[tuple[nn.Module, Kind]] = field(default_factory=list)
+    shared: bool = False
+
+    @property
+    def individual(self) -> bool:
+        """Whether the model computes with one value for each example in place of one for all."""
+        return self.shared or not self.uses[0][1].hooked
 
     @property
     def blocks(self) -> list[ParameterBlock]:
-        groups, o, i = self.kind.shape(self.modules[0])
+        module, kind = self.uses[0]
+        groups, o, i = kind.shape(module)
+        forms, bias = {kind.form for _, kind in self.uses}, self.bias is not None
+        if kind.form == "elementwise":  # weight and bias in one column
+            o, bias = o * len(self.parameter_names()), False
         names = [self.name] if groups == 1 else [f"{self.name}[{g}]" for g in range(groups)]
-        return [ParameterBlock(name, o, i, self.bias is not None, self.weight) for name in names]
+        form = {"rows": forms != {"matrix"}, "lookup": forms == {"lookup"}}
+        return [ParameterBlock(name, o, i, bias, self.weight, **form) for name in names]
 
     def parameter_names(self) -> list[str]:
         return [self.weight] + ([self.bias] if self.bias else [])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by name."""
+        held = self.uses[0][0]._parameters
+        named = {name: held[name.rpartition(".")[2]] for name in self.parameter_names()}
+        return {name: p for name, p in named.items() if p is not None}
+
+    def matrices(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Tensors shaped like the parameters, by name, as a matrix (o, width) for each block."""
+        module, kind = self.uses[0]
+        weights = kind.matrices(module, tensors[self.weight])
+        if self.bias is None:
+            return weights
+        columns = [v.unsqueeze(1) for v in kind.vectors(module, tensors[self.bias])]
+        axis = 0 if kind.form == "elementwise" else 1
+        return [torch.cat(pair, axis) for pair in zip(weights, columns, strict=True)]
+
+
+def sides(kind: Kind, inputs: Tensor | Rows, gradient: Tensor, o: int) -> tuple[Tensor, Outputs]:
+    """(a, s) of one block of a call, such that G = Σ_t s_t a_tᵀ.
+
+    Args:
+        inputs, gradient: as the kind gives them. There may be several gradients of the same
+            inputs, one after another.
+        o: rows of the block.
+    """
+    if kind.form == "matrix":
+        assert isinstance(inputs, Tensor)
+        return inputs, gradient
+    each = gradient.reshape(-1, len(inputs), *gradient.shape[1:])
+    if isinstance(inputs, Rows):
+        return inputs.weighted(each).flatten(0, 1), inputs
+    s = (each * inputs).flatten(0, 1)
+    s = s if s.shape[2] == o else torch.cat([s, gradient], 2)
+    return s.new_ones(len(inputs), s.shape[1], 1), s
 
 
 @dataclass
 class _Call:
     module: nn.Module
+    kind: Kind
     x: Tensor
     version: int
     edge: GradientEdge
@@ -111,20 +183,28 @@ class Tape:
     graph. The model is the library's own copy.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[TrackedLayer]) -> None:
-        self.model, self.layers = model, layers
+    def __init__(self, model: nn.Module, layers: Sequence[TrackedLayer], n: int) -> None:
+        self.model, self.layers, self.n = model, layers, n
         self.calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
         self._failures: dict[str, str] = {}
         self._count = 0
 
     def __enter__(self) -> Self:
         self._handles: list[RemovableHandle] = []
+        self._copies: list[tuple[nn.Module, str]] = []
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         for layer in self.layers:
-            for module in layer.modules:
-                module._parameters["weight"].requires_grad_(True)  # type: ignore[union-attr]
-                self._handles.append(module.register_forward_hook(self._hook(layer)))
+            weight = layer.parameters()[layer.weight].requires_grad_(True)
+            for module, kind in layer.uses:
+                if kind.hooked:
+                    self._handles.append(module.register_forward_hook(self._hook(layer, kind)))
+                else:
+                    copies = weight.expand(self.n, *weight.shape[1:])
+                    self._note(layer, kind, module, copies.detach(), copies)
+                    attribute = layer.weight.rpartition(".")[2]
+                    vars(module)[attribute] = copies  # which Python finds before the parameter
+                    self._copies.append((module, attribute))
         return self
 
     def __exit__(
@@ -135,27 +215,37 @@ class Tape:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        for module, attribute in self._copies:
+            del vars(module)[attribute]
 
-    def _hook(self, layer: TrackedLayer) -> Any:
-        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _hook(self, layer: TrackedLayer, kind: Kind) -> Any:
+        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
                 self._failures[layer.name] = "it is not called with one tensor, or returns none"
-                return
+                return None
             if not output.requires_grad:
                 self._failures[layer.name] = (
                     "it is called without gradients (torch.no_grad in the model?)"
                 )
-                return
-            # an in-place operation on a view rewires the view, but never the node of its base
-            base = output._base if output._is_view() else None
-            whole = base is not None and base.requires_grad and base.numel() == output.numel()
-            edge = get_gradient_edge(base if base is not None and whole else output)
+                return None
             x = inputs[0].detach()
-            call = _Call(module, x, x._version, edge, output.shape, self._count)
-            self._count += 1
-            self.calls[layer.name].append(call)
+            if layer.shared:  # from here on, each example has an output of its own
+                x, output = (_repeated(y, self.n, inputs[0].dim() == 1) for y in (x, output))
+            self._note(layer, kind, module, x, output)
+            return output if layer.shared else None
 
         return note
+
+    def _note(
+        self, layer: TrackedLayer, kind: Kind, module: nn.Module, x: Tensor, output: Tensor
+    ) -> None:
+        # an in-place operation on a view rewires the view, but never the node of its base
+        base = output._base if output._is_view() else None
+        whole = base is not None and base.requires_grad and base.numel() == output.numel()
+        edge = get_gradient_edge(base if base is not None and whole else output)
+        call = _Call(module, kind, x, x._version, edge, output.shape, self._count)
+        self._count += 1
+        self.calls[layer.name].append(call)
 
     def problem(self, layer: TrackedLayer, n: int) -> str | None:
         """Why this layer's calls cannot be used for n examples; None if they can."""
@@ -164,15 +254,24 @@ class Tape:
         calls = self.calls[layer.name]
         if not calls:
             return "its forward is never called (unused, or its weight is used directly)"
-        shapes = [tuple(call.x.shape) for call in calls if len(call.x) != n or call.x.dim() < 2]
+        shapes = [tuple(c.x.shape) for c in calls if c.x.dim() < _least(c.kind) or len(c.x) != n]
         if shapes:
             return f"its input {shapes[0]} does not have the {n} examples of the batch in front"
         if any(call.x._version != call.version for call in calls):
             return "its input is changed in place after it is read"
         return None
 
+    def shared(self, layer: TrackedLayer) -> bool:
+        """Whether all calls look up the same rows for every example of the batch."""
+        calls = self.calls[layer.name]
+        alike = all(c.x.dim() == 1 or len(c.x) == 1 for c in calls if len(c.x) != self.n)
+        differ = all(len(c.x) != self.n for c in calls)
+        return bool(calls) and alike and differ and all(k.form == "lookup" for _, k in layer.uses)
+
     def first_call(self, layer: TrackedLayer) -> int:
-        return self.calls[layer.name][0].order
+        """The place of a layer in the forward pass; parameters without a module are first."""
+        calls = self.calls.get(layer.name)
+        return calls[0].order if calls else -1
 
     def backward(
         self,
@@ -201,55 +300,60 @@ class Tape:
     def _factors(
         self, layer: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
     ) -> list[LayerFactors]:
-        parts = cache(lambda: [layer.kind.inputs(call.module, call.x) for call, _ in calls])
+        calls = sorted(calls, key=lambda pair: pair[0].kind.form != "lookup")  # these first
+        inputs = cache(lambda: [call.kind.inputs(call.module, call.x) for call, _ in calls])
         slopes: list[list[Tensor]] = []
-        for (call, gradient), k in zip(calls, range(len(calls)), strict=True):
+        for call, gradient in calls:
             if gradient is None:  # the loss does not depend on this call
-                o = layer.blocks[0].o
-                slopes.append([a.new_zeros(*a.shape[:2], o) for a in parts()[k]])
-            else:
-                slopes.append(layer.kind.gradients(call.module, gradient.reshape(call.shape)))
+                gradient = layer.parameters()[layer.weight].new_zeros(call.shape)
+            slopes.append(call.kind.gradients(call.module, gradient.reshape(call.shape)))
         shortcut = None
         if len(calls) == 1 and len(layer.blocks) == 1:
-            shortcut = partial(layer.kind.add_gram, calls[0][0].module, calls[0][0].x)
+            call = calls[0][0]
+            shortcut = partial(call.kind.add_gram, call.module, call.x)
         factors = []
         for k, block in enumerate(layer.blocks):
-            s = [slope[k] for slope in slopes]
-            inputs = partial(lambda k: _joined([part[k] for part in parts()]), k)
-            factors.append(
-                LayerFactors(
-                    block, inputs, _joined(s), _mask_for(calls, s, mask), shortcut, len(calls)
-                )
-            )
+            outputs: list[Outputs] = [slope[k] for slope in slopes]
+            a = partial(lambda k: joined([part[k] for part in inputs()]), k)
+            if block.rows:
+                each = zip(calls, inputs(), slopes, strict=True)
+                pairs = [sides(c.kind, x[k], g[k], block.o) for (c, _), x, g in each]
+                a = partial(joined, [pair[0] for pair in pairs])
+                outputs = [pair[1] for pair in pairs]
+            its_mask = _mask_for([call for call, _ in calls], outputs, mask, slopes[0][k])
+            factors.append(LayerFactors(block, a, joined(outputs), its_mask, shortcut, len(calls)))
         return factors
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The positions of all calls, one after another."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def _least(kind: Kind) -> int:
+    """Dimensions that an input has at least: examples, and channels unless it is row numbers."""
+    return 1 if kind.form == "lookup" else 2
+
+
+def _repeated(y: Tensor, n: int, whole: bool) -> Tensor:
+    """One value for all examples as n of them. It is (1, ...), or all of it one (`whole`)."""
+    return y.expand(n, *(y.shape if whole else y.shape[1:]))
 
 
 def _mask_for(
-    calls: Sequence[tuple[_Call, Tensor | None]], parts: list[Tensor], mask: Tensor | None
+    calls: Sequence[_Call], outputs: Sequence[Outputs], mask: Tensor | None, like: Tensor
 ) -> Tensor | None:
     """The task's mask for the calls whose positions it describes; ones for the others."""
     if mask is None:
         return None
     columns = [
-        mask.to(a.dtype)
-        if call.x.dim() == 3 and call.x.shape[:2] == mask.shape
-        else a.new_ones(a.shape[:2])
-        for (call, _), a in zip(calls, parts, strict=True)
+        mask.to(like.dtype)
+        if call.x.dim() == _least(call.kind) + 1 and call.x.shape[:2] == mask.shape == s.shape[:2]
+        else like.new_ones(s.shape[:2])
+        for call, s in zip(calls, outputs, strict=True)
     ]
-    return _joined(columns)
+    masks: Tensor = joined(columns)
+    return masks
 
 
-def gradients_of(blocks: list[LayerFactors]) -> list[Tensor]:
-    """Whole per-example gradients (n, o, width) of each block of a layer."""
-    gradients = []
-    for factors in blocks:
-        gradient = factors.s.mT @ factors.a
-        if factors.block.bias:
-            gradient = torch.cat([gradient, factors.s.sum(1).unsqueeze(2)], 2)
-        gradients.append(gradient)
-    return gradients
+def whole_gradients(a: Tensor, s: Outputs, bias: bool) -> Tensor:
+    """G = Σ_t s_t a_tᵀ of each example, with a last column Σ_t s_t for a bias: (n, o, width)."""
+    if isinstance(s, Rows):
+        return s.outer(a)
+    gradient = s.mT @ a
+    return torch.cat([gradient, s.sum(1).unsqueeze(2)], 2) if bias else gradient

@@ -12,16 +12,36 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from whence.errors import InvalidInput
+from whence.layers.kind import kind_of
 
 Chooser = Callable[[Mapping[str, nn.Module]], Collection[str]]
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
 
 
+def everything(layers: Mapping[str, nn.Module]) -> set[str]:
+    """All layers: embeddings, norms and tied heads too. `Study(layers="all")` is the same."""
+    return set(layers)
+
+
+def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
+    """Layers whose weight is a matrix: linear ones and convolutions. This is the default."""
+    kinds = {name: kind_of(module) for name, module in layers.items()}
+    return {name for name, kind in kinds.items() if kind is not None and kind.form == "matrix"}
+
+
 def by_name(patterns: Sequence[str]) -> Chooser:
-    """Layers whose names match one of these shell patterns ("blocks.*.mlp.*")."""
+    """Layers whose names match one of these shell patterns ("blocks.*.mlp.*").
+
+    A pattern matches linear layers and convolutions. If there are none, it matches embeddings,
+    norms and single parameters ("*.ln_1", "wte").
+    """
 
     def choose(layers: Mapping[str, nn.Module]) -> set[str]:
-        matches = {p: {n for n in layers if fnmatchcase(n, p)} for p in patterns}
+        plain = matrices(layers)
+        matches = {}
+        for p in patterns:
+            names = {n for n in layers if fnmatchcase(n, p)}
+            matches[p] = names & plain or names
         unmatched = sorted(p for p, names in matches.items() if not names)
         if unmatched:
             known = ", ".join(name or "(model)" for name in layers)
@@ -37,19 +57,22 @@ def by_type(*types: type[nn.Module]) -> Chooser:
 
 
 def mlp_only(layers: Mapping[str, nn.Module]) -> set[str]:
-    """Layers inside the numbered blocks of a transformer, except attention layers."""
-    return {n for n in layers if _NUMBERED.match(n) and not re.search("attn|attention", n.lower())}
+    """Linear layers inside the numbered blocks of a transformer, except attention layers."""
+    inside = {n for n in matrices(layers) if _NUMBERED.match(n)}
+    return {n for n in inside if not re.search("attn|attention", n.lower())}
 
 
 def last_blocks(count: int) -> Chooser:
-    """Layers of the last `count` of a model's numbered blocks ("h.10.*", "h.11.*"), and all after.
+    """Linear layers and convolutions of the last `count` of a model's numbered blocks ("h.10.*",
+    "h.11.*"), and all after.
 
     The blocks are those of the container that has the most.
     """
     if count < 1:
         raise InvalidInput(f"last_blocks({count}): choose at least one")
 
-    def choose(layers: Mapping[str, nn.Module]) -> set[str]:
+    def choose(every: Mapping[str, nn.Module]) -> set[str]:
+        layers = [name for name in every if name in matrices(every)]
         places = {n: (m[1], int(m[2])) for n in layers if (m := _NUMBERED.match(n))}
         if not places:
             raise InvalidInput("last_blocks: no layer is in a numbered block (such as 'h.11.mlp')")

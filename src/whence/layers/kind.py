@@ -1,10 +1,14 @@
 """A kind of layer: how its input and its output's gradient become positions.
 
-Every tracked layer is linear in its parameters: at each position it maps an input `a` (i) to an
-output `W a` (o). Its per-example gradient is therefore Σ_t s_t a_tᵀ, with `s` the gradient of the
-loss in the output. A kind turns the module's input x and the gradient at its output, dloss/dy, into
-`a` (n, t, i) and `s` (n, t, o). A layer that consists of several independent ones (a grouped
-convolution) gives one pair (a, s) per block.
+Every tracked layer is linear in its parameters. With an input `a` and the gradient `s` of the loss
+in the output at each position t, the per-example gradient of the weight has one of three forms:
+
+    matrix          y_t = W a_t         G = Σ_t s_t a_tᵀ          a (n, t, i), s (n, t, o)
+    lookup          y_t = W[a_t]        G = Σ_t 1[a_t] s_tᵀ       a row numbers, s (n, t, i)
+    elementwise     y_t = w ∘ a_t       g = Σ_t s_t ∘ a_t         a and s (n, t, d)
+
+A kind turns the module's input x and the gradient at its output, dloss/dy, into `a` and `s`. A
+layer that consists of several independent ones (a grouped convolution) gives one pair per block.
 
 To support another layer, write a subclass and `register` it.
 """
@@ -12,9 +16,14 @@ To support another layer, write a subclass and `register` it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
+
+from whence.layers.rows import Rows
+
+Form = Literal["matrix", "lookup", "elementwise"]
 
 
 class Kind(ABC):
@@ -22,6 +31,12 @@ class Kind(ABC):
 
     #: the class of the modules, or its name where importing it would cost too much
     module: ClassVar[type[nn.Module] | str] = nn.Module
+    #: how the gradient is made up
+    form: ClassVar[Form] = "matrix"
+    #: whether a bias is a last column of the matrix; if not, it is a layer of its own
+    bias_column: ClassVar[bool] = True
+    #: whether its modules are called; if not, a parameter is replaced by one copy per example
+    hooked: ClassVar[bool] = True
 
     def claims(self, module: nn.Module) -> bool:
         """Whether a module of that class, or of a subclass, is of this kind."""
@@ -33,11 +48,12 @@ class Kind(ABC):
 
     @abstractmethod
     def shape(self, module: Any) -> tuple[int, int, int]:
-        """(blocks, o, i) without the bias coordinate."""
+        """(blocks, o, i) without the bias coordinate; (1, rows, i) of a lookup, (1, d, 1) of an
+        elementwise layer."""
 
     @abstractmethod
-    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
-        """`a` (n, t, i) of each block."""
+    def inputs(self, module: Any, x: Tensor) -> Sequence[Tensor | Rows]:
+        """`a` of each block: (n, t, i), or `Rows` of a lookup."""
 
     def add_gram(self, module: Any, x: Tensor, total: Tensor) -> Tensor | None:
         """Add Σ a aᵀ over all positions to the upper triangle of total (i, i) without forming `a`.
@@ -50,9 +66,10 @@ class Kind(ABC):
     def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
         """`s` (n, t, o) of each block."""
 
-    @abstractmethod
     def matrices(self, module: Any, weight: Tensor) -> list[Tensor]:
-        """A tensor shaped like the weight as (o, i) matrices, one per block."""
+        """A tensor shaped like the weight as matrices (o, i), one per block."""
+        _, o, i = self.shape(module)
+        return [weight.reshape(o, i)]
 
     def vectors(self, module: Any, bias: Tensor) -> list[Tensor]:
         """A tensor shaped like the bias as (o,) vectors, one per block."""
@@ -76,3 +93,10 @@ def kind_of(module: nn.Module) -> Kind | None:
 def same_forward(module: nn.Module, base: type[nn.Module]) -> bool:
     """Whether a (subclass) module computes exactly what its base class computes."""
     return type(module).forward is base.forward
+
+
+def refused_subclass(module: nn.Module, base: type[nn.Module]) -> str | None:
+    """Why a subclass with a forward of its own is refused; None if it has none."""
+    if same_forward(module, base):
+        return None
+    return f"{type(module).__name__} is a subclass of {base.__name__} with its own forward"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from whence.layers.kind import Kind, register, same_forward
+from whence.layers.kind import Kind, refused_subclass, register
 
 
 class Linear(Kind):
     module = nn.Linear
 
     def refusal(self, module: nn.Module) -> str | None:
-        if same_forward(module, nn.Linear):
-            return None
-        return f"{type(module).__name__} is a subclass of Linear with its own forward"
+        return refused_subclass(module, nn.Linear)
 
     def shape(self, module: nn.Linear) -> tuple[int, int, int]:
         return 1, module.out_features, module.in_features
@@ -23,9 +21,6 @@ class Linear(Kind):
 
     def gradients(self, module: nn.Linear, gradient: Tensor) -> list[Tensor]:
         return [gradient.reshape(len(gradient), -1, module.out_features)]
-
-    def matrices(self, module: nn.Linear, weight: Tensor) -> list[Tensor]:
-        return [weight]
 
 
 register(Linear())

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from whence.data import Batches, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import Separation
 from whence.layers.tracked import Tracked
-from whence.table import listed
+from whence.table import listed, progress_bar
 from whence.task import Task, Uniform
 
 #: sees the data, indices, outputs and batch of every pass
@@ -152,7 +151,9 @@ class Passes:
     ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label shows a progress bar."""
         silent = label is None or not self.progress
-        bar = tqdm(total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False)
+        bar = progress_bar(
+            total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False
+        )
         with bar:
             for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
                 yield from self._batch(data, indices, batch, signal)
@@ -162,7 +163,8 @@ class Passes:
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
     ) -> Iterator[BackwardPass]:
         named = examples_of(data.name, indices)
-        with torch.enable_grad(), named, Tape(self.model, self.tracked.layers) as tape:
+        layers = self.tracked.layers
+        with torch.enable_grad(), named, Tape(self.model, layers, len(indices)) as tape:
             outputs = self.task.outputs(self.model, batch)
             if self.observe is not None:
                 self.observe(data, indices, outputs.detach(), batch)
@@ -237,7 +239,7 @@ class Passes:
         """Pass every layer's factors on, then raise an error if any of them was not finite."""
         sums = [x.detach().sum() for x in seen]
         for layer, blocks in layers:
-            sums += [factors.s.sum() for factors in blocks]
+            sums += [factors.slopes.sum() for factors in blocks]
             yield layer, blocks
         if not bool(torch.stack([x.float() for x in sums]).isfinite().all()):
             raise NotFinite(diagnosis())
@@ -245,7 +247,8 @@ class Passes:
     def _diagnosis(self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal) -> str:
         """Run a bad batch again, and name the first layer and examples that are not finite."""
         plain = Signal("loss") if signal.name == "exact" else signal
-        with torch.enable_grad(), Tape(self.model, self.tracked.layers) as tape:
+        layers = self.tracked.layers
+        with torch.enable_grad(), Tape(self.model, layers, len(indices)) as tape:
             outputs = self.task.outputs(self.model, batch)
             self._check_targets(data, indices, outputs, batch)
             values = self._values(outputs, batch, indices, plain)
@@ -258,7 +261,7 @@ class Passes:
         slopes = {layer.name: blocks for layer, blocks in tape.backward(total)}
         for layer in reversed(self.tracked.layers):  # the backward pass met the last layer first
             for factors in slopes[layer.name]:
-                bad = ~factors.s.flatten(1).isfinite().all(1)
+                bad = ~factors.slopes.flatten(1).isfinite().all(1)
                 if bad.any():
                     what = f"the gradient at layer {layer.name}"
                     return self._not_finite(data, indices, bad, what)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from whence.errors import InvalidInput
+from whence.layers.conv1d import Conv1D
+from whence.layers.linear import Linear
 from whence.layers.passes import Passes
 
 
@@ -64,8 +66,8 @@ def _modules(passes: Passes, layer: str | None) -> Sequence[tuple[str, nn.Module
     linear = [
         (tracked.name, module)
         for tracked in passes.tracked.layers
-        for module in tracked.modules
-        if not isinstance(module, nn.Conv2d)
+        for module, kind in tracked.uses
+        if isinstance(kind, (Linear, Conv1D))
     ]
     if not linear:
         raise InvalidInput(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from whence.data import Batches, place
 from whence.errors import InvalidInput, WhenceError, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
+from whence.layers.rows import Rows
 from whence.task import Task
 
 CANDIDATES = 256  # examples among which the extreme ones are chosen
@@ -39,7 +40,9 @@ Indices = Sequence[int] | NDArray[np.int64]
 def pairs(data: Batches) -> list[Pair]:
     """Examples to compare alone and together: spread over the data, and extreme in size."""
     n, spread = len(data), candidates(data)
-    numbers, sizes = zip(*(_extent(data.take([k])) for k in spread), strict=True)
+    each = len(spread) if data.sliceable else 1
+    extents = [_extents(batch, each) for batch in looked_at(data, spread)]
+    numbers, sizes = (np.concatenate(part).tolist() for part in zip(*extents, strict=True))
     order = sorted(range(len(spread)), key=lambda k: (numbers[k], sizes[k]))
     by_size = sorted(range(len(spread)), key=lambda k: sizes[k])
     short, long = spread[order[0]], spread[order[-1]]
@@ -58,15 +61,22 @@ def candidates(data: Batches) -> list[int]:
     return spread
 
 
-def _extent(batch: Any) -> tuple[int, float]:
-    """How many numbers an example has, and how large they are (integers: how many are not 0)."""
-    numbers, size = 0, 0.0
+def looked_at(data: Batches, examples: Sequence[int]) -> Iterator[Any]:
+    """Batches of these examples: one where that is faster, else one for each example."""
+    for indices in [examples] if data.sliceable else [[k] for k in examples]:
+        yield data.take(indices)
+
+
+def _extents(batch: Any, count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """How many numbers each of so many examples has, and how large they are (integers: how many
+    are not 0)."""
+    numbers, sizes = np.zeros(count, np.int64), np.zeros(count)
     for tensor in _tensors(batch):
-        numbers += tensor.numel()
-        values = tensor.detach()
-        magnitude = values.abs() if values.is_floating_point() else values != 0
-        size += float(magnitude.sum(dtype=torch.float64))
-    return numbers, size
+        rows = tensor.detach().reshape(count, tensor.numel() // count)
+        magnitude = rows.abs() if rows.is_floating_point() else rows != 0
+        numbers += rows.shape[1]
+        sizes += magnitude.sum(1, dtype=torch.float64).cpu().numpy()
+    return numbers, sizes
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
@@ -173,7 +183,7 @@ class Separation:
     ) -> Tensor:
         """Each example's gradient uᵀ G v in a few random directions of every block, (n, d)."""
         batch = self._batch(indices)
-        with torch.enable_grad(), Tape(self.model, layers) as tape:
+        with torch.enable_grad(), Tape(self.model, layers, len(indices)) as tape:
             outputs = self.task.outputs(self.model, batch)
             value = total(outputs, batch)
         for layer in layers:
@@ -195,11 +205,13 @@ class Separation:
 
 def _bilinear(factors: LayerFactors, seed: int) -> Tensor:
     random = torch.Generator().manual_seed(seed)
-    wide = torch.promote_types(factors.s.dtype, torch.float32)
+    like = factors.slopes
+    wide = torch.promote_types(like.dtype, torch.float32)
     ends = []
     for x in (factors.s, factors.a):
-        directions = torch.randn(x.shape[-1], SKETCH, generator=random).to(x.device, wide)
-        ends.append(x.to(wide) @ directions / x.shape[-1] ** 0.5)
+        directions = torch.randn(x.shape[-1], SKETCH, generator=random).to(like.device, wide)
+        product = x.lookup(directions) if isinstance(x, Rows) else x.to(wide) @ directions
+        ends.append(product / x.shape[-1] ** 0.5)
     sketch: Tensor = (ends[0] * ends[1]).sum(1)
     return sketch
 

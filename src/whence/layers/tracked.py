@@ -8,20 +8,27 @@ handled exactly or excluded by name. No gradient is silently wrong.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from whence.data import batch_length
 from whence.errors import InvalidInput
-from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, gradients_of
-from whence.layers.choose import Chooser
-from whence.layers.kind import kind_of
+from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
+from whence.layers.choose import Chooser, matrices
+from whence.layers.embedding import Embedding
+from whence.layers.kind import Kind, kind_of
+from whence.layers.linear import Linear
+from whence.layers.parameter import Bias, Direct
+from whence.table import listed
 from whence.task import Task
 
+LISTED = 3  # excluded layers that a warning names
+PAIR = ("weight", "bias")
+OPTIONAL = "not tracked by default"
 FROZEN = "frozen: no update of the run moved it"
 UNRECORDED = "changed between checkpoints, but no recorded optimizer updates it"
 
@@ -46,6 +53,7 @@ class Tracked:
     trained: int  # of these, those that training moved
     positions: dict[str, int]  # t of each block, on the examples that the check used
     outputs: int  # numbers in the model's output for one example
+    optional: tuple[str, ...] = ()  # parameters that only `layers="all"` tracks
 
     @property
     def blocks(self) -> list[ParameterBlock]:
@@ -67,15 +75,17 @@ class Tracked:
         """Share of the trained parameters that is tracked."""
         return 1.0 - sum(e.share for e in self.excluded)
 
-    def summary(self) -> str:
-        """One line: the tracked share of the trained parameters, the names of the excluded layers,
+    def summary(self, most: int = LISTED) -> str:
+        """One line: the tracked share of the trained parameters, the largest excluded layers,
         and what is frozen."""
         frozen = [e for e in self.excluded if e.reason == FROZEN]
         total = f"{self.trained:,} {'trained ' if frozen else ''}parameters"
         text = f"all {total} are tracked"
         if self.unseen:
-            parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in self.unseen]
-            text = f"{self.share:.1%} of {total} are tracked; left out: {', '.join(parts)}"
+            largest = sorted(self.unseen, key=lambda e: -e.share)
+            parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in largest]
+            text = f"{self.share:.1%} of {total} are tracked; left out: {listed(parts, most)}"
+            text += '; Study(layers="all") tracks more' if self.optional else ""
         if frozen:
             what = frozen[0].name if len(frozen) == 1 else f"{len(frozen)} layers"
             count = sum(e.parameters for e in frozen)
@@ -95,7 +105,7 @@ def find(
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
-        choose: which of the trackable layers to track; None is all.
+        choose: which of the trackable layers to track; None is those whose weight is a matrix.
         trained: whether training moved the parameter of this name. Layers that it did not move do
             not respond to the data, so they are not tracked. If it moved none, all are tracked, and
             the method reports the problem.
@@ -110,10 +120,11 @@ def find(
             layers = moved
             names = [name for name, _ in model.named_parameters()]
             frozen = {name for name in names if not trained(name)}
-    with torch.enable_grad(), Tape(model, layers) as tape:
+    n = batch_length(batch)
+    called = [layer for layer in layers if not layer.individual]
+    with torch.enable_grad(), Tape(model, called, n) as tape:
         outputs = task.outputs(model, batch)
         losses = task.losses(outputs, batch)
-    n = batch_length(batch)
     for what, values in (("losses", losses), ("measurements", task.measurements(outputs, batch))):
         if values.shape != (n,):
             raise InvalidInput(
@@ -122,7 +133,11 @@ def find(
             )
     usable = []
     for layer in layers:
-        problem = tape.problem(layer, n)
+        layer.shared = layer in called and tape.shared(layer)
+        if layer.individual:
+            problem = _rejected(model, task, batch, layer)
+        else:
+            problem = tape.problem(layer, n)
         if problem:
             reasons.update(dict.fromkeys(layer.parameter_names(), problem))
         else:
@@ -138,12 +153,15 @@ def find(
         )
     total = sum(p.numel() for p in model.parameters())
     excluded, updated = _excluded(model, verified, reasons)
-    return Tracked(tuple(verified), excluded, total, updated, positions, outputs[0].numel())
+    optional = tuple(name for name in reasons if reasons[name] == OPTIONAL)
+    numbers = outputs[0].numel()
+    return Tracked(tuple(verified), excluded, total, updated, positions, numbers, optional)
 
 
 def _candidates(
     model: nn.Module, choose: Chooser | None, reasons: dict[str, str]
 ) -> list[TrackedLayer]:
+    """The chosen layers that no kind refuses."""
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}  # every module that holds a parameter
     for path, module in model.named_modules(remove_duplicate=False):
@@ -152,46 +170,101 @@ def _candidates(
                 m is not module for _, m in owners.get(id(parameter), [])
             ):
                 owners.setdefault(id(parameter), []).append((path, module))
-    trackable = {path: m for path, m in model.named_modules() if kind_of(m)}
-    chosen = trackable if choose is None else choose(trackable)
-    layers: dict[tuple[int, int | None], TrackedLayer] = {}
-    for path, module in trackable.items():
-        kind = kind_of(module)
-        assert kind is not None
-        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        parameters = [names[id(p)] for p in (weight, bias) if p is not None and id(p) in names]
+    uses = [use for path, module in model.named_modules() for use in _uses(path, module, owners)]
+    trackable = {path: module for path, module, _ in uses}
+    chosen = (matrices if choose is None else choose)(trackable)
+    layers: dict[tuple[int, ...], TrackedLayer] = {}
+    for path, module, parts in uses:
+        held = [module._parameters.get(k) for _, *each in parts for k in each]
+        parameters = [names[id(p)] for p in held if p is not None]
         if path not in chosen:
-            reasons.update(dict.fromkeys(parameters, "not chosen"))
+            reason = OPTIONAL if choose is None else "not chosen"
+            reasons.update(dict.fromkeys(parameters, reason))
             continue
-        reason = kind.refusal(module)
-        if weight is None:
-            reason = "its weight is computed from other parameters (a parametrization)"
-        elif reason is None:
-            sharers = [m for p in (weight, bias) if p is not None for m in owners[id(p)]]
-            if any(kind_of(m) is not kind for _, m in sharers):
-                others = sorted({q for q, m in sharers if kind_of(m) is not kind})
-                reason = f"{path} is tied to {', '.join(others)}"
-            elif any(
-                m._parameters.get("weight") is not weight or m._parameters.get("bias") is not bias
-                for _, m in sharers
-            ):
-                reason = "shares its weight or its bias, but not both, with another layer"
+        reason = _refusal(path, module, parts, owners, chosen)
         if reason:
             reasons.update(dict.fromkeys(parameters, reason))
             continue
-        assert weight is not None
-        key = (id(weight), None if bias is None else id(bias))
-        layer = layers.setdefault(
-            key,
-            TrackedLayer(
-                path or "(model)",
-                kind,
-                names[id(weight)],
-                names[id(bias)] if bias is not None else None,
-            ),
-        )
-        layer.modules.append(module)
+        for kind, *each in parts:
+            its = [p for k in each if (p := module._parameters.get(k)) is not None]
+            bias = names[id(its[1])] if len(its) > 1 else None
+            name = path if (kind, *each) == parts[0] else f"{path}.bias"
+            layer = TrackedLayer(name or "(model)", names[id(its[0])], bias)
+            layers.setdefault(tuple(map(id, its)), layer).uses.append((module, kind))
     return list(layers.values())
+
+
+#: a kind and the attributes that it tracks as a layer: weight and bias, or one of them
+Part = tuple[Kind, str] | tuple[Kind, str, str]
+Owners = Mapping[int, Sequence[tuple[str, nn.Module]]]
+
+
+def _uses(
+    path: str, module: nn.Module, owners: Owners
+) -> Iterator[tuple[str, nn.Module, list[Part]]]:
+    """(name, module, parts) of what can be chosen: a module, or single parameters of one."""
+    kind = kind_of(module)
+    if kind is None:
+        for name, p in module._parameters.items():
+            if p is not None and p.dim() > 1 and len(p) == 1:
+                yield f"{path}.{name}" if path else name, module, [(Direct(name), name)]
+        return
+    weight, bias = (module._parameters.get(name) for name in PAIR)
+    table = any(isinstance(m, nn.Embedding) for _, m in owners.get(id(weight), ()))
+    if kind.bias_column and not table:
+        yield path, module, [(kind, *PAIR)]
+    elif bias is None:
+        yield path, module, [(kind, "weight")]
+    else:
+        yield path, module, [(kind, "weight"), (Bias(not kind.bias_column), "bias")]
+
+
+def _refusal(
+    path: str,
+    module: nn.Module,
+    parts: list[Part],
+    owners: Owners,
+    chosen: Collection[str],
+) -> str | None:
+    """Why a use cannot be captured."""
+    kind, *attributes = parts[0]
+    its = [p for k in attributes if (p := module._parameters.get(k)) is not None]
+    if module._parameters.get(attributes[0]) is None:
+        return "its weight is computed from other parameters (a parametrization)"
+    sharers = [m for p in its for m in owners[id(p)] if m[1] is not module]
+    if not kind.hooked:
+        return f"{path} is tied to {sharers[0][0]}" if sharers else None
+    if reason := kind.refusal(module):
+        return reason
+    others = sorted(q for q, m in sharers if not _one_weight(kind, m))
+    others = others or sorted(q for q, _ in sharers if q not in chosen)
+    if others:
+        return f"{path} is tied to {', '.join(others)}"
+    if any(
+        m._parameters.get(k) is not module._parameters.get(k)
+        for _, m in sharers
+        for k in attributes
+    ):
+        return "shares its weight or its bias, but not both, with another layer"
+    return None
+
+
+def _one_weight(kind: Kind, module: nn.Module) -> bool:
+    """Whether a module can be captured, and uses a weight as the same matrix as this kind does."""
+    other = kind_of(module)
+    if other is None or other.refusal(module):
+        return False
+    return kind is other or {type(kind), type(other)} == {Embedding, Linear}
+
+
+def _rejected(model: nn.Module, task: Task, batch: Any, layer: TrackedLayer) -> str | None:
+    """Why the model cannot compute with one value of this layer for each example."""
+    try:
+        with torch.enable_grad(), Tape(model, [layer], batch_length(batch)):
+            task.outputs(model, batch)
+    except Exception as error:  # of the user's code
+        return f"all examples share it, and the model fails with one for each ({error})"
+    return None
 
 
 def _verified(
@@ -204,8 +277,8 @@ def _verified(
     """
     if not layers:
         return [], {}
-    weights = [p for layer in layers for p in _parameters(layer)]
-    with torch.enable_grad(), Tape(model, layers) as tape:
+    weights = [p for layer in layers for p in layer.parameters().values()]
+    with torch.enable_grad(), Tape(model, layers, batch_length(batch)) as tape:
         for parameter in weights:
             parameter.requires_grad_(True)
         outputs = task.outputs(model, batch)
@@ -215,15 +288,18 @@ def _verified(
     truths = []
     for total in singles:
         gradients = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
-        truths.append(dict(zip(map(id, weights), gradients, strict=True)))
+        pairs = zip(weights, gradients, strict=True)
+        truths.append({id(p): torch.zeros_like(p) if g is None else g for p, g in pairs})
     tolerance = 3e-2 if totals.dtype in (torch.bfloat16, torch.float16) else 1e-3
     verified, positions = [], {}
     for layer, blocks in tape.backward(totals, torch.ones_like(totals)):
-        captured = gradients_of(blocks)
+        captured = [whole_gradients(f.a, f.s, f.block.bias) for f in blocks]
+        named = layer.parameters().items()
+        expected = [layer.matrices({k: truth[id(p)] for k, p in named}) for truth in truths]
         wrong = any(
             bool((g[k] - w).norm() > tolerance * w.norm())
-            for k, truth in enumerate(truths)
-            for g, w in zip(captured, _expected_matrices(layer, truth), strict=True)
+            for k, matrices_of_one in enumerate(expected)
+            for g, w in zip(captured, matrices_of_one, strict=True)
         )
         if wrong:
             reason = (
@@ -234,26 +310,6 @@ def _verified(
             verified.append(layer)
             positions.update({factors.block.name: factors.a.shape[1] for factors in blocks})
     return verified, positions
-
-
-def _parameters(layer: TrackedLayer) -> list[nn.Parameter]:
-    module: Any = layer.modules[0]
-    return [module.weight] + ([module.bias] if layer.bias else [])
-
-
-def _expected_matrices(layer: TrackedLayer, gradients: Mapping[int, Tensor | None]) -> list[Tensor]:
-    """Autograd's gradient of a layer as its blocks' matrices."""
-    module: Any = layer.modules[0]
-
-    def of(parameter: nn.Parameter) -> Tensor:
-        gradient = gradients[id(parameter)]
-        return torch.zeros_like(parameter) if gradient is None else gradient
-
-    matrices = layer.kind.matrices(module, of(module.weight))
-    if not layer.bias:
-        return matrices
-    columns = layer.kind.vectors(module, of(module.bias))
-    return [torch.cat([m, c.unsqueeze(1)], 1) for m, c in zip(matrices, columns, strict=True)]
 
 
 def _excluded(
@@ -273,8 +329,8 @@ def _excluded(
         if names:
             count = sum(sizes[name] for name in names)
             moved = [name for name in names if name in trained]
-            reason = next((reasons[k] for k in moved if k in reasons), type(module).__name__)
-            reason = reason if moved else FROZEN
+            given = [reasons[k] for k in moved if reasons.get(k, OPTIONAL) != OPTIONAL]
+            reason = next(iter(given), type(module).__name__) if moved else FROZEN
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))
     return tuple(excluded), total

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
-from whence.data import Batches
 from whence.engine.options import ComputeOptions
+from whence.engine.queries import QuerySet
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
-from whence.scores import Scores, ScoreWriter, ensemble
+from whence.scores import BY_LAYER, BY_SEGMENT, Scores, ScoreWriter, ensemble
 from whence.study import Study
+from whence.table import call_text, defaults_of
 from whence.world import World
 
 Folder = str | os.PathLike[str] | None
@@ -37,9 +39,13 @@ class Method(ABC):
     stage: str | None = None
     _own_layers = False  # whether layers that only some of the stages have are of use
     _quiet = False  # whether excluded layers do not matter
+    _layered = False  # whether scores are sums over layers of products with query vectors
+    _linear = False  # whether scores are linear in the queries' measurements
 
     @abstractmethod
-    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+    def score(
+        self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None
+    ) -> Scores:
         """The scores of one run."""
 
     def attribute(
@@ -47,6 +53,8 @@ class Method(ABC):
         study: Study,
         query: Any = None,
         *,
+        query_weights: ArrayLike | None = None,
+        query_rank: int | str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int | None = None,
@@ -55,13 +63,19 @@ class Method(ABC):
         top: int | None = None,
         progress: bool = True,
         by_segment: bool = False,
+        by_layer: bool = False,
         workers: int = 0,
     ) -> Scores:
         """Scores of every training example for every query.
 
         Args:
-            query: map-style dataset with the same fields as the training data; None is
-                self-influence, shape (n,).
+            query: map-style dataset with the same fields as the training data, or a
+                `whence.Contrast` of two; None is self-influence, shape (n,).
+            query_weights: one weight for each query, (q,), or k rows of them, (k, q). The scores
+                are then of these k sums of measurements, at the cost of k queries.
+            query_rank: keep each query's vector in every layer as factors of this rank, so that
+                more queries share a pass over the data; "auto" takes the largest rank that fits.
+                Scores are then approximate. None keeps whole vectors.
             device: where to compute (default: where the model is).
             dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
             batch_size: examples per pass (default: chosen from memory). No score depends on it.
@@ -71,21 +85,28 @@ class Method(ABC):
             top: keep only the `top` most helpful and most harmful examples of each query.
             progress: show progress bars, and an estimate before long work.
             by_segment: keep the contribution of each segment (TracIn: of each checkpoint).
+            by_layer: keep the contribution of each layer (of methods of gradients).
             workers: processes that load data.
         """
+        by = BY_LAYER if by_layer else BY_SEGMENT if by_segment else None
+        if by_segment and by_layer:
+            raise InvalidInput("by_segment together with by_layer: ask for one of the two")
+        if by_layer and not self._layered:
+            raise InvalidInput(f"by_layer: the scores of {self.name} are not sums over layers")
         if len(study.runs) > 1 and top is not None:
             raise InvalidInput(
                 f"top={top} with {len(study.runs)} runs: the strongest of a mean are not known "
                 "from the strongest of each run. Leave top out, or attribute one run"
             )
+        queries = QuerySet.of(study, query, query_weights, query_rank)
         options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
 
         def each() -> Iterator[Scores]:
             for k, run in enumerate(study.runs):
                 folder = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
                 with torch.no_grad(), precision_as_asked(), collect_warnings():
-                    workspace = self.lay_out(study, run, query, options)
-                    scores = self.score(workspace, folder, top, by_segment)
+                    workspace = self.lay_out(study, run, queries, options)
+                    scores = self.score(workspace, folder, top, by)
                 yield scores
 
         with World.together() as world:
@@ -99,17 +120,32 @@ class Method(ABC):
 
     def lay_out(self, study: Study, run: Run, query: Any, options: ComputeOptions) -> Workspace:
         """One run of the study, ready for these queries."""
-        batches: Batches | None = None if query is None else study.query(query)
+        queries = QuerySet.of(study, query)
+        self._check(queries)
         return Workspace.lay_out(
             study,
             run,
             options,
-            query=batches,
+            query=queries,
             stage=self.stage,
             shared=query is not None and not self._own_layers,
             frozen=self._own_layers,
             quiet=self._quiet,
         )
+
+    def _check(self, queries: QuerySet | None) -> None:
+        """Refuse sums of queries where the score of a sum is not the sum of the scores."""
+        if queries is not None and queries.weights is not None and not self._linear:
+            raise InvalidInput(
+                f"query_weights or a Contrast with {self.name}, whose scores are not linear in "
+                "the queries: use a method of gradients, such as Source, or add up the rows of "
+                "its scores yourself"
+            )
+        if queries is not None and queries.rank is not None and not self._layered:
+            raise InvalidInput(
+                f"query_rank={queries.rank!r} means nothing to {self.name}, which has no query "
+                "vectors in layers: leave it out"
+            )
 
     def writer(
         self,
@@ -119,12 +155,14 @@ class Method(ABC):
         segments: int | None,
         places: Iterable[tuple[str, Weights]],
         what: str = LOSSES,
+        layers: Sequence[str] | None = None,
     ) -> ScoreWriter:
         """Where this run's scores go. What is tallied on the way is kept with them.
 
         Args:
             places: the stages and weights at which training examples are looked at.
             what: of them the scores depend on: losses, or only outputs.
+            layers: whose parts are kept.
         """
         world = workspace.world
         asked = {"the method": self, "out": out, "top": top, "by_segment": segments}
@@ -132,15 +170,18 @@ class Method(ABC):
         writer = ScoreWriter(
             out,
             None if workspace.query is None else len(workspace.query),
-            sum(len(workspace.study.data[stage]) for stage in workspace.stages),
+            workspace.examples,
             key=self.key(workspace),
             segments=segments,
+            layers=None if layers is None else len(layers),
             top=top,
             dtype=np.float64 if workspace.dtype == torch.float64 else np.float32,
             tried=None if out is None else workspace.tried(places, what),
             world=world,
         )
         workspace.ledger.tallies = writer.account
+        if layers is not None:
+            workspace.ledger.diagnostics["layers"] = list(layers)
         for message in workspace.study.warnings(workspace.run):
             warn(message, stacklevel=4)
         messages = collected_warnings()
@@ -150,7 +191,8 @@ class Method(ABC):
 
     def key(self, workspace: Workspace) -> str:
         """Of everything that the scores depend on."""
-        return key_of({"method": repr(self), **workspace.identity()})
+        settings = call_text(self.name, self.settings(), {})  # with defaults, which may change
+        return key_of({"method": settings, **workspace.identity()})
 
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
         """What is stored with the scores, the same in all ranks."""
@@ -163,7 +205,7 @@ class Method(ABC):
             "batch_size": workspace.batch_size,
             "tracked": workspace.tracked.summary(),
         }
-        counts = {stage: len(study.data[stage]) for stage in workspace.stages}
+        scored = {stage: workspace.scored(stage) for stage in workspace.stages}
         several = len(study.stages) > 1
         return {
             "method": self.name,
@@ -172,10 +214,10 @@ class Method(ABC):
             "unit": task.unit,
             "higher_is_better": task.higher_is_better,
             "query_ids": None if workspace.query is None else np.arange(len(workspace.query)),
-            "train_ids": np.concatenate([np.arange(count) for count in counts.values()]),
-            "stage": [s for s, c in counts.items() for _ in range(c)] if several else None,
-            "diagnostics": diagnostics if world.size == 1 else world.of_first(diagnostics),
-            "provenance": workspace.provenance(),
+            "train_ids": np.concatenate(list(scored.values())),
+            "stage": [s for s, which in scored.items() for _ in which] if several else None,
+            "diagnostics": diagnostics,
+            "provenance": workspace.provenance() | {"call": repr(self)},
             "excluded": [asdict(e) for e in workspace.tracked.excluded],
         }
 
@@ -187,5 +229,9 @@ class Method(ABC):
         """The constructor's arguments."""
         return {k: v for k, v in vars(self).items() if not k.startswith("_")}
 
+    def defaults_shown(self) -> dict[str, Any]:
+        """The settings that need not be shown."""
+        return defaults_of(type(self))
+
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+        return call_text(self.name, self.settings(), self.defaults_shown())

@@ -5,9 +5,9 @@
 H̄ is the whole Gauss-Newton matrix, ḡ(m) an example's gradient, ∇f(q) the query's: all are means
 over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½ it is the response δ/(M + δ): 1, as
 SOURCE's, where training hardly moved, and falling more slowly. A product with H̄ costs a pass over
-the data at every checkpoint, so few are taken: conjugate gradients solve with H̄ + λ, λ = δ D⁻¹, and
-are preconditioned by coupled EK-FAC, whose answer is their first direction. Through later stages the query gradient is carried by SOURCE's survival, exp(-M), with
-coupled EK-FAC.
+the data at every checkpoint, so few are taken: conjugate gradients solve with H̄ + λ, λ = δ D⁻¹,
+preconditioned by coupled EK-FAC, whose answer is their first direction. Through later stages the
+query gradient is carried by SOURCE's survival, exp(-M), with coupled EK-FAC.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 from whence.engine.dynamics import Rates
 from whence.engine.options import check_choice, check_count, check_positive
+from whence.engine.queries import Queries
 from whence.engine.solvers import solved_at_once
-from whence.engine.workspace import Queries, Term, Workspace
+from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors, first_scored
 from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
 from whence.operators.functions import survival as F_S

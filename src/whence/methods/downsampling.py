@@ -11,14 +11,13 @@ the mean of the others'.
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whence.data import Batches
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings, warn
 from whence.retrain import Truth
 from whence.retrain.contrast import Floats, differences, mean_of_sound
 from whence.scores import Scores
@@ -43,6 +42,7 @@ class Downsampling:
         self.truth = truth if isinstance(truth, Truth) else Truth.load(truth)
         self.exclude_diverged = exclude_diverged
 
+    @collect_warnings()
     def attribute(
         self,
         study: Study | None = None,
@@ -76,7 +76,7 @@ class Downsampling:
             )
         for where, which in unknown.items():
             if which:
-                warnings.warn(
+                warn(
                     f"{len(which)} of {examples} examples are {where.replace('_', ' ')} (of "
                     f"{subsets}), so nothing is known about them: {listed(which)}. They score 0; "
                     "use a truth with more subsets",

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from whence.engine.dynamics import Rates
@@ -27,18 +28,20 @@ from whence.engine.options import (
     check_damping,
     check_share,
 )
+from whence.engine.queries import Queries, QuerySet
+from whence.engine.query_factors import operations as factor_operations
+from whence.engine.query_factors import plan
 from whence.engine.scoring import Tokens, readouts, score_tokens, shared_tokens
-from whence.engine.workspace import GAUSS_NEWTON, LOSS, Queries, Term, Workspace
+from whence.engine.workspace import GAUSS_NEWTON, LOSS, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost
 from whence.run import Segment
-from whence.scores import Scores
+from whence.scores import BY_LAYER, BY_SEGMENT, Scores
 from whence.study import Study
 from whence.world import World
 
-PROBED = "probed"  # coupling along training gradients, instead of by traces
 USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
 
 #: for the terms with these numbers: the vectors w of some queries, and a number they are times
@@ -48,6 +51,7 @@ Vectors = Iterator[tuple[Sequence[int], Any, float]]
 class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
+    _linear = _layered = True
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
 
@@ -81,8 +85,7 @@ class GradientMethod(Method):
         """What a pass of each kind costs per example, for the estimate."""
         work = cost.pass_operations(workspace.tracked, queries, self._factored)
         if workspace.query is None:  # every example is a query that has to be solved
-            everyone = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
-            solved = cost.pass_operations(workspace.tracked, everyone, self._factored)
+            solved = cost.pass_operations(workspace.tracked, workspace.examples, self._factored)
             work |= {kind: solved[kind] for kind in ("sums", "products")}
         return work
 
@@ -104,10 +107,14 @@ class GradientMethod(Method):
 
     # -- what all of them do ---------------------------------------------------------------------
 
-    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+    def score(
+        self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None
+    ) -> Scores:
         terms = self.terms(workspace)
         places = [(term.stage, c) for term in terms for c in term.checkpoints]
-        writer = self.writer(workspace, out, top, len(terms) if by_segment else None, places)
+        layers = [layer.name for layer in workspace.layers] if by == BY_LAYER else None
+        segments = len(terms) if by == BY_SEGMENT else None
+        writer = self.writer(workspace, out, top, segments, places, layers=layers)
         if writer.already is not None:
             return writer.already
         if workspace.reads_training_data:
@@ -116,9 +123,7 @@ class GradientMethod(Method):
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
         signal, weights = self.training(workspace, prepared)
-        scoring = workspace.scoring(
-            terms, vectors, writer, by_segment, signal, weights, self._shared
-        )
+        scoring = workspace.scoring(terms, vectors, writer, by, signal, weights, self._shared)
         with workspace.clock("scores"):
             if workspace.query is None:
                 scoring.selves()
@@ -142,16 +147,24 @@ class GradientMethod(Method):
                 self.prepare(workspace, self.terms(workspace))
 
     def estimate(
-        self, study: Study, query: Any = None, **options: Unpack[Options]
+        self,
+        study: Study,
+        query: Any = None,
+        *,
+        query_weights: ArrayLike | None = None,
+        query_rank: int | str | None = None,
+        **options: Unpack[Options],
     ) -> dict[str, Any]:
         """What `attribute` would take for each run: seconds, bytes, and passes over the data.
 
         Args:
+            query_weights, query_rank: as in `attribute`.
             options: device, dtype, batch_size, memory: as in `attribute`.
         """
         options["progress"] = False
         with World.together(), torch.no_grad(), precision_as_asked():
-            workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
+            queries = QuerySet.of(study, query, query_weights, query_rank)
+            workspace = self.lay_out(study, study.runs[0], queries, ComputeOptions(**options))
             self._announce(workspace, self.terms(workspace))
         return dict(workspace.ledger.diagnostics["estimate"])
 
@@ -162,8 +175,15 @@ class GradientMethod(Method):
             passes[kind] *= workspace.factor_groups
         segments = 1 if self._shared else len(terms)
         numbers = self.fitted_numbers(workspace, segments, passes)
-        numbers += self.vector_numbers(workspace, segments, queries)
-        announce(self, workspace, self.operations(workspace, queries), passes, numbers)
+        work, low_rank = self.operations(workspace, queries), None
+        if workspace.query is not None:
+            low_rank = plan(workspace, workspace.query, segments)
+        if low_rank is None or workspace.query is None:
+            numbers += self.vector_numbers(workspace, segments, queries)
+        else:
+            numbers += low_rank.numbers(workspace.blocks.values(), segments)
+            work["scores"] = factor_operations(workspace, workspace.query, low_rank)
+        announce(self, workspace, work, passes, numbers)
 
     def tokens(
         self, study: Study, query: Any, examples: Sequence[int], **options: Unpack[Options]
@@ -193,7 +213,7 @@ class GradientMethod(Method):
             terms = self.terms(workspace)
             prepared = self.prepare(workspace, terms)
             rows = np.arange(len(workspace.query))
-            queries = Queries(workspace.query, study.stages[-1], rows)
+            queries = workspace.query.some(study.stages[-1], rows)
             ready: dict[int, Any] = {}
             for which, w, scale in self.vectors(workspace, prepared, queries):
                 ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))
@@ -222,12 +242,11 @@ class SegmentedMethod(GradientMethod):
         stage: str | None = None,
         damping: float = 0.0,
         weight_decay: str = "ignore",
-        coupling: bool | str = True,
+        coupling: bool = True,
         query_at: str = "run",
         floor: float = 0.1,
         seed: int = 0,
     ) -> None:
-        check_choice("coupling", coupling, [True, False, PROBED])
         check_choice("curvature", curvature, [*KINDS, GAUSS_NEWTON])
         check_choice("fisher", fisher, FISHERS)
         check_choice("weight_decay", weight_decay, ["ignore", "curvature"])
@@ -241,7 +260,7 @@ class SegmentedMethod(GradientMethod):
             )
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
-        self.weight_decay, self.coupling = weight_decay, coupling
+        self.weight_decay, self.coupling = weight_decay, bool(coupling)
         self.query_at, self.floor, self.seed = query_at, floor, seed
 
     def terms(self, workspace: Workspace) -> list[Term]:

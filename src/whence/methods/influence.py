@@ -2,9 +2,8 @@
 
     values[q, m] = -(1/N) ∇f(q, θ_T)ᵀ (H + λ)⁻¹ ∇L(m, θ_T)                                   (Eq. 6)
 
-What H and its inverse are is a matter of the solver. On a run of several stages their data is
-pooled, as in the paper: influence functions cannot tell stages apart. The sign is that of
-f(with m) - f(without m).
+The solver decides what H and its inverse are. The data of several stages is pooled, as in the
+paper. The sign is that of f(with m) - f(without m).
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import Any
 
 from whence.engine.dynamics import source_damping
 from whence.engine.options import check_choice
+from whence.engine.queries import Queries
 from whence.engine.solvers import SOLVERS, check_settings
-from whence.engine.workspace import Queries, Term, Workspace
+from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.operators import BlockDiagonal, Inverse
 from whence.operators.datainf import DataInf
@@ -108,6 +108,9 @@ class Influence(GradientMethod):
     def defaults(solver: str) -> dict[str, Any]:
         """The settings of a solver."""
         return dict(SOLVERS[solver].defaults)
+
+    def defaults_shown(self) -> dict[str, Any]:
+        return super().defaults_shown() | self.defaults(self.solver)
 
     def terms(self, workspace: Workspace) -> list[Term]:
         return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]

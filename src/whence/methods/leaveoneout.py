@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
 
-from whence.errors import InvalidIndex, InvalidInput, InvalidType
+from whence.errors import InvalidIndex, InvalidInput, InvalidType, collect_warnings
 from whence.retrain import contrast, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.study import Study
+from whence.table import call_text, defaults_of
 
 
 class LeaveOneOut:
@@ -60,6 +60,7 @@ class LeaveOneOut:
         if self.examples is not None and len(set(self.examples)) < max(1, len(self.examples)):
             raise InvalidInput("examples are empty, or name one twice: give each of them once")
 
+    @collect_warnings()
     def attribute(
         self,
         study: Study | None = None,
@@ -84,7 +85,8 @@ class LeaveOneOut:
             device, memory, executor, engine, progress: as in `whence.retrain.measure`.
         """
         recipe, task, data = self._recipe, self._recipe.task, self._stage.data
-        self._check(study)
+        if study is not None:
+            self._check(study)
         examples = np.arange(len(data)) if self.examples is None else np.array(self.examples)
         if query is None and self.stage != recipe.stages[-1].name:
             raise InvalidInput(
@@ -93,7 +95,7 @@ class LeaveOneOut:
             )
         measured = measure(
             recipe,
-            Subset(data.dataset, examples.tolist()) if query is None else query,
+            torch.utils.data.Subset(data.dataset, examples.tolist()) if query is None else query,
             contrast.leave_one_out_trainings(self.seeds, examples, len(data), self.stage),
             out=None if out is None else Path(out) / "trainings",
             device=device,
@@ -132,10 +134,8 @@ class LeaveOneOut:
             scores.save(out)
         return scores
 
-    def _check(self, study: Study | None) -> None:
+    def _check(self, study: Study) -> None:
         """Refuse a study with other training data."""
-        if study is None:
-            return
         train = study.data.get(self.stage if len(self._recipe.stages) > 1 else study.stages[0])
         if train is None or train.fingerprint() != self._stage.data.fingerprint():
             raise InvalidInput(
@@ -147,4 +147,4 @@ class LeaveOneOut:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __repr__(self) -> str:
-        return f"LeaveOneOut({', '.join(f'{k}={v!r}' for k, v in self._settings().items())})"
+        return call_text("LeaveOneOut", self._settings(), defaults_of(type(self)))

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
 
 from whence.data import cut
 from whence.draws import Uniform
 from whence.engine.labels import Labels, classes
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
+from whence.table import call_text, defaults_of, progress_bar
 from whence.world import World
 
 DRAWS_PER_BLOCK = 2**22
@@ -41,6 +41,7 @@ class Random:
     def __init__(self, seed: int = 0, stage: str | None = None) -> None:
         self.seed, self.stage = seed, stage
 
+    @collect_warnings()
     def attribute(
         self,
         study: Study,
@@ -74,10 +75,10 @@ class Random:
         for batches in data.values():
             batches.refresh()
         key = {
-            "method": repr(self),
+            "method": call_text("Random", {"seed": self.seed, "stage": self.stage}, {}),
             "train": {stage: batches.fingerprint() for stage, batches in data.items()},
             "query": None if queries is None else queries.fingerprint(),
-            "tasks": {stage: repr(study.tasks[stage]) for stage in [*stages, last]},
+            "tasks": {stage: study.tasks[stage].called({}) for stage in [*stages, last]},
         }
         world.agree({**key, "out": out, "top": top})
         writer = ScoreWriter(
@@ -103,9 +104,8 @@ class Random:
             else:
                 train_classes = classes(study.tasks[stage], data[stage])
                 blocks = cut(len(queries), max(1, DRAWS_PER_BLOCK // size // world.size))
-                for rows in tqdm(
-                    world.mine(blocks), desc="draws", disable=not progress, leave=False
-                ):
+                some, hidden = world.mine(blocks), not progress
+                for rows in progress_bar(some, desc="draws", disable=hidden, leave=False):
                     values = draws(
                         self.seed, place, rows, query_classes, size, train_classes, where
                     )
@@ -124,7 +124,7 @@ class Random:
         )
 
     def __repr__(self) -> str:
-        return f"Random(seed={self.seed!r}, stage={self.stage!r})"
+        return call_text("Random", vars(self), defaults_of(type(self)))
 
 
 def draws(

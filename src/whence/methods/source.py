@@ -17,8 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 from whence.engine.dynamics import Rates
-from whence.engine.workspace import Queries, Term, Workspace
-from whence.methods.gradient import PROBED, SegmentedMethod, Stretch, Vectors
+from whence.engine.queries import Queries
+from whence.engine.workspace import Term, Workspace
+from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import coupling
 from whence.operators.functions import response as F_r
 from whence.operators.functions import survival as F_S
@@ -39,8 +40,7 @@ class Source(SegmentedMethod):
         stage: attribute to this stage's examples only (default: all stages').
         damping: added to the eigenvalues of the curvature.
         weight_decay: "ignore" it, as the paper does, or count it as "curvature".
-        coupling: take into account that all layers correct the same error together: by the traces
-            of their curvatures, or "probed" along training gradients with the Gauss-Newton matrix.
+        coupling: take into account that all layers correct the same error together.
         query_at: take the query gradient along the "run" (the mean over the last stage's
             checkpoints), or at the "final" model.
         floor: for Adam-type optimizers, the smallest value that a root √v̂ counts as, a share of the
@@ -53,11 +53,8 @@ class Source(SegmentedMethod):
     ) -> tuple[Any, Any, dict[str, float]]:
         """M = c D^½ H̄ D^½ + Δ of a segment, D^½, and c."""
         D = workspace.diagonal(rates.applied)
-        H = self.curvature_of(workspace, term, rates, resident)
-        M = H.whitened(D)
+        M = self.curvature_of(workspace, term, rates, resident).whitened(D)
         c = coupling(M) if self.coupling else {}
-        if self.coupling == PROBED and c:
-            c = workspace.probed_coupling(term.stage, term.checkpoints, H, D)
         return M.scaled(c) + rates.shift, D.sqrt(), c
 
     def vectors(

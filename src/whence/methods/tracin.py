@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from whence.engine.workspace import Queries, Term, Workspace
+from whence.engine.queries import Queries
+from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import GradientMethod, Vectors
 
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from whence.engine.loss_weights import ensemble_weights
 from whence.engine.options import check_count, check_damping
-from whence.engine.projected_space import Space
-from whence.engine.workspace import LOSS, MEASUREMENT, Queries, Term, Workspace
+from whence.engine.projected_space import Space, projecting
+from whence.engine.queries import Queries
+from whence.engine.workspace import LOSS, MEASUREMENT, Term, Workspace
 from whence.errors import InvalidInput
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
-from whence.operators import cost
 from whence.operators.projected import ProjectedVectors
 from whence.persist.identity import key_of
 
@@ -108,10 +108,8 @@ class Trak(GradientMethod):
         return {"projection": 1, "scores": 1}
 
     def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
-        blocks, positions = workspace.tracked.blocks, workspace.tracked.positions
-        work = sum(cost.forward_backward(b, positions[b.name]) for b in blocks)
-        work += 2.0 * cost.vector_numbers(workspace.tracked) * self.dimension
-        return super().operations(workspace, queries) | {"projection": work}
+        work = {"projection": projecting(workspace, self.dimension)}
+        return super().operations(workspace, queries) | work
 
     def fitted_numbers(self, workspace: Workspace, segments: int, passes: dict[str, int]) -> int:
         return 3 * self.dimension**2

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from whence.data import cut
 from whence.engine.ledger import announce
 from whence.engine.options import ComputeOptions
+from whence.engine.queries import Queries
 from whence.engine.workspace import Workspace
 from whence.errors import NotFinite, warn
 from whence.methods.base import Folder, Method
@@ -28,11 +28,13 @@ from whence.replay.training import Adjoint, Indices, Replay
 from whence.run import Run
 from whence.scores import Scores
 from whence.study import Study
+from whence.table import progress_bar
 
 
 class Unrolling(Method):
     """A method that propagates backwards through a run's training, update by update."""
 
+    _linear = True
     _quiet = True  # every trained parameter counts, tracked or not
     query_at = "final"  # or "run": where the query gradient is taken
     _modelled = True  # whether to refuse dropout and the like, which a replay cannot repeat
@@ -73,22 +75,24 @@ class Unrolling(Method):
             warn(f"{modules}: gradients are taken without", stacklevel=3)
         return ReplayWorkspace(**vars(workspace), replay=replay)
 
-    def score(self, workspace: Workspace, out: Folder, top: int | None, by_segment: bool) -> Scores:
+    def score(
+        self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None
+    ) -> Scores:
         assert isinstance(workspace, ReplayWorkspace)
         ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
         places = [(checkpoint.stage, checkpoint) for checkpoint in workspace.run.checkpoints]
-        writer = self.writer(workspace, out, top, len(ends) if by_segment else None, places)
+        writer = self.writer(workspace, out, top, len(ends) if by else None, places)
         world = workspace.world
         name = "sweep.safetensors" if world.first else f"sweep-{world.rank}.safetensors"
         snapshot = SweepSnapshot(None if out is None else Path(out) / name, writer.of)
         if writer.already is not None:
             snapshot.discard()
             return writer.already
-        blocks = self._blocks(workspace, len(ends) if by_segment else 1)
+        blocks = self._blocks(workspace, len(ends) if by else 1)
         self._estimate(workspace, blocks)
         blocks = list(world.mine(blocks))
         length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
-        bar = tqdm(
+        bar = progress_bar(
             total=length,
             desc="updates, backwards",
             disable=not workspace.progress,
@@ -99,12 +103,12 @@ class Unrolling(Method):
                 if writer.done(block.rows, block.columns):
                     bar.update(workspace.replay.steps - block.first(workspace.run))
                     continue
-                total = CreditSum(block, ends, by_segment)
+                total = CreditSum(block, ends, by is not None)
                 self._fill(workspace, block, total, snapshot, bar)
                 before = workspace.ledger.tallies.get("magnitudes", [0.0] * len(ends))
                 added = [x + y for x, y in zip(before, total.magnitudes, strict=True)]
                 workspace.ledger.tallies["magnitudes"] = added
-                parts = total.values if by_segment else None
+                parts = total.values if by else None
                 writer.write(block.rows, block.columns, total.values.sum(0), parts)
                 snapshot.discard()
         self._note_deviations(workspace)
@@ -117,7 +121,7 @@ class Unrolling(Method):
         block: QueryBlock,
         total: CreditSum,
         snapshot: SweepSnapshot,
-        bar: tqdm[Any],
+        bar: Any,
     ) -> None:
         """Add up all credits of a block; resumes from the snapshot of an earlier call."""
         place = {"rows": str(block.rows), "columns": str(block.columns), "apart": total.apart}
@@ -164,16 +168,21 @@ class Unrolling(Method):
     def _gradients_at(
         self, workspace: ReplayWorkspace, block: QueryBlock, weights: Tensors
     ) -> Tensors:
-        replay, count = workspace.replay, len(block.indices)
-        objective = replay.objectives[block.stage]
-        gradients = {name: w.new_zeros(count, *w.shape) for name, w in weights.items()}
-        singles = block.data.stream(
-            [block.indices[k : k + 1] for k in range(count)], replay.device, replay.dtype
-        )
+        replay, objective = workspace.replay, workspace.replay.objectives[block.stage]
+        queries = Queries(block.data, block.stage, block.indices)
+        if workspace.query is not None:
+            queries = workspace.query.some(block.stage, block.indices)
+        gradients = {name: w.new_zeros(len(queries), *w.shape) for name, w in weights.items()}
+        singles = queries.data.stream(queries.batches(1), replay.device, replay.dtype)
         for k, (index, batch) in enumerate(singles):
-            for name, g in objective.gradient(weights, weights, batch, "measurements", 1).items():
-                gradients[name][k] = g
-            if not all(bool(part[k].isfinite().all()) for part in gradients.values()):
+            of_one = objective.gradient(weights, weights, batch, "measurements", 1)
+            for name, g in of_one.items():
+                if queries.weights is None:
+                    gradients[name][k] = g
+                else:
+                    shares = queries.weights[:, k].to(g)
+                    gradients[name] += shares.view(-1, *[1] * g.dim()) * g
+            if not all(bool(part.isfinite().all()) for part in of_one.values()):
                 raise NotFinite(
                     f"the gradient of the measurement is NaN or infinite for {block.data.name} "
                     f"example {int(index[0])}: mend or leave out the example"
@@ -199,7 +208,7 @@ class Unrolling(Method):
         if query is not None:
             whole = slice(0, sum(map(len, everyone.values())))
             return [
-                QueryBlock(_slice(rows), whole, query, study.stages[-1], rows, everyone)
+                QueryBlock(_slice(rows), whole, query.data, study.stages[-1], rows, everyone)
                 for rows in cut(len(query), at_once)
             ]
         blocks, start = [], 0
@@ -214,7 +223,7 @@ class Unrolling(Method):
 
     def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
         queries = max(len(block.indices) for block in blocks)
-        examples = sum(len(workspace.study.data[stage]) for stage in workspace.stages)
+        examples = workspace.examples
         work = sum(self.operations(workspace, len(block.indices)) for block in blocks)
         numbers = queries * (2 * workspace.replay.slots + 10) * workspace.replay.numbers
         steps = workspace.replay.steps * len(blocks)

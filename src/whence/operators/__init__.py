@@ -10,7 +10,7 @@ from whence.operators.fit import FISHERS, Fitter, accumulator
 from whence.operators.functions import decayed, inverse, response, significant, survival
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.kfac import KFAC
-from whence.operators.operator import Inverse, Operator, coupling, probed_coupling
+from whence.operators.operator import Inverse, Operator, coupling
 from whence.operators.shampoo import Automatic, Shampoo
 from whence.operators.space import Basis, BlockDiagonal, BlockSpace, BlockVectors
 from whence.operators.statistics import FitData
@@ -45,7 +45,6 @@ __all__ = [
     "Whitened",
     "accumulator",
     "coupling",
-    "probed_coupling",
     "decayed",
     "inverse",
     "response",

@@ -13,16 +13,27 @@ import torch
 
 from whence.layers.capture import ParameterBlock
 from whence.layers.tracked import Tracked
+from whence.table import Table
+
+
+def basis_numbers(block: ParameterBlock) -> int:
+    """Numbers in a block's eigenbases; as many operations rotate a vector of each side."""
+    outputs = 0 if block.rows else block.o**2
+    return outputs + (0 if block.diagonal else block.width**2)
 
 
 def covariance(block: ParameterBlock, t: int) -> float:
     """Operations of both covariances of one example; symmetry halves them."""
-    return t * (block.width**2 + block.o**2)
+    return t * basis_numbers(block)
 
 
 def squares(block: ParameterBlock, t: int) -> float:
     """Operations of one example's squared gradient in the eigenbasis."""
     o, i = block.o, block.width
+    if block.lookup:
+        return 2.0 * t * i * (i + 1)
+    if block.rows:
+        return 2.0 * t * (o * i + (0 if block.diagonal else i * i))
     if t == 1:
         return 2.0 * (i * i + o * o + o * i)
     return 2.0 * (min(t, o) * i * i + min(t, i) * o * o + t * o * i)
@@ -30,6 +41,8 @@ def squares(block: ParameterBlock, t: int) -> float:
 
 def forward_backward(block: ParameterBlock, t: int) -> float:
     """Operations of the layer's own forward and backward pass, one example."""
+    if block.lookup:
+        return 2.0 * t * block.i
     return 4.0 * t * block.o * block.i
 
 
@@ -38,45 +51,68 @@ def inner(block: ParameterBlock, t: int, queries: int, factored: bool = False) -
 
     `factored`: the queries' vectors are plain gradients; with one position, s_q a_qᵀ.
     """
+    if block.lookup:
+        return 2.0 * queries * t * block.width
     if factored and t == 1:
         return 2.0 * queries * (block.o + block.i)
     return 2.0 * block.o * block.width * (queries + (t if t > 1 else 0))
 
 
+def inner_by_position(n: int, t: int, o: int, i: int, queries: int, rank: int) -> float:
+    """Operations of n examples' inner products with queries in factors, position by position."""
+    return 2.0 * n * t * queries * rank * (o + i)
+
+
+def inner_expanded(n: int, t: int, o: int, i: int, queries: int, rank: int) -> float:
+    """The same, after the factors were multiplied out for these n examples."""
+    return 2.0 * o * i * (n * t + queries * rank + n * queries)
+
+
+def low_rank_numbers(block: ParameterBlock, rank: int | None) -> int:
+    """Numbers of a query's matrix: whole, or in factors where these are smaller."""
+    return block.size if rank is None else min(block.size, rank * (block.o + block.width))
+
+
 def rotate_examples(block: ParameterBlock, t: int, examples: int) -> float:
     """Operations of rotating the (a, s) of examples into a basis."""
-    return 2.0 * examples * t * (block.width**2 + block.o**2)
+    return 2.0 * examples * t * basis_numbers(block)
 
 
 def rotate_queries(block: ParameterBlock, queries: int) -> float:
     """Operations of rotating whole (o, width) matrices into another basis."""
-    return 2.0 * queries * block.size * (block.o + block.width)
+    return 2.0 * queries * block.size * ((0 if block.rows else block.o) + block.width)
 
 
 def eigenbasis(block: ParameterBlock) -> float:
     """Operations of the two eigendecompositions (about 9 d³, in float64, at half the rate)."""
-    return 18.0 * (block.o**3 + block.width**3)
+    return 18.0 * ((0 if block.rows else block.o**3) + block.width**3)
 
 
 def products_along(block: ParameterBlock, t: int, queries: int) -> float:
     """Operations of one example's Gauss-Newton products: forward and back along each vector."""
+    if block.lookup:
+        return 4.0 * t * block.width * queries
     return 8.0 * block.size * t * queries
 
 
 def products_by_columns(block: ParameterBlock, t: int, queries: int, outputs: int) -> float:
     """The same products, computed from one gradient per output."""
+    if block.lookup:
+        return 4.0 * t * block.width * outputs * queries
     return 4.0 * block.size * outputs * (t + queries)
 
 
 def per_example_numbers(tracked: Tracked) -> int:
     """Numbers in memory for one example during a pass: captures, temporaries, and outputs."""
-    captures = sum(3 * tracked.positions[b.name] * (b.i + b.o) for b in tracked.blocks)
+    captures = sum(
+        3 * tracked.positions[b.name] * (b.i + (0 if b.lookup else b.o)) for b in tracked.blocks
+    )
     return captures + 6 * tracked.outputs
 
 
 def factor_numbers(tracked: Tracked, bases: bool = True) -> int:
     """Numbers in one segment's factors, with eigenbases or without."""
-    return sum((b.o**2 + b.width**2) * bases + b.size for b in tracked.blocks)
+    return sum(basis_numbers(b) * bases + b.size for b in tracked.blocks)
 
 
 def vector_numbers(tracked: Tracked, factored: bool = False) -> int:
@@ -85,7 +121,7 @@ def vector_numbers(tracked: Tracked, factored: bool = False) -> int:
     `factored`: it is a plain gradient; with one position, s aᵀ.
     """
     return sum(
-        b.o + b.width if factored and tracked.positions[b.name] == 1 else b.size
+        b.o + b.width if factored and tracked.positions[b.name] == 1 and not b.lookup else b.size
         for b in tracked.blocks
     )
 
@@ -122,15 +158,15 @@ def rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * d**3 / best
 
 
-def table(tracked: Tracked, examples: int) -> str:
-    """The tracked layers and the operations one pass over the data takes, as text."""
-    head = f"{'layer':<32} {'o × i':>15} {'t':>6} {'parameters':>12}"
-    head += f" {'cov':>9} {'eig':>9} {'fwd+bwd':>9}"
-    rows = [head + "   (GFLOP per pass)", "-" * len(head)]
+def table(tracked: Tracked, examples: int, title: str) -> Table:
+    """The tracked layers, and the operations (in 10⁹) that one pass over the data takes."""
+    rows = []
     for b in tracked.blocks:
         t = tracked.positions[b.name]
         cells = (covariance(b, t), squares(b, t), forward_backward(b, t))
-        costs = " ".join(f"{examples * c / 1e9:>9,.1f}" for c in cells)
         shape = f"{b.o} × {b.i}{'+1' if b.bias else ''}"
-        rows.append(f"{b.name:<32} {shape:>15} {t:>6} {b.size:>12,} {costs}")
-    return "\n".join(rows)
+        costs = (f"{examples * c / 1e9:,.1f}" for c in cells)
+        rows.append((b.name, shape, t, f"{b.size:,}", *costs))
+    heads = ("layer", "o × i", "t", "parameters")
+    costs = ("GFLOP: covariances", "eigenvalues", "forward, backward")
+    return Table([*heads, *costs], rows, title=title, note=tracked.summary(len(tracked.excluded)))

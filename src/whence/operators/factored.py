@@ -40,8 +40,10 @@ class EigenFactors:
         """The diagonal (o, width) of Q Λ Qᵀ in the parameters' own coordinates."""
         if self.basis is None:
             return self.eigenvalues
-        outputs, inputs = self.basis.outputs.square(), self.basis.inputs.square()
-        return outputs @ self.eigenvalues @ inputs.mT
+        values = self.eigenvalues
+        if self.basis.outputs is not None:
+            values = self.basis.outputs.square() @ values
+        return values @ self.basis.inputs.square().mT
 
 
 class OffloadedFactors(Mapping[str, EigenFactors]):
@@ -116,7 +118,7 @@ class Factored(Operator[BlockVectors]):
     def compute(
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
-        """The factors: "<block>/eigenvalues", "/outputs" and "/inputs" where there is a basis, and
+        """The factors: "<block>/eigenvalues", "/outputs" and "/inputs" where there are bases, and
         "/diagonal" where that is asked for."""
 
     @classmethod
@@ -240,6 +242,10 @@ class Factored(Operator[BlockVectors]):
     def components(self, names: Sequence[str]) -> list[list[str]]:
         """Blocks that act on each other: here each one alone."""
         return [[name] for name in names]
+
+    def is_diagonal(self, name: str) -> bool:
+        """Whether a block has no eigenbasis."""
+        return self.factors[name].basis is None
 
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """H v of a component, in the parameters' own coordinates: (q, o, width) by block."""

@@ -19,7 +19,6 @@ are asked for, one block at a time; for the pass that measures Λ, all bases of 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.errors import warn
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
+from whence.operators import cost
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.space import Basis
 from whence.operators.statistics import (
@@ -103,7 +104,7 @@ class Fitter:
 
     def eigenbases(
         self, checkpoints: Sequence[Weights], whole: Sequence[str] = ()
-    ) -> tuple[dict[str, Basis], dict[str, tuple[Tensor, Tensor]]]:
+    ) -> tuple[dict[str, Basis | None], dict[str, tuple[Tensor, Tensor]]]:
         """(Q_S, Q_A) and (Λ_S, Λ_A) of each block that this rank owns. On the CPU, if there are
         groups of layers.
 
@@ -116,22 +117,24 @@ class Fitter:
             for name, value in self.covariances(checkpoint, whole).items():
                 share = value.to(where, torch.float64) / len(checkpoints)
                 means[name] = means[name].add_(share) if name in means else share
-        bases, eigenvalues = {}, {}
+        bases: dict[str, Basis | None] = {}
+        eigenvalues = {}
         with self.passes.clock("eigendecomposition"):
             for b in [b for b in self.blocks if f"{b.name}/S" in means]:
                 S, A = (means.pop(f"{b.name}/{key}").to(self.device) for key in "SA")
-                (Λ_S, Q_S), (Λ_A, Q_A) = torch.linalg.eigh(S), torch.linalg.eigh(A)
-                # computed in float64, stored in the precision they are used in
-                basis = Basis(Q_S.contiguous(), Q_A.contiguous())
-                bases[b.name] = basis.to(where, self.accumulator)
+                (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
+                Λ_A, Q_A = torch.linalg.eigh(A)
                 eigenvalues[b.name] = Λ_S.to(where), Λ_A.to(where)
+                # computed in float64, stored in the precision they are used in
+                basis = Basis(None if Q_S is None else Q_S.contiguous(), Q_A.contiguous())
+                bases[b.name] = None if b.diagonal else basis.to(where, self.accumulator)
         return bases, eigenvalues
 
     def second_moments(
         self,
         kind: str,
         checkpoints: Sequence[Weights],
-        bases: Mapping[str, Basis] | None,
+        bases: Mapping[str, Basis | None] | None,
         diagonal: bool,
     ) -> Tensors:
         """The mean over checkpoints of `SecondMoments`.
@@ -158,11 +161,14 @@ class Fitter:
         return mean
 
     @staticmethod
-    def as_tensors(bases: Mapping[str, Basis]) -> Tensors:
+    def as_tensors(bases: Mapping[str, Basis | None]) -> Tensors:
         """Bases by the names they are cached under."""
         tensors: Tensors = {}
         for name, basis in bases.items():
-            tensors |= {f"{name}/outputs": basis.outputs, f"{name}/inputs": basis.inputs}
+            if basis is not None:
+                tensors[f"{name}/inputs"] = basis.inputs
+            if basis is not None and basis.outputs is not None:
+                tensors[f"{name}/outputs"] = basis.outputs
         return tensors
 
     # -- which rank has what ---------------------------------------------------------------------
@@ -184,15 +190,13 @@ class Fitter:
     def _cache(self) -> FactorCache:
         return shared(self.cache, self.world, self._owner)
 
-    def _gathered(self, name: str, bases: Mapping[str, Basis]) -> Basis:
+    def _gathered(self, name: str, bases: Mapping[str, Basis | None]) -> Basis | None:
         """A block's basis from its owner, in the precision of the passes."""
-        given = (
-            {"outputs": bases[name].outputs, "inputs": bases[name].inputs} if name in bases else {}
-        )
-        given = {k: x.to(self.device, self.passes.dtype) for k, x in given.items()}
-        basis = self.world.share(given, self._owners[name], self.device)
-        assert basis is not None
-        return Basis(basis["outputs"], basis["inputs"])
+        basis = bases.get(name)
+        placed = None if basis is None else basis.to(self.device, self.passes.dtype)
+        given = self.world.share(self.as_tensors({"": placed}), self._owners[name], self.device)
+        assert given is not None
+        return Basis(given.get("/outputs"), given["/inputs"]) if given else None
 
     # -- what is fitted on what ------------------------------------------------------------------
 
@@ -314,7 +318,7 @@ class Fitter:
     def _warn_of_groups(self, groups: int, bases: bool) -> None:
         assert self.room is not None
         self.notes["factor_groups"] = groups
-        warnings.warn(
+        warn(
             f"the factors of all {len(self.blocks)} layers take {self._bytes(bases) / 2**30:.2g} "
             f"GiB, and there is room for {self.room / 2**30:.2g}: they are fitted in {groups} "
             "groups of layers, with passes over the data for each. Give more memory=, or track "
@@ -351,7 +355,7 @@ class Fitter:
         keys = [k for k in ("outputs", "inputs", "diagonal") if f"{name}/{k}" in factors]
         x = {k: factors[f"{name}/{k}"].to(self.device, self.accumulator) for k in keys}
         eigenvalues = factors[f"{name}/eigenvalues"].to(self.device, self.accumulator)
-        basis = Basis(x["outputs"], x["inputs"]) if "outputs" in x else None
+        basis = Basis(x.get("outputs"), x["inputs"]) if "inputs" in x else None
         return EigenFactors(eigenvalues, basis, x.get("diagonal"))
 
 
@@ -366,7 +370,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def factor_bytes(block: ParameterBlock, bases: bool, dtype: torch.dtype) -> int:
     """What a block's factors take, when they are fitted and while they are."""
-    numbers = block.o**2 + block.width**2 if bases else 0
+    numbers = cost.basis_numbers(block) if bases else 0
     return (numbers + 2 * block.size) * dtype.itemsize
 
 

@@ -23,12 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm.auto import tqdm
 
-from whence.data import cut
+from whence.data import batch_length, cut
 from whence.errors import InvalidInput, NotFinite
-from whence.layers.capture import Tape, TrackedLayer
+from whence.layers.capture import Outputs, Tape, TrackedLayer, sides
 from whence.layers.passes import Passes, Signal, Weights
+from whence.layers.rows import Rows, add_rows
 from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import Factored
@@ -38,6 +38,7 @@ from whence.operators.products import Readout, add_weighted
 from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
+from whence.table import progress_bar
 
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
 
@@ -108,7 +109,7 @@ class GaussNewton(Operator[BlockVectors]):
         v, totals = self.space.unflatten(vectors), self.space.unflatten(total)
         self._products += 1
         pairs = list(product(self.data, self.checkpoints))
-        bar = tqdm(
+        bar = progress_bar(
             total=sum(len(part.batches(self.batch_size)) for part, _ in pairs),
             desc=f"Gauss-Newton product {self._products}",
             disable=not self.data[0].passes.progress,
@@ -129,6 +130,9 @@ class GaussNewton(Operator[BlockVectors]):
     def components(self, names: Sequence[str]) -> list[list[str]]:
         """All blocks act on each other."""
         return [list(self.space.blocks)] if names else []
+
+    def is_diagonal(self, name: str) -> bool:
+        return False
 
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """H v in the parameters' own coordinates: (q, o, width) by block."""
@@ -282,7 +286,7 @@ class GaussNewton(Operator[BlockVectors]):
                 there = (model.forward(matrices) * y).flatten()
                 back = torch.stack(
                     [
-                        _applied(matrices[name], a).flatten() @ s.flatten()
+                        _applied(matrices[name], a, s).flatten() @ _slopes(a, s).flatten()
                         for name, a, s in model.backward(y)
                     ]
                 )
@@ -313,7 +317,8 @@ class Linearised:
 
     def __init__(self, passes: Passes, layers: Sequence[TrackedLayer], batch: Any) -> None:
         # fused attention has no second derivatives, the plain form has
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), Tape(passes.model, layers) as tape:
+        tape = Tape(passes.model, layers, batch_length(batch))
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), tape:
             self.outputs = passes.task.outputs(passes.model, batch)
             self._u = torch.zeros_like(self.outputs, requires_grad=True)
             calls = [(layer, call) for layer in layers for call in tape.calls[layer.name]]
@@ -324,26 +329,32 @@ class Linearised:
             reached = [k for k, slope in enumerate(slopes) if slope is not None]
             self._calls = [calls[k] for k in reached]
             self._edges = [edges[k] for k in reached]
-            self._names = [block.name for layer, _ in self._calls for block in layer.blocks]
-            self._a = [x for layer, c in self._calls for x in layer.kind.inputs(c.module, c.x)]
-            self._s = self._positions([slopes[k] for k in reached])
+            self._blocks = [block for layer, _ in self._calls for block in layer.blocks]
+            self._inputs = [
+                x for _, call in self._calls for x in call.kind.inputs(call.module, call.x)
+            ]
+            self._factors = self._positions([slopes[k] for k in reached])
             self._point = self.outputs.detach().requires_grad_()
             loss = passes.task.losses(self._point, batch).sum()
             (self._slope,) = torch.autograd.grad(loss, self._point, create_graph=True)
 
-    def _positions(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the calls' outputs, of any number of batches, as s (n, t, o) per block."""
-        return [
-            s
-            for (layer, call), g in zip(self._calls, gradients, strict=True)
-            for s in layer.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
+    def _positions(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Outputs]]:
+        """Gradients of the calls' outputs, of any number of batches, as (a, s) of each block."""
+        slopes = [
+            (call.kind, s)
+            for (_, call), g in zip(self._calls, gradients, strict=True)
+            for s in call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
         ]
+        each = zip(self._blocks, self._inputs, slopes, strict=True)
+        return [sides(kind, x, s, block.o) for block, x, (kind, s) in each]
 
     def forward(self, v: Mapping[str, Tensor]) -> Tensor:
         """J v for matrices (q, o, width): (q, n, ...)."""
-        tangents = [_applied(v[name], a) for name, a in zip(self._names, self._a, strict=True)]
+        pairs = zip(self._blocks, self._factors, strict=True)
+        tangents = [_applied(v[block.name], a, s) for block, (a, s) in pairs]
+        slopes = [_slopes(a, s) for a, s in self._factors]
         moved: Tensor = _each(
-            lambda *g: torch.autograd.grad(self._s, self._u, g, **_KEEP)[0], *tangents
+            lambda *g: torch.autograd.grad(slopes, self._u, g, **_KEEP)[0], *tangents
         )
         return moved
 
@@ -356,10 +367,11 @@ class Linearised:
         )
         return bent
 
-    def backward(self, y: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Jᵀy as factors: (block, a (n, t, i), s (q n, t, o))."""
+    def backward(self, y: Tensor) -> Iterator[tuple[str, Tensor, Outputs]]:
+        """Jᵀy as factors: (block, a (n, t, i), s (q n, t, o)); of a lookup, a (q n, t, i)."""
         gradients = _each(lambda g: torch.autograd.grad(self.outputs, self._edges, g, **_KEEP), y)
-        yield from zip(self._names, self._a, self._positions(gradients), strict=True)
+        for block, (a, s) in zip(self._blocks, self._positions(gradients), strict=True):
+            yield block.name, a, s
 
 
 def _typical(damping: float | Tensor) -> float:
@@ -384,17 +396,28 @@ def _each(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
         raise
 
 
-def _applied(v: Tensor, a: Tensor) -> Tensor:
-    """v (q, o, width) on inputs a (n, t, i): (q, n, t, o)."""
+def _slopes(a: Tensor, s: Outputs) -> Tensor:
+    """The side that depends on the backward pass."""
+    return a if isinstance(s, Rows) else s
+
+
+def _applied(v: Tensor, a: Tensor, s: Outputs) -> Tensor:
+    """v (q, o, width) on inputs a (n, t, i): (q, n, t, o). Of a lookup, rows (q, n, t, i)."""
     (n, t, i), v = a.shape, v.to(a.dtype)
+    if isinstance(s, Rows):
+        return v[:, s.ids]
     applied = a.reshape(n * t, i) @ v[..., :i].mT
     if v.shape[2] > i:
         applied += v[:, None, :, i]
     return applied.reshape(len(applied), n, t, -1)
 
 
-def _add_summed(total: Tensor, a: Tensor, s: Tensor) -> None:
+def _add_summed(total: Tensor, a: Tensor, s: Outputs) -> None:
     """total (q, o, width) += Σ_{n,t} s aᵀ for a (n, t, i) and s (q n, t, o)."""
+    if isinstance(s, Rows):
+        for each, rows in zip(total, a.reshape(len(total), -1, a.shape[2]), strict=True):
+            add_rows(each, s.ids.flatten(), rows)
+        return
     i, s = a.shape[2], s.reshape(len(total), -1, s.shape[2])
     total[..., :i] += s.mT @ a.reshape(-1, i)
     if total.shape[2] > i:

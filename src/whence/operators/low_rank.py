@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from whence.errors import InvalidInput, warn
 from whence.operators.gauss_newton import GaussNewton
@@ -23,6 +22,7 @@ from whence.operators.operator import Inverse
 from whence.operators.space import BlockSpace, BlockVectors
 from whence.persist.identity import key_of
 from whence.persist.tensors import FactorCache
+from whence.table import progress_bar
 
 ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
 
@@ -121,7 +121,7 @@ def _iterated(H: GaussNewton, cache: FactorCache, key: str, lanczos: Lanczos) ->
     passes, snapshot = H.data[0].passes, cache.snapshot(key)
     if snapshot is not None:
         lanczos.restore(*snapshot)
-    bar = tqdm(
+    bar = progress_bar(
         total=len(lanczos.alpha),
         initial=lanczos.done,
         desc="Arnoldi iterations",

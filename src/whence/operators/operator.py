@@ -113,24 +113,3 @@ def coupling(operator: Operator[Any]) -> dict[str, float]:
     traces = operator.trace()
     total = sum(traces.values())
     return {name: total / trace if trace > 0 else 1.0 for name, trace in traces.items()}
-
-
-def probed_coupling(whole: Any, H: Operator[Any], D: Any, x: Any) -> dict[str, float]:
-    """`coupling` as it is along some vectors x, without a word about kernels.
-
-        c_ℓ = Σ_x ⟨M_ℓ y_ℓ, (M y)_ℓ⟩ / Σ_x ‖M_ℓ y_ℓ‖²        y = D^½ x,  M = D^½ H D^½
-
-    Args:
-        whole: the matrix of all layers together.
-        H: its approximation layer by layer.
-        D: what the optimizer applied.
-        x: gradients of training examples.
-    """
-    u = D * x
-    alone, together = H @ u, whole.product({name: u.matrix(name) for name in u.values})
-    weighted, c = D * alone, {}
-    for name in weighted.values:
-        along = weighted.matrix(name)
-        square = float((along * alone.matrix(name)).sum())
-        c[name] = float((along * together[name]).sum()) / square if square > 0 else 1.0
-    return c

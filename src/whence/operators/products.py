@@ -3,7 +3,7 @@
 Letters: `n` examples, `q` queries, `t` positions, `i` inputs, `o` outputs; a is (n, t, i), s is (n,
 t, o), and the per-example gradient Σ_t s_t a_tᵀ is (o, i), with a last column Σ_t s_t when there is
 a bias. The bias coordinate is never concatenated to `a`; its terms are added separately. `width` is
-i, plus one with a bias.
+i, plus one with a bias. An embedding's `s` is `Rows`, which is never formed.
 
 `operators/cost.py` counts the cost of each product. Where two orders of multiplication give the
 same result, these functions choose the one with fewer operations.
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from whence.layers.capture import LayerFactors
+from whence.layers.capture import LayerFactors, Outputs, whole_gradients
+from whence.layers.rows import Rows, add_rows
+from whence.operators import cost
 from whence.operators.space import Basis
 
 #: numbers in a scratch buffer that is read back immediately (it should stay in a CPU's cache) ...
@@ -27,6 +29,8 @@ SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
 LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
 #: (number of row blocks, least height of one) in which a symmetric product is computed
 ROW_BLOCKS = {"cpu": (8, 128), "cuda": (4, 1024)}
+#: of the search for leading singular vectors
+OVERSAMPLED, SUBSPACE_ITERATIONS = 8, 2
 
 
 _local = threading.local()
@@ -87,29 +91,53 @@ def add_input_covariance(total: Tensor, factors: LayerFactors) -> None:
         total[i, i] += count
 
 
-def add_output_covariance(total: Tensor, s: Tensor, mask: Tensor | None) -> float:
-    """total (o, o) += Σ_{n,t} s sᵀ, upper triangle; returns how many positions exist."""
+def add_output_covariance(total: Tensor, s: Outputs, mask: Tensor | None) -> float:
+    """total (o, o) += Σ_{n,t} s sᵀ, upper triangle; returns how many positions exist.
+
+    A total (o,) gets the diagonal only: of a lookup, how often each row was looked up.
+    """
     n, t, o = s.shape
-    x = s.reshape(n * t, o)
-    if mask is not None:
-        x = x * mask.reshape(-1, 1)
-    add_gram(total, x)
+    if isinstance(s, Rows):
+        ones = torch.ones_like(s.ids, dtype=total.dtype) if mask is None else mask.to(total.dtype)
+        add_rows(total, s.ids.flatten(), ones.flatten())
+    else:
+        x = s.reshape(n * t, o)
+        if mask is not None:
+            x = x * mask.reshape(-1, 1)
+        if total.dim() == 1:
+            total += x.square().sum(0, dtype=total.dtype)
+        else:
+            add_gram(total, x)
     return float(n * t) if mask is None else float(mask.sum())
 
 
-def add_whole_grams(left: Tensor, right: Tensor, a: Tensor, s: Tensor, bias: bool) -> None:
-    """left (o, o) += Σ_n G_n G_nᵀ and right (width, width) += Σ_n G_nᵀ G_n; upper triangles."""
+def add_whole_grams(left: Tensor, right: Tensor, a: Tensor, s: Outputs, bias: bool) -> None:
+    """left (o, o) += Σ_n G_n G_nᵀ and right (width, width) += Σ_n G_nᵀ G_n; upper triangles.
+
+    A left (o,) gets the diagonal only.
+    """
     n, o, width = len(a), len(left), len(right)
+    if isinstance(s, Rows) and s.dense is None:
+        rows = s.merged(a).flatten(0, 1)
+        add_gram(right, rows)
+        add_rows(left, s.ids.flatten(), rows.square().sum(1))
+        return
     step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (2 * o * width))
     for start in range(0, n, step):
         gradient = build(a[start : start + step], s[start : start + step], None, bias)
         add_gram(right, gradient.reshape(-1, width))
-        add_gram(left, gradient.mT.reshape(-1, o))
+        if left.dim() == 1:
+            left += gradient.square().sum((0, 2), dtype=left.dtype)
+        else:
+            add_gram(left, gradient.mT.reshape(-1, o))
 
 
-def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> None:
+def add_squares(total: Tensor, a: Tensor, s: Outputs, basis: Basis | None, bias: bool) -> None:
     """total (o, width) += Σ_n (Q_Sᵀ G_n Q_A)², G_n the whole gradient of example n (Eq. 36)."""
     t, (o, width) = a.shape[1], total.shape
+    if isinstance(s, Rows):
+        _add_squared_rows(total, a if basis is None else basis.rotate_inputs(a), s)
+        return
     if t == 1:  # rank one: the square of a product is the product of squares
         left = (s if basis is None else basis.rotate_outputs(s)).squeeze(1).square()
         right = (a if basis is None else basis.rotate_inputs(a)).squeeze(1).square()
@@ -119,19 +147,20 @@ def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: 
         return
     n, _, i = a.shape
     inputs_first = t < o  # rotate before or after summing over positions, whichever has fewer rows
-    outputs_first = t < i
+    outputs_first = t < i or (basis is not None and basis.outputs is None)
     column = s.sum(1) if bias else None  # the bias's gradients, (n, o)
     if basis is not None and inputs_first:
         a, column = basis.rotate_inputs(a), None
     if basis is not None and outputs_first:
         s = basis.rotate_outputs(s)
     if basis is not None and column is not None:
-        column = column @ basis.outputs
+        column = column if basis.outputs is None else column @ basis.outputs
     step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // (o * width))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         gradient = torch.bmm(s[rows].mT, a[rows], out=buffer(a, rows.stop - start, o, a.shape[2]))
         if basis is not None and not outputs_first:
+            assert basis.outputs is not None
             gradient = basis.outputs.mT @ gradient
         if basis is not None and not inputs_first:
             gradient = (gradient.view(-1, i) @ basis.inputs[:i]).view(-1, o, width)
@@ -142,6 +171,16 @@ def add_squares(total: Tensor, a: Tensor, s: Tensor, basis: Basis | None, bias: 
         total[:, -1] += column.square().sum(0).to(total.dtype)
 
 
+def _add_squared_rows(total: Tensor, a: Tensor, s: Rows) -> None:
+    """total (o, i) += Σ_n (Σ_t s_t a_tᵀ)²."""
+    if s.dense is None:
+        add_rows(total, s.ids.flatten(), s.merged(a).square_().flatten(0, 1))
+        return
+    step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // total.numel())
+    for start in range(0, len(a), step):
+        _add_squared(total, s[start : start + step].outer(a[start : start + step]))
+
+
 def _add_squared(total: Tensor, gradient: Tensor) -> None:
     if len(gradient) == 1 and total.dtype == gradient.dtype:
         total.addcmul_(gradient[0], gradient[0])
@@ -149,16 +188,24 @@ def _add_squared(total: Tensor, gradient: Tensor) -> None:
         total += gradient.square_().sum(0, dtype=total.dtype)
 
 
-def build(a: Tensor, s: Tensor, basis: Basis | None, bias: bool) -> Tensor:
+def build(a: Tensor, s: Outputs, basis: Basis | None, bias: bool) -> Tensor:
     """Whole per-example gradients (n, o, width), in the basis."""
+    if isinstance(s, Rows):
+        return s.outer(a if basis is None else basis.rotate_inputs(a))
     if basis is not None:
         return basis.rotate_outputs(s).mT @ basis.rotate_inputs(a)
-    gradient = s.mT @ a
-    return torch.cat([gradient, s.sum(1).unsqueeze(2)], 2) if bias else gradient
+    return whole_gradients(a, s, bias)
 
 
-def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Tensor, bias: bool) -> None:
+def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Outputs, bias: bool) -> None:
     """total (q, o, width) += Σ_n weights[q, n] G_n, G_n the whole gradient of example n."""
+    if isinstance(s, Rows):
+        looked_up, a = s.split(a)
+        for each, row in zip(total, weights.to(a.dtype), strict=True):
+            add_rows(each, s.ids.flatten(), (row[:, None, None] * looked_up).flatten(0, 1))
+        if s.dense is None:
+            return
+        s = s.dense
     (n, t, i), o, weights = a.shape, s.shape[2], weights.to(a.dtype)
     if bias:
         total[..., i] += weights @ s.sum(1)
@@ -180,18 +227,44 @@ def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Tensor, bias: boo
         total[start : start + step, :, :i] += sums if o <= i else sums.mT
 
 
-def squared_norms(a: Tensor, s: Tensor, bias: bool) -> Tensor:
+def squared_norms(a: Tensor, s: Outputs, bias: bool) -> Tensor:
     """‖G_n‖², (n,)."""
     (n, t, i), o = a.shape, s.shape[2]
-    gram = t * (i + o) <= o * i  # Σ_{t,t'} (s_t · s_t')(a_t · a_t' + 1) is less than Σ_t s_t a_tᵀ
+    if isinstance(s, Rows) and s.dense is None:
+        return s.merged(a).square_().sum((1, 2), dtype=torch.promote_types(a.dtype, torch.float32))
+    gram = (
+        not isinstance(s, Rows) and t * (i + o) <= o * i
+    )  # Σ_{t,t'} (s_t · s_t')(a_t · a_t' + 1) is less than Σ_t s_t a_tᵀ
     step = max(1, SMALL.get(a.device.type, SMALL["cuda"]) // (t * t if gram else o * i))
     wide = torch.promote_types(a.dtype, torch.float32)
     norms = []
     for start in range(0, n, step):
         x, y = a[start : start + step], s[start : start + step]
-        products = (y @ y.mT) * (x @ x.mT + bias) if gram else build(x, y, None, bias).square()
+        if gram and isinstance(y, Tensor):
+            products = (y @ y.mT) * (x @ x.mT + bias)
+        else:
+            products = build(x, y, None, bias).square()
         norms.append(products.sum((1, 2), dtype=wide))
     return torch.cat(norms)
+
+
+def leading(values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Matrices (q, o, width) ≈ leftᵀ right, from left (q, r, o), orthonormal, and right (q, r,
+    width): their leading singular vectors, by subspace iteration from a fixed start.
+
+    What is lost of ‖values‖² is ‖values‖² - ‖right‖².
+    """
+    o, width = values.shape[1:]
+    columns = min(rank + OVERSAMPLED, o, width)
+    generator = torch.Generator().manual_seed(columns)
+    start = torch.randn(width, columns, generator=generator, dtype=torch.float64)
+    span = torch.linalg.qr(values @ start.to(values))[0]
+    for _ in range(SUBSPACE_ITERATIONS):
+        span = torch.linalg.qr(values @ torch.linalg.qr(values.mT @ span)[0])[0]
+    inside = span.mT @ values  # (q, columns, width)
+    vectors = torch.linalg.eigh(inside.double() @ inside.double().mT)[1]
+    chosen = vectors[..., -min(rank, columns) :].flip(2).to(values)
+    return (span @ chosen).mT.contiguous(), chosen.mT @ inside
 
 
 @dataclass(frozen=True)
@@ -217,10 +290,22 @@ class Readout:
         column = None if self.column is None else self.column * factor
         return Readout(self.weight * factor, column, self.basis)
 
-    def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+    def _rotated(self, a: Tensor, s: Outputs) -> tuple[Tensor, Outputs]:
+        if self.basis is None:
+            return a, s
+        a = self.basis.rotate_inputs(a)
+        return a, s if isinstance(s, Rows) else self.basis.rotate_outputs(s)
+
+    def add_inner(self, total: Tensor, a: Tensor, s: Outputs) -> None:
         """total (q, n) += ⟨W_q, G_n⟩."""
-        if self.basis is not None:
-            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        a, s = self._rotated(a, s)
+        if isinstance(s, Rows):
+            looked_up, a = s.split(a)
+            for inner, table in zip(total, self.weight, strict=True):
+                inner += (table[s.ids] * looked_up).sum((1, 2), dtype=total.dtype)
+            if s.dense is None:
+                return
+            s = s.dense
         if self.column is not None:
             total += (self.column @ s.sum(1).mT).to(total.dtype)
         if a.shape[1] == 1:
@@ -253,19 +338,23 @@ class Readout:
             part = self.weight[:, rows].reshape(q, -1)
             total += (part @ gradient.view(n, -1).mT).to(total.dtype)
 
-    def by_position(self, a: Tensor, s: Tensor) -> Tensor:
+    def by_position(self, a: Tensor, s: Outputs) -> Tensor:
         """⟨W_q, s_t a_tᵀ⟩ at each position: (q, n, t); over t they add up to the inner product."""
-        if self.basis is not None:
-            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        a, s = self._rotated(a, s)
+        if isinstance(s, Rows):
+            return torch.stack([(s.lookup(table) * a).sum(2) for table in self.weight])
         value = torch.stack([(s * (a @ w.mT)).sum(2) for w in self.weight])
         if self.column is not None:
             value = value + torch.einsum("nto,qo->qnt", s, self.column)
         return value
 
-    def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
+    def paired(self, a: Tensor, s: Outputs, rows: slice) -> Tensor:
         """⟨W_n, G_n⟩, these rows of W each with one example: (n,)."""
-        if self.basis is not None:
-            a, s = self.basis.rotate_inputs(a), self.basis.rotate_outputs(s)
+        a, s = self._rotated(a, s)
+        if isinstance(s, Rows):
+            each = zip(self.weight[rows], range(len(a)), strict=True)
+            sums = [(s[k : k + 1].lookup(table) * a[k]).sum() for table, k in each]
+            return torch.stack(sums)
         value = (s * (a @ self.weight[rows].mT)).sum((1, 2))
         if self.column is not None:
             value = value + (self.column[rows] * s.sum(1)).sum(1)
@@ -274,24 +363,72 @@ class Readout:
 
 @dataclass(frozen=True)
 class FactoredReadout:
-    """q functionals s_q a_qᵀ, gradients at one position: inner products without any (o, i)."""
+    """q functionals Σ_r s_qr [a_qr, c_qr]ᵀ: inner products without any (o, i) of a query.
 
-    a: Tensor  # (q, i)
-    s: Tensor  # (q, o)
-    bias: bool
+    A gradient at one position has rank 1, and c = 1 with a bias. Other vectors are cut to a rank.
+    """
+
+    a: Tensor  # (q r, i)
+    s: Tensor  # (q r, o)
+    c: Tensor | bool  # (q r,), of the bias coordinate
+    rank: int = 1
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, bias: bool, dtype: torch.dtype) -> FactoredReadout:
+        """Σ_r left_rᵀ right_r, from (q, r, o) and (q, r, width)."""
+        s, a = left.to(dtype).flatten(0, 1), right.to(dtype).flatten(0, 1)
+        if not bias:
+            return cls(a, s, False, left.shape[1])
+        return cls(a[:, :-1].contiguous(), s, a[:, -1].contiguous(), left.shape[1])
 
     def scaled(self, factor: float) -> FactoredReadout:
-        return FactoredReadout(self.a, self.s * factor, self.bias)
+        return replace(self, s=self.s * factor)
 
-    def add_inner(self, total: Tensor, a: Tensor, s: Tensor) -> None:
-        """total (q, n) += (s_q · s_n)(a_q · a_n + bias)."""
-        total += self.by_position(a, s).sum(2).to(total.dtype)
+    def add_inner(self, total: Tensor, a: Tensor, s: Outputs) -> None:
+        """total (q, n) += Σ_{r,t} (s_qr · s_nt)(a_qr · a_nt + c_qr)."""
+        (n, t, i), o, q = a.shape, s.shape[2], len(total)
+        ways = cost.inner_by_position, cost.inner_expanded
+        by_position, expanded = (way(n, t, o, i, q, self.rank) for way in ways)
+        if self.rank == 1:
+            total += self.by_position(a, s).sum(2).to(total.dtype)
+        elif isinstance(s, Rows) or by_position < expanded:
+            step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * t * self.rank))
+            for start in range(0, q, step):
+                some = self._queries(start, start + step).by_position(a, s)
+                total[start : start + step] += some.sum(2, dtype=total.dtype)
+        else:
+            self._add_expanded(total, a, s)
 
-    def by_position(self, a: Tensor, s: Tensor) -> Tensor:
+    def _add_expanded(self, total: Tensor, a: Tensor, s: Tensor) -> None:
+        """The queries' and the examples' matrices, a few outputs at a time, then one product."""
+        (n, _, i), q, r = a.shape, len(total), self.rank
+        left, right = self.s.view(q, r, -1), self.a.view(q, r, i)
+        if isinstance(self.c, Tensor):
+            column = (left * self.c.view(q, r, 1)).sum(1)
+            total += (column @ s.sum(1).mT).to(total.dtype)
+        step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (max(n, q) * i))
+        for start in range(0, s.shape[2], step):
+            rows = slice(start, start + step)
+            gradient = torch.bmm(s[:, :, rows].mT, a).flatten(1)
+            part = torch.bmm(left[:, :, rows].mT, right).flatten(1)
+            total += (part @ gradient.mT).to(total.dtype)
+
+    def _queries(self, first: int, end: int) -> FactoredReadout:
+        rows = slice(first * self.rank, end * self.rank)
+        c = self.c[rows] if isinstance(self.c, Tensor) else self.c
+        return FactoredReadout(self.a[rows], self.s[rows], c, self.rank)
+
+    def by_position(self, a: Tensor, s: Outputs) -> Tensor:
         """The same position by position of the examples: (q, n, t)."""
-        return ((a @ self.a.T + self.bias) * (s @ self.s.T)).permute(2, 0, 1)
+        outputs = s.lookup(self.s.T) if isinstance(s, Rows) else s @ self.s.T
+        products = (a @ self.a.T + self.c) * outputs
+        if self.rank > 1:
+            products = products.view(*products.shape[:2], -1, self.rank).sum(3)
+        return products.permute(2, 0, 1)
 
-    def paired(self, a: Tensor, s: Tensor, rows: slice) -> Tensor:
+    def paired(self, a: Tensor, s: Outputs, rows: slice) -> Tensor:
         """The same, these rows each with one example: (n,)."""
-        left = (self.a[rows].unsqueeze(1) * a).sum(2) + self.bias
+        assert isinstance(self.c, bool)  # self-influence takes no rank
+        assert isinstance(s, Tensor)  # and lookups have plain readouts
+        left = (self.a[rows].unsqueeze(1) * a).sum(2) + self.c
         return (left * (self.s[rows].unsqueeze(1) * s).sum(2)).sum(1)

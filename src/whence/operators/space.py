@@ -18,13 +18,17 @@ from whence.layers.capture import ParameterBlock
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthogonal bases of a block's outputs (o, o) and inputs (width, width), as columns."""
+    """Orthogonal bases of a block's outputs (o, o) and inputs (width, width), as columns.
 
-    outputs: Tensor
+    Outputs that are `None` are not mixed: an embedding's rows.
+    """
+
+    outputs: Tensor | None
     inputs: Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
-        return Basis(self.outputs.to(device, dtype), self.inputs.to(device, dtype))
+        outputs = None if self.outputs is None else self.outputs.to(device, dtype)
+        return Basis(outputs, self.inputs.to(device, dtype))
 
     def rotate_inputs(self, a: Tensor) -> Tensor:
         """[a, 1] Q_A: (n, t, i) -> (n, t, width)."""
@@ -35,6 +39,8 @@ class Basis:
 
     def rotate_outputs(self, s: Tensor) -> Tensor:
         """s Q_S: (n, t, o) -> (n, t, o)."""
+        if self.outputs is None:
+            return s
         n, t, o = s.shape
         return (s.reshape(n * t, o) @ self.outputs).view(n, t, o)
 
@@ -43,15 +49,20 @@ def rotate(values: Tensor, source: Basis | None, target: Basis | None) -> Tensor
     """Matrices (q, o, width) from one basis to another; None is the parameters' own."""
     if source is target:
         return values
+    left: Tensor | None = None
     if source is None:
         assert target is not None
-        left, right = target.outputs.mT, target.inputs
+        left = None if target.outputs is None else target.outputs.mT
+        right = target.inputs
     elif target is None:
         left, right = source.outputs, source.inputs.mT
     else:
-        left, right = target.outputs.mT @ source.outputs, source.inputs.mT @ target.inputs
+        if target.outputs is not None and source.outputs is not None:
+            left = target.outputs.mT @ source.outputs
+        right = source.inputs.mT @ target.inputs
     q, o, width = values.shape
-    return torch.matmul(left, (values.reshape(q * o, width) @ right).view(q, o, width))
+    rotated = (values.reshape(q * o, width) @ right).view(q, o, width)
+    return rotated if left is None else torch.matmul(left, rotated)
 
 
 class BlockDiagonal(dict[str, float | Tensor]):
@@ -119,6 +130,15 @@ class BlockVectors:
         return BlockVectors(
             self.values | other.values, self.bases | other.bases, self.scales | other.scales
         )
+
+    def written_in(self, bases: Mapping[str, Basis | None]) -> BlockVectors:
+        """The same vectors, each block in its basis; the parameters' own where there is none."""
+        target = {name: bases.get(name) for name in self.values}
+        values = {
+            name: rotate(value, self.bases[name], target[name])
+            for name, value in self.values.items()
+        }
+        return BlockVectors(values, target, self.scales)
 
     def squared_norm(self) -> Tensor:
         """‖v‖² of each vector, (q,)."""

@@ -155,6 +155,8 @@ class Covariances(LayerStatistic):
     """ "<block>/A" = Σ a aᵀ / N and "<block>/S" = Σ s sᵀ / Σ t.
 
     In the blocks `whole`, R = Σ_n G_nᵀ G_n / N and L = Σ_n G_n G_nᵀ / N (Shampoo) in their place.
+    A weight that is both matrix and table has no `a` of one meaning: it always has R, and L / tr L,
+    so that K-FAC's product has the right trace.
     """
 
     whole: Sequence[str]
@@ -162,26 +164,32 @@ class Covariances(LayerStatistic):
     work = "covariances"
 
     def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
-        return {"A": (block.width, block.width), "S": (block.o, block.o), "positions": ()}
+        S = (block.o,) if block.rows else (block.o, block.o)  # of rows, its diagonal
+        return {"A": (block.width, block.width), "S": S, "positions": ()}
 
     def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
-        name, bias = factors.block.name, factors.block.bias
+        block, name = factors.block, factors.block.name
         A, S, positions = (totals[f"{name}/{key}"] for key in ("A", "S", "positions"))
-        if name in self.whole:
-            products.add_whole_grams(S, A, factors.a, factors.s, bias)
+        if name in self.whole or block.tied:
+            products.add_whole_grams(S, A, factors.a, factors.s, block.bias)
             positions += len(factors.s) if first else 0
             return
-        count = products.add_output_covariance(S, factors.s, factors.mask)
-        if first:  # the inputs are the same in all backward passes of a batch
+        # of a lookup, `s` is the input; inputs are the same in all backward passes of a batch
+        count = 0.0
+        if first or not block.lookup:
+            count = products.add_output_covariance(S, factors.s, factors.mask)
+        if first or block.lookup:
             products.add_input_covariance(A, factors)
-            positions += count
+        positions += count if first else 0.0
 
     def finish(self, totals: Tensors) -> Tensors:
         covariances = {}
         for b in [b for b in self.blocks if f"{b.name}/A" in totals]:
-            A, S = (products.mirror(totals[f"{b.name}/{key}"]) for key in "AS")
-            covariances[f"{b.name}/A"] = A / self.examples
-            covariances[f"{b.name}/S"] = S / totals[f"{b.name}/positions"]
+            A, S = (totals[f"{b.name}/{key}"] for key in "AS")
+            S = S if b.rows else products.mirror(S)
+            covariances[f"{b.name}/A"] = products.mirror(A) / self.examples
+            scale = S.sum() if b.tied else totals[f"{b.name}/positions"]
+            covariances[f"{b.name}/S"] = S / scale
         return covariances
 
 
@@ -190,7 +198,7 @@ class SecondMoments(LayerStatistic):
     """ "<block>/eigenvalues" = Σ_n (Q_Sᵀ G_n Q_A)² / N, if there are bases, and, if it is asked
     for, "<block>/diagonal": the same in the parameters' own coordinates."""
 
-    bases: Mapping[str, Basis]
+    bases: Mapping[str, Basis | None]
     diagonal: bool
 
     work = "eigenvalues"

@@ -39,6 +39,7 @@ class Matrix(Protocol):
     @property
     def tolerance(self) -> Mapping[torch.dtype, float]: ...
     def components(self, names: Sequence[str]) -> list[list[str]]: ...
+    def is_diagonal(self, name: str) -> bool: ...
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def shape_of(self, name: str) -> Shape: ...
     def diagonal_of(self, name: str) -> Tensor | None: ...
@@ -68,6 +69,13 @@ class Whitened(Operator[BlockVectors]):
         for names in self.H.components([name for name in self.root if name in v.values]):
             shapes = {name: self.H.shape_of(name) for name in names}
             right = _right(v, shapes)
+            if self.H.is_diagonal(names[0]):
+                sigma = self._diagonal(names[0], shapes[names[0]], right)[0]
+                for f, result in zip(functions, results, strict=True):
+                    if f is not None and result is not None:
+                        result.values[names[0]] = f(sigma) * right.view(-1, *sigma.shape)
+                        result.bases[names[0]] = None
+                continue
             product, tolerance = self._product(shapes, right), self.H.tolerance[right.dtype]
             answers = right.new_empty(len(wanted), *right.shape)
             for rows in cut(len(right), self._rows(right)):
@@ -96,6 +104,10 @@ class Whitened(Operator[BlockVectors]):
             shapes = {name: self.H.shape_of(name) for name in names}
             right = _right(v, shapes)
             diagonal = _join([self._diagonal(n, shapes[n], right) for n in names])
+            if self.H.is_diagonal(names[0]):
+                result.values.update(_split(right / diagonal, shapes))
+                result.bases[names[0]] = None
+                continue
             precondition, tolerance = diagonal.reciprocal().mul, CG_TOLERANCE[right.dtype]
             with products_as("highest"):  # rounded to TF32, products never give five digits
                 solution = conjugate_gradients(

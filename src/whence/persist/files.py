@@ -13,7 +13,6 @@ import platform
 import re
 import secrets
 import time
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +21,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from whence.errors import DamagedFile, DiskFull, InvalidInput, InvalidType, NotAFolder, WhenceError
+from whence.errors import (
+    DamagedFile,
+    DiskFull,
+    InvalidInput,
+    InvalidType,
+    NotAFolder,
+    WhenceError,
+    warn,
+)
 
 REMEDY = "restore it from a copy, or compute it again"
 
@@ -253,7 +260,7 @@ def read_json(path: Path, *, schema: int | None = None, remedy: str = REMEDY) ->
         reason = f"altered: its checksum does not fit. If you edited it, delete its {CHECKSUM!r}"
         raise damaged(path, reason, remedy)
     if checksum is None and schema is not None:
-        warnings.warn(
+        warn(
             f"{path} has no checksum, as earlier versions of whence wrote it: damage to it and to "
             "the arrays that it describes is not noticed. To add checksums, save or compute it "
             "again",

@@ -81,7 +81,7 @@ def load_tensors(
     with parsing(path, remedy):
         try:
             with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
                 about: dict[str, Any] = dict(file.metadata() or {})
         except SafetensorError as error:
             raise damaged(path, f"truncated, or not a safetensors file: {error}", remedy) from error

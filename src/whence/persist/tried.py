@@ -7,7 +7,7 @@ not by a digest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Version:
     token: str
     share: float  # how far values may differ, relative to the outputs
     _saved: bool = False
+    _new: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # indices; values, anywhere
 
     @classmethod
     def of(
@@ -102,14 +103,20 @@ class Version:
         return version
 
     def add(self, indices: Tensor, values: Tensor) -> None:
-        """Values of some examples."""
-        self.values = self.values.to(values.dtype)
-        self.values[indices], self.seen[indices], self._saved = values, True, False
+        """Values of some examples. They stay on their device until they are saved, because a
+        transfer in every batch would make a GPU wait."""
+        self._new.append((indices, values))
+        self.seen[indices], self._saved = True, False
 
     def save(self) -> None:
         """Into the cache, if anything is new."""
         if self._saved:
             return
+        if self._new:
+            indices, values = (torch.cat(parts) for parts in zip(*self._new, strict=True))
+            self._new.clear()
+            self.values = self.values.to(values.dtype)
+            self.values[indices] = values.cpu()
         self._refuse_another()
         self._saved = True
         token = torch.tensor(list(bytes.fromhex(self.token)), dtype=torch.uint8)

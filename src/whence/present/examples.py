@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import math
 import struct
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from functools import cached_property
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.task import IGNORED, LABEL_KEYS, SUM_TOLERANCE, Classification, Regression, Task
 
 Renderer = Callable[[Any], Any]
@@ -113,7 +112,7 @@ class Examples:
             rendered["note"] = _cut(f"{what} it failed: {type(error).__name__}: {error}", 200)[0]
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"example {index} is not shown: {rendered['note']}", stacklevel=2)
+                warn(f"example {index} is not shown: {rendered['note']}", stacklevel=2)
             return rendered
 
     def label(self, index: int) -> str | None:
@@ -125,6 +124,18 @@ class Examples:
             return self._label(example, index)
         except Exception:  # render reports it
             return None
+
+    @cached_property
+    def wordless(self) -> bool:
+        """Whether the examples are images (the first one is), or there are none."""
+        return len(self) == 0 or "image" in self.render(0)
+
+    def in_words(self, index: int) -> tuple[str, str]:
+        """An example's label and text; images are not drawn for it."""
+        if self.wordless:
+            return self.label(index) or "", ""
+        rendered = self.render(index)
+        return rendered["label"] or "", words(rendered)
 
     @cached_property
     def names_classes(self) -> bool:
@@ -278,6 +289,12 @@ class Examples:
             return None
         numbers = np.flatnonzero(label == 1).tolist()
         return _cut(", ".join(map(self.class_name, numbers)), 80)[0] or None
+
+
+def words(rendered: Rendered) -> str:
+    """The text of a rendered example."""
+    cells = " ".join(f"{name} {value}" for name, value in rendered.get("row", []))
+    return f"{rendered.get('text', '')}{cells}{rendered.get('html', '')}"
 
 
 def check_display_options(

@@ -86,7 +86,7 @@ def task_of(study: Study | None, stage: str | None) -> Task | None:
 def overview(scores: Scores, notes: list[str] | None = None) -> View:
     """Describe the scores: method, settings, unit, sign, segments, exclusions, notes."""
     single = scores.is_self_influence
-    top = None if scores.top is None else scores.top.kept
+    top = None if scores.strongest is None else scores.strongest.kept
     notes = list(notes or [])
     if top is not None:
         notes.append(
@@ -194,7 +194,7 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
         order = strongest(sign * values, k)
         order = order[sign * values[order] > 0]
         view[name] = [_entry(scores, place, int(columns[c]), float(values[c])) for c in order]
-    if scores.top is None and len(values):
+    if scores.strongest is None and len(values):
         view["histogram"] = histogram(values)
         view["harmed"] = _both_signs(values, direction)[1]
     if scores.by_segment is not None:
@@ -271,7 +271,7 @@ def harmful_overall(scores: Scores, k: int = 50, near: int = 10) -> View:
         least[columns[lower]], worst[columns[lower]] = values[lower], row
         most = strongest(-values, near)
         harms[columns[most[values[most] < 0]]] += 1
-    mean = total / (np.maximum(finite, 1) if scores.top is None else q)
+    mean = total / (np.maximum(finite, 1) if scores.strongest is None else q)
     order = strongest(-mean, k)
     entries = [
         {
@@ -352,7 +352,7 @@ def segments(scores: Scores) -> list[View]:
 
 def count_not_finite(scores: Scores) -> int:
     """The number of scores that are not finite."""
-    values = scores.values if scores.top is None else scores.top.values
+    values = scores.values if scores.strongest is None else scores.strongest.values
     step = max(1, CHUNK // values.shape[-1])
     flat = values.reshape(-1, values.shape[-1])
     return sum(

@@ -3,7 +3,7 @@
 from whence.projections.eigenbasis import Eigenbasis
 from whence.projections.gradients import Gradients, gather, projected
 from whence.projections.moments import moments
-from whence.projections.projection import Projection, check
+from whence.projections.projection import Projection, Scaled, check
 from whence.projections.random import Random
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Gradients",
     "Projection",
     "Random",
+    "Scaled",
     "check",
     "gather",
     "moments",

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whence.layers.capture import ParameterBlock
+from whence.layers.capture import Outputs, ParameterBlock, whole_gradients
+from whence.layers.rows import Rows
 from whence.operators.factored import EigenFactors
 from whence.operators.fit import accumulator
 from whence.operators.space import Basis
@@ -24,7 +25,7 @@ from whence.projections.gradients import Gradients
 class LeadingEntries:
     """The leading entries of one block: its eigenvectors as columns, and pairs of their indices."""
 
-    basis: Basis  # outputs (o, R), inputs (width, C)
+    basis: Basis  # outputs (o, R), or None: they are not mixed, and R = o; inputs (width, C)
     rows: Tensor  # (k,) in 0..R-1
     columns: Tensor  # (k,) in 0..C-1
 
@@ -32,7 +33,10 @@ class LeadingEntries:
         """(n, k)"""
         return torch.cat([self._piece(a, s) for a, s in gradients.pieces])
 
-    def _piece(self, a: Tensor, s: Tensor | None) -> Tensor:
+    def _piece(self, a: Tensor, s: Outputs | None) -> Tensor:
+        if self.basis.outputs is None:
+            return self._of_rows(a, s)
+        assert not isinstance(s, Rows)
         flat = self.rows * self.basis.inputs.shape[1] + self.columns
         if s is None:
             whole = self.basis.outputs.mT @ (a @ self.basis.inputs)
@@ -41,6 +45,17 @@ class LeadingEntries:
         if a.shape[1] == 1:
             return s[:, 0, self.rows] * a[:, 0, self.columns]
         return (s.mT @ a).flatten(1)[:, flat]
+
+    def _of_rows(self, a: Tensor, s: Outputs | None) -> Tensor:
+        """Where outputs are not mixed: from the rows that have entries."""
+        chosen, rows = torch.unique(self.rows, return_inverse=True)
+        if s is None:
+            whole = a[:, chosen] @ self.basis.inputs
+        else:
+            a = self.basis.rotate_inputs(a)
+            part = s.picked(chosen) if isinstance(s, Rows) else s[..., chosen]
+            whole = whole_gradients(a, part, bias=False)
+        return whole[:, rows, self.columns]
 
 
 class Eigenbasis:
@@ -61,7 +76,7 @@ class Eigenbasis:
         parts = [
             block.of(gradients[name])
             if name in gradients
-            else block.basis.outputs.new_zeros(n, len(block.rows))
+            else block.basis.inputs.new_zeros(n, len(block.rows))
             for name, block in self.entries.items()
         ]
         coordinates = torch.cat(parts, 1)
@@ -86,12 +101,14 @@ def leading(
     for block in blocks:
         inside = order[(order >= start) & (order < start + block.size)] - start
         start += block.size
-        basis = curvature[block.name].basis
-        if len(inside) and basis is not None:
-            outputs, rows = torch.unique(inside // block.width, return_inverse=True)
-            inputs, columns = torch.unique(inside % block.width, return_inverse=True)
-            few = Basis(
-                basis.outputs[:, outputs].contiguous(), basis.inputs[:, inputs].contiguous()
-            )
-            entries[block.name] = LeadingEntries(few, rows, columns)
+        if not len(inside):
+            continue
+        factors, rows = curvature[block.name], inside // block.width
+        basis = factors.basis or Basis(None, factors.eigenvalues.new_ones(1, 1))
+        inputs, columns = torch.unique(inside % block.width, return_inverse=True)
+        few = Basis(None, basis.inputs[:, inputs].contiguous())
+        if basis.outputs is not None:
+            outputs, rows = torch.unique(rows, return_inverse=True)
+            few = Basis(basis.outputs[:, outputs].contiguous(), few.inputs)
+        entries[block.name] = LeadingEntries(few, rows, columns)
     return entries

@@ -17,26 +17,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches
-from whence.layers.capture import LayerFactors, ParameterBlock
+from whence.layers.capture import LayerFactors, Outputs, ParameterBlock
 from whence.layers.passes import Passes, Signal
+from whence.layers.rows import Rows
 from whence.operators.products import build
 
-Piece = tuple[Tensor, Tensor | None]  # (a, s), or (whole gradients, None)
+Piece = tuple[Tensor, Outputs | None]  # (a, s), or (whole gradients, None)
 
 
 @dataclass
 class Gradients:
-    """One block's gradients of n examples: (a, s) of some, whole (n, o, width) of others."""
+    """One block's gradients of n examples: (a, s) of some, whole (n, o, width) of others.
+
+    They are multiplied by `diagonal` (o, width), entry by entry.
+    """
 
     block: ParameterBlock
     pieces: list[Piece] = field(default_factory=list)
+    diagonal: Tensor | None = None
 
     def add(self, factors: LayerFactors) -> int:
         """Add a batch's gradients; returns the count of numbers that they take in memory."""
         n, t = factors.s.shape[:2]
-        if t * (self.block.i + self.block.o) <= self.block.size:
+        numbers = t * (self.block.i + (1 if self.block.lookup else self.block.o))
+        if numbers <= self.block.size:
             self.pieces.append((factors.a, factors.s))
-            return n * t * (self.block.i + self.block.o)
+            return n * numbers
         self.pieces.append((build(factors.a, factors.s, None, self.block.bias), None))
         return n * self.block.size
 
@@ -54,6 +60,10 @@ class Gradients:
             if s is None:
                 out.copy_(a[:, first:last])
                 continue
+            if isinstance(s, Rows):
+                chosen = torch.arange(first, last, device=a.device)
+                out.copy_(s.picked(chosen).outer(a)[:, :-1])
+                continue
             part = s[:, :, first:last]
             if s.shape[1] == 1:
                 torch.mul(part.mT, a, out=out[..., :i])
@@ -61,7 +71,7 @@ class Gradients:
                 out[..., :i] = torch.bmm(part.mT, a)
             if self.block.bias:
                 out[..., i] = part.sum(1)
-        return rows
+        return rows if self.diagonal is None else rows * self.diagonal[first:last].to(rows)
 
     def squared_norms(self) -> Tensor:
         """‖G_n‖², (n,)."""

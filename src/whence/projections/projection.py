@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -38,6 +39,23 @@ class Projection:
     def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
         """One number per coordinate, (d,), from one number per block."""
         return torch.cat([part.per_coordinate(by_block) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A projection of gradients that a diagonal multiplies first: block → (o, width)."""
+
+    projection: Projection
+    diagonal: Mapping[str, Tensor]
+
+    @property
+    def preferred_batch(self) -> int:
+        return self.projection.preferred_batch
+
+    def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
+        """(n, d)"""
+        scaled = {k: replace(g, diagonal=self.diagonal[k]) for k, g in gradients.items()}
+        return self.projection.project(scaled)
 
 
 def check(projection: Projection, gradients: Mapping[str, Gradients]) -> None:

@@ -9,6 +9,8 @@ from whence.evaluate.plots import (
 )
 from whence.present.check import check_data
 from whence.present.examples import HTML, Examples
+from whence.present.notebook import show
+from whence.present.ranking import ranking
 from whence.report.page import write
 from whence.table import Table
 
@@ -22,5 +24,7 @@ __all__ = [
     "plot_lds_over_alpha",
     "plot_mislabeled",
     "plot_removal",
+    "ranking",
+    "show",
     "write",
 ]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import whence
 from whence.data import Collate
@@ -24,6 +25,7 @@ from whence.persist.files import write_bytes
 from whence.present.check import by_stage, check_data
 from whence.present.examples import QUERY_SIZE, Examples, Renderer
 from whence.present.predict import predictions
+from whence.present.summary import summary
 from whence.present.views import (
     TrainingExamples,
     View,
@@ -34,13 +36,26 @@ from whence.present.views import (
     prediction_view,
     query_view,
 )
+from whence.retrain import Truth
 from whence.scores import Scores
 from whence.study import Study
 
 QUERIES = 1000  # shown by default
 WORST = 50  # entries of the list over all queries
 AUDITED = 200  # entries of the audit list
+FRAME = 760  # pixels, the height in a notebook
 BUDGET = 16 * 2**20  # characters of training examples in one file
+
+
+class ReportPath(type(Path())):  # type: ignore[misc]
+    """The path of a report, which a notebook shows as the page."""
+
+    def _repr_html_(self) -> str:
+        address = html.escape(quote(os.path.relpath(self)))
+        return (
+            f'<iframe src="{address}" width="100%" height="{FRAME}" style="border:1px solid #ccc" '
+            f'title="report"></iframe><p><a href="{address}" target="_blank">{address}</a></p>'
+        )
 
 
 def write(
@@ -58,6 +73,7 @@ def write(
     tokenizer: Any = None,
     renderer: Renderer | None = None,
     tokens: Iterable[Tokens] | None = None,
+    truth: Truth | None = None,
     title: str | None = None,
     collate: Collate | None = None,
     check: bool = True,
@@ -84,6 +100,7 @@ def write(
             `whence.report.HTML`.
         tokens: what `method.tokens(study, query, examples)` returned; colours the tokens of these
             examples.
+        truth: judges the scores on the first page: LDS, and the slope of real on predicted changes.
         title: of the page.
         collate: the study's collate function, if `study` is not given: the data is checked as
             batches.
@@ -104,7 +121,8 @@ def write(
     display: dict[str, Any] = {"renderer": renderer, "classes": classes}
     display |= {"columns": columns, "tokenizer": tokenizer}
     examples = TrainingExamples(scores, train, study, labels=labels, **display)
-    query_examples = Examples(query, size=QUERY_SIZE, **display)
+    task = None if study is None else study.tasks[study.stages[-1]]
+    query_examples = Examples(query, size=QUERY_SIZE, task=task, **display)
     payload: View = {"title": title or "Where it comes from", "queries": [], "harmful": None}
     if scores.is_self_influence:
         if queries is not None:
@@ -121,7 +139,16 @@ def write(
             for view in (query_view(scores, row, k, examples.class_of) for row in rows)
         ]
         payload["harmful"] = harmful_overall(scores, WORST, k)
+        classes = query_examples.label if query_examples.names_classes else (lambda _: None)
+        payload["summary"] = summary(
+            scores,
+            examples.class_of,
+            lambda row: classes(int(scores.query_ids[row])),
+            payload["queries"],
+            truth,
+        )
         lists = [payload["harmful"]["entries"]]
+        lists += [payload["summary"][end] for end in ("helpful", "harmful")]
         lists += [view[end] for view in payload["queries"] for end in ("helpful", "harmful")]
     positions = _positions(scores, tokens, payload["queries"])
     embedded, ids = _embed(examples, lists, positions, scores, notes)
@@ -132,7 +159,7 @@ def write(
     payload["overview"] = overview(scores, notes)
     page = render(payload, {"examples": embedded, "ids": ids})
     write_bytes(path, page.encode("utf-8", "replace"))  # lone surrogates
-    return path
+    return ReportPath(path)
 
 
 def render(payload: View, examples: View) -> str:

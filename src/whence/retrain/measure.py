@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm.auto import tqdm
 
 from whence.data import Batches
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.retrain.grid import Grid
 from whence.retrain.pool import ENGINES, TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
 from whence.retrain.training import Training
 from whence.retrain.work_queue import units, work
+from whence.table import progress_bar
 
 
 def measure(
@@ -122,7 +121,7 @@ def run_grid(
         pool.warn_if_sequential()
         todo = list(units(recipe, trainings, settings["at_once"]))
         done = sum(key in grid for key in keys)
-        bar = tqdm(
+        bar = progress_bar(
             total=len(keys), initial=done, unit="training", disable=not progress, leave=False
         )
         with bar:
@@ -135,7 +134,7 @@ def run_grid(
     rows = np.stack([grid[key] for key in keys])
     diverged = int(np.isnan(rows).any(1).sum())
     if diverged:
-        warnings.warn(
+        warn(
             f"{diverged} of {len(rows):,} trainings diverged: their measurements are NaN",
             stacklevel=3,
         )

@@ -6,7 +6,6 @@ import copy
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from whence.data import Batches, cut, place
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidTarget, examples_of
+from whence.errors import InvalidInput, InvalidTarget, examples_of, warn
 from whence.retrain.callback import Callback, Interrupted, Update
 from whence.retrain.capacity import models_at_once
 from whence.retrain.device import cuda_devices, training_device
@@ -91,7 +90,7 @@ class TrainingPool:
 
     def warn_if_sequential(self) -> None:
         if self.engine is None and self.why is not None:
-            warnings.warn(f"models are trained one at a time: {self.why}", stacklevel=4)
+            warn(f"models are trained one at a time: {self.why}", stacklevel=4)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -196,7 +195,7 @@ class TrainingPool:
                 raise
         torch.cuda.empty_cache()
         half = len(trainings) // 2
-        warnings.warn(
+        warn(
             f"{len(trainings)} models together do not fit into memory: trying {half}",
             stacklevel=2,
         )

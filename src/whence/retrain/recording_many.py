@@ -8,7 +8,6 @@ states instead of training.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import index
@@ -21,11 +20,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from whence.data import Batches
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, warn
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
 from whence.retrain.pool import ENGINES, TrainingPool
@@ -38,6 +36,7 @@ from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, Unfini
 from whence.retrain.work_queue import units
 from whence.run import Run
 from whence.run.schedule import CheckpointSchedule
+from whence.table import progress_bar
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
@@ -119,7 +118,7 @@ def record(
     # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
     runs = {t: write(recipe, t, device) for t in trainings if (folders[t] / "run.json").exists()}
     missing = [t for t in trainings if t not in runs]
-    bar = tqdm(
+    bar = progress_bar(
         total=len(trainings), initial=len(runs), unit="run", disable=not progress, leave=False
     )
     with bar:
@@ -262,9 +261,7 @@ def _record_together(
         return
     torch.cuda.empty_cache()
     half = len(trainings) // 2
-    warnings.warn(
-        f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2
-    )
+    warn(f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2)
     for part in (trainings[:half], trainings[half:]):
         yield from _record_together(pool, part, due, write, files)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def work(
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(cores) as executor:
-            jobs = [executor.submit(queue.work, make) for _ in range(cores)]
+            jobs = [executor.submit(copy_context().run, queue.work, make) for _ in range(cores)]
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
             finally:

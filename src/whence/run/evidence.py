@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from whence.errors import InvalidInput
 from whence.run.checkpoint import Checkpoint
@@ -28,12 +28,14 @@ class Draws:
     Attributes:
         examples: (n,) indices.
         counts: (n,) how often each was drawn.
+        halves: (2, n) the same of the first and of the second half of the updates.
         batch_size: the usual number of examples in a batch.
         shuffled: whether no example was drawn twice in the first epoch.
     """
 
     examples: NDArray[np.int64]
     counts: NDArray[np.int64]
+    halves: NDArray[np.int64]
     batch_size: int
     shuffled: bool
 
@@ -56,7 +58,10 @@ class Draws:
         epoch = len(np.unique(drawn))  # examples; drop_last leaves out less than a batch
         epoch = epoch // size * size or epoch
         shuffled = len(np.unique(drawn[:epoch])) == len(drawn[:epoch])
-        return cls(examples, np.bincount(drawn, minlength=total)[examples], size, shuffled)
+        middle = sum(map(len, batches[: len(batches) // 2]))
+        parts = [np.bincount(part, minlength=total) for part in (drawn[:middle], drawn[middle:])]
+        halves = np.stack(parts)[:, examples]
+        return cls(examples, halves.sum(0), halves, size, shuffled)
 
     @property
     def never(self) -> NDArray[np.int64]:
@@ -81,9 +86,17 @@ class Draws:
     @property
     def unequal(self) -> bool:
         """Whether the examples that were drawn were drawn more unequally than by chance."""
-        drawn = self.counts[self.counts > 0] if self.left_out else self.counts
-        free = len(drawn) - 1
-        squares = float(((drawn - drawn.mean()) ** 2).sum() / drawn.mean())
+        return self._unequal(self.counts)
+
+    @property
+    def moved(self) -> bool:
+        """Whether examples were drawn equally often, but not at the same time of training."""
+        return not self.unequal and any(map(self._unequal, self.halves))
+
+    def _unequal(self, counts: NDArray[np.int64]) -> bool:
+        drawn = counts[self.counts > 0] if self.left_out else counts
+        free, mean = len(drawn) - 1, max(float(drawn.mean()), 1e-12)
+        squares = float(((drawn - mean) ** 2).sum() / mean)
         return squares > free + SURE * math.sqrt(2 * free)
 
     def warnings(self, stage: str) -> list[str]:
@@ -92,8 +105,8 @@ class Draws:
         if self.left_out:
             messages.append(
                 f"stage {stage!r}: {never:,} of {n:,} examples are in none of the recorded batches"
-                f". Scores take the other {n - never:,} for the training set. Pass "
-                "Recorder(subset=...) to say so"
+                f". Scores take the other {n - never:,} for the training set, and say of these "
+                "what adding them would have done. Pass Recorder(subset=...) to say so"
             )
         elif never > MANY * n and self.shuffled:
             messages.append(
@@ -110,12 +123,58 @@ class Draws:
                 "often. Write the weights into the losses of a Task, or expect scores to be off "
                 "by the ratio of an example's draws to the mean"
             )
+        if self.moved:
+            messages.append(
+                f"stage {stage!r}: the first and the second half of the updates drew different "
+                "examples, more so than by chance: a curriculum? Scores take the data for the same "
+                "throughout a stage. Call recorder.stage(...) where the data changes"
+            )
         return messages
 
 
-def changed_untrained(run: RunData, stage: Stage, parameters: Iterable[str]) -> list[str]:
-    """Parameters that differ between a stage's checkpoints, though its optimizer has none of them
-    or gave them the rate 0."""
+class Evidence:
+    """What a run's files show, read once.
+
+    Args:
+        run: of the study.
+        sizes: the number of examples in the data of each stage.
+    """
+
+    def __init__(self, run: RunData, sizes: Mapping[str, int]) -> None:
+        self.run, self.sizes = run, dict(sizes)
+        self.warnings: list[str] | None = None  # None: not looked for yet
+        self._draws: dict[str, Draws | None] = {}
+        self._untrained: dict[str, list[str]] = {}
+
+    def declared(self, stage: str) -> NDArray[np.int64]:
+        """The examples of a stage's data that the run says it trained on."""
+        if self.run.subset is not None and stage == (
+            self.run.subset_stage or self.run.stages[0].name
+        ):
+            return np.sort(np.asarray(self.run.subset, dtype=np.int64))
+        return np.arange(self.sizes[stage])
+
+    def draws(self, stage: str) -> Draws | None:
+        """How often the stage's batches used each example; None if none are recorded."""
+        if stage not in self._draws:
+            about, size = self._stage(stage), self.sizes[stage]
+            self._draws[stage] = Draws.of(self.run, about, self.declared(stage), size)
+        return self._draws[stage]
+
+    def untrained(self, stage: str, model: nn.Module) -> list[str]:
+        """Parameters that differ between a stage's checkpoints, though its optimizer has none of
+        them or gave them the rate 0."""
+        if stage not in self._untrained:
+            names = [name for name, _ in model.named_parameters()]
+            self._untrained[stage] = _changed_untrained(self.run, self._stage(stage), names)
+        return self._untrained[stage]
+
+    def _stage(self, name: str) -> Stage:
+        (stage,) = (s for s in self.run.stages if s.name == name)
+        return stage
+
+
+def _changed_untrained(run: RunData, stage: Stage, parameters: Iterable[str]) -> list[str]:
     rates = run.learning_rates[stage.start : stage.end]
     trained = {
         name

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from whence.errors import DamagedFile, InvalidInput, InvalidType, MissingFile
+from whence.errors import DamagedFile, InvalidInput, InvalidType, MissingFile, warn
 from whence.persist.arrays import check_array, entry_of, map_array, save_array
 from whence.persist.files import check_types, parsing, read_json, remove_abandoned, write_json
 from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
@@ -73,6 +73,12 @@ class RunData:
     resumable: bool = False
     finished: bool = False
     path: Path | None = None
+
+    def warn(self, message: str) -> None:
+        """Warn, and store the message with the run, once."""
+        if message not in self.warnings:
+            self.warnings.append(message)
+            warn(message, stacklevel=3)
 
     @property
     def steps(self) -> int:
@@ -287,6 +293,7 @@ def write_checkpoint(
     aliases: Mapping[str, str],
     moments: Mapping[str, Tensor] | None = None,
     state: Mapping[str, Tensor] | None = None,
+    *,
     base: TensorFile | None = None,
     unchanged: Sequence[str] = (),
 ) -> Checkpoint:

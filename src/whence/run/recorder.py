@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -19,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256
 from whence.run.format import RunData, checked_subset
@@ -242,8 +241,10 @@ class Recorder:
             notes=_as_json(notes or {}),
             resumable=resumable,
         )
-        self._parameter_names = self._name_parameters()
+        self._usual: frozenset[str] = frozenset()  # notes that need no warning
         self._state: State = Fresh()
+        self._messages: list[str] = []  # warnings from before there is a run
+        self._parameter_names = self._name_parameters()
 
     @classmethod
     def _of_recipe(
@@ -270,9 +271,10 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._check_legal("`with recorder`")
-        if self._provenance.notes and writes_run():
-            notes = ", ".join(f"{key}={value!r}" for key, value in self._provenance.notes.items())
-            warnings.warn(f"kept with the run, but not modelled by SOURCE: {notes}", stacklevel=2)
+        chosen = {k: v for k, v in self._provenance.notes.items() if k not in self._usual}
+        if chosen and writes_run():
+            notes = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
+            warn(f"kept with the run, but not modelled by SOURCE: {notes}")
         self._attach(self._state.restored if isinstance(self._state, Fresh) else None)
         return self
 
@@ -297,10 +299,10 @@ class Recorder:
                 try:
                     writer.write()
                 except Exception as failure:  # the error that ended training matters more
-                    warnings.warn(f"could not write {self.path}: {failure}", stacklevel=2)
+                    warn(f"could not write {self.path}: {failure}")
             return
         if not writer.updates:
-            warnings.warn("no update was made: nothing was recorded", stacklevel=2)
+            warn("no update was made: nothing was recorded")
             return
         if isinstance(state, Attached):
             if RunData.read(self.path).finished:
@@ -363,6 +365,14 @@ class Recorder:
                 )
             self._state.batch = np.asarray(indices, np.int64).reshape(-1).copy()
 
+    def warn(self, message: str) -> None:
+        """Warn, and store the message with the run."""
+        if isinstance(self._state, Writing):
+            self._state.writer.data.warn(message)
+        else:
+            self._messages.append(message)
+            warn(message, stacklevel=3)
+
     def mark(self) -> None:
         """Announce that a trainer is about to save its own checkpoint. If training resumes from
         that checkpoint, the run resumes there too."""
@@ -384,10 +394,9 @@ class Recorder:
         if restored is None:
             return 0
         if not restored.resumable:
-            warnings.warn(
+            self.warn(
                 f"{self.path} does not hold the optimizer's state: the optimizer starts from "
-                "scratch",
-                stacklevel=2,
+                "scratch"
             )
         restored.load_optimizer(self.optimizer, self._parameter_names)
         self._hold(restored)
@@ -414,6 +423,7 @@ class Recorder:
             weights_at_attach = parameters_sha256(self.model)
         provenance = self._provenance
         data = provenance.resume(earlier) if earlier is not None else provenance.start()
+        data.warnings += [m for m in self._messages if m not in data.warnings]
         attached = Attached(
             writer=RunWriter(self.path, self.model, data),
             stage=self._first_stage,
@@ -489,10 +499,9 @@ class Recorder:
                 )
         restored = state.restored
         if restored and not restored.optimizer_loaded and restored.stage == name:
-            warnings.warn(
+            self.warn(
                 f"the optimizer is not the {restored.optimizer_kind} that was recorded in stage "
-                f"{name!r}: it starts from scratch",
-                stacklevel=2,
+                f"{name!r}: it starts from scratch"
             )
 
     @property
@@ -511,10 +520,9 @@ class Recorder:
                 "it was given"
             )
         if unknown:
-            warnings.warn(
+            self.warn(
                 f"{unknown} of the optimizer's {len(parameters)} parameters do not belong to the "
-                "model and are not recorded",
-                stacklevel=3,
+                "model and are not recorded"
             )
         return names
 

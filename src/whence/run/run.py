@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
 from whence.run.format import RunData, checked_subset, write_checkpoint
@@ -34,7 +34,10 @@ class Run(RunData):
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open a recorded run. Checkpoints are verified when their weights are loaded."""
-        return cls.read(Path(path))
+        with collect_warnings() as messages:
+            run = cls.read(Path(path).absolute())  # found again from another folder
+        run.warnings += messages
+        return run
 
     @classmethod
     def from_checkpoints(
@@ -266,7 +269,8 @@ class Run(RunData):
         return segments
 
     def __repr__(self) -> str:
-        place = str(self.path) if self.path else "in memory"
+        place = os.path.relpath(self.path) if self.path else "in memory"
+        place = place if self.path is None or not place.startswith("..") else str(self.path)
         stages = ", ".join(s.name + (f" (n={s.size})" if s.size else "") for s in self.stages)
         steps = [c.step for c in self.checkpoints]
         return one_line(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
 import numpy as np
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ class DueCheckpoints:
         """Warn when training ended at another update than planned."""
         missed = sorted(step for step in self.steps if step > updates)
         if self.end not in (None, updates):
-            warnings.warn(
+            warn(
                 f"training was planned to reach update {self.end} (total_steps), but reached "
                 f"{updates}: the checkpoints are not spaced as planned",
                 stacklevel=3,
             )
         elif missed:
-            warnings.warn(
+            warn(
                 f"training ended after {updates} updates: no checkpoints at {missed}", stacklevel=3
             )

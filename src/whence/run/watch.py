@@ -7,7 +7,6 @@ after the first updates, after every `EVERY`-th one, and at checkpoints.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -145,8 +144,7 @@ class WeightWatch:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._noticed:
             self._noticed.add(kind)
-            self.data.warnings.append(message)
-            warnings.warn(message, stacklevel=2)
+            self.data.warn(message)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -134,8 +134,8 @@ class RunWriter:
         weights, aliases = model_weights(self.model)
         stage, initial = self.data.stages[-1].name, self.data.initial
         base, unchanged = None if initial is None else initial.files, self._unchanged(weights)
-        about: Any = {"base": base, "unchanged": unchanged}
-        return write_checkpoint(self.folder, self.updates, stage, weights, aliases, *more, **about)
+        place = self.folder, self.updates, stage
+        return write_checkpoint(*place, weights, aliases, *more, base=base, unchanged=unchanged)
 
     def save_weights(self) -> None:
         """Save the weights after an update that has no checkpoint."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
-from whence.scores.result import Scores
+from whence.scores.result import BY_LAYER, BY_SEGMENT, Scores
 
 
 def ensemble(runs: Iterable[Scores]) -> Scores:
     """The mean over runs, with their standard deviation as `spread`; reads one run at a time."""
     last: Scores | None = None
-    mean = squares = segments = np.zeros(())
+    mean = squares = np.zeros(())
+    parts: dict[str, NDArray[np.float64]] = {}
     count = 0
     messages: dict[str, None] = {}
     for count, scores in enumerate(runs, 1):
@@ -21,9 +23,10 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
         deviation = values - mean
         mean = mean + deviation / count
         squares = squares + deviation * (values - mean)
-        if scores.by_segment is not None:
-            share = np.asarray(scores.by_segment, dtype=np.float64)
-            segments = segments + (share - segments) / count
+        for name in (BY_SEGMENT, BY_LAYER):
+            if (part := getattr(scores, name)) is not None:
+                before = parts.get(name, np.zeros(()))
+                parts[name] = before + (np.asarray(part, dtype=np.float64) - before) / count
         messages |= dict.fromkeys(scores.warnings)
         last = scores
     if last is None:
@@ -31,7 +34,8 @@ def ensemble(runs: Iterable[Scores]) -> Scores:
     dtype = last.values.dtype
     return last.with_values(
         mean.astype(dtype),
-        by_segment=segments.astype(dtype) if segments.ndim else None,
+        by_segment=parts[BY_SEGMENT].astype(dtype) if BY_SEGMENT in parts else None,
+        by_layer=parts[BY_LAYER].astype(dtype) if BY_LAYER in parts else None,
         spread=np.sqrt(squares / max(1, count - 1)).astype(dtype),
         diagnostics=last.diagnostics
         | {"runs": count}

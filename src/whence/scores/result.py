@@ -1,6 +1,6 @@
 """The result of an attribution: the effect of each training example on each query's measurement.
 
-Axes: ``n`` training examples, ``q`` queries, ``L`` segments, ``k`` strongest entries.
+Axes: ``n`` training examples, ``q`` queries, ``L`` segments or layers, ``k`` strongest entries.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from whence.errors import (
     InvalidType,
     MissingDependency,
     MissingFile,
+    collected_warnings,
 )
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
 from whence.scores.uncertainty import calibrated, half_widths
-from whence.table import Table, Tabled, listed, one_line
+from whence.table import Table, call_text, listed, one_line
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -37,10 +38,13 @@ SIGN = "values[q, m] estimates f(with m) - f(without m)"
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
+BY_SEGMENT, BY_LAYER = "by_segment", "by_layer"  # parts that scores are the sums of
+
 # Every array that a Scores folder may contain, each as NAME.npy.
 ARRAYS = (
     "scores",
     "by_segment",
+    "by_layer",
     "spread",
     "top_values",
     "top_columns",
@@ -95,12 +99,12 @@ class Top:
         return int(self.values.shape[-1])
 
 
-class Scores(Tabled):
+class Scores:
     """Query x train scores, with ids, unit, direction, provenance and diagnostics.
 
     ``values[q, m]`` estimates the effect of training example ``m`` on the measurement of query
     ``q``: f(with m) - f(without m). Its shape is (q, n), or (n,) for self-influence. With
-    ``attribute(top=k)`` there is ``top`` instead of ``values``.
+    ``attribute(top=k)`` there is ``strongest`` instead of ``values``.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Scores(Tabled):
         train_ids: ArrayLike | None = None,
         stage: Sequence[str] | None = None,
         by_segment: Floats | None = None,
+        by_layer: Floats | None = None,
         spread: Floats | None = None,
         top: Top | None = None,
         diagnostics: Mapping[str, Any] | None = None,
@@ -156,14 +161,17 @@ class Scores(Tabled):
         self.stage = None if stage is None else [str(name) for name in stage]
         if self.stage is not None and len(self.stage) != n:
             raise InvalidInput(f"stage names {len(self.stage)} columns, but there are {n}")
-        if by_segment is not None and by_segment.shape[1:] != self.shape:
-            raise InvalidInput(f"by_segment has shape {by_segment.shape}: give (L, *{self.shape})")
+        for name, parts in ((BY_SEGMENT, by_segment), (BY_LAYER, by_layer)):
+            if parts is not None and parts.shape[1:] != self.shape:
+                raise InvalidInput(f"{name} has shape {parts.shape}: give (L, *{self.shape})")
         if spread is not None and spread.shape != self.shape:
             raise InvalidInput(f"spread has shape {spread.shape}, but the scores {self.shape}")
-        self.by_segment = by_segment
+        self.by_segment, self.by_layer = by_segment, by_layer
         self.spread = spread
-        self.top = top
+        self.strongest = top  # None if all values are there
         self.diagnostics: dict[str, Any] = _plain("diagnostics", diagnostics or {})
+        messages = dict.fromkeys([*self.warnings, *collected_warnings()])
+        self.diagnostics |= {"warnings": list(messages)} if messages else {}
         self.provenance: dict[str, Any] = _plain("provenance", provenance or {})
         self.excluded: list[dict[str, Any]] = _plain("excluded", list(excluded or []))
         # The ScoreWriter's arguments, so that the same call reuses its finished work.
@@ -190,6 +198,11 @@ class Scores(Tabled):
     def warnings(self) -> list[str]:
         """What to know before you rely on these scores; empty if nothing."""
         return [str(message) for message in self.diagnostics.get("warnings", [])]
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers of ``by_layer``; empty if it was not asked for."""
+        return [] if self.by_layer is None else list(self.diagnostics["layers"])
 
     @property
     def is_self_influence(self) -> bool:
@@ -223,7 +236,7 @@ class Scores(Tabled):
         """The scores of ``query`` and their columns (positions in ``train_ids``): all of them, or
         those that were kept if only the top was."""
         row = self.row_index(query)
-        if self.top is None:
+        if self.strongest is None:
             return self._row(row), np.arange(self.shape[-1])
         ends = [self._top_row(row, end) for end in (0, 1)]
         columns, first = np.unique(np.concatenate([c for _, c in ends]), return_index=True)
@@ -245,7 +258,7 @@ class Scores(Tabled):
                 "its own measurement, so they do not add up; ask for one example, or attribute "
                 "with query="
             )
-        if self.top is None:
+        if self.strongest is None:
             values = self._row(row)[columns]
         else:
             by_column = self._top_by_column(row)
@@ -280,7 +293,7 @@ class Scores(Tabled):
     def with_values(self, values: Floats, **changes: Any) -> Scores:
         """Scores with other values and the same description.
 
-        ``by_segment`` and ``spread`` belong to the old values and are left out.
+        ``by_segment``, ``by_layer`` and ``spread`` belong to the old values and are left out.
 
         Args:
             changes: arguments of `Scores` that differ.
@@ -329,6 +342,27 @@ class Scores(Tabled):
             self.to_numpy(), index=pd.Index(self.query_ids, name="query"), columns=examples
         )
 
+    def ranking(self, study: Any = None, query: int | None = None, **display: Any) -> Any:
+        """A DataFrame of the training examples, the most helpful first, with score, label and text.
+
+        Args:
+            study: whose training data has the labels and texts.
+            query: whose scores to rank by (default: the mean over all queries).
+            display: `classes`, `columns`, `tokenizer`: as in `whence.report.write`.
+        """
+        from whence import report
+
+        return report.ranking(self, study, query, **display)
+
+    def show(self, query: int, **options: Any) -> Any:
+        """Show one query with its most helpful and harmful examples, in a notebook or as text.
+
+        The options are those of `whence.report.show`.
+        """
+        from whence import report
+
+        return report.show(self, query, **options)
+
     def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write one HTML file that shows each query with its most helpful and harmful examples.
 
@@ -338,14 +372,18 @@ class Scores(Tabled):
 
         return report.write(self, path, **options)
 
-    def table(self) -> Table:
-        """A table that describes the scores."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+    @property
+    def call(self) -> str:
+        """How the scores were made: 'Source(segments=3)'."""
+        return str(self.provenance.get("call") or call_text(self.method, self.settings, {}))
+
+    def describe(self) -> Table:
+        """What the scores are about, as a table."""
         if self.is_self_influence:
             size = f"{self.shape[0]} training examples, each on its own measurement"
         else:
             size = f"{self.shape[0]} queries x {self.shape[1]} training examples"
-        if self.top is not None:
+        if self.strongest is not None:
             size += f"; only the top {self._entries} at either end are kept"
         else:
             size += f", {self.values.dtype}"
@@ -362,7 +400,13 @@ class Scores(Tabled):
         ]
         if "calibration" in self.diagnostics:
             facts.append(("calibrated", calibrated(self.diagnostics["calibration"])))
-        return Table(None, facts, title=f"Scores by {self.method}({settings})")
+        return Table(None, facts, title=f"Scores by {self.call}")
+
+    def __repr__(self) -> str:
+        return str(self.describe())
+
+    def _repr_html_(self) -> str:
+        return self.describe()._repr_html_()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a folder with the arrays (scores.npy, ...) and, last, scores.json.
@@ -407,7 +451,8 @@ class Scores(Tabled):
                 stage=None
                 if stage is None
                 else [name for name, count in stage for _ in range(count)],
-                by_segment=arrays.get("by_segment"),
+                by_segment=arrays.get(BY_SEGMENT),
+                by_layer=arrays.get(BY_LAYER),
                 spread=arrays.get("spread"),
                 top=Top(arrays["top_values"], arrays["top_columns"])
                 if "top_values" in arrays
@@ -419,10 +464,11 @@ class Scores(Tabled):
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = {
             "scores": self._values,
-            "by_segment": self.by_segment,
+            BY_SEGMENT: self.by_segment,
+            BY_LAYER: self.by_layer,
             "spread": self.spread,
-            "top_values": None if self.top is None else self.top.values,
-            "top_columns": None if self.top is None else self.top.columns,
+            "top_values": None if self.strongest is None else self.strongest.values,
+            "top_columns": None if self.strongest is None else self.strongest.columns,
             "query_ids": None if self.is_self_influence else self.query_ids,
             "train_ids": self.train_ids,
         }
@@ -445,14 +491,14 @@ class Scores(Tabled):
     @property
     def _entries(self) -> int:
         """Entries per query at either end."""
-        return self.shape[-1] if self.top is None else self.top.kept
+        return self.shape[-1] if self.strongest is None else self.strongest.kept
 
     def _ranking(self, query: int | None, k: int, *, highest: bool) -> Ranking:
         row, k = self.row_index(query), operator.index(k)
         if k < 1:
             raise InvalidInput(f"k={k}: ask for at least one example")
         k = min(k, self.shape[-1])
-        if self.top is not None:
+        if self.strongest is not None:
             if k > self._entries:
                 raise InvalidInput(
                     f"k={k}, but only the top {self._entries} of each query were kept: use "
@@ -479,8 +525,10 @@ class Scores(Tabled):
         return np.asarray(self.values[...] if self.is_self_influence else self.values[row])
 
     def _top_row(self, row: int, end: int) -> tuple[Floats, Ints]:
-        assert self.top is not None
-        return np.atleast_2d(self.top.values[end])[row], np.atleast_2d(self.top.columns[end])[row]
+        assert self.strongest is not None
+        return np.atleast_2d(self.strongest.values[end])[row], np.atleast_2d(
+            self.strongest.columns[end]
+        )[row]
 
     def _top_by_column(self, row: int) -> dict[int, float]:
         ends = [self._top_row(row, end) for end in (0, 1)]

@@ -28,7 +28,15 @@ from whence.persist.files import (
 from whence.persist.identity import file_sha256
 from whence.persist.locks import FolderLock
 from whence.persist.tried import Tried
-from whence.scores.result import Floats, Ints, Scores, Top, read_description
+from whence.scores.result import (
+    BY_LAYER,
+    BY_SEGMENT,
+    Floats,
+    Ints,
+    Scores,
+    Top,
+    read_description,
+)
 from whence.table import byte_size
 from whence.world import World
 
@@ -64,6 +72,7 @@ class ScoreWriter:
         *,
         key: str,
         segments: int | None = None,
+        layers: int | None = None,
         top: int | None = None,
         dtype: DTypeLike = np.float32,
         tried: Tried | None = None,
@@ -73,15 +82,21 @@ class ScoreWriter:
             ("queries", queries),
             ("examples", examples),
             ("segments", segments),
+            ("layers", layers),
             ("top", top),
         ):
             if number is not None and number < 1:
                 raise InvalidInput(f"{name}={number}: there must be at least one")
-        if top is not None and segments is not None:
+        parts = {BY_SEGMENT: segments, BY_LAYER: layers}
+        asked = [name for name, count in parts.items() if count is not None]
+        if top is not None and asked:
             raise InvalidInput(
-                f"top={top} together with by_segment: by_segment keeps a number for every query, "
-                "example and segment, which top is there to avoid; ask for one of the two"
+                f"top={top} together with {asked[0]}: {asked[0]} keeps a number for every query, "
+                f"example and {asked[0][3:]}, which top is there to avoid; ask for one of the two"
             )
+        if len(asked) > 1:
+            raise InvalidInput("by_segment together with by_layer: ask for one of the two")
+        self._parts = asked[0] if asked else None
         self.already: Scores | None = None
         self.account: dict[str, Any] = {}
         self.of = ""
@@ -101,12 +116,12 @@ class ScoreWriter:
             "segments": segments,
             "top": top,
             "dtype": str(self._dtype),
-        }
+        } | ({} if layers is None else {"layers": layers})
         self._shapes: dict[str, tuple[int, ...]] = {}
         if top is None:
             self._shapes["scores"] = self._shape
-        if segments is not None:
-            self._shapes["by_segment"] = (segments, *self._shape)
+        for name in asked:
+            self._shapes[name] = (parts[name] or 0, *self._shape)
         self._data: dict[str, NDArray[Any]] = {}
         self._done: list[ScoreTile] = []
         self._written: list[tuple[ScoreTile, str]] = []  # every block, with its checksums
@@ -132,9 +147,9 @@ class ScoreWriter:
         rows: slice | None,
         columns: slice,
         values: ArrayLike,
-        by_segment: ArrayLike | None = None,
+        parts: ArrayLike | None = None,
     ) -> None:
-        """Write ``values`` (q_b, n_b), or (n_b,), and ``by_segment`` (L, q_b, n_b).
+        """Write ``values`` (q_b, n_b), or (n_b,), and their ``parts`` (L, q_b, n_b).
 
         Writing a block again changes nothing.
         """
@@ -150,13 +165,13 @@ class ScoreWriter:
                 f"the score of query {r0 + row} and example {c0 + column} is {scores[row, column]} "
                 f"in {self._dtype}: check the losses there, raise the damping, or use a wider dtype"
             )
-        if (by_segment is None) == ("by_segment" in self._shapes):
-            raise InvalidInput("give by_segment exactly when the writer has segments=")
+        if (parts is None) != (self._parts is None):
+            raise InvalidInput("give parts exactly when the writer has segments= or layers=")
         arrays = {"scores": scores}
-        if by_segment is not None:
-            length = self._shapes["by_segment"][0]
-            parts = self._checked("by_segment", by_segment, (length, r1 - r0, c1 - c0))
-            arrays["by_segment"] = parts
+        if self._parts is not None and parts is not None:
+            length = self._shapes[self._parts][0]
+            shape = length, r1 - r0, c1 - c0
+            arrays[self._parts] = self._checked(self._parts, parts, shape)
         if self._top is not None:
             self._keep_strongest(block, scores)
         for part in _missing(block, self._done):
@@ -210,7 +225,8 @@ class ScoreWriter:
             top = Top(self._top_values.reshape(shape), self._top_columns.reshape(shape))
         scores = Scores(
             self._data.get("scores"),
-            by_segment=self._data.get("by_segment"),
+            by_segment=self._data.get(BY_SEGMENT),
+            by_layer=self._data.get(BY_LAYER),
             top=top,
             query_ids=query_ids,
             train_ids=np.arange(self._examples) if train_ids is None else train_ids,

@@ -111,7 +111,9 @@ class Builder:
             rows.finish()
             del partial[unit.name]
             store.save()
-        store.description.update(store.world.of_first(store.description))
+        description = store.world.of_first(store.description)
+        if not store.world.first:
+            store.description.update(description)
 
     def _projected(
         self, unit: Unit, left: NDArray[np.int64]
@@ -191,7 +193,7 @@ class Builder:
         tensors: dict[str, Tensor] = {}
         entries = leading(curvature, workspace.trained_blocks(), s["dimension"])
         for name, x in entries.items():
-            tensors |= {f"{name}/outputs": x.basis.outputs, f"{name}/inputs": x.basis.inputs}
+            tensors |= fitter.as_tensors({name: x.basis})
             tensors |= {f"{name}/rows": x.rows, f"{name}/columns": x.columns}
         store.factors.put(store.eigenbasis_key, tensors, {"what": "eigenbasis"})
         store.place_eigenbasis(workspace, tensors)

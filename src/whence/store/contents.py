@@ -10,7 +10,6 @@ store/
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from whence.data import Batches, cut
 from whence.engine.projected_space import random_projection
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
-from whence.errors import InvalidInput, MissingFile
+from whence.errors import InvalidInput, MissingFile, warn
 from whence.layers.passes import Signal, Weights
 from whence.operators import Basis, accumulator
 from whence.persist.files import make_folder, write_json
@@ -169,7 +168,7 @@ class StoreContents:
         try:
             self._decompositions.put(key, parts, settings)
         except PermissionError as error:
-            warnings.warn(
+            warn(
                 f"a decomposition cannot be saved with the store ({error}): the next process will "
                 "compute it again",
                 stacklevel=2,
@@ -245,7 +244,7 @@ class StoreContents:
         device, entries = workspace.device, {}
         for name in (b.name for b in workspace.trained_blocks()):
             if f"{name}/rows" in tensors:
-                basis = Basis(tensors[f"{name}/outputs"], tensors[f"{name}/inputs"])
+                basis = Basis(tensors.get(f"{name}/outputs"), tensors[f"{name}/inputs"])
                 rows, columns = (tensors[f"{name}/{k}"].to(device) for k in ("rows", "columns"))
                 placed = basis.to(device, workspace.dtype)
                 entries[name] = LeadingEntries(placed, rows, columns)

@@ -68,6 +68,7 @@ def read(folder: Path) -> dict[str, Any]:
     with parsing(file, REMEDY):
         check_types(description, settings=dict, identity=dict, data=dict, partial=dict)
         check_types(description, moments=dict, methods=list, complete=bool)
+        check_types({"warnings": []} | description, warnings=list)
         check_types(description["settings"], dimension=int, projection=str, joint=bool)
         check_types(description["settings"], fisher=str, seed=int, dtype=str)
         if description["settings"]["dtype"] not in DTYPES:

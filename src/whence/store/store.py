@@ -17,18 +17,20 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension
+from whence.engine.queries import QuerySet
 from whence.engine.workspace import LOSS, Workspace, scored_stages
-from whence.errors import InvalidInput, collect_warnings
+from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
 from whence.persist.locks import NAME as LOCK
 from whence.persist.locks import FolderLock
 from whence.projections import projected
-from whence.scores import Scores
+from whence.scores import BY_SEGMENT, Scores
 from whence.store.building import Builder
 from whence.store.contents import StoreContents
 from whence.store.identity import (
@@ -62,6 +64,7 @@ class AnswerOptions(TypedDict, total=False):
     progress: bool
     by_segment: bool
     workers: int
+    query_weights: ArrayLike | None
 
 
 class GradientStore(StoreContents):
@@ -122,6 +125,7 @@ class GradientStore(StoreContents):
             _locked(folder, world),
             torch.no_grad(),
             precision_as_asked(),
+            collect_warnings() as messages,
         ):
             options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
             workspace = Workspace.lay_out(study, run, options)
@@ -163,11 +167,15 @@ class GradientStore(StoreContents):
             if world.first and before != description["data"]:  # decompositions of fewer examples
                 shutil.rmtree(folder / "decompositions", ignore_errors=True)
             description["complete"] = False
+            known = description.get("warnings", [])
+            description["warnings"] = messages  # what is added later is saved with the progress
+            messages[:0] = [m for m in known if m not in messages]
             store = cls(folder, study, description)
             Builder(store, workspace).complete()
         return store
 
     @classmethod
+    @collect_warnings()
     def open(cls, path: str | os.PathLike[str], study: Study) -> GradientStore:
         """Open a finished store, for the study it was built from.
 
@@ -199,6 +207,7 @@ class GradientStore(StoreContents):
             store.rows(unit.stage, unit.checkpoint)
         with World.together(), torch.no_grad(), precision_as_asked():
             store.check_losses(workspace, store.units(run)[-1])
+        description["warnings"] = [*description.get("warnings", []), *collected_warnings()]
         return store
 
     # -- answers -------------------------------------------------------------------------------
@@ -279,7 +288,7 @@ class GradientStore(StoreContents):
             )
         compute: dict[str, Any] = dict(options)
         out, top = compute.pop("out", None), compute.pop("top", None)
-        by_segment = compute.pop("by_segment", False)
+        by_segment, weights = compute.pop("by_segment", False), compute.pop("query_weights", None)
         dtype = getattr(torch, self.description["settings"]["dtype"])
         with (
             World.together(),
@@ -289,9 +298,13 @@ class GradientStore(StoreContents):
         ):
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
-            workspace = workspace.for_query(self.study.query(query), stages)
+            queries = QuerySet.of(self.study, query, weights)
+            assert queries is not None
+            workspace = workspace.for_query(queries, stages)
             self.verify(workspace)
-            return method.score(workspace, out, top, by_segment)
+            for message in self.description.get("warnings", []):
+                warn(message, stacklevel=3)
+            return method.score(workspace, out, top, BY_SEGMENT if by_segment else None)
 
     def _workspace(self, options: ComputeOptions) -> StoreWorkspace:
         """One workspace for all queries, because copying and checking the model takes long."""

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.engine.queries import Queries
 from whence.engine.scoring import Scoring
 from whence.engine.trials import LOSSES
-from whence.engine.workspace import Columns, Queries, Workspace
+from whence.engine.workspace import Columns, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
@@ -81,7 +82,7 @@ class StoreWorkspace(Workspace):
 
     def plain_gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors:
         rows = self.store.projected(self, queries.data, queries.indices, checkpoint)
-        return ProjectedVectors(rows.to(self.accumulator))
+        return ProjectedVectors(queries.summed([rows.to(self.accumulator)]))
 
     def projected_space(self, dimension: int, joint: bool, seed: int) -> StoredSpace:
         return StoredSpace(self)
@@ -93,7 +94,7 @@ class StoreWorkspace(Workspace):
         assert self.query is not None
         return {
             "store": self.store.fingerprint,
-            "query": self.query.fingerprint(),
+            "query": self.query.identity(),
             "task": task_identity(self.study.tasks[self.study.stages[-1]], measured=True),
         }
 
@@ -106,7 +107,7 @@ class StoreWorkspace(Workspace):
         return {stage: self.store.data[stage]["sha256"] for stage in self.stages}
 
     def settings(self) -> dict[str, Any]:
-        return self.store.settings
+        return self.store.settings | super().settings()
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,16 @@
     } catch (error) { inDialog(notice(error.message)); }
   }
 
+  // -- overview ----------------------------------------------------------------------------------
+
+  async function overviewPage() {
+    if (!overview.sets.length) return notice("These scores are self-influence and have no queries. See the Audit page.");
+    const name = scoresName();
+    const view = await get("/api/summary", { scores: name });
+    if (view.more) later(1000); // predictions are being computed
+    return V.summary(view, ctxOf(name, view.examples_shown, { extra: (entry) => tickBox(view.examples_shown[entry.column]) }));
+  }
+
   // -- queries -----------------------------------------------------------------------------------
 
   const asked = { text: "", label: "", wrong: false, order: "number" };
@@ -429,9 +439,22 @@
           fact(`overlap of top ${view.k}`, `${percent(view.overlap.helpful)} helpful, ${percent(view.overlap.harmful)} harmful`)),
         view.why ? notice(`${view.why}.`) : null)),
       el("div", { class: "charts" },
-        panel("Scores", `${examples(view.common)}; each dot is one example`, scatter(view.dots.map(([place, x, y]) => ({ x, y, place, r: 2.5, title: `training example at place ${place}: ${signed(x)} by ${a}, ${signed(y)} by ${b}` })), { x: a, y: b, onpick: (dot) => openExample(dot.place) })),
+        panel("Scores", `${examples(view.common)}; each dot is one example`, comparison(view.dots, a, b)),
         panel("Overlap", "share of the top k that both have in common", curve(view.curve))),
       el("div", { class: "rankings" }, left("helpful"), right("helpful"), left("harmful"), right("harmful")));
+  }
+
+  // Sizes of scores that are not calibrated cannot be compared: they are shares of the strongest.
+  function comparison(dots, a, b) {
+    const scale = (name, at) => {
+      const { calibrated, unit } = overview.about[name];
+      const most = Math.max(...dots.map((dot) => Math.abs(dot[at]))) || 1;
+      return calibrated ? { by: 1, text: `${name}, in ${unit}` } : { by: 1 / most, text: `${name}, relative to the strongest` };
+    };
+    const [x, y] = [scale(a, 1), scale(b, 2)];
+    return scatter(dots.map(([place, u, v]) => ({ x: u * x.by, y: v * y.by, place, r: 2.5,
+      title: `training example at place ${place}: ${signed(u * x.by)} by ${a}, ${signed(v * y.by)} by ${b}` })),
+    { x: x.text, y: y.text, onpick: (dot) => openExample(dot.place) });
   }
 
   async function followOverall(spot, a, b, k) {
@@ -563,13 +586,21 @@
         fact("mean change", known.length ? valueOf(known.reduce((s, x) => s + x, 0) / known.length, higher) : "–")),
       selected.note ? notice(`${selected.note}.`) : null,
       selected.within ? null : notice(`${name} is not calibrated: go by the order of these changes, not by their size.`),
-      await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].unit === selected.unit ? one : `${one} (${answer.sets[one].unit})`))], (row) => [
+      await queryTable(order, ["", ...(answer.measured ? [`${word} now`] : []), `predicted by ${name}`, ...(answer.measured ? ["after"] : []), ...others.map((one) => (answer.sets[one].within ? one : `${one}, rank`))], (row) => [
         answer.measured ? el("td", { class: "numeric" }, number(answer.measured[row])) : null,
         el("td", { class: "numeric" }, selected.change[row] === null ? unknown(selected.unknown[row]) : valueOf(selected.change[row], higher),
           selected.within && selected.within[row] !== null ? el("span", { class: "muted", title: "95 % interval of one retraining" }, ` ± ${number(selected.within[row], 2)}`) : null),
         !answer.measured ? null : el("td", { class: "numeric" }, after(row) === null ? "–" : number(after(row)), becomes && becomes[row] ? el("span", { class: becomes[row] }, becomes[row] === "right" ? "✓ becomes right" : "✗ becomes wrong") : null),
-        ...others.map((one) => el("td", { class: "numeric" }, answer.sets[one].change[row] === null ? unknown(answer.sets[one].unknown[row]) : valueOf(answer.sets[one].change[row], higher))),
+        ...others.map((one) => el("td", { class: "numeric" }, answer.sets[one].change[row] === null ? unknown(answer.sets[one].unknown[row])
+          : answer.sets[one].within ? valueOf(answer.sets[one].change[row], higher) : rankOf(answer.sets[one].change, row, overview.about[one].higher_is_better))),
       ]));
+  }
+
+  // The place of a query in the order of its changes, without their size.
+  function rankOf(changes, row, higher) {
+    const stronger = changes.filter((x) => x !== null && Math.abs(x) > Math.abs(changes[row])).length;
+    const up = (higher ? changes[row] : -changes[row]) >= 0;
+    return el("span", { class: `value ${up ? "helpful" : "harmful"}` }, `${up ? "▲" : "▼"} rank ${count(stronger + 1)}`);
   }
 
   const unknown = (n) => el("span", { class: "muted small" }, `unknown: ${n} ${n === 1 ? "score is" : "scores are"} missing`);
@@ -693,7 +724,7 @@
 
   // -- frame -------------------------------------------------------------------------------------------
 
-  const PAGES = [["queries", "Queries", queryPage], ["examples", "Training data", examplesPage], ["compare", "Compare", comparePage],
+  const PAGES = [["overview", "Overview", overviewPage], ["queries", "Queries", queryPage], ["examples", "Training data", examplesPage], ["compare", "Compare", comparePage],
     ["audit", "Audit", auditPage], ["whatif", "What if", whatIfPage], ["about", "About", aboutPage]];
   const main = el("main", { tabindex: "-1" });
   const tabs = el("nav", { class: "tabs", "aria-label": "pages" });
@@ -704,13 +735,11 @@
 
   function frame() {
     const where = here();
-    const page = PAGES.some(([name]) => name === where.page) ? where.page : (overview.sets.length ? "queries" : "audit");
+    const page = PAGES.some(([name]) => name === where.page) ? where.page : (overview.sets.length ? "overview" : "audit");
     document.body.dataset.page = page;
     tabs.replaceChildren(...PAGES.map(([name, text]) => el("a", { href: hash({ page: name, scores: overview.sets.length ? scoresName() : null, row: ["queries", "compare"].includes(name) ? current : null }), class: "tab", "aria-current": name === page ? "page" : null },
       text, name === "whatif" ? el("span", { id: "ticked", class: "badge", "aria-label": "ticked" }) : null)));
     badge();
-    const open = tabs.querySelector("[aria-current]");
-    if (tabs.scrollWidth > tabs.clientWidth) tabs.scrollLeft = open.offsetLeft - tabs.offsetLeft - 40;
     const pick = overview.sets.length > 1 && page !== "compare" && page !== "audit"
       ? choose("scores", "scores", overview.sets.map((name) => [name, name]), scoresName(), (v) => go({ ...here(), scores: v }))
       : el("span", {}, page === "compare" || page === "audit" ? "" : [...overview.sets, ...overview.self_influence][0]);
@@ -749,7 +778,7 @@
   }
 
   function help() {
-    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 6", "pages"], ["x", "tick the focused example, or the one under the cursor"], ["?", "this help"], ["Esc", "close"]];
+    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 7", "pages"], ["x", "tick the focused example, or the one under the cursor"], ["?", "this help"], ["Esc", "close"]];
     inDialog(el("h2", {}, "Keys"), el("dl", { class: "sheet" }, rows.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])));
   }
 
@@ -764,7 +793,7 @@
       if (box) { event.preventDefault(); box.focus(); }
       return;
     }
-    if (/^[1-6]$/.test(event.key)) { event.preventDefault(); tabs.children[Number(event.key) - 1].click(); return; }
+    if (/^[1-7]$/.test(event.key)) { event.preventDefault(); tabs.children[Number(event.key) - 1].click(); return; }
     if (event.key === "x") {
       const around = event.target.closest("li, tr") || document.querySelector("li.card:hover, tr:hover");
       const box = around && around.querySelector("input[data-place]");
@@ -781,7 +810,7 @@
     // keep the token out of the history and the address bar
     if (location.search) history.replaceState(null, "", location.pathname + location.hash);
     try { overview = await get("/api/overview"); } catch (error) { document.body.replaceChildren(notice(error.message)); return; }
-    keys.append(el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous query · ", el("kbd", {}, "/"), " search · ", el("kbd", {}, "1"), "–", el("kbd", {}, "6"), " pages · ", el("kbd", {}, "x"), " tick · ", el("kbd", {}, "?"), " all keys");
+    keys.append(el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous query · ", el("kbd", {}, "/"), " search · ", el("kbd", {}, "1"), "–", el("kbd", {}, "7"), " pages · ", el("kbd", {}, "x"), " tick · ", el("kbd", {}, "?"), " all keys");
     remember();
     buildSidebar();
     document.body.replaceChildren(el("header", { class: "top" }, brand, tabs, V.themeButton()),

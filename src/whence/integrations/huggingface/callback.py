@@ -72,6 +72,7 @@ class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
             done=state.global_step,
             size=dataset_size(train_dataloader),
             notes={name: value for name, value in not_modelled.items() if value},
+            usual=["clip_norm"] if args.max_grad_norm == _default(args, "max_grad_norm") else [],
             retried=args.auto_find_batch_size and not state.global_step,
         )
 
@@ -96,3 +97,8 @@ class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._run.end()
+
+
+def _default(arguments: Any, name: str) -> Any:
+    """The default of a setting of the TrainingArguments."""
+    return type(arguments).__dataclass_fields__[name].default

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from whence.errors import collect_warnings, collected_warnings, warn
 from whence.integrations.huggingface.trainer_files import (
     PretrainedWeights,
     SavedOptimizer,
@@ -31,6 +31,7 @@ from whence.run.segments import Stage
 FIRST_VERSION_LOGGING_OWN_RATE = (4, 51)
 
 
+@collect_warnings()
 def from_huggingface(
     output_dir: str | os.PathLike[str],
     model: nn.Module,
@@ -81,7 +82,7 @@ def from_huggingface(
     planned = state.get("max_steps") or total
     _check_spacing(steps, int(state.get("save_steps") or 0))
     if planned > total:
-        warnings.warn(
+        warn(
             f"training was planned to reach update {planned} (max_steps), but the last checkpoint "
             f"in {folder} is after {total}: the run ends there",
             stacklevel=2,
@@ -103,6 +104,7 @@ def from_huggingface(
         columns={stage: list(range(len(groups)))},
         initial=Checkpoint(0, stage, initial) if initial else None,
         notes=dict(notes or {}),
+        warnings=list(collected_warnings()),
         finished=planned <= total,
     )
 
@@ -139,7 +141,7 @@ def _optimizers(folders: Mapping[int, Path], model: nn.Module) -> dict[int, Save
     missing = [step for step, path in paths.items() if not path.exists()]
     if missing:
         every = len(missing) == len(paths)
-        warnings.warn(
+        warn(
             f"no optimizer.pt at {missing}: no second moments there, which SOURCE needs for "
             "Adam-type optimizers" + every * ". Assuming AdamW, the Trainer's default",
             stacklevel=3,
@@ -156,7 +158,7 @@ def _optimizers(folders: Mapping[int, Path], model: nn.Module) -> dict[int, Save
                 "RecorderCallback, or Run.from_checkpoints"
             )
         if optimizer.updates not in (None, step):
-            warnings.warn(
+            warn(
                 f"{optimizer.path} has counted {optimizer.updates} updates, not {step}: some were "
                 "skipped (as fp16 does when gradients overflow), or the optimizer was restarted. "
                 f"The run counts all {step}",
@@ -200,7 +202,7 @@ def _rates(
             f"{path} has no learning rate of updates 1 … {total}: pass them to Run.from_checkpoints"
         )
     if missing:
-        warnings.warn(
+        warn(
             f"the learning rates of {missing} of {total} updates were not logged in {path} and are "
             "interpolated. Train with logging_steps=1 to log all, or use RecorderCallback",
             stacklevel=3,
@@ -222,7 +224,7 @@ def _check_spacing(steps: Sequence[int], save_steps: int) -> None:
     interval = save_steps if regular else min(gaps)
     wide = [(end - gap, end) for end, gap in zip(steps, gaps, strict=True) if gap >= 2 * interval]
     if wide and len(set(gaps)) > 1:
-        warnings.warn(
+        warn(
             "no checkpoint between updates "
             + ", ".join(f"{start} and {end}" for start, end in wide[:3])
             + f", though there is one every {interval} elsewhere: some were deleted, perhaps by "

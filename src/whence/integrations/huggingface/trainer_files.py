@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import sys
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from whence.errors import warn
 from whence.persist.identity import sha256_of
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, TensorFile, file_sha256, plain_names, read_tensors
@@ -113,7 +113,7 @@ class PretrainedWeights(TensorFile):
             )
         unknown = sorted(shapes.keys() - expected.keys())
         if unknown:
-            warnings.warn(
+            warn(
                 f"{path} has {', '.join(unknown[:3])}, which the model does not have: ignored",
                 stacklevel=3,
             )
@@ -269,7 +269,7 @@ class SavedOptimizer:
         for name, keys, moments in OPTIMIZER_SIGNATURES:
             if distinctive == keys and (moments is None or moments in in_state or not in_state):
                 return "adamw" if name == "adam" and decoupled else name
-        warnings.warn(
+        warn(
             f"{self.path} belongs to an unknown optimizer (not SGD, Adam, AdamW or RMSprop): its "
             f"groups have {sorted(distinctive)}, its state {sorted(in_state)}. The run has no "
             "second moments",

@@ -439,6 +439,61 @@ Whence.views = (() => {
         : el("p", { class: "muted" }, "No training example is harmful on average."));
   }
 
+  // What to look at first: the model, the strongest examples, suspects, and which classes matter.
+  function summary(view, ctx) {
+    const { overview } = ctx;
+    const facts = [];
+    if (view.right) {
+      const [right, of] = view.right;
+      facts.push(fact("queries predicted correctly", `${percent(right / of)}`, el("span", { class: "muted" }, ` ${count(right)} of ${count(of)}`)));
+    }
+    if (view.measured !== null) facts.push(fact(`mean ${overview.measurement.replaceAll("_", " ")} of the queries`, number(view.measured), el("span", { class: "muted" }, ` ${overview.unit}`)));
+    facts.push(fact("scores", plural(view.queries, "query"), el("span", { class: "muted" }, ` × ${plural(view.examples, "training example")}`)));
+    for (const [name, text] of view.judged) facts.push(fact(name, bdi(text)));
+    const differs = (entry) => { const r = renderedOf(entry.column, ctx); return r.comparable && r.label !== null && r.prediction && r.prediction !== r.label; };
+    const suspects = (view.suspects || []).filter(differs);
+    const shown = suspects.slice(0, 12);
+    return el("article", { class: "summary" },
+      el("header", { class: "plain-head" }, el("h2", {}, "Overview"),
+        el("p", { class: "muted" }, `Which training examples mattered to ${plural(view.queries, "query")}, by ${overview.method}.`)),
+      el("dl", { class: "facts" }, facts),
+      el("div", { class: "rankings" },
+        ranking("Most helpful overall", "▲", "helpful", view.helpful, "No training example helps on average.", ctx),
+        ranking("Most harmful overall", "▼", "harmful", view.harmful, "No training example harms on average.", ctx)),
+      shown.length ? el("section", { class: "ranking harmful" },
+        el("h3", {}, el("span", { class: "mark harmful", "aria-hidden": "true" }, "?"), "Suspected label errors"),
+        el("p", { class: "muted small sizes" }, `Harmful on average, and the model predicts another label: ${plural(suspects.length, "suspect")}${suspects.length > shown.length ? `, the first ${shown.length} here` : ""}. Check them first.`),
+        el("ol", { class: "cards" }, shown.map((entry) => suspect(entry, ctx)))) : null,
+      view.classes ? panel("Which classes mattered to which", `mean score of the training examples of a class (columns) for the queries of a class (rows)${overview.calibrated ? `, in ${overview.unit}` : ", as a share of the strongest"}; blue helped, orange harmed`, matrix(view.classes, ctx)) : null);
+  }
+
+  function suspect(entry, ctx) {
+    const rendered = renderedOf(entry.column, ctx);
+    return el("li", { class: `card ${rendered.kind}` }, el("button", { class: "card-face", type: "button",
+      onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
+      "aria-label": `training example ${naming(rendered)}, label ${rendered.label}, predicted ${rendered.prediction}` },
+    known(rendered) ? example(rendered) : null,
+    el("span", { class: "card-facts" }, el("span", { class: "card-line" }, el("span", { class: "label" }, bdi(rendered.label))),
+      el("span", { class: "small" }, "predicted ", bdi(rendered.prediction)), el("span", { class: "card-id muted" }, naming(rendered)))),
+    ctx.extra ? ctx.extra(entry) : null);
+  }
+
+  function matrix({ names, means }, ctx) {
+    const most = Math.max(...means.flat().map((x) => Math.abs(x || 0))) || 1;
+    const cell = (value, row, column) => {
+      if (value === null) return el("td", {}, "");
+      const shown = ctx.overview.calibrated ? signed(value, 2) : `${value / most < 0 ? "−" : "+"}${Math.abs(value / most).toFixed(2)}`;
+      const td = el("td", { class: `heat ${side(value, ctx)}`, title: `${names[column]} for ${names[row]}: ${shown}` }, Math.abs(value / most) < 0.005 ? "0" : shown);
+      td.style.setProperty("--weight", Math.abs(value / most).toFixed(3));
+      return td;
+    };
+    return el("div", { class: "table-frame", tabindex: "0", role: "region", "aria-label": "mean score by class" },
+      el("table", { class: "listing heatmap" },
+        el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "query ↓  training →"), names.map((name) => el("th", { scope: "col" }, bdi(name))))),
+        el("tbody", {}, means.map((line, row) => (line.every((x) => x === null) ? null
+          : el("tr", {}, el("th", { scope: "row" }, bdi(names[row])), line.map((value, column) => cell(value, row, column))))))));
+  }
+
   // What to know before relying on the scores, on top of every page; null if there is nothing.
   function warnings(overview) {
     if (!overview.warnings.length) return null;
@@ -600,5 +655,5 @@ Whence.views = (() => {
   }
 
   return { el, svg, bdi, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
-    charts, query, audit, harmful, about, warnings, detail, queryList, themeButton, renderedOf };
+    charts, query, summary, audit, harmful, about, warnings, detail, queryList, themeButton, renderedOf };
 })();

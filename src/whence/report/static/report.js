@@ -4,7 +4,7 @@
 (() => {
   const V = Whence.views;
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
-  const { overview, queries, harmful, audit, title } = read("whence-scores");
+  const { overview, summary, queries, harmful, audit, title } = read("whence-scores");
   const { examples, ids } = read("whence-examples");
   const byRow = new Map(queries.map((view) => [view.row, view]));
 
@@ -14,7 +14,7 @@
     onQuery: (row) => { dialog.close(); location.hash = `query=${row}`; } };
 
   const pages = overview.self ? [["audit", "Audit list"], ["about", "About"]]
-    : [["queries", "Queries"], ["harmful", "Most harmful overall"], ["about", "About"]];
+    : [["overview", "Overview"], ["queries", "Queries"], ["harmful", "Most harmful overall"], ["about", "About"]];
   const tabs = pages.map(([name, text]) => V.el("a", { href: `#${name}`, class: "tab" }, text));
   const list = overview.self ? null : V.queryList(queries, { overview, onSelect: (row) => { location.hash = `query=${row}`; } });
 
@@ -50,7 +50,8 @@
     document.body.dataset.page = page;
     if (page === "queries") {
       main.replaceChildren(view ? V.query(view, ctx) : V.el("p", { class: "muted" }, "This report has no such query."));
-    } else if (page === "harmful") main.replaceChildren(V.harmful(harmful, ctx));
+    } else if (page === "overview") main.replaceChildren(V.summary({ ...summary, suspects: harmful.entries }, ctx));
+    else if (page === "harmful") main.replaceChildren(V.harmful(harmful, ctx));
     else if (page === "audit") main.replaceChildren(V.audit(audit, ctx));
     else main.replaceChildren(V.about(ctx));
     main.scrollTop = 0;

@@ -1,0 +1,156 @@
+"""What is explained: the examples of a dataset, or weighted sums of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from whence.data import Batches, Contrast, cut
+from whence.engine.options import check_count
+from whence.errors import InvalidInput
+from whence.persist.identity import key_of, sha256_of
+from whence.study import Study
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class QuerySet:
+    """All queries of a calculation; each is one row of the scores.
+
+    Attributes:
+        data: the examples whose measurements are taken.
+        weights: (q, examples): a query is the sum of the examples' measurements, times these. None:
+            every example is a query.
+        rank: of the query vectors' factors in each layer; "auto" for the largest that fits into
+            memory; None for whole vectors.
+    """
+
+    data: Batches
+    weights: NDArray[np.float64] | None = None
+    rank: int | str | None = None
+
+    @classmethod
+    def of(
+        cls, study: Study, query: Any, weights: ArrayLike | None = None, rank: Any = None
+    ) -> QuerySet | None:
+        """The queries that a caller asked for; None is self-influence."""
+        for name, value in (("query_weights", weights), ("query_rank", rank)):
+            if query is None and value is not None:
+                raise InvalidInput(
+                    f"{name} without query: self-influence has no queries. Give query=, or leave "
+                    f"{name} out"
+                )
+        if rank is not None and rank != AUTO:
+            check_count("query_rank", rank)
+        if query is None:
+            return None
+        if isinstance(query, QuerySet):
+            return query
+        if isinstance(query, Contrast):
+            ones = np.eye(len(query))
+            queries = cls(study.query(query.examples), np.concatenate([ones, -ones], 1), rank)
+        else:
+            queries = cls(study.query(query), None, rank)
+        return queries if weights is None else queries._weighted(weights)
+
+    def _weighted(self, given: ArrayLike) -> QuerySet:
+        try:
+            weights = np.atleast_2d(np.asarray(given, dtype=np.float64))
+        except (TypeError, ValueError):
+            raise InvalidInput(
+                "query_weights must be numbers, (queries,) or (k, queries)"
+            ) from None
+        if weights.ndim != 2 or weights.shape[1] != len(self) or not len(weights):
+            raise InvalidInput(
+                f"query_weights has the shape {np.shape(given)}, but there are {len(self)} "
+                f"queries: give one weight for each, ({len(self)},), or several rows of them"
+            )
+        wrong = np.flatnonzero(~(np.isfinite(weights).all(1) & weights.any(1)))
+        if len(wrong):
+            raise InvalidInput(
+                f"query_weights[{wrong[0]}] has only zeros, or numbers that are not finite: every "
+                "row must be a sum of some queries"
+            )
+        return replace(self, weights=weights if self.weights is None else weights @ self.weights)
+
+    def __len__(self) -> int:
+        return len(self.data if self.weights is None else self.weights)
+
+    def fingerprint(self) -> str:
+        """Of the examples, and of their weights where they have some."""
+        data = self.data.fingerprint()
+        if self.weights is None:
+            return data
+        return sha256_of(data, str(self.weights.shape), self.weights)
+
+    def identity(self) -> str:
+        """Of everything that the scores depend on."""
+        own = self.fingerprint()
+        return own if self.rank is None else key_of({"query": own, "rank": self.rank})
+
+    def settings(self) -> dict[str, Any]:
+        """What is stored with the scores."""
+        shape = {} if self.weights is None else {"query_weights": list(self.weights.shape)}
+        return shape | ({} if self.rank is None else {"query_rank": self.rank})
+
+    def some(self, stage: str, rows: NDArray[np.int64]) -> Queries:
+        """The queries of these rows, measured in this stage."""
+        if self.weights is None:
+            return Queries(self.data, stage, rows)
+        weights = self.weights[rows]
+        used = np.flatnonzero(weights.any(0))
+        return Queries(self.data, stage, used, torch.from_numpy(weights[:, used]), int(rows[0]))
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Some examples whose measurements, or sums of them, are explained.
+
+    Attributes:
+        indices: the examples, in the data.
+        weights: (q, examples); None: every example is a query.
+        first: the number of the first sum.
+    """
+
+    data: Batches
+    stage: str
+    indices: NDArray[np.int64]
+    weights: Tensor | None = None
+    first: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices if self.weights is None else self.weights)
+
+    @property
+    def label(self) -> str:
+        return f"{self.stage} {self.indices[0] if self.first is None else self.first}"
+
+    def share(self, rows: NDArray[np.int64]) -> Queries:
+        """Some of them, by their numbers here."""
+        if self.weights is None:
+            return replace(self, indices=self.indices[rows])
+        weights = self.weights[torch.from_numpy(rows)]
+        used = weights.any(0)
+        first = None if self.first is None else self.first + int(rows[0])
+        indices = self.indices[used.numpy()]
+        return replace(self, indices=indices, weights=weights[:, used], first=first)
+
+    def batches(self, size: int) -> list[NDArray[np.int64]]:
+        return [self.indices[b] for b in cut(len(self.indices), size)]
+
+    def summed(self, rows: Iterable[Tensor]) -> Tensor:
+        """The examples' rows (examples, d), in pieces, as rows of the queries, (q, d)."""
+        if self.weights is None:
+            return torch.cat(list(rows))
+        total, start = torch.zeros(()), 0
+        for piece in rows:
+            weights = self.weights[:, start : start + len(piece)].to(piece)
+            total, start = total.to(piece) + weights @ piece, start + len(piece)
+        return total

@@ -1,0 +1,189 @@
+"""Query vectors in factors of low rank, so that many queries share a pass (Grosse et al., 2023).
+
+In each layer, a query's matrix W (o, width) is cut to its r leading singular vectors, after the
+curvature was applied to it. That takes r (o + width) numbers instead of o times width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.engine.queries import AUTO, QuerySet
+from whence.engine.workspace import PlainGradients, Readouts, Workspace
+from whence.layers.capture import ParameterBlock
+from whence.operators import cost
+from whence.operators.products import (
+    OVERSAMPLED,
+    SUBSPACE_ITERATIONS,
+    FactoredReadout,
+    Readout,
+    leading,
+    squared_norms,
+)
+from whence.operators.space import rotate
+
+RANKS = 16, 64  # the least and the largest that "auto" takes
+SETS_ON_THE_WAY = 3  # of whole vectors: a term's, and two on the way to the next
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the queries are taken.
+
+    Attributes:
+        rank: of their factors.
+        rows: queries whose factors fit into memory: they share a pass.
+        whole: queries whose whole vectors do, on the way to factors.
+    """
+
+    rank: int
+    rows: int
+    whole: int
+
+    def numbers(self, blocks: Iterable[ParameterBlock], sets: int) -> int:
+        """In memory at once: factors of all terms, and whole vectors on the way to them."""
+        return sum(
+            sets * self.rows * cost.low_rank_numbers(b, self.rank)
+            + SETS_ON_THE_WAY * self.whole * b.size
+            for b in blocks
+        )
+
+
+def plan(workspace: Workspace, query: QuerySet, sets: int, rank: int | None = None) -> Plan | None:
+    """How to take the queries in factors; None for whole vectors.
+
+    A quarter of the memory is for the factors, another for whole vectors.
+
+    Args:
+        sets: of vectors that a pass needs, one for each term.
+        rank: that an interrupted call chose.
+    """
+    size, blocks = workspace.accumulator.itemsize, workspace.blocks.values()
+
+    def fitting(each: int, sets: int) -> int:
+        return max(1, int(workspace.memory // 4 // (sets * each * size)))
+
+    whole = fitting(sum(block.size for block in blocks), SETS_ON_THE_WAY)
+
+    def of(rank: int) -> Plan:
+        rows = fitting(sum(cost.low_rank_numbers(b, rank) for b in blocks), sets)
+        return Plan(rank, min(rows, len(query)), min(whole, len(query)))
+
+    if query.rank is None:
+        return None
+    if rank is not None or query.rank != AUTO:
+        return of(int(query.rank if rank is None else rank))
+    numbers = cost.vector_numbers(workspace.tracked)
+    if 2 * fitting(numbers, sets + 2) >= len(query):  # as many as are taken without a rank
+        return None
+    least, most = RANKS
+    fits = (r for r in range(most, least - 1, -1) if of(r).rows == len(query))
+    return of(next(fits, least))
+
+
+@dataclass(frozen=True)
+class Energy:
+    """‖W‖² of each query in each block, and how much of it the factors have: (q,)."""
+
+    total: dict[str, Tensor]
+    kept: dict[str, Tensor]
+
+    def lost(self) -> Tensor:
+        """The share of each query's energy that is lost, (q,)."""
+        total, kept = (torch.stack(list(part.values())).sum(0) for part in (self.total, self.kept))
+        return (1 - kept / total.clamp_min(1e-300)).clamp_min(0)
+
+    def by_layer(self) -> dict[str, float]:
+        """The share of all queries' energy that is lost in each block."""
+        return {
+            name: max(0.0, 1 - float(self.kept[name].sum() / total.sum().clamp_min(1e-300)))
+            for name, total in self.total.items()
+        }
+
+
+def low_rank(
+    workspace: Workspace, vectors: Any, scale: float, rank: int
+) -> tuple[Readouts, Energy]:
+    """The vectors, times `scale`, cut to a rank where that takes less memory; what that loses."""
+    ready: Readouts = {}
+    energy = Energy({}, {})
+    for name, whole, basis, factor in _matrices(workspace, vectors):
+        block, dtype = workspace.blocks[name], workspace.dtype
+        if isinstance(whole, FactoredReadout):
+            ready[name] = exact = whole.scaled(scale)
+            kept = total = squared_norms(exact.a[:, None], exact.s[:, None], bool(exact.c)).double()
+        elif cost.low_rank_numbers(block, rank) == block.size:
+            own = rotate(whole, basis, None) * (scale * factor)
+            ready[name] = Readout.of(own, None, block.bias, dtype)
+            kept = total = _squares(own)
+        else:
+            left, right = leading(whole, rank)
+            right = right * (scale * factor)
+            total, kept = _squares(whole) * (scale * factor) ** 2, _squares(right)
+            if basis is not None:  # leftᵀ right → Q_S leftᵀ right Q_Aᵀ
+                right = right @ basis.inputs.mT
+                left = left if basis.outputs is None else left @ basis.outputs.mT
+            ready[name] = FactoredReadout.of(left, right, block.bias, dtype)
+        energy.total[name], energy.kept[name] = total, kept
+    return ready, energy
+
+
+def _squares(values: Tensor) -> Tensor:
+    return values.flatten(1).double().square().sum(1)
+
+
+def _matrices(workspace: Workspace, vectors: Any) -> Iterator[tuple[str, Any, Any, float]]:
+    """(block, matrices (q, o, width), their basis, a number they are times); or, instead of
+    matrices, gradients that are factored already. Their memory is reused."""
+    if isinstance(vectors, PlainGradients):
+        for name in list(vectors.readouts):
+            readout = vectors.readouts.pop(name)
+            if isinstance(readout, Readout):
+                columns = [] if readout.column is None else [readout.column.unsqueeze(2)]
+                whole = torch.cat([readout.weight, *columns], 2).to(workspace.accumulator)
+                yield name, whole, readout.basis, 1.0
+            else:
+                yield name, readout, None, 1.0
+        return
+    for name in list(vectors.values):
+        yield name, vectors.values.pop(name), vectors.bases[name], vectors.scale(name)
+
+
+def joined_readouts(parts: list[Readouts]) -> Readouts:
+    """The readouts of some queries after those of others."""
+    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined(parts: list[Any]) -> Readout | FactoredReadout:
+    def cat(values: Iterable[Any]) -> Any:
+        first, *others = values
+        return torch.cat([first, *others]) if isinstance(first, Tensor) else first
+
+    first = parts[0]
+    if isinstance(first, Readout):
+        return Readout(cat(p.weight for p in parts), cat(p.column for p in parts), first.basis)
+    a, s, c = cat(p.a for p in parts), cat(p.s for p in parts), cat(p.c for p in parts)
+    return FactoredReadout(a, s, c, first.rank)
+
+
+def operations(workspace: Workspace, query: QuerySet, plan: Plan) -> float:
+    """Of a term's factors and inner products, per example that is scored."""
+    n, q, r = workspace.batch_size, min(plan.rows, len(query)), plan.rank
+    cut = inner = 0.0
+    for b in workspace.tracked.blocks:
+        t = workspace.tracked.positions[b.name]
+        inner += cost.forward_backward(b, t) * -(-len(query) // q)
+        if cost.low_rank_numbers(b, r) == b.size:
+            inner += cost.inner(b, t, len(query))
+            continue
+        ways = cost.inner_by_position, cost.inner_expanded
+        each = min(way(n, t, b.o, b.width, q, r) for way in ways) / n
+        inner += each * len(query) / q
+        columns = min(r + OVERSAMPLED, b.o, b.width)
+        cut += 2.0 * b.size * columns * (2 * SUBSPACE_ITERATIONS + 3) * len(query)
+    return inner + cut / workspace.examples

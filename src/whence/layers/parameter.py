@@ -1,0 +1,54 @@
+"""Parameters that are used as they are: class tokens, tables of positions, and biases that are no
+column of a matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from whence.layers.kind import Kind
+
+
+class Bias(Kind):
+    """A bias that is added to every position of a module's output."""
+
+    form = "elementwise"
+
+    def __init__(self, channels_first: bool) -> None:
+        self.channels_first = channels_first
+
+    def refusal(self, module: nn.Module) -> str | None:
+        return None
+
+    def shape(self, module: Any) -> tuple[int, int, int]:
+        return 1, module.bias.numel(), 1
+
+    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
+        return [module.bias.new_ones(len(x), 1, 1)]
+
+    def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
+        y = gradient.movedim(1, -1) if self.channels_first else gradient
+        return [y.reshape(len(y), -1, module.bias.numel())]
+
+
+class Direct(Kind):
+    """A parameter (1, ...) of a module of any class, of which each example gets a copy (n, ...)."""
+
+    form = "elementwise"
+    hooked = False
+
+    def __init__(self, attribute: str) -> None:
+        self.attribute = attribute
+
+    def refusal(self, module: nn.Module) -> str | None:
+        return None
+
+    def shape(self, module: Any) -> tuple[int, int, int]:
+        return 1, module._parameters[self.attribute].numel(), 1
+
+    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
+        return [x.new_ones(len(x), 1, 1)]
+
+    def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
+        return [gradient.flatten(1).unsqueeze(1)]

@@ -1,0 +1,100 @@
+"""Training examples in the order of their scores: for pandas, CSV files and the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from whence.errors import MissingDependency
+from whence.present.views import Floats, TrainingExamples
+from whence.scores import Scores
+from whence.study import Study
+
+
+def mean_scores(scores: Scores) -> Floats:
+    """(n,) the mean over the queries of their finite scores; the scores of self-influence.
+
+    If only the strongest were kept, the others count as zero.
+    """
+    total, counted = np.zeros((2, scores.shape[-1]))
+    rows = [None] if scores.is_self_influence else range(scores.shape[0])
+    for row in rows:
+        values, columns = scores.row_scores(row)
+        finite = np.isfinite(values)
+        total[columns[finite]] += values[finite]
+        counted[columns[finite]] += 1
+    if scores.strongest is not None:
+        counted[:] = len(rows)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(total / counted)
+
+
+def score_column(scores: Scores, query: int | None) -> Floats:
+    """(n,) the scores of a query, NaN where they were not kept; without one, `mean_scores`."""
+    if query is None:
+        return mean_scores(scores)
+    values, columns = scores.row_scores(query)
+    column = np.full(scores.shape[-1], np.nan)
+    column[columns] = values
+    return column
+
+
+def ranked_columns(
+    scores: Scores,
+    query: int | None = None,
+    study: Study | None = None,
+    **display: Any,
+) -> dict[str, Sequence[Any]]:
+    """The training examples as columns of a table, the most helpful first.
+
+    Args:
+        query: whose scores to rank by (default: the mean over all queries).
+        study: whose training data has the labels and texts.
+        display: `classes`, `columns`, `tokenizer`: as in `whence.report.write`.
+
+    Returns:
+        `example` (training id), `stage` if there are several, `score`; with a study `label`, and
+        `content` if the examples have text.
+    """
+    values = score_column(scores, query)
+    strength = values if scores.higher_is_better else -values
+    order = np.argsort(np.where(np.isnan(strength), np.inf, -strength), kind="stable")
+    table: dict[str, Sequence[Any]] = {"example": scores.train_ids[order]}
+    if scores.stage is not None:
+        table["stage"] = [scores.stage[c] for c in order]
+    table["score"] = values[order]
+    if study is None:
+        return table
+    examples = TrainingExamples(scores, study.train, study, **display)
+    cells = [dataset.in_words(index) for dataset, index in map(examples.of, order)]
+    table["label"] = [label for label, _ in cells]
+    if any(content for _, content in cells):
+        table["content"] = [content for _, content in cells]
+    return table
+
+
+def ranking(
+    scores: Scores, study: Study | None = None, query: int | None = None, **display: Any
+) -> Any:
+    """`ranked_columns` as a pandas DataFrame."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise MissingDependency("ranking needs pandas: pip install 'whence-tda[pandas]'") from error
+    return pd.DataFrame(ranked_columns(scores, query, study, **display))
+
+
+def csv_lines(rows: Iterable[Sequence[Any]], end: str = "\n") -> str:
+    """Rows of a CSV file. No text is read as a formula by a spreadsheet."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator=end)
+    writer.writerows([_safe(c) if isinstance(c, str) else c for c in row] for row in rows)
+    return lines.getvalue()
+
+
+def _safe(text: str) -> str:
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

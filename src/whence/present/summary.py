@@ -1,0 +1,110 @@
+"""The overview of scores: what to look at first, as plain data for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from whence.present.views import Floats, Ints, View, number, strongest
+from whence.scores import Scores
+
+if TYPE_CHECKING:
+    from whence.retrain import Truth
+
+MOST_CLASSES = 20  # rows and columns of the table of classes
+Classes = Callable[[int], str | None]
+
+
+def summary(
+    scores: Scores,
+    class_of: Classes,
+    query_class: Classes,
+    predicted: Sequence[View] = (),
+    truth: Truth | None = None,
+    k: int = 12,
+) -> View:
+    """What to look at first.
+
+    Args:
+        class_of: the class of a column's training example, if it has one.
+        query_class: the class of a row's query, if it has one.
+        predicted: views of queries with their predictions (`describe_query`).
+        truth: judges the scores.
+        k: number of entries in each list.
+
+    Returns:
+        `helpful` and `harmful`: entries with the best and worst mean score over the queries;
+        `right`: how many of how many queries are predicted correctly, None if that is not known;
+        `measured`: the mean measurement of the queries; `classes`: their `names`, and `means`, the
+        mean score of each training class (columns) for each class of queries (rows); `judged`:
+        [name, text] pairs, by the truth.
+    """
+    columns, names = _numbered(class_of, scores.shape[-1])
+    rows, _ = _numbered(query_class, scores.shape[0], names)
+    means, table = _means(scores, columns, rows, len(names))
+    direction = 1.0 if scores.higher_is_better else -1.0
+    view: View = {"queries": scores.shape[0], "examples": scores.shape[-1], "classes": None}
+    for end, sign in (("helpful", direction), ("harmful", -direction)):
+        order = strongest(np.nan_to_num(sign * means), k)
+        order = order[sign * means[order] > 0]
+        view[end] = [{"column": int(c), "value": number(means[c])} for c in order]
+    if len(names) > 1 and np.isfinite(table).any():
+        view["classes"] = {"names": names, "means": [[number(x) for x in row] for row in table]}
+    known = [p for p in predicted if p.get("comparable") and p["label"] is not None]
+    view["right"] = (
+        [sum(p["prediction"] == p["label"] for p in known), len(known)] if known else None
+    )
+    measured = [p["measurement"] for p in predicted if p.get("measurement") is not None]
+    view["measured"] = number(np.mean(measured)) if measured else None
+    view["judged"] = [] if truth is None else judged(scores, truth)
+    return view
+
+
+def judged(scores: Scores, truth: Truth) -> list[list[str]]:
+    """[name, text] pairs: how well the scores predict what retraining does."""
+    from whence.evaluate import calibration, lds
+    from whence.table import estimate
+
+    rank, size = lds(scores, truth), calibration(scores, truth)
+    ceiling = "" if rank.ceiling is None else f"; at most {rank.ceiling:.2f}, the rest is noise"
+    return [
+        ["LDS", f"{estimate(rank.value, rank.interval, 2)}{ceiling}"],
+        ["slope of real on predicted change", f"{estimate(size.slope, size.interval, 2)}"],
+        ["judged by", f"{rank.subsets} subsets × {rank.seeds} seeds"],
+    ]
+
+
+def _numbered(
+    class_of: Classes, count: int, names: list[str] | None = None
+) -> tuple[Ints, list[str]]:
+    """The number of each class (-1 if it has none), and the names: sorted, numbers by size."""
+    given = [class_of(place) for place in range(count)]
+    if names is None:
+        every = {name for name in given if name is not None}
+        names = sorted(every, key=lambda name: (len(name) if name.isdigit() else 0, name))
+        names = names if len(names) <= MOST_CLASSES else []
+    numbers = {name: k for k, name in enumerate(names)}
+    return np.array([numbers.get(name or "", -1) for name in given], np.int64), names
+
+
+def _means(scores: Scores, columns: Ints, rows: Ints, classes: int) -> tuple[Floats, Floats]:
+    """(n,) the mean over the queries of their finite scores; (classes, classes) the mean over the
+    queries of one class and the training examples of another."""
+    total, counted = np.zeros((2, scores.shape[-1]))
+    sums, numbers = np.zeros((2, classes, classes))
+    for row in range(scores.shape[0]):
+        values, where = scores.row_scores(row)
+        finite = np.isfinite(values)
+        values, where = values[finite].astype(np.float64), where[finite]
+        total[where] += values
+        counted[where] += 1
+        if classes and rows[row] >= 0:
+            of = columns[where]
+            sums[rows[row]] += np.bincount(of[of >= 0], values[of >= 0], classes)
+            numbers[rows[row]] += np.bincount(of[of >= 0], minlength=classes)
+    if scores.strongest is not None:
+        counted[:] = scores.shape[0]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(total / counted), np.asarray(sums / numbers)

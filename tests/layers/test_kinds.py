@@ -1,0 +1,436 @@
+"""Embeddings, norms, single parameters and further convolutions, each against plain autograd.
+
+One table: every row is tried with TracIn (gradients of each example), with the Gauss-Newton matrix
+of all parameters together, with its diagonal and with EK-FAC, against dense matrices in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import dense, models
+from support.autograd import EXACT, Waves, check, normal, once, reasons, rows
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import whence
+from whence.layers.passes import Signal
+from whence.operators import gauss_newton
+from whence.projections.gradients import gather
+from whence.projections.random import Random
+
+SIZE, VOCABULARY = 4, 6
+
+
+def ids(n: int, *shape: int, seed: int = 0, rows: int = VOCABULARY) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randint(0, rows, (n, *shape), generator=g))
+
+
+def headed(*layers: nn.Module, after: int) -> nn.Module:
+    return nn.Sequential(*layers, nn.LeakyReLU(0.3), nn.Flatten(), nn.Linear(after, 2))
+
+
+class Picture(nn.Module):
+    """As a vision transformer begins: patches, a class token, and a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, SIZE))
+        self.positions = nn.Parameter(torch.randn(1, 6, SIZE))
+        self.norm, self.head = nn.LayerNorm(SIZE), nn.Linear(SIZE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        return self.head(torch.tanh(self.norm(x)).mean(1))
+
+
+class ScaledRMSNorm(nn.Module):
+    """As Gemma's: the weight is an offset from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (1 + self.weight)
+
+
+class TwoNumbers(nn.Module):
+    """The same table, looked up twice: rows of one call meet those of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(x).sum(1)) * self.table(x.flip(1)[:, :2]).sum(1))
+
+
+class TiedWithBias(nn.Module):
+    """A head that is tied to an embedding, and has a bias of its own (BERT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, SIZE, padding_idx=0)
+        self.mix, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, VOCABULARY)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.table(x))))
+
+
+def batch_norm(norm: nn.Module) -> nn.Module:
+    nn.init.uniform_(norm.running_mean, -0.5, 0.5)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    return norm
+
+
+Make = Callable[[], nn.Module]
+Table = dict[str, tuple[Make, Callable[..., Any], tuple[int, ...]]]
+LOOKUPS: Table = {
+    "Embedding": (lambda: headed(nn.Embedding(6, SIZE), after=20), ids, (5,)),
+    "Embedding, one row": (lambda: headed(nn.Embedding(6, SIZE), after=4), ids, ()),
+    "Embedding, more axes": (lambda: headed(nn.Embedding(6, SIZE), after=24), ids, (2, 3)),
+    "Embedding, padding_idx": (
+        lambda: headed(nn.Embedding(6, SIZE, padding_idx=2), after=20),
+        ids,
+        (5,),
+    ),
+    "Embedding, two calls": (TwoNumbers, ids, (5,)),
+    "Embedding tied to a head with a bias": (TiedWithBias, ids, (5,)),
+    **{
+        f"EmbeddingBag, {mode}, padding {padding}": (
+            lambda mode=mode, padding=padding: headed(
+                nn.EmbeddingBag(6, SIZE, mode=mode, padding_idx=padding), after=4
+            ),
+            ids,
+            (5,),
+        )
+        for mode in ("sum", "mean")
+        for padding in (None, 1)
+    },
+}
+NORMS: Table = {
+    "LayerNorm": (lambda: headed(nn.LayerNorm(SIZE), after=20), normal, (5, SIZE)),
+    "LayerNorm without bias": (lambda: headed(nn.LayerNorm(4, bias=False), after=4), normal, (4,)),
+    "LayerNorm, two axes": (lambda: headed(nn.LayerNorm((3, 4)), after=24), normal, (2, 3, 4)),
+    "RMSNorm": (lambda: headed(nn.RMSNorm(SIZE), after=20), normal, (5, SIZE)),
+    "RMSNorm of another library": (lambda: headed(ScaledRMSNorm(), after=20), normal, (5, SIZE)),
+    "GroupNorm": (lambda: headed(nn.GroupNorm(2, 4), after=24), normal, (4, 3, 2)),
+    "BatchNorm1d": (lambda: headed(batch_norm(nn.BatchNorm1d(4)), after=4), normal, (4,)),
+    "BatchNorm1d, positions": (
+        lambda: headed(batch_norm(nn.BatchNorm1d(4)), after=12),
+        normal,
+        (4, 3),
+    ),
+    "BatchNorm2d": (lambda: headed(batch_norm(nn.BatchNorm2d(4)), after=24), normal, (4, 3, 2)),
+    "class token and positions": (Picture, normal, (5, SIZE)),
+}
+
+
+def convolution(layer: Make, *shape: int) -> tuple[Make, Any, tuple[int, ...]]:
+    def make() -> nn.Module:
+        body = nn.Sequential(layer(), nn.LeakyReLU(0.3), nn.Flatten())
+        return body.append(nn.Linear(body(torch.zeros(1, *shape)).shape[1], 2))
+
+    return make, normal, shape
+
+
+CONVOLUTIONS: Table = {
+    "Conv1d": convolution(lambda: nn.Conv1d(4, 3, 3, stride=2, padding=1), 4, 7),
+    "Conv1d, everything": convolution(
+        lambda: nn.Conv1d(
+            4, 6, 2, padding="same", dilation=2, groups=2, padding_mode="circular", bias=False
+        ),
+        *(4, 7),
+    ),
+    "Conv3d": convolution(lambda: nn.Conv3d(2, 3, (1, 2, 3), stride=(1, 2, 1)), 2, 3, 4, 4),
+    "Conv3d, groups": convolution(
+        lambda: nn.Conv3d(4, 4, 2, padding=1, dilation=(1, 2, 1), groups=2), 4, 2, 3, 2
+    ),
+    "ConvTranspose1d": convolution(lambda: nn.ConvTranspose1d(4, 3, 3), 4, 5),
+    "ConvTranspose1d, everything": convolution(
+        lambda: nn.ConvTranspose1d(
+            4, 6, 3, stride=3, padding=2, output_padding=1, dilation=2, groups=2
+        ),
+        *(4, 5),
+    ),
+    "ConvTranspose2d": convolution(
+        lambda: nn.ConvTranspose2d(2, 3, (2, 3), stride=(2, 1), padding=(0, 1), bias=False), 2, 3, 2
+    ),
+    "ConvTranspose3d": convolution(lambda: nn.ConvTranspose3d(2, 2, 2, stride=2), 2, 2, 1, 2),
+}
+TABLE = LOOKUPS | NORMS | CONVOLUTIONS
+
+
+def made(name: str) -> tuple[nn.Module, Any, Any]:
+    make, data, shape = TABLE[name]
+    torch.manual_seed(0)
+    model = make().double()
+    for parameter in model.parameters():  # a norm begins with ones
+        nn.init.normal_(parameter, std=0.5)
+    return model, data(7, *shape), data(3, *shape, seed=1)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_gradients(name: str) -> None:
+    """Of every example, whatever batch it is in."""
+    model, train, query = made(name)
+    every = [check(model, train, query, layers="all", batch_size=size).values for size in (1, 3, 7)]
+    np.testing.assert_allclose(every[0], every[1], rtol=1e-9, atol=1e-12 * abs(every[0]).max())
+    np.testing.assert_allclose(every[0], every[2], rtol=1e-9, atol=1e-12 * abs(every[0]).max())
+
+
+class Squares(Waves):
+    """Convex, so that the Gauss-Newton matrix is positive."""
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.flatten(1).square().sum(1)
+
+    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.flatten(1).sin().sum(1)
+
+
+class Dense:
+    """Gradients and the Gauss-Newton matrix of all parameters, by autograd, one by one."""
+
+    def __init__(self, model: nn.Module, train: Any, query: Any) -> None:
+        model = copy.deepcopy(model).eval()
+        task, names = Squares(), [name for name, _ in model.named_parameters()]
+        self.query = rows(model, names, query, task.measurements, task)
+        self.train = rows(model, names, train, task.losses, task)
+        # ℓ = Σ y²: J ᵀ 2 J, one column √2 ∂y_c/∂θ for each output
+        outputs = len(task.outputs(model, dense.batch_of([train[0]])).flatten())
+        self.columns = torch.stack(
+            [
+                2**0.5 * rows(model, names, train, lambda y, _, c=c: y.flatten(1)[:, c], task)
+                for c in range(outputs)
+            ]
+        ).flatten(0, 1)
+        self.H = self.columns.T @ self.columns / len(train)
+
+    def influence(self, H: Tensor, damping: float) -> np.ndarray:
+        solved = torch.linalg.solve(H + damping * torch.eye(len(H)).to(H), self.train.T)
+        return (-(self.query @ solved) / len(self.train)).numpy()
+
+
+def influence(model: nn.Module, train: Any, query: Any, **settings: Any) -> np.ndarray:
+    study = whence.Study(model, Squares(), train=train, runs=once(model), layers="all")
+    return whence.Influence(damping=0.1, **settings).attribute(study, query, **EXACT).values
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("columns", [True, False], ids=["by columns", "along"])
+def test_the_matrix_of_all_parameters(
+    name: str, columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gauss_newton, "fewer_by_columns", lambda *_: columns)
+    model, train, query = made(name)
+    scores = influence(model, train, query, solver="cg", tolerance=1e-11, iterations=1000)
+    truth = Dense(model, train, query)
+    expected = truth.influence(truth.H, 0.1)
+    np.testing.assert_allclose(scores, expected, rtol=1e-6, atol=1e-8 * abs(expected).max())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_its_diagonal(name: str) -> None:
+    model, train, query = made(name)
+    settings = {"curvature": "diagonal", "fisher": "exact", "coupling": False}
+    truth = Dense(model, train, query)
+    expected = truth.influence(truth.H.diagonal().diag(), 0.1)
+    scores = influence(model, train, query, **settings)
+    np.testing.assert_allclose(scores, expected, rtol=1e-9, atol=1e-12 * abs(expected).max())
+
+
+def in_rows(columns: Tensor, shape: tuple[int, int], n: int, whole: bool) -> Tensor:
+    """EK-FAC of an embedding (rows, i): every row has the eigenvectors of Σ GᵀG, and in them its
+    own second moments; between rows there is nothing."""
+    G = columns.view(-1, *shape)
+    _, Q = torch.linalg.eigh(torch.einsum("koi,koj->ij", G, G))
+    moments = (G @ Q).square().sum(0) / n
+    return torch.block_diag(*[Q @ m.diag() @ Q.T for m in moments])
+
+
+@pytest.mark.parametrize("curvature", ["auto", "ekfac", "shampoo"])
+def test_ekfac_of_an_embedding_and_a_norm(curvature: str) -> None:
+    """One position, where the bases of all three are those of whole gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, SIZE), nn.LayerNorm(SIZE), nn.Tanh()).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    train, query = ids(9), ids(3, seed=1)
+    truth = Dense(model, train, query)
+    table, norm = truth.columns.split([24, 8], 1)
+    blocks = in_rows(table, (6, SIZE), 9, True), norm.square().sum(0).div(9).diag()
+    expected = truth.influence(torch.block_diag(*blocks), 0.1)
+    settings = {"curvature": curvature, "fisher": "exact", "coupling": False}
+    scores = influence(model, train, query, **settings)
+    np.testing.assert_allclose(scores, expected, rtol=1e-8, atol=1e-10 * abs(expected).max())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
+def test_bases_of_whole_gradients_where_rows_repeat(tied: bool) -> None:
+    """Documents that have a token several times, and a head that meets the embedding."""
+    torch.manual_seed(0)
+    model = TiedWithBias().double() if tied else TwoNumbers().double()
+    train, query = ids(9, 5, rows=4), ids(3, 5, seed=1, rows=4)
+    truth = Dense(model, train, query)
+    sizes = [p.numel() for p in model.parameters()]
+    parts = truth.columns.split(sizes, 1)
+    H = torch.block_diag(in_rows(parts[0], (6, SIZE), 9, True), torch.eye(sum(sizes[1:])).double())
+    # only the table is compared, so only it is tracked; a head's bias belongs to the head
+    keep = slice(0, sizes[0])
+    truth.query, truth.train = truth.query[:, keep], truth.train[:, keep]
+    expected = truth.influence(H[keep, keep], 0.1)
+    names = ["table", "head"] if tied else ["table"]
+    study = whence.Study(model, Squares(), train=train, runs=once(model), layers=lambda _: names)
+    method = whence.Influence(damping=0.1, curvature="shampoo", fisher="exact", coupling=False)
+    scores = method.attribute(study, query, **EXACT).values
+    if tied:  # the bias is a layer of its own, which adds its own part
+        bias = truth.columns[:, -6:].square().sum(0) / 9
+        whole = Dense(model, train, query)
+        expected = expected - (
+            whole.query[:, -6:] / (bias + 0.1) @ whole.train[:, -6:].T
+        ).numpy() / len(train)
+    np.testing.assert_allclose(scores, expected, rtol=1e-8, atol=1e-10 * abs(expected).max())
+
+
+# --- a transformer, with every method -------------------------------------------------------------
+
+
+def transformer(tied: bool = True) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = models.Transformer(tied=tied).double()
+    return model, models.documents(9), models.documents(3, seed=1)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
+def test_a_transformer_is_tracked_whole(tied: bool) -> None:
+    model, train, query = transformer(tied)
+    check(model, train, query, task=whence.LanguageModeling(), layers="all")
+
+
+def test_positions_of_batches_with_as_many_examples_as_positions() -> None:
+    """A table that is looked up once for all examples is not taken for one row per example."""
+    model, train, query = transformer()
+    length = len(train[0]["input_ids"])
+    check(model, train, query, task=whence.LanguageModeling(), layers="all", batch_size=length)
+
+
+def test_every_coordinate_in_a_store_is_the_gradient_itself(tmp_path: Any) -> None:
+    model, train, query = transformer()
+    task = whence.LanguageModeling()
+    study = whence.Study(model, task, train=train, runs=once(model), layers="all")
+    size = sum(p.numel() for p in model.parameters())
+    store = whence.GradientStore.build(
+        study, tmp_path / "store", projection="eigenbasis", dimension=size, **EXACT
+    )
+    scores = store.tracin(query, progress=False).values
+    expected = whence.TracIn().attribute(study, query, **EXACT).values
+    np.testing.assert_allclose(scores, expected, rtol=1e-8, atol=1e-10 * abs(expected).max())
+
+
+def test_random_projections() -> None:
+    """P g, with P written out and g by autograd."""
+    model, train, _ = transformer()
+    task = whence.LanguageModeling()
+    study = whence.Study(model, task, train=train, runs=once(model), layers="all")
+    passes = study.passes(study.runs[0], device=torch.device("cpu"), dtype=torch.float64)["train"]
+    projection = Random(passes.tracked.blocks, 16, 0, passes.device, torch.float64)
+    passes.load(study.runs[0].final)
+    gathered = gather(passes, study.data["train"], np.arange(9), Signal("loss"))
+    names = [name for name, _ in model.named_parameters()]
+    gradients = rows(model.eval(), names, train, task.losses, task)
+    parameters = dict(model.named_parameters())
+    P = projection.lift(torch.eye(16, dtype=torch.float64))  # (d, o, width) of each block
+    expected = torch.zeros(9, 16, dtype=torch.float64)
+    for k, row in enumerate(gradients):
+        parts = row.split([p.numel() for p in parameters.values()])
+        named = {n: g.view_as(parameters[n]) for n, g in zip(names, parts, strict=True)}
+        for layer in passes.tracked.layers:
+            for block, G in zip(layer.blocks, layer.matrices(named), strict=True):
+                expected[k] += (P[block.name] * G).sum((1, 2))
+    np.testing.assert_allclose(projection.project(gathered), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_tokens_add_up() -> None:
+    model, train, query = transformer()
+    study = whence.Study(
+        model, whence.LanguageModeling(), train=train, runs=once(model), layers="all"
+    )
+    method = whence.Source(segments=1)
+    scores = method.attribute(study, query, **EXACT)
+    (tokens,) = method.tokens(study, query, [2], **EXACT)
+    total = tokens.values.sum(1) + tokens.rest
+    np.testing.assert_allclose(total, scores.values[:, 2], rtol=1e-8)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "max_norm": (lambda: nn.Embedding(6, 4, max_norm=1.0), "max_norm"),
+    "sparse": (lambda: nn.Embedding(6, 4, sparse=True), "sparse"),
+    "by frequency": (lambda: nn.Embedding(6, 4, scale_grad_by_freq=True), "rest of the batch"),
+    "maximum": (lambda: nn.EmbeddingBag(6, 4, mode="max"), "maximum"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_embeddings_that_are_left_out_by_name(name: str) -> None:
+    make, reason = REFUSED[name]
+    torch.manual_seed(0)
+    layer = make()
+    after = 4 if isinstance(layer, nn.EmbeddingBag) else 20
+    model = headed(layer, after=after).double()
+    study = whence.Study(model, Waves(), train=ids(7, 5), runs=once(model), layers="all")
+    with pytest.warns(UserWarning, match=reason):
+        scores = whence.TracIn().attribute(study, ids(3, 5, seed=1), **EXACT)
+    assert reason in reasons(scores)["0"]
+
+
+def test_a_norm_without_parameters() -> None:
+    torch.manual_seed(0)
+    model = headed(nn.Linear(4, 4), nn.LayerNorm(4, elementwise_affine=False), after=4).double()
+    check(model, normal(7, 4), normal(3, 4, seed=1), layers="all")
+
+
+def test_a_parameter_of_two_kinds_of_modules_is_left_out_by_name() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.other = nn.LayerNorm(4, bias=False), nn.RMSNorm(4)
+            self.other.weight = self.norm.weight
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.other(self.norm(x))))
+
+    torch.manual_seed(0)
+    scores = check(Odd().double(), normal(7, 4), normal(3, 4, seed=1), ["norm"], layers="all")
+    assert "tied to other" in reasons(scores)["norm"] or "tied to norm" in reasons(scores)["norm"]
+
+
+def test_a_parameter_that_cannot_have_a_copy_per_example_is_left_out_by_name() -> None:
+    class Squeezed(Picture):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.norm(x + self.positions.view(6, SIZE)[:5])).mean(1))
+
+    torch.manual_seed(0)
+    model = Squeezed().double()
+    data = normal(7, 5, SIZE), normal(3, 5, SIZE, seed=1)
+    study = whence.Study(model, Waves(), train=data[0], runs=once(model), layers="all")
+    with pytest.warns(UserWarning, match="all examples share it"):
+        scores = whence.TracIn().attribute(study, data[1], **EXACT)
+    assert [part["name"] for part in scores.excluded] == ["(model)"]
+
+
+def test_matrices_alone_by_default() -> None:
+    model, train, query = transformer(tied=False)
+    left_out = ["wte", "wpe", "h.0.ln_1", "h.0.ln_2", "ln_f"]
+    check(model, train, query, left_out, task=whence.LanguageModeling())
