@@ -1,7 +1,8 @@
 """Try to break whence, at random, and write down how often that succeeded.
 
-    python -m tools.faults --attempts 100
-    python -m tools.faults --attempts 20 --kind SIGKILL --seed 7
+    python -m tools.faults
+    python -m tools.faults --seconds 20 --kind SIGKILL --seed 7
+    python -m tools.faults --attempts 1 --kind SIGKILL --seed 12
 
 `docs/trust.md` has the table of the committed result (`python -m tools.tables`). A failed attempt
 is printed with its seed, so that it can be repeated: the same kind and seed make the same attempt,
@@ -47,27 +48,33 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def try_all(kinds: list[str], attempts: int, seed: int) -> dict[str, Any]:
-    """The numbers of attempts and failures of each kind, and what failed."""
+def try_all(kinds: list[str], attempts: int | None, limit: float, seed: int) -> dict[str, Any]:
+    """The numbers of attempts and failures of each kind, and what failed.
+
+    Args:
+        attempts: of each kind; None for as many as `limit` seconds allow.
+    """
     rows: dict[str, Any] = {}
     for kind in kinds:
-        start, failures = time.monotonic(), []
-        for number in range(seed, seed + attempts):
+        start, failures, number = time.monotonic(), [], seed
+        while number - seed < attempts if attempts else time.monotonic() - start < limit:
             failure = attempt(kind, number)
+            number += 1
             if failure is not None:
-                failures.append({"seed": number, "what": failure[-2000:]})
-                print(f"{kind}, seed {number}: {failure}", file=sys.stderr, flush=True)
-        seconds = round(time.monotonic() - start)
-        rows[kind] = {"attempts": attempts, "failures": len(failures), "seconds": seconds}
+                failures.append({"seed": number - 1, "what": failure[-2000:]})
+                print(f"{kind}, seed {number - 1}: {failure}", file=sys.stderr, flush=True)
+        seconds, made = round(time.monotonic() - start), number - seed
+        rows[kind] = {"attempts": made, "failures": len(failures), "seconds": seconds}
         rows[kind] |= {"seed": seed, "commit": commit()}
         rows[kind] |= {"failed": failures}
-        print(f"{kind}: {len(failures)} of {attempts} failed, {seconds} s", flush=True)
+        print(f"{kind}: {len(failures)} of {made} failed, {seconds} s", flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--attempts", type=int, default=50, help="of each kind")
+    parser.add_argument("--attempts", type=int, help="of each kind (default: as time allows)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each kind")
     parser.add_argument("--kind", action="append", help="only this kind (may be repeated)")
     parser.add_argument("--seed", type=int, default=0, help="of the first attempt")
     parser.add_argument("--out", type=Path, default=RESULT, help="the file to write")
@@ -82,14 +89,12 @@ def main() -> None:
     unknown = [kind for kind in options.kind or () if kind not in known]
     if unknown:
         parser.error(f"--kind {unknown[0]!r}: choose from {', '.join(known)}")
-    rows = try_all(options.kind or known, options.attempts, options.seed)
+    rows = try_all(options.kind or known, options.attempts, options.seconds, options.seed)
     about = {"seed": options.seed, "device": "CPU"}
     about |= {"machine": machine() | {"whence": whence.__version__}}
     if options.kind and options.out.exists():  # replace these kinds only
         rows = json.loads(options.out.read_text())["rows"] | rows
-    found = json.loads(options.out.read_text()).get("found", []) if options.out.exists() else []
-    content = {"rows": rows} | about | {"found": found}  # by earlier runs, and since mended
-    options.out.write_text(json.dumps(content, indent=2) + "\n")
+    options.out.write_text(json.dumps({"rows": rows} | about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

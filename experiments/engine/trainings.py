@@ -120,6 +120,10 @@ class Trainings:
             f"single-{alpha:g}-{seed}", alpha, self.scale.subsets, [seed], in_place=True
         )
 
+    def halves(self, models: int) -> Any:
+        """Halves of the data with one seed, none of them among the `truth`'s or the small one's."""
+        return self._retrained("halves", 0.5, models, [FIRST_DOWN + self.first.seed])
+
     def small_truth(self, subsets: int) -> Any:
         """Halves of the data with one seed each, none of them among the `truth`'s."""
         return self._retrained("small", 0.5, subsets, [FIRST_SMALL + self.first.seed])

@@ -15,6 +15,7 @@ from experiments.tasks import RESULTS, TASKS
 from whence.table import Table, estimate
 
 SHOWN = ("digits", "concrete", "fashion_mnist")
+DRAWN = ("digits", "fashion_mnist")  # with seconds
 
 
 def methods_part(folder: Path) -> str:
@@ -29,6 +30,51 @@ def methods_part(folder: Path) -> str:
         lds = tables.lds_table(result, TASKS[task], best_first=True).markdown()
         parts.append(f"### {heading}\n\n{TASKS[task].setting}.\n\n{lds}\n\n{tables.about(result)}")
     return "\n\n".join(parts)
+
+
+def scatter(folder: Path, path: Path) -> None:
+    """Draw the LDS of one model against seconds, a panel for each task that was run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    read = tables.read(folder)
+    results = {task: read[task] for task in DRAWN if task in read}
+    figure, axes = plt.subplots(1, len(results), figsize=(5.6 * len(results), 4.4), squeeze=False)
+    for axis, (task, result) in zip(axes[0], results.items(), strict=True):
+        for name, entry in result["lds"].items():
+            if entry["single"] is None:
+                continue
+            value, low, high = _numbers(entry["single"])
+            colour = "#0072B2" if name.startswith(("SOURCE", "FastSource")) else "#777777"
+            seconds = max(entry["seconds"], 0.05)
+            error = [[value - low], [high - value]]
+            axis.errorbar(seconds, value, error, fmt="o", color=colour, elinewidth=1, capsize=2)
+            left = colour != "#777777"  # so that labels do not meet
+            axis.annotate(
+                name,
+                (seconds, value),
+                xytext=(-5 if left else 5, 3),
+                ha="right" if left else "left",
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+            )
+        axis.set(xscale="log", xlabel="seconds", ylabel="LDS", title=TASKS[task].title)
+        axis.set_xlim(0.02, 5000)
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _numbers(single: Any) -> tuple[float, float, float]:
+    """The value and its interval, as a result stores them."""
+    value, *interval = single
+    low, high = interval[0] if len(interval) == 1 else interval
+    return float(value), float(low), float(high)
 
 
 def store_table(study: dict[str, Any]) -> str:
@@ -76,3 +122,4 @@ def text(folder: Path = RESULTS) -> str:
 
 if __name__ == "__main__":
     (DOCS / "methods.md").write_text(text())
+    scatter(RESULTS, DOCS / "figures/methods.png")

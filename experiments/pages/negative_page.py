@@ -110,11 +110,14 @@ def text(folder: Path = RESULTS) -> str:
     kfac_bases = "coupled, query along the run, K-FAC bases, L = 1"
     parts: dict[str, Callable[[], str]] = {
         "three segments": lambda: forms(
-            DEFAULT_BY_STAGE, DEFAULT, ("three segments", "`Source()`")
+            DEFAULT_BY_STAGE, DEFAULT, ("three segments", "`Source()`"), one_position
         ),
-        "auto segments": lambda: forms("auto segments", DEFAULT, ("auto", "`Source()`")),
+        "one segment": lambda: forms(
+            DEFAULT, DEFAULT_BY_STAGE, ("one segment", "`Source()`"), shares_weights
+        ),
+        "auto segments": lambda: forms("auto segments", DEFAULT, ("by curvature", "`Source(1)`")),
         "kfac bases": lambda: forms(
-            kfac_bases, DEFAULT, ("K-FAC's bases", "`Source()`"), shares_weights
+            kfac_bases, DEFAULT, ("K-FAC's bases", "`Source(1)`"), shares_weights
         ),
         "probed coupling": lambda: forms(
             "coupled by probes, query along the run, L = 1", DEFAULT, ("probed", "by traces")
@@ -154,6 +157,11 @@ def one_stage(task: str) -> bool:
 def shares_weights(task: str) -> bool:
     """Whether layers act on many positions."""
     return one_stage(task) and TASKS[task].keep_factors
+
+
+def one_position(task: str) -> bool:
+    """Whether an example is one position in every layer."""
+    return one_stage(task) and not TASKS[task].keep_factors
 
 
 def trained_with_adam(task: str) -> bool:

@@ -29,22 +29,30 @@ KINDS = {"single": "one model", "ensemble": "ensemble"}
 
 
 def read(folder: Path) -> dict[str, list[Entry]]:
-    """{task: its entries}, in the catalogue's order, without quick versions."""
+    """{task: its entries}, in the catalogue's order, without quick versions.
+
+    An entry's `source` is the name of the form that Source() is.
+    """
     stored = read_results(folder / "forms.json")["tasks"]
     full = {
-        task: [entry for entry in stored.get(task, []) if not entry["protocol"]["quick"]]
+        task: [
+            entry | {"source": default_of(TASKS[task])}
+            for entry in stored.get(task, [])
+            if not entry["protocol"]["quick"]
+        ]
         for task in TASKS
     }
     return {task: entries for task, entries in full.items() if entries}
 
 
 def shown(entries: Sequence[Entry]) -> Entry:
-    """The entry on the first page: one that did not choose, at α = ½, with most of `SHOWN`, and
-    with most trainings."""
+    """The entry on the first page: one with Source() that did not choose, at α = ½, with most of
+    `SHOWN`, and with most trainings."""
 
-    def order(entry: Entry) -> tuple[bool, bool, int, int]:
-        of, forms = entry["protocol"], len(SHOWN.keys() & entry["forms"].keys())
-        return not entry["chosen_on"], of["alpha"] == 0.5, forms, of["subsets"] * of["seeds"]
+    def order(entry: Entry) -> tuple[int, ...]:
+        of, forms = entry["protocol"], entry["forms"]
+        there = entry["source"] in forms, not entry["chosen_on"], bool(of["alpha"] == 0.5)
+        return *there, len(SHOWN.keys() & forms.keys()), int(of["subsets"] * of["seeds"])
 
     return max(entries, key=order)
 
@@ -132,7 +140,11 @@ def sentences(results: Mapping[str, Sequence[Entry]]) -> str:
 
 def _where(results: Mapping[str, Sequence[Entry]]) -> str:
     chosen = [t for t, entries in results.items() if any(e["chosen_on"] for e in entries)]
-    again = [t for t in chosen if any(not e["chosen_on"] for e in results[t])]
+    again = [
+        t
+        for t in chosen
+        if any(e["source"] in e["forms"] and not e["chosen_on"] for e in results[t])
+    ]
     others = [t for t in results if t not in chosen]
     text = f"The defaults were chosen on {_titles(chosen)}" if chosen else "No task chose"
     if again:

@@ -25,32 +25,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.engine.rivals import RIVALS, rival_scores
 from experiments.engine.trainings import Trainings
 from experiments.studies.sums import TRUTH, Sums
 from experiments.studies.sums import Protocol as Sizes
 from experiments.tasks import RESULTS
-from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, build_entry
+from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, build_entry, read_board
 from experiments.tasks.machine import machine
 from whence.evaluate import LDS, calibration, lds, metasmoothness
 from whence.persist.files import write_json
 
-SCHEMA = 1
 SIZES = ("subsets", "seeds", "queries", "runs")
 DIRECTIONS = 16
+DEFINITION = 2  # of Engstrom et al.; results without this number weighted by the first half alone
+SMOOTHNESS = ("metasmoothness", "correlation", "definition")
 Row = dict[str, Any]
 
 
 def measure(task: str, options: argparse.Namespace) -> list[Path]:
     """Train, attribute, and save the sums of all methods on one task; a file per protocol."""
-    experiment = BOARD[task]
-    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    work = Trainings(
-        experiment,
-        quick=options.quick,
-        scale=replace(experiment.quick if options.quick else experiment.full, **sizes),
-        work=options.work,
-        device=options.device,
-    )
+    experiment, work = BOARD[task], trainings(task, options)
     about = {"seconds": work.seconds, **smoothness(work)}
     say(task, f"metasmoothness {about['metasmoothness']:.3f}")
     truths, files = {}, {}
@@ -78,18 +72,46 @@ def measure(task: str, options: argparse.Namespace) -> list[Path]:
             files[protocol].add(name, runs, [truths[protocol]], repr(method), float(seconds))
             files[protocol].save(options.out / protocol.name)
         say(task, f"{name}: {len(scores)} runs, {float(seconds):.1f} s each")
+    for name in RIVALS:
+        described = f"{name}, {options.models} models"
+        if options.only and not any(word in name for word in options.only):
+            continue
+        missing = [p for p, saved in files.items() if not has(saved, name, described)]
+        if not missing:
+            continue
+        start = time.perf_counter()
+        one = rival_scores(name, work, options.models)
+        seconds = time.perf_counter() - start
+        for protocol in missing:
+            files[protocol].add(name, [one], [truths[protocol]], described, seconds)
+            files[protocol].save(options.out / protocol.name)
+        say(task, f"{name}: {seconds:.1f} s")
     return [saved.save(options.out / protocol.name) for protocol, saved in files.items()]
+
+
+def trainings(task: str, options: argparse.Namespace) -> Trainings:
+    """The runs and truths of a task, at the sizes that were asked for."""
+    experiment = BOARD[task]
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    return Trainings(
+        experiment,
+        quick=options.quick,
+        scale=replace(experiment.quick if options.quick else experiment.full, **sizes),
+        work=options.work,
+        device=options.device,
+    )
 
 
 def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]:
     """The scores of each run, and the seconds of one; or none, and why."""
+    studies = [work.study(k) for k in range(runs)]
     scores, start = [], time.perf_counter()
     options: dict[str, Any] = {"progress": False}
     if type(method).__name__ != "Random":
         options["device"] = work.device
     try:
-        for k in range(runs):
-            scores.append(method.attribute(work.study(k), work.query, **options))
+        for study in studies:
+            scores.append(method.attribute(study, work.query, **options))
     except (ValueError, RuntimeError) as error:  # out of memory; not for this task
         if work.device != "cpu":
             torch.cuda.empty_cache()
@@ -100,7 +122,7 @@ def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]
 def smoothness(work: Trainings) -> dict[str, Any]:
     """The metasmoothness of the first run's training, computed once."""
     file = work.work / "metasmoothness.json"
-    if not file.exists():
+    if not file.exists() or "definition" not in json.loads(file.read_text()):
         with work.training("metasmoothness"):
             result = metasmoothness(
                 work.recipe,
@@ -113,9 +135,10 @@ def smoothness(work: Trainings) -> dict[str, Any]:
                 progress=False,
             )
         numbers = {"metasmoothness": result.value, "correlation": result.correlation}
+        numbers["definition"] = DEFINITION
         write_json(file, numbers, checksum=False)
     stored: dict[str, Any] = json.loads(file.read_text())
-    return {name: stored[name] for name in ("metasmoothness", "correlation")}
+    return {name: stored[name] for name in SMOOTHNESS if name in stored}
 
 
 def opened(
@@ -141,6 +164,7 @@ def opened(
     saved = Sums.load(file)
     if saved.truth != fresh.truth:
         raise ValueError(f"{file} is of another truth: remove it, or choose another --out")
+    saved.about |= {name: about[name] for name in SMOOTHNESS}
     saved.about["seconds"] = fresh.about["seconds"] | saved.about["seconds"]  # the first time's
     return saved
 
@@ -189,28 +213,20 @@ def _row(saved: Sums, name: str, results: dict[str, LDS], best: str, truth: Any)
     }
 
 
-def read_results(file: Path) -> dict[str, Any]:
-    """The content of leaderboard.json: {protocol: {task: entry}}."""
-    if not file.exists():
-        return {"schema": SCHEMA, "protocols": {}}
-    stored: dict[str, Any] = json.loads(file.read_text())
-    if stored.get("schema") != SCHEMA:
-        raise ValueError(f"{file} has schema {stored.get('schema')}, not {SCHEMA}: move it")
-    return stored
-
-
 def judge(path: Path, file: Path) -> None:
     """Compute, store and print the rows of one file of sums."""
     saved = Sums.load(path)
     if not saved.forms:
         return
-    rows, stored = rows_of(saved), read_results(file)
+    rows, stored = rows_of(saved), read_board(file)
     protocol = Protocol(saved.truth["in_place"], saved.protocol.alpha)
-    about = {k: saved.about[k] for k in ("machine", "device", "metasmoothness", "correlation")}
+    known = ("machine", "device", *SMOOTHNESS)
+    about = {k: saved.about[k] for k in known if k in saved.about}
     about |= {"seconds": saved.about["seconds"], "sizes": asdict(saved.protocol)}
     name = _nearest(protocol).name
     entries = stored["protocols"].setdefault(name, {})
     entries[saved.protocol.task] = about | {"methods": rows}
+    stored |= {"machine": about["machine"], "device": about["device"]}  # of the latest rows
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, stored, checksum=False)
     for method, row in sorted(rows.items(), key=lambda item: -item[1]["lds"][0]):
@@ -244,37 +260,46 @@ def in_parallel(tasks: list[str], jobs: int, command: list[str]) -> None:
         print(f"failed: {', '.join(failed)}. Run the same command to resume", flush=True)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parser(description: str) -> argparse.ArgumentParser:
+    """What this study and `experiments.studies.peers` have in common."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(BOARD)}, or all")
-    parser.add_argument("--from", dest="saved", type=Path, help="rows from the sums in this folder")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="tasks at the same time")
     parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
-    names = [protocol.name for protocol in PROTOCOLS]
-    parser.add_argument("--protocols", nargs="*", choices=names, help="default: all")
     for name in SIZES:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--only", nargs="*", help="methods whose names have one of these words")
     parser.add_argument("--work", type=Path, default=Path("runs/single"), help="for trainings")
     parser.add_argument("--out", type=Path, default=Path("runs/single/sums"), help="for sums")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--no-rows", action="store_true", help="save sums only; see --from")
-    options = parser.parse_args()
+    parser.add_argument("--models", type=int, default=256, help="of rivals that train many")
+    parser.add_argument("--no-rows", action="store_true", help="save sums only")
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    options_of = parser((__doc__ or "").splitlines()[0])
+    options_of.add_argument(
+        "--from", dest="saved", type=Path, help="rows from the sums in this folder"
+    )
+    options_of.add_argument("--jobs", type=int, default=1, help="tasks at the same time")
+    names = [protocol.name for protocol in PROTOCOLS]
+    options_of.add_argument("--protocols", nargs="*", choices=names, help="default: all")
+    options = options_of.parse_args()
     if options.tasks == ["all"]:
         options.tasks = list(BOARD)
     unknown = set(options.tasks) - set(BOARD)
     if unknown:
-        parser.error(f"no task is called {', '.join(sorted(unknown))}: see --help")
+        options_of.error(f"no task is called {', '.join(sorted(unknown))}: see --help")
     if not options.tasks and options.saved is None:
-        parser.error("name a task, or a folder of saved sums with --from")
+        options_of.error("name a task, or a folder of saved sums with --from")
     return options
 
 
 def main() -> None:
     options = arguments()
     file = options.results / "leaderboard.json"
-    read_results(file)  # refuses another version before hours of work
+    read_board(file)  # refuses another version before hours of work
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if options.saved is None and options.jobs > 1 and len(options.tasks) > 1:

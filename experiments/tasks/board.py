@@ -8,9 +8,11 @@ batches, a rate that falls to zero.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,7 +23,9 @@ from experiments.tasks.catalogue import TASKS
 from experiments.tasks.experiment import Experiment, RecipeAndHeldOut, Scale
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.recipes import adamw, first, frequent, perceptron, regression, sgd, to_zero
+from whence.retrain import SmoothAdamW
 
+SCHEMA = 1  # of results/leaderboard.json
 SINGLE, EXPECTED = "single", "expected"
 FULL = Scale(subsets=100, seeds=5, queries=100, runs=2)
 QUICK = Scale(subsets=8, seeds=2, queries=4, runs=2)
@@ -46,8 +50,8 @@ class Protocol:
     @property
     def title(self) -> str:
         if self.in_place:
-            return f"Single model, {1 - self.alpha:.0%} dropped in place"
-        return f"Expected, {1 - self.alpha:.0%} left out"
+            return f"Single model, {100 * (1 - self.alpha):.0f} % dropped in place"
+        return f"Expected, {100 * (1 - self.alpha):.0f} % left out"
 
 
 PROTOCOLS = (Protocol(True, 0.99), Protocol(True, 0.5), Protocol(False, 0.5))
@@ -116,14 +120,16 @@ def smooth(
     return recipe, held_out
 
 
-def tiny_gpt(quick: bool, rate: float, wd: float) -> RecipeAndHeldOut:
-    """A GPT of two layers on 2,048 blocks of 64 tokens, AdamW."""
+def tiny_gpt(
+    optimizer: Callable[[float, float], Any], quick: bool, rate: float, wd: float
+) -> RecipeAndHeldOut:
+    """A GPT of two layers on 2,048 blocks of 64 tokens."""
     train, held_out = frequent(data.wikitext2(64), 256 if quick else 2048)
     recipe = whence.Recipe(
         partial(models.gpt2, *((256, 1, 16) if quick else (2048, 2, 128)), 2, 64, autocast=False),
         whence.LanguageModeling(),
         first(train, 128 if quick else 2048),
-        adamw(rate, wd),
+        optimizer(rate, wd),
         batch_size=16 if quick else 64,
         epochs=2 if quick else 4,
         scheduler=to_zero,
@@ -131,9 +137,14 @@ def tiny_gpt(quick: bool, rate: float, wd: float) -> RecipeAndHeldOut:
     return recipe, held_out
 
 
+def smooth_adamw(rate: float, weight_decay: float) -> Callable[[Any], Any]:
+    """AdamW with an epsilon under its root."""
+    return partial(SmoothAdamW, lr=rate, weight_decay=weight_decay, eps_root=1e-6)
+
+
 def task(name: str, title: str, make: Any, rates: tuple[float, float], **more: Any) -> Experiment:
-    settings = {"setting": "", "full": FULL, "quick": QUICK, "trak_dimension": 512} | more
-    return Experiment(name, title, make, rates=rates, **settings)
+    sizes: dict[str, Any] = {"full": FULL, "quick": QUICK, "trak_dimension": 512}
+    return Experiment(name, title, make, rates=rates, **(sizes | more))
 
 
 def digits_data() -> Any:
@@ -178,11 +189,19 @@ _BOARD = (
     ),
     task(
         "gpt_smooth",
-        "GPT, smooth",
-        tiny_gpt,
+        "GPT, AdamW",
+        partial(tiny_gpt, adamw),
         (1e-3, 1e-2),
         setting="GPT-2 of 2 layers and width 128 from scratch, AdamW 1e-3, 2,048 blocks of 64 "
         "tokens of WikiText, batch 64, 4 epochs, rate to zero",
+        keep_factors=True,
+    ),
+    task(
+        "gpt_root",
+        "GPT, eps_root",
+        partial(tiny_gpt, smooth_adamw),
+        (1e-3, 1e-2),
+        setting="as GPT, AdamW, with 1e-6 added under AdamW's root",
         keep_factors=True,
     ),
 )
@@ -238,6 +257,16 @@ ENTRIES: Mapping[str, Entry] = {
         most_runs=1,
     ),
 }
+
+
+def read_board(file: Path) -> dict[str, Any]:
+    """The content of leaderboard.json: {protocol: {task: entry}}."""
+    if not file.exists():
+        return {"schema": SCHEMA, "protocols": {}}
+    stored: dict[str, Any] = json.loads(file.read_text())
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(f"{file} has schema {stored.get('schema')}, not {SCHEMA}: move it")
+    return stored
 
 
 def build_entry(name: str, experiment: Experiment, examples: int) -> Any:

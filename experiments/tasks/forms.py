@@ -18,14 +18,12 @@ from experiments.tasks.probed import Probed
 
 PUBLISHED, INFLUENCE = "published", "influence, published"
 BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these
-DEFAULT = "coupled, query along the run, L = 1"  # Source()
-DEFAULT_BY_STAGE = "coupled, query along the run"  # Source(), where a segment is a stage
+DEFAULT = "coupled, query along the run, L = 1"  # Source(1)
+DEFAULT_BY_STAGE = "coupled, query along the run"  # Source(3); of several stages, one for each
 BEST = "best"  # Best()
-CHOSEN_ON = (
-    "digits",
-    "digits_adamw",
-    "fashion_mnist",
-)  # defaults were chosen on these tasks
+# Defaults were chosen on these tasks: the number of segments on the last three, all else on the
+# first three.
+CHOSEN_ON = ("digits", "digits_adamw", "fashion_mnist", "cifar10", "rte", "sst2")
 
 SCHEMA = 2  # of results/forms.json
 UNCOUPLED: Mapping[str, Any] = {"coupling": False, "query_at": "final"}
@@ -113,8 +111,10 @@ def forms_of(experiment: Experiment) -> dict[str, Form]:
 
 
 def default_of(experiment: Experiment) -> str:
-    """The name of the form that `Source()` is on a task."""
-    return DEFAULT if one_stage(experiment) else DEFAULT_BY_STAGE
+    """The name of the form that `Source()` is on a task: three segments where layers share weights
+    over positions, as `methods.gradient.chosen_segments` decides; else one for each stage."""
+    plain = one_stage(experiment) and not experiment.keep_factors
+    return DEFAULT if plain else DEFAULT_BY_STAGE
 
 
 def build_form(form: Form, experiment: Experiment, examples: int) -> Any:

@@ -37,10 +37,12 @@ if TYPE_CHECKING:
         Classification,
         LanguageModeling,
         MultiLabel,
+        Preference,
         Regression,
         Task,
         completion,
         padded,
+        preference,
     )
 
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
@@ -76,10 +78,12 @@ _HOMES = {
         "Classification",
         "LanguageModeling",
         "MultiLabel",
+        "Preference",
         "Regression",
         "Task",
         "completion",
         "padded",
+        "preference",
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -100,6 +104,7 @@ __all__ = [
     "LanguageModeling",
     "LeaveOneOut",
     "MultiLabel",
+    "Preference",
     "Random",
     "Recipe",
     "Recorder",
@@ -120,6 +125,7 @@ __all__ = [
     "evaluate",
     "layers",
     "padded",
+    "preference",
     "report",
     "retrain",
 ]

@@ -57,6 +57,18 @@ def uniforms(key: Tensor, count: int) -> Tensor:
     return (bits.double() + 0.5) * 2.0**-53
 
 
+def update_seed(seed: int, stage: int, step: int) -> int:
+    """The seed of what a model itself draws (dropout) in one update of a recipe's training."""
+    return int(keys(seed, stage, step))
+
+
+def reseed(value: int, device: torch.device) -> None:
+    """Seed the generators that a model on this device draws from."""
+    torch.default_generator.manual_seed(value % 2**63)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(value % 2**63)
+
+
 class Uniform:
     """Uniform draws keyed by (seed, step, example id, position).
 

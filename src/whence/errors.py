@@ -32,6 +32,7 @@ __all__ = [
     "MissingKey",
     "NotAFolder",
     "NotFinite",
+    "NotWritable",
     "RankFailed",
     "WhenceError",
 ]
@@ -92,6 +93,10 @@ class MissingFile(WhenceError, FileNotFoundError):
 
 class NotAFolder(WhenceError, NotADirectoryError):
     """A file where a folder is needed."""
+
+
+class NotWritable(WhenceError, PermissionError):
+    """A file or folder that may not be written."""
 
 
 class DamagedFile(WhenceError, OSError, ValueError):

@@ -58,6 +58,9 @@ class Study:
         layers: which layers to track: "all", names as shell patterns, or a chooser such as
             `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
             layers and convolutions, "all" embeddings, norms and tied heads too.
+        candidates: data that the run never trained on, for the last stage or `{stage: dataset}`.
+            It is scored in place of the training data: what would each example have done, had it
+            been one of the N of its stage?
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Study:
         collate: Collate | None = None,
         cache: str | os.PathLike[str] | None = None,
         layers: Sequence[str] | str | Chooser | None = None,
+        candidates: Any = None,
     ) -> None:
         several = isinstance(runs, Sequence) and not isinstance(runs, (str, os.PathLike))
         each: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
@@ -99,12 +103,32 @@ class Study:
             for name, d in self.train.items()
         }
         self.tasks: dict[str, Task] = self._by_stage("task", task)
+        self.candidates = self._candidates(candidates)
         self._evidence: dict[int, Evidence] = {}  # by the id of the run, which each holds
         for run in self.runs:
             self._check(run)
         self.cache = None if cache is None else Path(cache).absolute()
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
+
+    def _candidates(self, given: Any) -> dict[str, Batches]:
+        """Data outside the run that is scored instead of its own, by stage; empty if none is."""
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            given = {self.stages[-1]: given}
+        unknown = [stage for stage in given if stage not in self.stages]
+        if unknown or not given:
+            raise InvalidInput(f"candidates of {unknown}, but the run has {self.stages}")
+        return {s: self._alike("candidates", given[s], s) for s in self.stages if s in given}
+
+    def refuse_candidates(self, method: str) -> None:
+        """Raise if there are candidates, for a method that only knows what was trained on."""
+        if self.candidates:
+            raise InvalidInput(
+                f"{method} cannot score candidates, which the run never trained on: use a method "
+                "of gradients, such as Source, or a Study without candidates"
+            )
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
         """`given` as a mapping with one value per stage; a single value holds for all stages."""
@@ -294,17 +318,20 @@ class Study:
 
     def query(self, query: Any) -> Batches:
         """The query set as batches; they must have the fields of the training batches."""
-        data = Batches("query", query, self.collate)
-        expected = structure(self.data[self.stages[-1]].take([0]))
+        return self._alike("query", query, self.stages[-1])
+
+    def _alike(self, name: str, dataset: Any, stage: str) -> Batches:
+        data = Batches(name, dataset, self.collate)
+        expected = structure(self.data[stage].take([0]))
         fields = structure(data.take([0]))
         if fields != expected:
-            if isinstance(query, tuple) and all(isinstance(part, Tensor) for part in query):
+            if isinstance(dataset, tuple) and all(isinstance(part, Tensor) for part in dataset):
                 raise InvalidInput(
-                    f"query is a tuple of {len(query)} tensors, which would be {len(query)} "
+                    f"{name} is a tuple of {len(dataset)} tensors, which would be {len(dataset)} "
                     "examples: give a dataset, such as TensorDataset(x, y)"
                 )
             raise InvalidInput(
-                f"query batches are built like {fields}, training batches like {expected}: "
+                f"{name} batches are built like {fields}, training batches like {expected}: "
                 "both must have the same fields in the same order"
             )
         return data

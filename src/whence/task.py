@@ -586,6 +586,57 @@ class LanguageModeling(Task):
         return sums / normaliser((targets != IGNORED).sum(1).clamp_min(1).to(sums.dtype))
 
 
+class Preference(Task):
+    """Direct preference optimisation (Rafailov et al., 2023); one example is a pair of completions.
+
+        L = -log σ(β (h - h_ref))          h = log p(chosen) - log p(rejected)
+
+    Batches are mappings with `chosen_input_ids`, `chosen_labels`, the same with `rejected_`, and
+    optionally their `_attention_mask`, all (n, t); and `reference` (n,): h_ref, of the model that
+    training started from. Labels are -100 on prompts and padding. `preference` makes examples, and
+    `padded` batches of them. The curvature counts padding among the inputs of a layer.
+
+    Args:
+        beta: β.
+        measurement: "margin", β (h - h_ref), or "loss".
+    """
+
+    def __init__(self, beta: float = 0.1, measurement: str = "margin") -> None:
+        if isinstance(beta, bool) or not (isinstance(beta, (int, float)) and beta > 0):
+            raise InvalidInput(f"beta={beta!r} must be a positive number")
+        self.beta = float(beta)
+        self.measurement = _one_of("measurement", measurement, ("margin", "loss"))
+        self.higher_is_better = measurement == "margin"
+        self.unit = "nats"
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        """h of each pair, (n, 1)."""
+        sides = [self._log_probabilities(model, batch, side) for side in ("chosen", "rejected")]
+        return (sides[0] - sides[1]).unsqueeze(1)
+
+    def _log_probabilities(self, model: nn.Module, batch: Any, side: str) -> Tensor:
+        needed = [f"{side}_input_ids", f"{side}_labels", "reference"]
+        missing = [name for name in needed if not isinstance(batch, Mapping) or name not in batch]
+        if missing:
+            raise MissingKey(f"no {missing[0]} in the batch: make pairs with whence.preference")
+        names = ("input_ids", "attention_mask")
+        inputs = {n: batch[f"{side}_{n}"] for n in names if f"{side}_{n}" in batch}
+        document = inputs | {"labels": batch[f"{side}_labels"]}
+        task = LanguageModeling(reduction="sum", measurement="log_prob")
+        return task.measurements(task.outputs(model, inputs), document)
+
+    def targets(self, batch: Any) -> Tensor:
+        """h_ref of each pair, (n,)."""
+        return torch.as_tensor(batch["reference"])
+
+    def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
+        margins = self.beta * (outputs[:, 0] - self.targets(batch).to(outputs).flatten())
+        return margins if self.measurement == "margin" else F.softplus(-margins)
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.softplus(-self.beta * (outputs[:, 0] - self.targets(batch).to(outputs).flatten()))
+
+
 def _has_table(model: nn.Module, positions: int) -> bool:
     """Whether this many positions are a table, so that a longer document has none (some tables
     have two more rows). Rotary positions have no table."""
@@ -616,20 +667,44 @@ def completion(prompt: Tokens, answer: Tokens) -> dict[str, Tensor]:
     return {"input_ids": torch.cat([before, after]), "labels": labels}
 
 
+def preference(
+    prompt: Tokens, chosen: Tokens, rejected: Tokens, reference: float
+) -> dict[str, Tensor]:
+    """An example of `Preference`: two completions of a prompt, of which the first is preferred.
+
+    Args:
+        prompt, chosen, rejected: token ids.
+        reference: log p(chosen) - log p(rejected) of the model that training started from.
+    """
+    sides = {"chosen_": completion(prompt, chosen), "rejected_": completion(prompt, rejected)}
+    named = {side + name: x for side, document in sides.items() for name, x in document.items()}
+    return named | {"reference": torch.tensor(float(reference), dtype=torch.float64)}
+
+
 def padded(documents: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """A batch of documents of different lengths, for `Study(collate=whence.padded)`.
 
     Args:
-        documents: each with `input_ids`, and optionally `labels`.
+        documents: each with `input_ids`, and optionally `labels`; or a `preference`.
 
     Returns:
         `input_ids`, padded on the right with 0, `attention_mask`, and `labels`, -100 on padding.
     """
+    batch: dict[str, Tensor] = {}
+    for side in ("", "chosen_", "rejected_"):
+        if f"{side}input_ids" in documents[0]:
+            batch |= {side + name: x for name, x in _padded(documents, side).items()}
+    if "reference" in documents[0]:
+        batch["reference"] = torch.stack([torch.as_tensor(d["reference"]) for d in documents])
+    return batch
+
+
+def _padded(documents: Sequence[Mapping[str, Any]], side: str) -> dict[str, Tensor]:
     batch: dict[str, list[Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    longest = max(len(document["input_ids"]) for document in documents)
+    longest = max(len(document[f"{side}input_ids"]) for document in documents)
     for document in documents:
-        ids = torch.as_tensor(document["input_ids"], dtype=torch.long)
-        labels = torch.as_tensor(document.get("labels", ids), dtype=torch.long)
+        ids = torch.as_tensor(document[f"{side}input_ids"], dtype=torch.long)
+        labels = torch.as_tensor(document.get(f"{side}labels", ids), dtype=torch.long)
         if labels.shape != ids.shape or ids.dim() != 1:
             raise InvalidInput(
                 f"a document has input_ids of shape {tuple(ids.shape)} and labels of shape "

@@ -207,7 +207,7 @@ def test_help_and_typos(capsys: pytest.CaptureFixture[str]) -> None:
         ("attribute study.py --segmants 3", "No such option: --segmants"),
         ("attribute study.py --segmants 3", "--segments"),
         ("attribute study.py --method sorce", "Did you mean source? There are source, "),
-        ("attribute study.py --dimension 9", "a setting of trak, not of source, which has --segm"),
+        ("attribute study.py --dimension 9", "a setting of less, trackstar, trak, not of source"),
         ("attribute study.py --method trak --dimension x", "--dimension x: use a whole number"),
         ("attribute study.py --method downsampling", "needs --truth"),
         ("attribute", "Missing argument"),
@@ -770,7 +770,7 @@ def test_fit_says_whether_there_was_anything_to_fit(
     ("words", "offered"),
     [
         ("whence att", ["attribute"]),
-        ("whence attribute study.py --method tra", ["tracin", "trak"]),
+        ("whence attribute study.py --method tra", ["tracin", "trackstar", "trak"]),
         ("whence attribute study.py --method trak --dim", ["--dimension"]),
         ("whence fit study.py --curvature sh", ["shampoo"]),
     ],

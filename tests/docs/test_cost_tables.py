@@ -52,5 +52,8 @@ def test_the_formulas_on_the_page_are_the_counts() -> None:
         several = min(t, o) * i * i + min(t, i) * o * o + t * o * i
         assert cost.squares(block, t) == 2 * (several if t > 1 else i * i + o * o + o * i)
         assert cost.inner(block, t, q) == 2 * o * i * (q + (t if t > 1 else 0))
+        n, r = 16, 3
+        assert cost.inner_by_position(n, t, o, i, q, r) == n * 2 * t * q * r * (o + i)
+        assert cost.inner_expanded(n, t, o, i, q, r) == 2 * o * i * (n * t + n * q + q * r)
         assert cost.eigenbasis(block) / 2 == 9 * (i**3 + o**3)
         assert 2 * cost.rotate_queries(block, q) == 4 * q * o * i * (i + o)

@@ -33,6 +33,7 @@ METHODS = [
     "tracin",
     "trak",
     "repsim",
+    "baselines",
     "hydra",
     "unrolled",
     "retrained",

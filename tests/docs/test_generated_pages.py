@@ -59,6 +59,7 @@ def test_results_say_where_they_come_from() -> None:
             rows = {"rows", "of"}
             keys = {"rounding": {"tasks", "queries"}, "adam": rows, "depth": rows}
             keys |= {"forms": {"tasks"}, "faults": {"rows", "seed"}, "best": {"tasks", "rounds"}}
+            keys["leaderboard"] = {"protocols"}
             assert keys.get(file.stem, {"task", "settings"}) <= set(result), file
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
-from support import dense, models
+from support import dense, models, transformers_models
 from support.comparing import close
 from torch.utils.data import Subset
 
@@ -372,3 +372,40 @@ def test_documents_of_different_or_too_great_length() -> None:
     long = Documents([whence.completion(range(1, 6), range(1, 6))])  # the model has 8 positions
     with pytest.raises(whence.WhenceError, match="documents of 10 tokens"):
         whence.TracIn().attribute(study, long, **EXACT)
+
+
+@pytest.mark.parametrize("make", ["gpt2", "llama"])
+def test_a_table_of_positions_has_an_end(make: str) -> None:
+    """Rotary positions have none."""
+    pytest.importorskip("transformers")
+    model = getattr(transformers_models, make)().double()
+    most, task = model.config.max_position_embeddings, whence.LanguageModeling()
+    ids = torch.ones(2, most + 1, dtype=torch.long)
+    task.outputs(model, {"input_ids": ids[:, :most]})
+    if make == "gpt2":
+        with pytest.raises(
+            whence.WhenceError, match=f"{most + 1} tokens, but the model has {most}"
+        ):
+            task.outputs(model, {"input_ids": ids})
+    else:
+        assert task.outputs(model, {"input_ids": ids}).shape[:2] == ids.shape
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["source", "influence", "tracin", "trak"])
+def test_embeddings_norms_and_tied_heads_too(method: str, tied: bool) -> None:
+    """Sums, ranks that lose nothing, layers and chosen examples, with everything tracked."""
+    torch.manual_seed(0)
+    model, task = models.Transformer(tied=tied), whence.LanguageModeling()
+    train, query = models.documents(), models.documents(3, seed=1)
+    history = models.train_run(model, task, train, [2, 4], 0.1)
+    study = whence.Study(model, task, train=train, runs=history.run, layers="all")
+    each = METHODS[method]().attribute(study, query, by_layer=True, **EXACT)
+    assert not each.left_out[1] and "wte" in each.layers and "ln_f" in each.layers
+    close(each.by_layer.sum(0), each.values, 1e-9)
+    sums = METHODS[method]().attribute(study, query, query_weights=WEIGHTS, **EXACT)
+    close(sums.values, WEIGHTS @ each.values, 1e-8)
+    whole = METHODS[method]().attribute(study, query, query_rank=4, **EXACT)  # width 4
+    close(whole.values, each.values, 1e-8)
+    some = METHODS[method]().attribute(study, query, examples=[4, 1], **EXACT)
+    close(some.values, each.values[:, [4, 1]], 1e-8)

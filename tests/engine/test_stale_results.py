@@ -6,7 +6,9 @@ Each case is a study before and after an edit that shows in none of the first ex
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -461,3 +463,41 @@ def test_cached_factors_need_no_permission_to_write(
     monkeypatch.setattr("whence.persist.tensors.save_tensors", None)
     again = method.attribute(study(recorded, tmp_path / "a"), QUERY, **QUIET)
     np.testing.assert_array_equal(again.values, first.values)
+
+
+def inside_a_module() -> Any:
+    import settings_of_a_user
+
+    class Pseudo(whence.Classification):
+        def pseudo_losses(self, outputs: Tensor, *rest: Any) -> Tensor:
+            return super().pseudo_losses(outputs, *rest) * settings_of_a_user.weight()
+
+    return Pseudo()
+
+
+def inside_a_function() -> Any:
+    class Pseudo(whence.Classification):
+        def pseudo_losses(self, outputs: Tensor, *rest: Any) -> Tensor:
+            from settings_of_a_user import SCALE
+
+            return super().pseudo_losses(outputs, *rest) * SCALE
+
+    return Pseudo()
+
+
+@pytest.mark.parametrize("make", [inside_a_module, inside_a_function])
+def test_what_code_takes_from_a_module_of_yours_counts(
+    make: Any, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pseudo-losses show in no loss and no output, only in the curvature."""
+    module = types.ModuleType("settings_of_a_user")
+    module.SCALE, module.weight = 1.0, lambda: 1.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "settings_of_a_user", module)
+    method, answers = whence.Influence(0.1), []
+    for scale in (1.0, 3.0, 1.0):
+        module.SCALE = scale  # type: ignore[attr-defined]
+        module.weight = (lambda: 1.0) if scale == 1.0 else (lambda: 3.0)  # type: ignore[attr-defined]
+        study = whence.Study(Net(), make(), TRAIN, recorded)
+        answers.append(method.attribute(study, QUERY, **QUIET).values)
+    assert not np.allclose(answers[0], answers[1], rtol=1e-2)
+    np.testing.assert_allclose(answers[0], answers[2])

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import TensorDataset
 
+from experiments.engine.rivals import RIVALS, measuring_losses, ridge
 from experiments.studies import single
 from experiments.studies.sums import Sums
 from experiments.tasks import board, data
 from whence.evaluate import lds
+from whence.retrain import Training, measure
 
 TASK = "digits_smooth"
 
@@ -60,6 +63,30 @@ def test_both_protocols_resume_and_agree_with_lds(
     assert first["single-0.99"][TASK]["methods"]["Random"]["lds"][0] == pytest.approx(value)
 
 
+def test_ridge_finds_the_coefficients_of_a_linear_truth() -> None:
+    random = np.random.default_rng(0)
+    masks = (random.random((60, 12)) < 0.5).astype(float)
+    effects = random.normal(size=(3, 12))
+    noise = 1e-6 * random.normal(size=(60, 3))
+    np.testing.assert_allclose(ridge(masks, masks @ effects.T + noise), effects, atol=2e-2)
+    flat = ridge(masks, random.normal(size=(60, 3)))
+    assert np.abs(flat).max() < 0.5 * np.abs(effects).max()  # noise is shrunk
+
+
+def test_rivals_of_many_models(tmp_path: Path, monkeypatch: Any) -> None:
+    words = (TASK, "--only", "ridge", "Bayesian", "--models", "12", "--protocols", "expected-0.5")
+    result = run(monkeypatch, tmp_path, *words)
+    assert set(result["expected-0.5"][TASK]["methods"]) == set(RIVALS)
+    recipe, _ = board.BOARD[TASK].recipe(True)
+    changed = measuring_losses(recipe)
+    data = recipe.stages[0].data.dataset
+    (losses,) = measure(changed, data, [Training(3)], progress=False)
+    model = recipe.train(3)
+    x, y = data.tensors
+    expected = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+    np.testing.assert_allclose(losses, expected.detach(), atol=1e-5)
+
+
 def test_another_truth_in_the_folder_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     run(monkeypatch, tmp_path, TASK, "--only", "Random", "--protocols", "single-0.5")
     (path,) = (tmp_path / "sums").rglob("*.npz")
@@ -75,14 +102,10 @@ def test_sizes_are_whole_batches(name: str, monkeypatch: Any) -> None:
     columns = np.zeros((7000, 8), np.float32)
 
     def table() -> Any:
-        import torch
-
         x = torch.from_numpy(columns)
         return TensorDataset(x, x[:, :1]), TensorDataset(x[:5], x[:5, :1])
 
     def images(name: str, train: int, *rest: Any, **more: Any) -> Any:
-        import torch
-
         x, y = torch.zeros(train, 784), torch.zeros(train, dtype=torch.long)
         return TensorDataset(x, y), TensorDataset(x[:5], y[:5])
 

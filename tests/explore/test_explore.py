@@ -34,6 +34,7 @@ from whence.explore.compare import Overall, compare_query
 from whence.explore.explorer import Explorer
 from whence.explore.jobs import CANCELLED, DONE, FAILED, Job, Jobs
 from whence.explore.launch import prepare
+from whence.explore.map import principal
 from whence.explore.reading import PredictionWorker
 from whence.explore.scored_data import Refused, ScoredData, open_scores
 from whence.explore.server import create_app
@@ -719,6 +720,19 @@ def test_changes_need_the_token_in_a_header(client: TestClient) -> None:
     }
 
 
+@pytest.mark.parametrize("shape", [(50, 7), (40, 2), (30, 1)])
+def test_the_map_has_the_first_two_principal_components(shape: tuple[int, int]) -> None:
+    h = np.random.default_rng(0).standard_normal(shape) * np.linspace(3, 1, shape[1])
+    points = principal(torch.from_numpy(h))
+    centred = h - h.mean(0)
+    left, sizes, _ = np.linalg.svd(centred, full_matrices=False)
+    expected = left * sizes
+    assert points.shape == (shape[0], 2) and np.abs(points).max() == pytest.approx(1)
+    for k in range(min(2, shape[1])):
+        correlation = np.corrcoef(points[:, k], expected[:, k])[0, 1]
+        assert abs(correlation) == pytest.approx(1, abs=1e-6)
+
+
 def test_a_notebook_shows_the_explorer_in_a_frame() -> None:
     with start({"made": make()}) as page:
         shown = page._repr_html_()
@@ -738,7 +752,7 @@ def test_answers_forbid_what_they_do_not_need(client: TestClient) -> None:
         assert answer.headers["cache-control"] == "no-store"
     page = client.get("/", headers=TOLD).text
     assert "<script>" not in page and " style=" not in page and "http://" not in page
-    for name in ("views.js", "whence.css", "explore.js", "explore.css"):
+    for name in ("views.js", "whence.css", "map.js", "explore.js", "explore.css"):
         found = client.get(f"/static/{name}", headers=TOLD)
         assert found.status_code == 200 and found.text
     assert client.get("/static/index.html", headers=TOLD).status_code == 404

@@ -24,7 +24,7 @@ from whence.report import HTML
 pytestmark = pytest.mark.browser
 
 Q, N = 12, recipes.N
-PAGES = ("overview", "queries", "examples", "compare", "audit", "whatif", "about")
+PAGES = ("overview", "queries", "examples", "map", "compare", "audit", "whatif", "about")
 QUERY = recipes.dataset(Q, 7)
 
 
@@ -137,7 +137,7 @@ def test_queries_by_keyboard(browser: Any, explorer: Running) -> None:
         page.keyboard.press("?")
         assert "next and previous query" in visit.text("dialog")
         page.keyboard.press("Escape")
-        for key, name in (("3", "examples"), ("4", "compare"), ("5", "audit"), ("7", "about")):
+        for key, name in (("3", "examples"), ("5", "compare"), ("6", "audit"), ("8", "about")):
             page.keyboard.press(key)
             visit.ready(name)
         page.go_back()
@@ -181,6 +181,35 @@ def test_training_data_is_searched_and_filtered(browser: Any, explorer: Running)
         assert f"query {int(values.argmax())}" in visit.text("dialog")
 
 
+def test_the_map_is_lassoed_and_walked_by_keyboard(browser: Any, explorer: Running) -> None:
+    made = scores()
+    with Visit(browser, explorer, "#page=map&row=2") as visit:
+        page = visit.page
+        visit.until(lambda: visit.count("canvas.map") == 1, 30)
+        page.wait_for_timeout(300)
+        box = page.locator("canvas.map").bounding_box()
+        left, top, right, bottom = 3, 3, box["width"] - 3, box["height"] - 3
+        page.mouse.move(box["x"] + left, box["y"] + top)
+        page.mouse.down()
+        for x, y in ((right, top), (right, bottom), (left, bottom)):
+            page.mouse.move(box["x"] + x, box["y"] + y, steps=3)
+        page.mouse.up()
+        assert f"{N} training examples selected" in visit.text(".map-page [role=status]")
+        page.get_by_role("button", name="Tick them").click()
+        assert visit.text("#ticked") == str(N)
+        page.locator("canvas.map").focus()
+        page.keyboard.press("]")
+        strongest = int(np.argmax(np.abs(made.values[2])))
+        assert f"place {strongest}: rank 1 by strength" in visit.text(".map-page [role=status]")
+        page.keyboard.press("Enter")
+        visit.until(lambda: f"Training example #{strongest}" in visit.text("dialog"))
+        page.keyboard.press("Escape")
+        page.keyboard.press("+")
+        page.keyboard.press("ArrowLeft")
+        page.get_by_role("button", name="What if they were missing").click()
+        visit.ready("whatif")
+
+
 def test_two_scores_side_by_side(browser: Any, explorer: Running) -> None:
     from scipy.stats import spearmanr
 
@@ -217,7 +246,7 @@ def test_a_notebook_frames_the_explorer(browser: Any, explorer: Running, tmp_pat
         page = context.new_page()
         page.goto(f"http://localhost:{notebook.server_port}/")
         page.frame_locator("iframe").locator("h2").first.wait_for()
-        assert page.frame_locator("iframe").locator("h2").first.inner_text() == "Query 0"
+        assert page.frame_locator("iframe").locator("h2").first.inner_text() == "Overview"
         notebook.shutdown()
         context.close()
 
@@ -244,7 +273,7 @@ def test_what_if_is_predicted_retrained_and_judged(browser: Any, explorer: Runni
         page.get_by_role("button", name="Tick the helpful ones").click()
         assert visit.text("#ticked") == "10"
         ticked = made.helpful(4, 10).examples
-        page.keyboard.press("6")
+        page.keyboard.press("7")
         visit.ready("whatif")
         effects = [made.removal_effect(q, ticked) for q in range(Q)]
         first = int(np.argmax(np.abs(effects)))
@@ -293,7 +322,7 @@ def test_nothing_in_the_data_is_run(browser: Any) -> None:
     with start(
         {EVIL: scores(), "b": scores(1)}, train=data, query=data[:Q], classes=[EVIL, "other"]
     ) as explorer:
-        for name in ("queries", "examples", "compare", "audit", "whatif", "about"):
+        for name in ("queries", "examples", "map", "compare", "audit", "whatif", "about"):
             with Visit(browser, explorer, f"#page={name}") as visit:
                 visit.page.wait_for_timeout(150)
                 if name == "queries":
@@ -398,7 +427,7 @@ def test_a_server_that_went_away_is_reported(browser: Any) -> None:
     explorer = start({"a": scores()})
     context = browser.new_context()
     page = context.new_page()
-    page.goto(explorer.url)
+    page.goto(explorer.url + "#page=queries")
     page.wait_for_selector("html[data-ready]", state="attached")
     explorer.close()
     page.keyboard.press("j")

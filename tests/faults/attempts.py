@@ -432,11 +432,20 @@ def program(rng: Rng, folder: Path) -> None:
     layers.append(rng.choice([nn.Tanh(), nn.ReLU(), nn.GELU()]))
     layers.append(nn.Linear(layers[0].out_features, outputs))  # type: ignore[arg-type]
     model = nn.Sequential(*(layers if rng.random() < 0.8 else [nn.Linear(4, outputs)])).double()
-    momentum = rng.choice([0.0, 0.0, 0.5, 0.9])
-    settings: dict[str, Any] = {"momentum": momentum, "weight_decay": rng.choice([0.0, 0.01])}
-    if momentum:
-        settings |= rng.choice([{}, {"nesterov": True}, {"dampening": 0.25}])
-    optimizer = torch.optim.SGD(model.parameters(), lr=rng.uniform(0.02, 0.2), **settings)
+    kind = rng.choice([torch.optim.SGD] * 2 + [torch.optim.Adam, torch.optim.AdamW] * 2)
+    kind = rng.choice([kind, kind, kind, torch.optim.RMSprop])
+    settings: dict[str, Any] = {"weight_decay": rng.choice([0.0, 0.01])}
+    momentum = 0.0
+    if kind is torch.optim.SGD:
+        momentum = settings["momentum"] = rng.choice([0.0, 0.0, 0.5, 0.9])
+        if momentum:
+            settings |= rng.choice([{}, {"nesterov": True}, {"dampening": 0.25}])
+    else:
+        settings["eps"] = rng.choice([1e-3, 1e-2])
+        if kind is not torch.optim.RMSprop:
+            settings["betas"] = rng.choice([(0.9, 0.999), (0.5, 0.9)])
+    rate = rng.uniform(0.02, 0.2) * (1.0 if kind is torch.optim.SGD else 0.1)
+    optimizer = kind(model.parameters(), lr=rate, **settings)
     total = rng.randint(4, 12)
     schedulers: list[Callable[[], Any]] = [
         lambda: None,
@@ -451,7 +460,7 @@ def program(rng: Rng, folder: Path) -> None:
     if accumulate > 1 or clip:
         style = "zero_grad"
     losses = nn.functional.mse_loss if regression else nn.functional.cross_entropy
-    rates, weights = [], []
+    rates, weights, preconditioners = [], [], []
 
     def mean_loss(chosen: Tensor) -> Tensor:
         return losses(model(x[chosen]), y[chosen]) / (2 if regression else 1)
@@ -482,12 +491,14 @@ def program(rng: Rng, folder: Path) -> None:
             if scheduler is not None:
                 scheduler.step()
             weights.append({k: v.detach().clone() for k, v in model.state_dict().items()})
+            preconditioners.append(preconditioner(model, optimizer, len(rates)))
     run_ = whence.Run.open(folder / "run")
     steps = [c.step for c in run_.checkpoints]
     segments = rng.randint(1, len(steps))
     train = torch.utils.data.TensorDataset(x[:n], y[:n])
     query = torch.utils.data.TensorDataset(x[n:], y[n:])
-    form = whence.Source.published(segments, curvature="gauss-newton")
+    plain: dict[str, Any] = {"coupling": False, "query_at": "final", "floor": 0.0}
+    form = whence.Source(segments, curvature="gauss-newton", **plain)
     study = whence.Study(model, task, train, folder / "run")
     options: dict[str, Any] = {"dtype": torch.float64, "progress": False}
     found = form.attribute(study, query, batch_size=rng.randint(1, n), **options).values
@@ -498,13 +509,30 @@ def program(rng: Rng, folder: Path) -> None:
         train,
         query,
         [weights[s - 1] for s in steps],
+        [preconditioners[s - 1] for s in steps],
         steps,
         rates,
         effective,
         segments,
     )
-    what = f"{model}, SGD {settings}, {type(scheduler).__name__}, {style}, {segments} of {steps}"
+    what = f"{model}, {kind.__name__} {settings}, {type(scheduler).__name__}, {style}"
+    what += f", {segments} of {steps}"
     close(found, wanted, what, 1e-6)
+
+
+def preconditioner(model: nn.Module, optimizer: torch.optim.Optimizer, updates: int) -> Tensor:
+    """P of appendix C, of all parameters in one vector: 1, or 1/(√v̂ + ε)."""
+    settings, parts = optimizer.param_groups[0], []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        v = state.get("exp_avg_sq", state.get("square_avg"))
+        if v is None:
+            parts.append(torch.ones(parameter.numel(), dtype=torch.float64))
+            continue
+        if "exp_avg_sq" in state:
+            v = v / (1 - settings["betas"][1] ** updates)
+        parts.append(1 / (v.sqrt() + settings["eps"]).flatten())
+    return torch.cat(parts).clone()
 
 
 def paper(
@@ -513,14 +541,17 @@ def paper(
     train: Any,
     query: Any,
     checkpoints: list[dict[str, Tensor]],
+    preconditioners: list[Tensor],
     steps: list[int],
     rates: list[float],
     effective: float,
     segments: int,
 ) -> np.ndarray:
-    """Section 3 of the paper: with one segment of K updates at rate η, mean gradient ḡ and H,
+    """Section 3 and appendix C of the paper: with one segment of K updates at rate η, mean gradient
+    ḡ, preconditioner P (1 for SGD), D = ηK P, H and M = D^½ H D^½,
 
-        S = exp(-ηK H),   r = (I - S) H⁻¹ ḡ,   score = -(1/N) ∇f · Σ_l S_L … S_{l+1} r_l,
+        S = D^½ exp(-M) D^-½,   r = D^½ (I - exp(-M)) M⁻¹ D^½ ḡ,
+        score = -(1/N) ∇f · Σ_l S_L … S_{l+1} r_l,
 
     with all parameters in one vector and H their whole Gauss-Newton matrix.
     """
@@ -566,8 +597,10 @@ def paper(
             for c in members
         ]
         mean = torch.stack(each).mean(0)
-        score = score - vectors @ dense.F_r(H, time_) @ mean.T / len(train)
-        vectors = vectors @ dense.F_S(H, time_)
+        root = (time_ * torch.stack([preconditioners[c] for c in members]).mean(0)).sqrt()
+        M = root[:, None] * H * root
+        score = score - (vectors * root @ dense.F_r(M, 1.0) * root) @ mean.T / len(train)
+        vectors = vectors * root @ dense.F_S(M, 1.0) / root
     return score.detach().numpy()  # type: ignore[no-any-return]
 
 

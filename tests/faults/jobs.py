@@ -5,6 +5,7 @@ A job returns the digest of its result, whatever happened before.
 
 from __future__ import annotations
 
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -113,18 +114,16 @@ def hydra(folder: Path) -> str:
 
 def _swept(method: Any, folder: Path) -> str:
     """By going back through the updates of a recorded run, a few queries at a time."""
-    if not (folder / "run" / "run.json").exists():
-        recorded = _recorded(folder.parent / f"{folder.name}-recorded")
-        recorded.save(folder / "run")
-    given = whence.Study(net(), TASK, TRAIN, folder / "run")
+    given = whence.Study(net(), TASK, TRAIN, _recorded())
     return of_scores(method.attribute(given, QUERY, out=folder / "scores", **EXACT))
 
 
 @cache
-def _recorded(folder: Path) -> whence.Run:
+def _recorded() -> whence.Run:
     """A run with its batches, in memory."""
-    record(folder)
-    return whence.Run.open(folder / "run").in_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        record(Path(folder))
+        return whence.Run.open(Path(folder) / "run").in_memory()
 
 
 def of_scores(scores: Scores) -> str:

@@ -20,7 +20,9 @@ from torch.utils.data import TensorDataset
 
 import whence
 from whence.layers.passes import Signal
-from whence.operators import gauss_newton
+from whence.operators import EKFAC, BlockDiagonal, gauss_newton
+from whence.operators.factored import EigenFactors
+from whence.operators.space import Basis, BlockVectors
 from whence.projections.gradients import gather
 from whence.projections.random import Random
 
@@ -83,6 +85,18 @@ class TiedWithBias(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.mix(self.table(x))))
+
+
+class Second(nn.Module):
+    """Attention that has its examples on the second axis."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.head = attention, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(0))
 
 
 def batch_norm(norm: nn.Module) -> nn.Module:
@@ -166,7 +180,22 @@ CONVOLUTIONS: Table = {
     ),
     "ConvTranspose3d": convolution(lambda: nn.ConvTranspose3d(2, 2, 2, stride=2), 2, 2, 1, 2),
 }
-TABLE = LOOKUPS | NORMS | CONVOLUTIONS
+ATTENTION: Table = {
+    "MultiheadAttention": (models.Attentive, normal, (4,)),
+    "MultiheadAttention, examples second": (
+        lambda: Second(nn.MultiheadAttention(4, 2)),
+        normal,
+        (5, 4),
+    ),
+    "TransformerEncoderLayer": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Flatten(), nn.Linear(20, 3)
+        ),
+        normal,
+        (5, 4),
+    ),
+}
+TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION
 
 
 def made(name: str) -> tuple[nn.Module, Any, Any]:
@@ -369,6 +398,75 @@ def test_tokens_add_up() -> None:
     (tokens,) = method.tokens(study, query, [2], **EXACT)
     total = tokens.values.sum(1) + tokens.rest
     np.testing.assert_allclose(total, scores.values[:, 2], rtol=1e-8)
+
+
+# --- with the optimizer's preconditioner ----------------------------------------------------------
+
+
+def test_functions_with_a_diagonal_between() -> None:
+    """D^½ H D^½ + Δ of a table and of a norm, against the dense matrix of each."""
+    g = torch.Generator().manual_seed(0)
+
+    def positive(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=g, dtype=torch.float64) + 0.1
+
+    Q, _ = torch.linalg.qr(torch.randn(3, 3, generator=g, dtype=torch.float64))
+    factors = {
+        "table": EigenFactors(positive(5, 3), Basis(None, Q)),
+        "norm": EigenFactors(positive(4, 1), None),
+    }
+    D = BlockDiagonal({name: positive(*f.eigenvalues.shape) for name, f in factors.items()})
+    v = {name: torch.randn(2, *x.shape, generator=g).double() for name, x in D.items()}
+    shift = {"table": 0.3, "norm": 0.2}
+    M = EKFAC(factors).whitened(D) + shift
+    (decayed,) = M.apply([lambda x: torch.exp(-x)], BlockVectors(dict(v), dict.fromkeys(v)))
+    damping = BlockDiagonal({name: positive(*x.shape) for name, x in D.items()})
+    solved = M.inverse(damping) @ BlockVectors(dict(v), dict.fromkeys(v))
+    for name, f in factors.items():
+        rotation = Q if name == "table" else torch.eye(1).double()
+        H = torch.block_diag(*[rotation @ row.diag() @ rotation.T for row in f.eigenvalues])
+        root = D[name].flatten().sqrt()
+        dense = root[:, None] * H * root + shift[name] * torch.eye(len(H)).double()
+        flat = v[name].flatten(1)
+        expected = flat @ torch.linalg.matrix_exp(-dense)
+        np.testing.assert_allclose(decayed.matrix(name).flatten(1), expected, atol=1e-8)
+        expected = torch.linalg.solve(dense + damping[name].flatten().diag(), flat.T).T
+        np.testing.assert_allclose(solved.matrix(name).flatten(1), expected, atol=1e-8)
+
+
+def test_adam_with_all_layers_does_not_depend_on_batches(tmp_path: Any) -> None:
+    model, train, query = transformer()
+    task = whence.LanguageModeling()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with whence.Recorder(tmp_path / "run", model, optimizer, checkpoints=2, total_steps=6):
+        for k in range(6):
+            batch = dense.batch_of([train[k], train[k + 1]])
+            optimizer.zero_grad()
+            task.losses(task.outputs(model, batch), batch).mean().backward()
+            optimizer.step()
+    study = whence.Study(model, task, train=train, runs=tmp_path / "run", layers="all")
+    method = whence.Source(segments=2)
+    every = [method.attribute(study, query, batch_size=k, **EXACT).values for k in (1, 4)]
+    np.testing.assert_allclose(every[0], every[1], rtol=1e-6)
+    assert np.isfinite(every[0]).all() and abs(every[0]).max() > 0
+
+
+class Crossed(nn.Module):
+    """Attention of one sequence to another, whose weight is cut into parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x.flip(1).sin(), x.cos(), need_weights=False)[0].mean(1))
+
+
+def test_attention_to_another_sequence_is_left_out_by_name() -> None:
+    torch.manual_seed(0)
+    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    scores = check(Crossed().double(), *data, ["attention"], layers="all")
+    assert "never called" in reasons(scores)["attention"]
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -48,6 +48,17 @@ class Changed(nn.Module):
             x = x - 0.1 * x[:1]
         elif self.how == "one example sees the others":  # only where the mark is
             x = torch.where(x[:, :1] > 50, x.mean(0, keepdim=True), x)
+        elif self.how == "attention between examples":
+            x = x + 0.05 * torch.softmax(x @ x.T, 1) @ x
+        elif self.how == "sorted by size":
+            x = x[x.abs().sum(1).argsort()]
+        elif self.how == "dropout in evaluation mode":
+            x = F.dropout(x, 0.3, training=True)
+        elif self.how == "a counter":
+            self.calls = getattr(self, "calls", 0) + 1
+            x = x * (1 + 0.1 * (self.calls % 3))
+        elif self.how == "the detached mean":
+            x = x - 0.1 * x.mean(0).detach()
         elif self.how == "three at least":
             x = x + (0.1 * x.mean(0) if len(x) > 2 else 0)
         return self.net(x)
@@ -100,6 +111,11 @@ HOW = [
     "batch norm in training mode",
     "compared with the first",
     "three at least",
+    "attention between examples",
+    "sorted by size",
+    "dropout in evaluation mode",
+    "a counter",
+    "the detached mean",
 ]
 
 

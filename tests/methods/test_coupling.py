@@ -145,3 +145,21 @@ def test_the_published_form_is_neither() -> None:
     assert "coupling" not in published.settings and "coupling" not in str(
         published.diagnostics["segments"]
     )
+
+
+@pytest.mark.parametrize(("name", "segments"), [("mlp", 1), ("conv", 3), ("gpt", 3)])
+def test_auto_takes_three_segments_where_weights_are_shared(name: str, segments: int) -> None:
+    study, _, query = small(name)
+    scores = whence.Source().attribute(study, query, **EXACT)
+    assert len(scores.diagnostics["segments"]) == segments
+    close(scores.values, whence.Source(segments).attribute(study, query, **EXACT).values, 0)
+    short = whence.Study(
+        study.model,
+        study.tasks["train"],
+        train=study.data["train"].dataset,
+        runs=whence.Run.from_checkpoints(
+            [c.weights() for c in study.runs[0].checkpoints[:2]], STEPS[:2], 0.1
+        ),
+    )
+    few = whence.FastSource().attribute(short, query, **EXACT)
+    assert len(few.diagnostics["segments"]) == 1  # two checkpoints are too few for three

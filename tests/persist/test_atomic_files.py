@@ -1,5 +1,6 @@
 """Files are written whole or not at all, whoever else writes them, and checked when read."""
 
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from whence.errors import DamagedFile
+from whence.errors import DamagedFile, NotWritable
 from whence.persist import files, locks
 from whence.persist.arrays import load_array, map_array, save_array
 from whence.persist.files import (
@@ -26,7 +27,8 @@ from whence.persist.files import (
     write_bytes,
     write_json,
 )
-from whence.persist.tensors import save_tensors
+from whence.persist.tensors import load_tensors, save_tensors
+from whence.run.checkpoint import RunError, file_sha256
 
 
 def names(folder: Path) -> list[str]:
@@ -287,3 +289,42 @@ def test_a_lock_is_free_again_when_its_process_dies(tmp_path: Path) -> None:
     again = locks.acquire(path, wait=False)
     assert again is not None
     again.close()
+
+
+READERS: dict[str, Any] = {
+    "json": read_json,
+    "array": map_array,
+    "tensors": load_tensors,
+    "checkpoint": file_sha256,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    os.mkfifo(path)
+    with pytest.raises((DamagedFile, RunError), match="it is not a file, but"):
+        READERS[name](path)
+
+
+REFUSED: dict[str, Any] = {
+    "bytes": lambda folder: write_bytes(folder / "a", b"1"),
+    "folder": lambda folder: make_folder(folder / "a"),
+    "lock": lambda folder: locks.FolderLock(folder, "writes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_place_that_may_not_be_written_to_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that is mounted read-only."""
+
+    def refuse(path: Any, *_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("builtins.open", refuse)
+    if name == "folder":
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(NotWritable, match=r"cannot be written \(Read-only.*Study\(cache="):
+        REFUSED[name](tmp_path)

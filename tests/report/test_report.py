@@ -114,6 +114,7 @@ def test_what_the_report_holds(study: whence.Study, scores: whence.Scores, tmp_p
     assert payload["overview"]["notes"] == []
     used = {e["column"] for v in payload["queries"] for e in v["helpful"] + v["harmful"]}
     used |= {e["column"] for e in payload["harmful"]["entries"]}
+    used |= {e["column"] for end in ("helpful", "harmful") for e in payload["summary"][end]}
     assert set(map(int, shown["examples"])) == used and not shown["ids"]
     example = shown["examples"][str(payload["queries"][0]["helpful"][0]["column"])]
     assert example["kind"] == "row" and example["label"] in "abc"

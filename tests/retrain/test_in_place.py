@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import whence
 from whence.errors import InvalidInput
 from whence.evaluate import calibrate, compare, lds
-from whence.retrain import Training, Truth, ground_truth, measure
+from whence.retrain import SmoothAdamW, Training, Truth, ground_truth, measure
 from whence.retrain.truth import draw_subsets
 
 QUERY = recipes.dataset(5, seed=9)
@@ -31,6 +31,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def smooth_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return SmoothAdamW(parameters, lr=1e-2, weight_decay=0.1, eps_root=1e-4)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -87,6 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": momentum},
     "adam": {"optimizer": adam, "scheduler": cosine},
     "adamw, clipped": {"optimizer": adamw, "clip_norm": 0.5},
+    "smooth adamw": {"optimizer": smooth_adamw, "scheduler": cosine},
     "drop_last": {"optimizer": momentum, "drop_last": True, "scheduler": cosine},
     "batch norm": {"optimizer": momentum, "model": recipes.batch_norm},
     "stages": {"optimizer": adamw, "stages": ["first", "second"]},

@@ -255,10 +255,7 @@ def test_long_runs_go_on_from_their_last_checkpoint(
     for run, other in zip(runs, wanted, strict=True):
         for one, two in zip(run.checkpoints, other.checkpoints, strict=True):
             assert one.step == two.step
-            # the run that was being written resumes alone: equal to rounding
-            assert run is runs[1] or one.sha256 == two.sha256
-            for key, weight in one.weights().items():
-                torch.testing.assert_close(weight, two.weights()[key], rtol=1e-9, atol=1e-12)
+            assert one.sha256 == two.sha256
 
 
 def test_another_training_is_refused_before_anything_is_trained(

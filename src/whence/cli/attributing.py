@@ -347,7 +347,7 @@ def attribute(
         "top": top,
         "by_segment": by_segment,
         "by_layer": by_layer,
-        "query_rank": int(query_rank) if (query_rank or "").isdecimal() else query_rank,
+        "query_rank": int(query_rank) if query_rank and query_rank.isdecimal() else query_rank,
         "device": device_of(device),
         "dtype": dtype_of(dtype),
         "batch_size": batch_size,
@@ -445,8 +445,7 @@ def _csv(scores: Scores, query: int | None, examples: StudyExamples | None) -> A
 
     shown = {} if examples is None else {"study": examples.file.study, **examples.options}
     table = ranked_columns(scores, query, **shown)
-    columns = [c.tolist() if hasattr(c, "tolist") else c for c in table.values()]
-    rows = list(zip(*columns, strict=True))
+    rows = list(zip(*table.values(), strict=True))
     data = [dict(zip(table, row, strict=True)) for row in rows]
     return Answer(data, csv_lines([list(table), *rows]).rstrip("\n"))
 

@@ -72,7 +72,13 @@ COUPLING = Option(
     "bool", True, "Do not take into account that all layers correct the same error together."
 )
 SOURCE = {
-    "segments": replace(SEGMENTS, default="stages"),
+    "segments": replace(
+        SEGMENTS,
+        default="auto",
+        help=f"{SEGMENTS.help} auto: three if one stage trained mostly weights that are shared "
+        "over positions, such as those of convolutions and transformers, and stages otherwise.",
+        choices=("auto", "stages"),
+    ),
     "curvature": CURVATURE,
     "fisher": FISHER,
     "stage": STAGE,
@@ -184,7 +190,7 @@ METHODS: dict[str, dict[str, Option]] = {
             "float", 3.0, "δ: the response is halved where η̄K P̄ times the curvature is δ."
         ),
         "stage": STAGE,
-        "segments": SOURCE["segments"],
+        "segments": replace(SEGMENTS, default="stages"),
         "curvature": replace(
             CURVATURE,
             help="Curvature of the preconditioner, layer by layer: auto, ekfac, shampoo, kfac, "

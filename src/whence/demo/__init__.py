@@ -30,8 +30,18 @@ from whence.retrain import Training, measure
 from whence.table import Table
 
 PICTURES = Path(__file__).with_name("pictures.npz")
-CLASSES = ("T-shirt", "trousers", "pullover", "dress", "coat")
-CLASSES += ("sandal", "shirt", "sneaker", "bag", "boot")
+CLASSES = [
+    "T-shirt",
+    "trousers",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "boot",
+]
 TRAIN, QUERIES, FLIPPED = 1500, 300, 0.2
 EPOCHS, BATCH, SEEDS = 20, 64, 3
 SHOWN = 3  # queries that are printed and drawn
@@ -83,8 +93,9 @@ def pictures(seed: int) -> Pictures:
     other = random.integers(1, len(CLASSES), flipped.sum())
     labels[:TRAIN][flipped] = (labels[:TRAIN][flipped] + other) % len(CLASSES)
     x, y = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
-    train, query, unseen = slice(TRAIN), slice(TRAIN, TRAIN + QUERIES), slice(-QUERIES, None)
-    return Pictures(*(TensorDataset(x[part], y[part]) for part in (train, query, unseen)), flipped)
+    parts = slice(TRAIN), slice(TRAIN, TRAIN + QUERIES), slice(-QUERIES, None)
+    train, query, unseen = (TensorDataset(x[part], y[part]) for part in parts)
+    return Pictures(train, query, unseen, flipped)
 
 
 def network() -> nn.Module:
@@ -154,7 +165,7 @@ def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     worst["at random"] = np.random.default_rng(seed).permutation(TRAIN)[:count]
     accuracy = _retrained(data, worst, seed, progress)
     wrong = {name: int(data.flipped[places].sum()) for name, places in worst.items()}
-    rows = [("none", None, f"{accuracy['all']:.1%}")]
+    rows: list[tuple[str, str | None, str]] = [("none", None, f"{accuracy['all']:.1%}")]
     rows += [(n, f"{wrong[n]} of {count}", f"{accuracy[n]:.1%}") for n in worst]
     heads = ("pictures removed", "wrong labels among them", "right on unseen pictures")
     print(Table(heads, rows))

@@ -169,10 +169,12 @@ def preconditioner_at(workspace: Workspace, checkpoint: Weights) -> dict[str, Te
 
 
 def _matrices(workspace: Workspace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0."""
+    """Tensors by parameter name as the matrices (o, width) of the blocks; absent ones are 0, and so
+    are those of another stage's layer that has the same name but another shape."""
 
     def given(name: str, like: Tensor) -> Tensor:
-        return tensors.get(name, torch.zeros_like(like)).to(workspace.zero)
+        tensor = tensors.get(name, torch.zeros_like(like))
+        return (tensor if tensor.shape == like.shape else torch.zeros_like(like)).to(workspace.zero)
 
     matrices: dict[str, Tensor] = {}
     for layer in workspace.layers:

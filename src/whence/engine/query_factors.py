@@ -183,6 +183,8 @@ def operations(workspace: Workspace, query: QuerySet, plan: Plan) -> float:
             continue
         ways = cost.inner_by_position, cost.inner_expanded
         each = min(way(n, t, b.o, b.width, q, r) for way in ways) / n
+        if b.lookup:  # its outputs are looked up, position by position
+            each = cost.inner_by_position(n, t, 0, b.width, q, r) / n
         inner += each * len(query) / q
         columns = min(r + OVERSAMPLED, b.o, b.width)
         cut += 2.0 * b.size * columns * (2 * SUBSPACE_ITERATIONS + 3) * len(query)

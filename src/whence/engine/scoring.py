@@ -35,7 +35,8 @@ from whence.layers.rows import joined
 from whence.operators import cost
 from whence.operators.products import Readout
 from whence.operators.space import rotate
-from whence.scores import BY_LAYER, BY_SEGMENT, ScoreWriter
+from whence.scores import ScoreWriter
+from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.table import progress_bar
 from whence.world import World
 
@@ -126,7 +127,7 @@ class Scoring:
         for chunk, mine in progress_bar(
             rounds, desc="self-influence", disable=not workspace.progress, leave=False
         ):
-            some = Queries(workspace.study.data[chunk.stage], chunk.stage, chunk.indices)
+            some = Queries(workspace.scored_data(chunk.stage), chunk.stage, chunk.indices)
             ready = self._ready(some, len(chunk.indices), dealt=False)
             if mine:
                 self._write(None, chunk, self._contributions(ready, chunk, None))
@@ -194,7 +195,7 @@ class Scoring:
             len(chunk.indices),
         ]
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
-        data = self.workspace.study.data[chunk.stage]
+        data = self.workspace.scored_data(chunk.stage)
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
         for which, readouts in ready:
             term, total = self.terms[which], totals[which]
@@ -336,7 +337,7 @@ def score_tokens(
     example: int,
 ) -> Tokens:
     """What each position of one example of a stage did to each query whose vectors are ready."""
-    data, passes = workspace.study.data[stage], workspace.passes[stage]
+    data, passes = workspace.scored_data(stage), workspace.passes[stage]
     parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
     for which, readouts in ready.items():
         term = terms[which]

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.data import cut
+from whence.data import Batches, cut
 from whence.engine.ledger import Ledger
 from whence.engine.options import ComputeOptions, allowance
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
-from whence.errors import InvalidInput
+from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.capture import LayerFactors, ParameterBlock, TrackedLayer
 from whence.layers.passes import Clock, Passes, Signal, Weights
 from whence.layers.tracked import Tracked
@@ -37,9 +37,11 @@ from whence.operators import (
 )
 from whence.operators.fit import grouped
 from whence.operators.products import FactoredReadout, Readout, add_weighted, build
+from whence.persist.identity import sha256_of
 from whence.persist.tried import Tried
 from whence.run import Run, Segment
 from whence.study import Study, model_identity, task_identity
+from whence.table import listed
 from whence.world import World
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class Workspace:
         passes: of each stage.
         memory: bytes that this process may use.
         room: bytes on the device for factors; None for as many as they need.
+        chosen: the examples that are scored, by stage; None for all.
         world: the processes that share the work.
         in_step: whether all of them compute the vectors of all queries together, because that takes
             passes over the data; otherwise queries are dealt.
@@ -108,6 +111,7 @@ class Workspace:
     batch_size: int
     memory: int
     room: int | None = None
+    chosen: Mapping[str, NDArray[np.int64]] | None = None
     world: World = field(default_factory=World)
     in_step: bool = False
     trials: Trials = field(kw_only=True)
@@ -127,9 +131,11 @@ class Workspace:
         shared: bool = True,
         frozen: bool = False,
         quiet: bool = False,
+        examples: Any = None,
     ) -> Workspace:
         """
         Args:
+            examples: which of them (None: all), as indices, or by stage.
             stage: whose examples are scored (None: all stages').
             shared: whether only layers that a query can see are tracked in earlier stages.
             frozen: whether layers that training did not move are tracked too.
@@ -138,7 +144,7 @@ class Workspace:
         stages, world = scored_stages(study, stage), World.current()
         weight = next(study.model.parameters(), torch.zeros(()))
         device = weight.device if options.device is None else torch.device(options.device)
-        for data in study.data.values():
+        for data in (*study.data.values(), *study.candidates.values()):
             data.refresh()
         passes = study.passes(
             run,
@@ -161,6 +167,8 @@ class Workspace:
             most = max(len(data) for data in study.data.values())
             batch_size = max(1, min(batch_size, -(-most // world.size)))
         room = int(FACTOR_SHARE[device.type] * memory) if device.type in FACTOR_SHARE else None
+        chosen = None if examples is None else chosen_examples(study, stages, examples)
+        stages = stages if chosen is None else list(chosen)
         workspace = cls(
             study,
             run,
@@ -170,6 +178,7 @@ class Workspace:
             batch_size,
             memory,
             room,
+            chosen,
             world,
             trials=Trials(passes, batch_size, world),
         )
@@ -236,7 +245,13 @@ class Workspace:
 
     def scored(self, stage: str) -> NDArray[np.int64]:
         """The examples of a stage's data that are scored."""
-        return np.arange(len(self.study.data[stage]))
+        if self.chosen is not None:
+            return self.chosen[stage]
+        return np.arange(len(self.scored_data(stage)))
+
+    def scored_data(self, stage: str) -> Batches:
+        """The training data of a stage, or the candidates that are scored instead."""
+        return self.study.candidates.get(stage, self.study.data[stage])
 
     @property
     def examples(self) -> int:
@@ -284,6 +299,10 @@ class Workspace:
         about = {
             "the run": self.run.fingerprint,
             "the training data": {s: study.data[s].fingerprint() for s in study.stages},
+            "the scored examples": [
+                self.data_fingerprints(),
+                {s: sha256_of(self.scored(s)) for s in self.stages},
+            ],
             "the queries": None if self.query is None else self.query.fingerprint(),
             "the model or its code": [model_identity(m) for m in study.models.values()],
             "the task": [task_identity(task, measured=True) for task in study.tasks.values()],
@@ -303,6 +322,15 @@ class Workspace:
             "query": None if self.query is None else self.query.identity(),
             "tasks": [task_identity(task, measured=True) for task in study.tasks.values()],
             "dtype": self.final_passes.arithmetic,
+            **self._scored_identity(),
+        }
+
+    def _scored_identity(self) -> dict[str, Any]:
+        """Of what is scored, if that is not all of the training data."""
+        candidates, chosen = self.study.candidates, self.chosen or {}
+        return {
+            **({"candidates": self.data_fingerprints()} if candidates else {}),
+            **({"examples": {s: sha256_of(x) for s, x in chosen.items()}} if chosen else {}),
         }
 
     def provenance(self) -> dict[str, Any]:
@@ -314,6 +342,7 @@ class Workspace:
             "train": self.data_fingerprints(),
             "collated": self.study.collate is not None,
             "query": None if self.query is None else self.query.fingerprint(),
+            **({"candidates": True} if self.study.candidates else {}),
             "torch": torch.__version__,
             "device": str(self.device),
             "dtype": self.final_passes.arithmetic,
@@ -322,7 +351,7 @@ class Workspace:
 
     def data_fingerprints(self) -> dict[str, str]:
         """Of the data whose examples are scored, by stage."""
-        return {stage: self.study.data[stage].fingerprint() for stage in self.stages}
+        return {stage: self.scored_data(stage).fingerprint() for stage in self.stages}
 
     def settings(self) -> dict[str, Any]:
         """What is stored with the scores in addition to the method's own settings."""
@@ -332,8 +361,11 @@ class Workspace:
         """What scores of the same identity must agree in: losses at these stages and weights, and
         measurements of what is explained at the end. Or outputs, of both."""
         trials = [self.trials(s, self.study.data[s], c, what) for s, c in places]
+        trials += [
+            self.trials(s, data, self.run.final, what) for s, data in self.study.candidates.items()
+        ]
         last, explained = self.study.stages[-1], what if what == OUTPUTS else MEASUREMENTS
-        query = self.study.data[last] if self.query is None else self.query.data
+        query = self.scored_data(last) if self.query is None else self.query.data
         return together([*trials, self.trials(last, query, self.run.final, explained)])
 
     def losses(
@@ -575,4 +607,35 @@ def scored_stages(study: Study, stage: str | None) -> list[str]:
     """The stages whose examples are scored: one, or all."""
     if stage is not None and stage not in study.stages:
         raise InvalidInput(f"stage={stage!r} is not in the run: it has {study.stages}")
-    return study.stages if stage is None else [stage]
+    with_data = [s for s in study.stages if s in study.candidates] or study.stages
+    if stage is not None and stage not in with_data:
+        raise InvalidInput(f"stage={stage!r} has no candidates: {with_data} have")
+    return with_data if stage is None else [stage]
+
+
+def chosen_examples(
+    study: Study, stages: Sequence[str], given: Any
+) -> dict[str, NDArray[np.int64]]:
+    """The examples that are asked for, by stage; checked."""
+    if not isinstance(given, Mapping):
+        if len(stages) > 1:
+            raise InvalidInput(
+                f"examples={listed(list(given))} of which stage? Give {{stage: examples}}, with "
+                f"stages of {list(stages)}"
+            )
+        given = {stages[0]: given}
+    chosen = {}
+    for stage, examples in given.items():
+        if stage not in stages:
+            raise InvalidInput(f"examples of stage {stage!r}: the stages are {list(stages)}")
+        count = len(study.candidates.get(stage, study.data[stage]))
+        indices = np.asarray(examples)
+        if indices.ndim != 1 or not len(indices) or indices.dtype.kind not in "iu":
+            raise InvalidInput("examples must be a list of indices, at least one")
+        wrong = indices[(indices < 0) | (indices >= count)]
+        if len(wrong):
+            raise InvalidIndex(f"examples has {listed(wrong)}: the data has 0..{count - 1}")
+        if len(np.unique(indices)) < len(indices):
+            raise InvalidInput("examples has an index more than once: give each once")
+        chosen[stage] = indices.astype(np.int64)
+    return {stage: chosen[stage] for stage in stages if stage in chosen}

@@ -7,11 +7,11 @@ can be tried before: take a direction that drops a few examples, go half of the 
     w₀ = 1            w₁ = 1 - h d          w₂ = 1 - 2h d         d: 1 for the dropped examples
     first = (f(w₁) - f(w₀)) / h             second = (f(w₂) - f(w₁)) / h            both (D, q)
 
-    value = Σ_q |first| sign(first) sign(second) / Σ_q |first|,  the mean over D directions
+    value = Σ_q |first + second| sign(first) sign(second) / Σ_q |first + second|,  mean over D
 
-This is the empirical metasmoothness of Engstrom et al. (2025), of the measurements instead of the
-final weights: 1 where both halves of each way change every measurement to the same side, about 0
-where the second half says nothing about the first.
+This is the empirical metasmoothness of Engstrom et al. (2025, definition 2) of the measurements,
+instead of the final weights, along directions that drop examples. It is 1 where both halves of each
+way change every measurement to the same side, and about 0 where one says nothing about the other.
 
 Axes: ``D`` directions, ``q`` queries.
 """
@@ -154,13 +154,14 @@ def metasmoothness(
 
 
 def _agreement(first: Floats, second: Floats) -> float:
-    sizes = np.abs(first).sum(1)
+    moved = np.abs(first + second)
+    sizes = moved.sum(1)
     if not sizes.all():
         raise InvalidInput(
             f"{int((sizes == 0).sum())} of {len(sizes)} directions change no measurement: drop "
             "more examples (a smaller alpha)"
         )
-    return float(((np.abs(first) * np.sign(first) * np.sign(second)).sum(1) / sizes).mean())
+    return float(((moved * np.sign(first) * np.sign(second)).sum(1) / sizes).mean())
 
 
 def _correlation(first: Floats, second: Floats) -> float:

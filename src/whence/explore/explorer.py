@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from whence.explore.compare import Overall, compare_query
 from whence.explore.jobs import DONE, UNFINISHED, Job, Jobs
-from whence.explore.reading import WORK, Busy
+from whence.explore.map import MOST_CLASSES, coordinates, packed
+from whence.explore.reading import WORK, Busy, Ints
 from whence.explore.scored_data import PAGE, Refused, ScoredData
 from whence.explore.whatif import judged, what_if
 from whence.present import views
@@ -45,6 +47,7 @@ class Explorer:
         self._harm: dict[str, dict[int, dict[str, Any]]] = {}
         self._suspects: dict[str, list[int]] = {}
         self._summaries: dict[str, dict[str, Any]] = {}
+        self._map: dict[str, Any] | str | None = None  # or why there is none
         self._guard = threading.Lock()
         self._worker = threading.Thread(target=self._prepare, name="reading", daemon=True)
 
@@ -71,7 +74,7 @@ class Explorer:
             harmful = views.harmful_overall(scores, HARMFUL)
             self._summaries[name] = summary(
                 scores,
-                lambda column, places=places: data.class_of(places[column]),
+                partial(_class_at, data, places),
                 data.query_class,
                 [data.query_item(row) for row in range(scores.shape[0])],
             )
@@ -83,6 +86,32 @@ class Explorer:
                 }
                 for entry in harmful["entries"]
             }
+
+        self._draw_map()
+
+    def _draw_map(self) -> None:
+        """Place the training examples on the map; what is wrong is told on its page."""
+        data = self.data
+        if data.study is None or data.train_unknown:
+            self._map = "the map needs the model and the training data (give study=, or --study)"
+            return
+        try:
+            points, source = coordinates(data, data.stop)
+        except InterruptedError:
+            return
+        except Exception as error:  # a user's model may raise anything
+            self._map = f"the map could not be drawn: {type(error).__name__}: {error}"
+            return
+        labels = [data.class_of(place) for place in range(len(data.ids))]
+        names = sorted({name for name in labels if name is not None})[:MOST_CLASSES]
+        numbers = {name: k for k, name in enumerate(names)}
+        classes = np.array([numbers.get(name or "", 0) for name in labels], np.uint8)
+        self._map = {
+            "points": packed(points),
+            "classes": packed(classes) if names else None,
+            "names": names,
+            "source": source,
+        }
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -129,6 +158,22 @@ class Explorer:
         for place in suspects:
             view["examples_shown"][str(place)] = self.data.example(place) | predicted.get(place, {})
         return view | {"more": more}
+
+    def map(self) -> dict[str, Any]:
+        """Where each training example is on the map, or `refused`, why there is none.
+
+        Raises Busy while it is drawn.
+        """
+        if self._map is None:
+            raise Busy("the map is being drawn: ask again in a moment")
+        return {"refused": self._map} if isinstance(self._map, str) else self._map
+
+    def map_values(self, name: str, row: int | None) -> dict[str, Any]:
+        """How much each training example helped a query, or all on average."""
+        help_ = self.data.mean_help(name) if row is None else self.data.help(name, row)
+        if help_ is None:
+            raise Refused(f"{name} keeps only each query's top: choose a query")
+        return {"values": packed(help_.astype(np.float32))}
 
     def query(self, name: str, row: int, k: int) -> dict[str, Any]:
         """One query by one scores: the report's view, with places for columns."""
@@ -294,3 +339,7 @@ class Explorer:
 
     def _examples(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {str(e["column"]): self.data.example(e["column"]) for e in entries}
+
+
+def _class_at(data: ScoredData, places: Ints, column: int) -> str | None:
+    return data.class_of(places[column])

@@ -41,6 +41,7 @@ SCHEMA = 1
 MAX_SEEDS = 100
 WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
 UNFINISHED = (WAITING, RUNNING)
+STATES = (*UNFINISHED, DONE, FAILED, CANCELLED)
 
 
 class Cancelled(BaseException):
@@ -311,10 +312,10 @@ class Jobs:
                     continue
                 progress = Progress([s.total_steps(len(s.data)) for s in self.recipe.stages])
                 job.state, job.error = RUNNING, None
-                self._keep(job)
                 current = self._current = _Current(job, progress)
             ended: tuple[str, str | None] | None = None
             try:
+                self._keep(job)
                 self._retrain(current)
                 ended = DONE, None
             except Cancelled:
@@ -327,8 +328,11 @@ class Jobs:
                 self._current = None
                 if ended is not None:
                     job.state, job.error = ended
-                if job.id in self._jobs:  # not removed from the list meanwhile
-                    self._keep(job)
+                try:
+                    if job.id in self._jobs:  # not removed from the list meanwhile
+                        self._keep(job)
+                except OSError as problem:  # a full disk must not end the thread
+                    job.state, job.error = FAILED, f"{type(problem).__name__}: {problem}"
 
     def _retrain(self, current: _Current) -> None:
         job, stage = current.job, self.recipe.stage(current.job.stage)
@@ -365,6 +369,10 @@ def _read(file: Path) -> Job | None:
         del content["schema"]
         check_types(content, of=str, stage=str, examples=list, seeds=list, created=float)
         check_types({"measured": {}} | content, state=str, notes=dict, measured=dict)
+        check_types(content, error=(str, type(None)), seconds=(int, float))
+        numbers = [*content["examples"], *content["seeds"]]
+        if content["state"] not in STATES or not all(type(k) is int for k in numbers):
+            return None
         return Job(**content) if content["id"] == file.stem else None
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         return None

@@ -478,6 +478,11 @@ class ScoredData:
             queries[end] = [[int(rows[k]), number(values[rows[k]])] for k in order]
         return queries
 
+    @property
+    def train_unknown(self) -> bool:
+        """Whether the training data was not given."""
+        return any(examples.dataset is None for examples in self.train.values())
+
     def query_class(self, row: int) -> str | None:
         """The label of a query, if it names a class."""
         scores = next(iter(self.sets.values()))

@@ -44,6 +44,7 @@ STATIC = {
     "views.js": ("whence.present", "text/javascript"),
     "whence.css": ("whence.present", "text/css"),
     "explore.js": ("whence.explore", "text/javascript"),
+    "map.js": ("whence.explore", "text/javascript"),
     "explore.css": ("whence.explore", "text/css"),
 }
 Text = Annotated[str, Query(max_length=1000)]
@@ -277,6 +278,14 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
     @get("/api/summary")
     def summary(scores: Text) -> dict[str, Any]:
         return explorer.summary(scores)
+
+    @get("/api/map")
+    def map_() -> dict[str, Any]:
+        return explorer.map()
+
+    @get("/api/map/values")
+    def map_values(scores: Text, row: Count | None = None) -> dict[str, Any]:
+        return explorer.map_values(scores, row)
 
     @get("/api/queries")
     def queries(

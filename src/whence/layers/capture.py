@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from whence.layers.kind import Kind
@@ -192,12 +193,16 @@ class Tape:
     def __enter__(self) -> Self:
         self._handles: list[RemovableHandle] = []
         self._copies: list[tuple[nn.Module, str]] = []
+        self._functional: dict[int, tuple[TrackedLayer, Kind, nn.Module]] = {}
+        self._linear = F.linear
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         for layer in self.layers:
             weight = layer.parameters()[layer.weight].requires_grad_(True)
             for module, kind in layer.uses:
-                if kind.hooked:
+                if kind.functional:
+                    self._functional[id(weight)] = layer, kind, module
+                elif kind.hooked:
                     self._handles.append(module.register_forward_hook(self._hook(layer, kind)))
                 else:
                     copies = weight.expand(self.n, *weight.shape[1:])
@@ -205,6 +210,8 @@ class Tape:
                     attribute = layer.weight.rpartition(".")[2]
                     vars(module)[attribute] = copies  # which Python finds before the parameter
                     self._copies.append((module, attribute))
+        if self._functional:
+            F.linear = self._product  # type: ignore[assignment]
         return self
 
     def __exit__(
@@ -213,6 +220,8 @@ class Tape:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._functional:
+            F.linear = self._linear
         for handle in self._handles:
             handle.remove()
         for module, attribute in self._copies:
@@ -235,6 +244,20 @@ class Tape:
             return output if layer.shared else None
 
         return note
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`; products (t, n, o) with tracked weights are noted as (n, t, o)."""
+        y = self._linear(x, weight, bias)
+        if id(weight) not in self._functional:
+            return y
+        layer, kind, module = self._functional[id(weight)]
+        if y.numel() % (self.n * y.shape[-1]) or not y.requires_grad:
+            self._failures[layer.name] = "its positions do not come before the examples"
+            return y
+        first, output = (z.reshape(-1, self.n, z.shape[-1]).transpose(0, 1) for z in (x, y))
+        output = output.contiguous()
+        self._note(layer, kind, module, first.detach(), output)
+        return output.transpose(0, 1).reshape(y.shape)
 
     def _note(
         self, layer: TrackedLayer, kind: Kind, module: nn.Module, x: Tensor, output: Tensor

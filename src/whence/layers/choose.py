@@ -26,7 +26,11 @@ def everything(layers: Mapping[str, nn.Module]) -> set[str]:
 def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
     """Layers whose weight is a matrix: linear ones and convolutions. This is the default."""
     kinds = {name: kind_of(module) for name, module in layers.items()}
-    return {name for name, kind in kinds.items() if kind is not None and kind.form == "matrix"}
+    return {
+        name
+        for name, kind in kinds.items()
+        if kind is not None and kind.form == "matrix" and not kind.functional
+    }
 
 
 def by_name(patterns: Sequence[str]) -> Chooser:

@@ -33,6 +33,10 @@ class Kind(ABC):
     module: ClassVar[type[nn.Module] | str] = nn.Module
     #: how the gradient is made up
     form: ClassVar[Form] = "matrix"
+    #: names of its weight and bias in the module
+    attributes: ClassVar[tuple[str, str]] = ("weight", "bias")
+    #: whether the weight is used by `F.linear` with positions before examples, and by no module
+    functional: ClassVar[bool] = False
     #: whether a bias is a last column of the matrix; if not, it is a layer of its own
     bias_column: ClassVar[bool] = True
     #: whether its modules are called; if not, a parameter is replaced by one copy per example

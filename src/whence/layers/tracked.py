@@ -27,8 +27,7 @@ from whence.table import listed
 from whence.task import Task
 
 LISTED = 3  # excluded layers that a warning names
-PAIR = ("weight", "bias")
-OPTIONAL = "not tracked by default"
+OPTIONAL = 'only Study(layers="all") tracks it'
 FROZEN = "frozen: no update of the run moved it"
 UNRECORDED = "changed between checkpoints, but no recorded optimizer updates it"
 
@@ -178,8 +177,8 @@ def _candidates(
         held = [module._parameters.get(k) for _, *each in parts for k in each]
         parameters = [names[id(p)] for p in held if p is not None]
         if path not in chosen:
-            reason = OPTIONAL if choose is None else "not chosen"
-            reasons.update(dict.fromkeys(parameters, reason))
+            unchosen = OPTIONAL if choose is None else "not chosen"
+            reasons.update(dict.fromkeys(parameters, unchosen))
             continue
         reason = _refusal(path, module, parts, owners, chosen)
         if reason:
@@ -209,10 +208,10 @@ def _uses(
             if p is not None and p.dim() > 1 and len(p) == 1:
                 yield f"{path}.{name}" if path else name, module, [(Direct(name), name)]
         return
-    weight, bias = (module._parameters.get(name) for name in PAIR)
+    weight, bias = (module._parameters.get(name) for name in kind.attributes)
     table = any(isinstance(m, nn.Embedding) for _, m in owners.get(id(weight), ()))
     if kind.bias_column and not table:
-        yield path, module, [(kind, *PAIR)]
+        yield path, module, [(kind, *kind.attributes)]
     elif bias is None:
         yield path, module, [(kind, "weight")]
     else:

@@ -25,7 +25,8 @@ from whence.errors import InvalidInput, collect_warnings, collected_warnings, wa
 from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
-from whence.scores import BY_LAYER, BY_SEGMENT, Scores, ScoreWriter, ensemble
+from whence.scores import Scores, ScoreWriter, ensemble
+from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.study import Study
 from whence.table import call_text, defaults_of
 from whence.world import World
@@ -40,6 +41,7 @@ class Method(ABC):
     _own_layers = False  # whether layers that only some of the stages have are of use
     _quiet = False  # whether excluded layers do not matter
     _layered = False  # whether scores are sums over layers of products with query vectors
+    _chosen = False  # whether any examples can be scored: some of them, or candidates
     _linear = False  # whether scores are linear in the queries' measurements
 
     @abstractmethod
@@ -64,6 +66,7 @@ class Method(ABC):
         progress: bool = True,
         by_segment: bool = False,
         by_layer: bool = False,
+        examples: Any = None,
         workers: int = 0,
     ) -> Scores:
         """Scores of every training example for every query.
@@ -86,6 +89,8 @@ class Method(ABC):
             progress: show progress bars, and an estimate before long work.
             by_segment: keep the contribution of each segment (TracIn: of each checkpoint).
             by_layer: keep the contribution of each layer (of methods of gradients).
+            examples: score only these training examples, by their indices, or {stage: indices}:
+                for example the candidates that a `GradientStore` ranked first.
             workers: processes that load data.
         """
         by = BY_LAYER if by_layer else BY_SEGMENT if by_segment else None
@@ -105,7 +110,7 @@ class Method(ABC):
             for k, run in enumerate(study.runs):
                 folder = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
                 with torch.no_grad(), precision_as_asked(), collect_warnings():
-                    workspace = self.lay_out(study, run, queries, options)
+                    workspace = self.lay_out(study, run, queries, options, examples)
                     scores = self.score(workspace, folder, top, by)
                 yield scores
 
@@ -118,10 +123,21 @@ class Method(ABC):
             world.wait()
             return mean
 
-    def lay_out(self, study: Study, run: Run, query: Any, options: ComputeOptions) -> Workspace:
+    def lay_out(
+        self,
+        study: Study,
+        run: Run,
+        query: Any,
+        options: ComputeOptions,
+        examples: Any = None,
+    ) -> Workspace:
         """One run of the study, ready for these queries."""
         queries = QuerySet.of(study, query)
         self._check(queries)
+        if not self._chosen:
+            study.refuse_candidates(self.name)
+            if examples is not None:
+                raise InvalidInput(f"examples: {self.name} scores all examples. Leave it out")
         return Workspace.lay_out(
             study,
             run,
@@ -131,6 +147,7 @@ class Method(ABC):
             shared=query is not None and not self._own_layers,
             frozen=self._own_layers,
             quiet=self._quiet,
+            examples=examples,
         )
 
     def _check(self, queries: QuerySet | None) -> None:

@@ -76,7 +76,7 @@ class BM25(Similarity):
     def prepare(self, workspace: Workspace) -> Corpus:
         corpus = Corpus()
         for stage in workspace.stages:
-            data = workspace.study.data[stage]
+            data = workspace.scored_data(stage)
             for block in cut(len(data), workspace.batch_size):
                 for counts in self._counts(workspace.passes[stage], data, block):
                     corpus.add(counts)

@@ -38,10 +38,12 @@ from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost
 from whence.run import Segment
-from whence.scores import BY_LAYER, BY_SEGMENT, Scores
+from whence.scores import Scores
+from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.study import Study
 from whence.world import World
 
+AUTO, SEGMENTS = "auto", 3  # the choice of `chosen_segments`, and the paper's number
 USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
 
 #: for the terms with these numbers: the vectors w of some queries, and a number they are times
@@ -51,7 +53,7 @@ Vectors = Iterator[tuple[Sequence[int], Any, float]]
 class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
-    _linear = _layered = True
+    _linear = _layered = _chosen = True
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
 
@@ -200,7 +202,7 @@ class GradientMethod(Method):
         if len(study.runs) != 1:
             raise InvalidInput(f"tokens() needs a study of one run, not of {len(study.runs)}")
         stage = self.stage or study.stages[-1]
-        count = len(study.data[stage])
+        count = len(study.candidates.get(stage, study.data[stage]))
         wrong = [e for e in examples if not 0 <= e < count]
         if wrong:
             raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")
@@ -236,7 +238,7 @@ class SegmentedMethod(GradientMethod):
 
     def __init__(
         self,
-        segments: int | str | Sequence[int] = "stages",
+        segments: int | str | Sequence[int] = AUTO,
         curvature: str = "auto",
         fisher: str = "sampled",
         stage: str | None = None,
@@ -264,7 +266,8 @@ class SegmentedMethod(GradientMethod):
         self.query_at, self.floor, self.seed = query_at, floor, seed
 
     def terms(self, workspace: Workspace) -> list[Term]:
-        segments = workspace.run.segments(self.segments)
+        spec = chosen_segments(workspace) if self.segments == AUTO else self.segments
+        segments = workspace.run.segments(spec)
         return [Term(s.stage.name, self.points(s), s) for s in segments]
 
     def points(self, segment: Segment) -> Sequence[Weights]:
@@ -327,6 +330,15 @@ class SegmentedMethod(GradientMethod):
         if self.curvature != GAUSS_NEWTON:
             passes = KINDS[self.curvature].passes_over(fitted)
         return passes | super().passes_needed(workspace, terms)
+
+
+def chosen_segments(workspace: Workspace) -> int | str:
+    """What segments="auto" stands for: three where a single stage trained mostly weights that are
+    shared over positions (convolutions, transformers), one for each stage otherwise."""
+    sizes = {name: block.size for name, block in workspace.blocks.items()}
+    shared = sum(sizes[name] for name, t in workspace.positions.items() if t > 1)
+    enough = len(workspace.run.stages) == 1 and len(workspace.run.checkpoints) >= SEGMENTS
+    return SEGMENTS if enough and shared > sum(sizes.values()) / 2 else "stages"
 
 
 def first_scored(workspace: Workspace, terms: list[Term]) -> int:

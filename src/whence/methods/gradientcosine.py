@@ -42,7 +42,7 @@ class GradientCosine(GradientMethod):
         """1/‖∇L‖ of the examples that are scored, (n,) per stage; 0 where the gradient is 0."""
         weights = {}
         for stage in workspace.stages:
-            scored = Queries(workspace.study.data[stage], stage, workspace.scored(stage))
+            scored = Queries(workspace.scored_data(stage), stage, workspace.scored(stage))
             norms = gradient_norms(workspace, scored, workspace.run.final)
             weights[stage] = norms.new_zeros(len(scored.data))
             weights[stage][torch.from_numpy(scored.indices)] = _inverse(norms)

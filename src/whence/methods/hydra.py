@@ -37,7 +37,7 @@ class Hydra(Unrolling):
         stage: attribute to this stage's examples only (default: all stages').
     """
 
-    _modelled = False
+    _follows = False
 
     def __init__(self, stage: str | None = None) -> None:
         self.stage = stage

@@ -116,8 +116,7 @@ class Influence(GradientMethod):
         return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
-        λ = self._damping(workspace)
-        solve = SOLVERS[self.solver].inverse
+        λ, solve = self._damping(workspace), SOLVERS[self.solver].inverse
         examples = sum(len(workspace.used(stage)) for stage in workspace.study.stages)
         return Prepared(solve(workspace, λ, self.settings()), examples)
 

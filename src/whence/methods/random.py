@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from whence.data import cut
 from whence.draws import Uniform
 from whence.engine.labels import Labels, classes
+from whence.engine.workspace import scored_stages
 from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
@@ -65,9 +66,8 @@ class Random:
         """
         if dtype not in (torch.float32, torch.float64):
             raise InvalidInput(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
-        if self.stage is not None and self.stage not in study.stages:
-            raise InvalidInput(f"stage={self.stage!r} is not in the run: it has {study.stages}")
-        stages, world = study.stages if self.stage is None else [self.stage], World.current()
+        study.refuse_candidates("Random")
+        stages, world = scored_stages(study, self.stage), World.current()
         data, last = {stage: study.data[stage] for stage in stages}, study.stages[-1]
         task, queries = study.tasks[last], None if query is None else study.query(query)
         sizes = {stage: len(batches) for stage, batches in data.items()}

@@ -44,6 +44,7 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 class Similarity(Method):
     """Scores that compare features of queries with features of examples."""
 
+    _chosen = True
     _depends_on = LOSSES  # or OUTPUTS: of examples, at the checkpoints
     _symmetric = False  # whether an example has the same features as a query
 
@@ -109,7 +110,7 @@ class Similarity(Method):
                 if writer.done(rows, chunk.place):
                     continue
                 stage, points = chunk.stage, at[chunk.stage]
-                examples = Queries(workspace.study.data[stage], stage, chunk.indices)
+                examples = Queries(workspace.scored_data(stage), stage, chunk.indices)
                 values = self._compared(workspace, prepared, examples, points, queries)
                 scores = (self.sign(workspace) * values).cpu().numpy()
                 writer.write(rows, chunk.place, scores, scores[None] if by else None)

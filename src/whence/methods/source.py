@@ -29,8 +29,9 @@ class Source(SegmentedMethod):
     """SOURCE for SGD (with or without momentum), Adam, AdamW and RMSprop, under any schedule.
 
     Args:
-        segments: "stages" (one for each stage of training), their number, or a list of the updates
-            at which they end.
+        segments: "auto" (three if a single stage trained mostly weights that are shared over
+            positions, as in convolutions and transformers; one for each stage otherwise), "stages",
+            their number, or a list of the updates at which they end.
         curvature: "auto" (EK-FAC, with bases of whole gradients in layers that share weights over
             positions), "ekfac", "shampoo", "kfac", "diagonal" or "identity", layer by layer; or
             "gauss-newton", the true matrix of all layers together, at the price of dozens of passes

@@ -78,6 +78,8 @@ class Trak(GradientMethod):
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
         examples = sum(len(workspace.study.data[stage]) for stage in workspace.study.stages)
+        if len(workspace.study.runs) > 1:  # Q is of what was trained on
+            workspace.study.refuse_candidates("Trak over several runs")
         if self.damping == 0 and self.dimension > examples:
             raise InvalidInput(
                 f"dimension={self.dimension}, but there are only {examples} training examples, so "

@@ -1,23 +1,21 @@
 """Unrolled differentiation (Hara et al., 2019; section 3.1 of the paper), for many queries at once.
 
-Update t computes new weights θ and optimizer state s from the gradient of its batch, in
-which every example m has a weight w_m, one:
+Update t computes new weights θ and optimizer state s from its batch, with weights w_m = 1:
 
     g_t = (1/B_t) Σ_{m in batch t} w_m ∇L(m, θ_t)          (θ, s)_{t+1} = update_t(θ_t, s_t, g_t)
 
     values[q, m] = ∂f(q, θ_T) / ∂w_m = Σ_t (1/B_t) [m in batch t] ⟨ḡ_t(q), ∇L(m, θ_t)⟩
 
 which is f(with m) - f(without m) to first order. ḡ_t, the derivative of f in g_t, comes from the
-adjoints of what update t made; the adjoint of θ_t then gets H_t ḡ_t too, for g_t moves with θ_t by
-the Hessian of the batch.
+adjoints of what update t made. The adjoint of θ_t then gets H_t ḡ_t too, the Hessian of the batch.
 
-*Expected*: an example counts at every update by its expected share 1/N, not by 1/B_t where it was
-drawn, and H_t is that of a fresh batch: what is common to trainings that draw their batches anew.
+*Expected*: an example counts at every update by its share 1/N, not by 1/B_t where it was drawn, and
+H_t is that of a fresh batch: what trainings with other batches have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +26,7 @@ from whence.errors import InvalidInput
 from whence.methods.unrolling import Unrolling
 from whence.replay.expected import ExpectedCredits
 from whence.replay.growth import growth_summary, norms, note_growth
-from whence.replay.objective import Objective, Tensors
+from whence.replay.objective import Tensors
 from whence.replay.sweep import (
     Credit,
     QueryBlock,
@@ -36,30 +34,28 @@ from whence.replay.sweep import (
     forward_operations,
     update_credits,
 )
-from whence.replay.training import Adjoint, Update
+from whence.replay.training import Adjoint, Replay, Update
 from whence.replay.updates import WEIGHT
 
-CURVATURES: dict[str, Callable[..., tuple[Tensors, Tensor]]] = {
-    "hessian": Objective.hessian,
-    "gauss-newton": Objective.gauss_newton,
-}
+CURVATURES = {"hessian": "hessian", "gauss-newton": "gauss_newton"}  # methods of `Objective`
 PRODUCTS = {"hessian": 6, "gauss-newton": 4}  # a product with it costs as many forward passes
 
 
 class Unrolled(Unrolling):
     """The exact derivative of the recorded training in the weight of every example.
 
-    Needs a run that has recorded its batches (`recorder.step(indices)`); weights are replayed.
+    Needs a run that has recorded its batches (`recorder.step(indices)`); weights are replayed, in
+    training mode if the model has batch norm, or dropout in a run of `Recipe.run`.
+    `whence.evaluate.metasmoothness` tells beforehand whether the derivative says something.
 
     Args:
         curvature: "hessian", or "gauss-newton" in its place, which has no negative directions along
             which the derivative could grow.
         expected: credit every example at every update, by 1/N, not only where it was drawn.
-        curvature_batch: with `expected`, how many examples each update's curvature is taken of,
-            drawn anew (default: 512, or all where there are fewer).
-        credit_every: with `expected`, over how many updates weights count as constant when every
-            example is credited: a pass over the data for each such stretch, at the weights in its
-            middle (default: a 32nd of the stage).
+        curvature_batch: with `expected`, examples that give each update its curvature, drawn anew
+            (default: 512, or all).
+        credit_every: with `expected`, updates in a stretch. A stretch credits every example at the
+            weights in its middle, by a pass over the data (default: a 32nd of the stage).
         stage: attribute to this stage's examples only (default: all stages').
         damping: added to the eigenvalues of the curvature.
         query_at: take the query gradient at the "final" model, or along the "run" (the mean over
@@ -84,14 +80,20 @@ class Unrolled(Unrolling):
         for name, value in (("curvature_batch", curvature_batch), ("credit_every", credit_every)):
             if value is not None and not expected:
                 raise InvalidInput(
-                    f"{name}={value} is for expected=True: otherwise it is each update's own batch "
-                    "that is differentiated and credited"
+                    f"{name}={value} is for expected=True: otherwise each update's own batch counts"
                 )
             if value is not None and value < 1:
                 raise InvalidInput(f"{name}={value} must be at least 1")
         self.curvature, self.expected = curvature, expected
         self.curvature_batch, self.credit_every = curvature_batch, credit_every
         self.stage, self.damping, self.query_at, self.seed = stage, damping, query_at, seed
+
+    def check(self, replay: Replay) -> None:
+        if replay.active and (self.expected or self.curvature != "hessian"):
+            raise InvalidInput(
+                f"{self!r} cannot follow a model in training mode (dropout, batch norm): use "
+                "expected=False, curvature='hessian'"
+            )
 
     def sweep(
         self,
@@ -126,14 +128,14 @@ class Unrolled(Unrolling):
     ) -> list[Tensor]:
         """Add (H_t + λ) ḡ_t to the adjoint of θ_t; and ⟨ḡ_t, ∇L(m, θ_t)⟩ (q, n), part by part."""
         objective, weights = workspace.replay.objectives[update.stage.name], update.point.weights
-        product, slopes = CURVATURES[self.curvature], []
+        product, slopes = getattr(objective, CURVATURES[self.curvature]), []
         for _, batch in update.parts if pulls else ():
-            products, slope = product(objective, weights, pulls, batch, 1 / update.examples)
+            products, slope = product(weights, pulls, batch, 1 / update.examples)
             for name, value in products.items():
                 adjoint[name][WEIGHT].add_(value)
             slopes.append(slope)
-        for name, pull in pulls.items() if self.damping else ():
-            adjoint[name][WEIGHT].add_(pull, alpha=self.damping)
+        for name in (n for n in pulls if self.damping and not update.measures(n)):
+            adjoint[name][WEIGHT].add_(pulls[name], alpha=self.damping)
         return slopes
 
     def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
@@ -144,6 +146,5 @@ class Unrolled(Unrolling):
 
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
         about = super().metadata(workspace)
-        growth = growth_summary(workspace.ledger.tallies)
-        about["diagnostics"]["adjoint_growth"] = growth
+        about["diagnostics"]["adjoint_growth"] = growth_summary(workspace.ledger.tallies)
         return about

@@ -37,7 +37,7 @@ class Unrolling(Method):
     _linear = True
     _quiet = True  # every trained parameter counts, tracked or not
     query_at = "final"  # or "run": where the query gradient is taken
-    _modelled = True  # whether to refuse dropout and the like, which a replay cannot repeat
+    _follows = True  # dropout and batch norm, in training mode
 
     # -- defined by each method ----------------------------------------------------------------
 
@@ -61,14 +61,24 @@ class Unrolling(Method):
     def operations(self, workspace: ReplayWorkspace, queries: int) -> float:
         """The operations of a sweep with this many queries, for the estimate."""
 
+    def check(self, replay: Replay) -> None:
+        """Refuse a replay that the method's settings do not fit, before long work."""
+
     # -- shared --------------------------------------------------------------------------------
 
     def lay_out(
-        self, study: Study, run: Run, query: Any, options: ComputeOptions
+        self,
+        study: Study,
+        run: Run,
+        query: Any,
+        options: ComputeOptions,
+        examples: Any = None,
     ) -> ReplayWorkspace:
-        workspace = super().lay_out(study, run, query, options)
+        workspace = super().lay_out(study, run, query, options, examples)
         with twice_differentiable():
-            replay = Replay(workspace, options.batch_size, self._modelled or not run.trajectory)
+            mode = "follow" if self._follows else "ignore" if run.trajectory else "refuse"
+            replay = Replay(workspace, options.batch_size, mode)
+        self.check(replay)
         if replay.unmodelled:
             modules = "; ".join(dict.fromkeys(replay.unmodelled))
             workspace.ledger.diagnostics["unmodelled"] = modules

@@ -47,6 +47,7 @@ __all__ = [
     "coupling",
     "decayed",
     "inverse",
+    "probed_coupling",
     "response",
     "significant",
     "survival",

@@ -167,6 +167,6 @@ def table(tracked: Tracked, examples: int, title: str) -> Table:
         shape = f"{b.o} × {b.i}{'+1' if b.bias else ''}"
         costs = (f"{examples * c / 1e9:,.1f}" for c in cells)
         rows.append((b.name, shape, t, f"{b.size:,}", *costs))
-    heads = ("layer", "o × i", "t", "parameters")
-    costs = ("GFLOP: covariances", "eigenvalues", "forward, backward")
-    return Table([*heads, *costs], rows, title=title, note=tracked.summary(len(tracked.excluded)))
+    heads = ["layer", "o × i", "t", "parameters"]
+    heads += ["GFLOP: covariances", "eigenvalues", "forward, backward"]
+    return Table(heads, rows, title=title, note=tracked.summary(len(tracked.excluded)))

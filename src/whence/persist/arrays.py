@@ -22,7 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import DamagedFile, InvalidInput, MissingFile
-from whence.persist.files import REMEDY, atomic, damaged, naming_full_disk
+from whence.persist.files import (
+    REMEDY,
+    atomic,
+    damaged,
+    naming_write_errors,
+    refuse_special,
+)
 
 BLOCK = 2**20  # bytes
 LARGE = 2**26  # bytes; larger arrays are checked when they are read
@@ -121,6 +127,7 @@ def map_array(path: Path, mode: Mode = "r", *, remedy: str = REMEDY) -> NDArray[
         mode: "r" for reading; "c": changes stay in memory; "r+": changes go to the file.
         remedy: what to do if the file is missing or damaged.
     """
+    refuse_special(path, remedy)
     try:
         # One open file for all: another process may replace it by a new one at any time.
         with open(path, "rb+" if mode == "r+" else "rb") as file:
@@ -147,10 +154,14 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
     process with a signal.
     """
     try:
-        with naming_full_disk(path):
+        with naming_write_errors(path):
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
             with open(path, "rb+") as file:
                 _reserve(file, path.stat().st_size)
+    except IsADirectoryError as error:
+        raise InvalidInput(
+            f"{path} is a folder, where a file is to be written: move it away"
+        ) from error
     except BaseException:
         path.unlink(missing_ok=True)
         raise

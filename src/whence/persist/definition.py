@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -72,10 +72,20 @@ def _contents(value: Any) -> Iterator[Any]:
     yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
     yield from captured(value)
     used, written = (set(_names(value.__code__, op)) for op in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    modules = [sys.modules.get(name) for name in _names(value.__code__, "IMPORT_NAME")]
+    modules += [part for part in captured(value) if isinstance(part, ModuleType)]
     for name in sorted((used - written) & value.__globals__.keys()):
         member = value.__globals__[name]
-        if not isinstance(member, type(sys)):  # modules: their names are in the code
+        if isinstance(member, ModuleType):
+            modules.append(member)
+        else:
             yield [name, member]
+    kinds = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+    attributes = {name for kind in kinds for name in _names(value.__code__, kind)}
+    for module in modules:  # of installed packages, the names are in the code
+        if module is not None and _version(module.__name__) is None:
+            for name in sorted(attributes & vars(module).keys()):
+                yield [name, vars(module)[name]]
 
 
 def _private(name: str, member: Any) -> bool:

@@ -27,6 +27,7 @@ from whence.errors import (
     InvalidInput,
     InvalidType,
     NotAFolder,
+    NotWritable,
     WhenceError,
     warn,
 )
@@ -39,6 +40,7 @@ TEMPORARY = re.compile(
 )
 ABANDONED = 3600.0  # seconds without a change, after which the writer is taken to be dead
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 CHECKSUM = "checksum"  # the name of the checksum in a JSON file
 
 SAVING_SHARE = 0.03  # of the time, at most, is spent on saving unfinished work
@@ -66,7 +68,7 @@ def atomic(path: Path) -> Iterator[Path]:
     """
     temporary = _temporary(path)
     try:
-        with naming_full_disk(path):
+        with naming_write_errors(path):
             with open(temporary, "xb") as file:
                 mode = os.fstat(file.fileno()).st_mode
             yield temporary
@@ -78,11 +80,16 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def naming_full_disk(path: Path) -> Iterator[None]:
-    """Report a write that fails for lack of space, the disk's or a limit's."""
+def naming_write_errors(path: Path) -> Iterator[None]:
+    """Report a write that fails for lack of space, the disk's or a limit's, or of permission."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FORBIDDEN:
+            raise NotWritable(
+                f"{path} cannot be written ({error.strerror}): use a folder that you may write to. "
+                "For factors of a run that is read-only: Study(cache=...)"
+            ) from error
         words = str(error)  # safetensors: "(os error 28)"; NumPy: "9 requested and 3 written"
         full = "requested and" in words or any(f"(os error {code})" in words for code in FULL)
         if isinstance(error, OSError) and error.errno is not None:
@@ -97,7 +104,7 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 def move_into_place(written: Path, path: Path) -> None:
     """Sync a finished file to disk and rename it, so that `path` survives a power failure."""
-    with naming_full_disk(path):
+    with naming_write_errors(path):
         with open(written, "rb+") as file:
             os.fsync(file.fileno())
         try:
@@ -134,7 +141,8 @@ def _checksum(content: Mapping[str, Any]) -> str:
 def make_folder(path: Path) -> None:
     """Create a folder if needed. Remove what killed processes left in it."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        with naming_write_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise NotAFolder(f"{path} is a file: give a folder") from error
     remove_abandoned(path)
@@ -220,6 +228,7 @@ def _runs(process: int) -> bool:
 @contextmanager
 def parsing(path: Path, remedy: str = REMEDY) -> Iterator[None]:
     """Report whatever goes wrong while the content of a file is taken apart as damage to it."""
+    refuse_special(path, remedy)
     try:
         yield
     except (DamagedFile, FileNotFoundError, PermissionError):
@@ -236,6 +245,16 @@ def parsing(path: Path, remedy: str = REMEDY) -> Iterator[None]:
         ValueError,
     ) as error:
         raise damaged(path, error, remedy) from error
+
+
+def refuse_special(path: Path, remedy: str = REMEDY) -> None:
+    """Refuse what is not a file: a pipe, which would be waited for, a device, a folder."""
+    try:
+        special = path.exists() and not path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        special = False
+    if special:
+        raise damaged(path, "it is not a file, but a folder, a pipe or a device", remedy)
 
 
 def read_json(path: Path, *, schema: int | None = None, remedy: str = REMEDY) -> dict[str, Any]:

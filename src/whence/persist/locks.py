@@ -15,7 +15,7 @@ from typing import IO, ClassVar
 from weakref import WeakValueDictionary
 
 from whence.errors import FolderConflict, InvalidInput
-from whence.persist.files import make_folder
+from whence.persist.files import make_folder, naming_write_errors
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 NAME = ".lock"  # of a folder's lock
@@ -31,7 +31,8 @@ def acquire(path: Path, *, wait: bool) -> IO[bytes] | None:
 
     while True:
         try:
-            file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as the lock is held
+            with naming_write_errors(path):
+                file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as it is held
         except IsADirectoryError as error:
             raise InvalidInput(f"{path} is a folder, where a lock belongs: move it away") from error
         try:

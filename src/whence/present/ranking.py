@@ -48,7 +48,7 @@ def ranked_columns(
     query: int | None = None,
     study: Study | None = None,
     **display: Any,
-) -> dict[str, Sequence[Any]]:
+) -> dict[str, list[Any]]:
     """The training examples as columns of a table, the most helpful first.
 
     Args:
@@ -63,10 +63,10 @@ def ranked_columns(
     values = score_column(scores, query)
     strength = values if scores.higher_is_better else -values
     order = np.argsort(np.where(np.isnan(strength), np.inf, -strength), kind="stable")
-    table: dict[str, Sequence[Any]] = {"example": scores.train_ids[order]}
+    table: dict[str, list[Any]] = {"example": scores.train_ids[order].tolist()}
     if scores.stage is not None:
         table["stage"] = [scores.stage[c] for c in order]
-    table["score"] = values[order]
+    table["score"] = values[order].tolist()
     if study is None:
         return table
     examples = TrainingExamples(scores, study.train, study, **display)

@@ -1,10 +1,12 @@
 """Replay of a recorded training: every point it went through, and its updates in reverse.
 
-Initial weights, batches, rates and hyperparameters are enough to repeat a training. The replay runs
-twice: first to keep every √T-th point, then stretch by stretch, from the last to the first, each
-from its first point. So about 2√T points are in memory at a time, and no weights are needed on
-disk. At each checkpoint of the run the replay records its deviation, and resumes from the recorded
-weights and optimizer state.
+Initial weights, batches, rates and hyperparameters are enough to repeat a training, and no weights
+are needed on disk. If all points fit in memory, the replay runs once. Otherwise it runs twice:
+first to keep every √T-th point, then stretch by stretch, from the last to the first, each from its
+first point, so that about 2√T points are in memory at a time; or more often, with fewer points. At
+each checkpoint of the run the replay records its deviation, and resumes from the recorded weights
+and optimizer state. A model with dropout or batch norm is replayed in training mode
+(`whence.replay.active`), if the run tells the seeds of its draws.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.data import cut, place
+from whence.draws import update_seed
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, NotFinite, warn
+from whence.operators import cost
 from whence.persist.identity import sha256_of
+from whence.replay.active import Drawn, TrainingObjective
 from whence.replay.objective import Objective, Tensors
-from whence.replay.updates import GRADIENT, SLOTS, WEIGHT, Rule, State, Table, pull_back
+from whence.replay.updates import GRADIENT, RUNNING, SLOTS, WEIGHT, Rule, State, Table, pull_back
 from whence.run import Run, RunError, Stage
 from whence.run.checkpoint import Checkpoint
 from whence.run.optimizers import NUMBER
@@ -64,7 +69,8 @@ class Update:
 
     Attributes:
         rules: of the parameters that it changes.
-        gradients: of the batch's mean loss in those parameters, before clipping.
+        gradients: of the batch's mean loss in those parameters, before clipping; and batch norm's
+            statistics of the batch.
         clip_norm: the largest norm of the gradient.
         parts: the update's batch in parts: examples and their data.
     """
@@ -89,8 +95,7 @@ class Update:
         clipping, _ = self._clipping()
         states, counts = dict(self.point.states), dict(self.point.counts)
         for name, rule in self.rules.items():
-            g = self.gradients[name] if clipping is None else self.gradients[name] * clipping
-            states[name] = rule(states[name], g)
+            states[name] = rule(states[name], self._applied(name, clipping))
             counts[name] = rule.count
         return Point(self.step + 1, states, counts)
 
@@ -101,9 +106,9 @@ class Update:
         before, pulls = dict(adjoint), {}
         linear: dict[Any, Table] = {}  # a group's parameters share theirs
         for name, rule in self.rules.items():
-            g = self.gradients[name] if clipping is None else self.gradients[name] * clipping
+            g = self._applied(name, clipping)
             state = self.point.states[name]
-            key = rule.rate, rule.momentum, id(rule.settings), *state
+            key = rule.kind, rule.rate, rule.momentum, id(rule.settings), *state
             table = linear.get(key) or rule.table(state, g)
             if rule.linear:
                 linear[key] = table
@@ -118,22 +123,50 @@ class Update:
         clipping, bend = self._clipping()
         if clipping is None or bend is None or not pulls:
             return pulls
-        inner = [pull.flatten(1) @ self.gradients[name].flatten() for name, pull in pulls.items()]
+        clipped = {name: pull for name, pull in pulls.items() if not self.measures(name)}
+        inner = [pull.flatten(1) @ self.gradients[name].flatten() for name, pull in clipped.items()]
         along = bend * torch.stack(inner).sum(0)
-        return {
+        return pulls | {
             name: clipping * pull - torch.tensordot(along, self.gradients[name], 0)
-            for name, pull in pulls.items()
+            for name, pull in clipped.items()
         }
+
+    def measures(self, name: str) -> bool:
+        """Whether this is a running statistic, which clipping and damping leave alone."""
+        return name in self.rules and self.rules[name].kind == RUNNING
+
+    def _applied(self, name: str, clipping: Tensor | None) -> Tensor:
+        """The gradient after clipping, or a statistic as it is."""
+        g = self.gradients[name]
+        return g if clipping is None or self.measures(name) else g * clipping
 
     def _clipping(self) -> tuple[Tensor | None, Tensor | None]:
         """The factor c of the gradient, and its slope b: dc = -b ⟨g, dg⟩."""
         if self.clip_norm is None:
             return None, None
-        norms = torch.stack([torch.linalg.vector_norm(g) for g in self.gradients.values()])
+        every = [g for name, g in self.gradients.items() if not self.measures(name)]
+        norms = torch.stack([torch.linalg.vector_norm(g) for g in every])
         norm = torch.linalg.vector_norm(norms)
         c = self.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         clipped = c < 1
         return c.clamp(max=1.0), torch.where(clipped, c / ((norm + 1e-6) * norm), 0.0)
+
+
+@dataclass
+class _Modes:
+    """What a stage's model does in training mode only.
+
+    Attributes:
+        messages: in words.
+        draws: whether it draws random numbers.
+        frozen: batch norms that stayed in evaluation mode.
+        norms: the others, by name.
+    """
+
+    messages: list[str] = field(default_factory=list)
+    draws: bool = False
+    frozen: list[nn.Module] = field(default_factory=list)
+    norms: dict[str, _BatchNorm] = field(default_factory=dict)
 
 
 class Replay:
@@ -141,12 +174,19 @@ class Replay:
 
     Args:
         workspace: the run, its data and the library's own copy of the model.
-        batch_size: the most examples per pass (default: an update's whole batch).
-        modelled: whether to refuse models that draw or measure something in training mode (dropout,
-            batch norm).
+        batch_size: the most examples per pass (default: an update's whole batch). A model in
+            training mode always takes the whole batch.
+        training_mode: what to do with a model that draws or measures something in training mode
+            (dropout, batch norm): "follow" it, "refuse" it, or "ignore" that.
+
+    Attributes:
+        active: whether the model is replayed in training mode.
+        unmodelled: what was ignored, in words.
     """
 
-    def __init__(self, workspace: Workspace, batch_size: int | None, modelled: bool = True) -> None:
+    def __init__(
+        self, workspace: Workspace, batch_size: int | None, training_mode: str = "follow"
+    ) -> None:
         study, run = self.study, self.run = workspace.study, workspace.run
         self.device, self.dtype, self.workers = (
             workspace.device,
@@ -162,24 +202,59 @@ class Replay:
         self.deviations: dict[int, float] = {}  # at each anchor
         self.objectives: dict[str, Objective] = {}
         self.unmodelled: list[str] = []
+        modes: dict[str, _Modes] = {}
         initial, known = run.initial.weights(), {name for names in run.groups for name in names}
         trained: dict[str, None] = {}
         for stage, passes in workspace.passes.items():
             _check_parameters(passes.model, stage, initial)
             passes.load(run.initial)
             self.objectives[stage] = Objective(passes.model.requires_grad_(False), passes.task)
-            self.unmodelled += self._in_training_only(stage)
+            modes[stage] = self._modes(stage)
+            self.unmodelled += modes[stage].messages
             trained |= dict.fromkeys(n for n, _ in passes.model.named_parameters() if n in known)
-        if self.unmodelled and modelled:
+        self.active = bool(self.unmodelled) and training_mode == "follow"
+        draws = any(mode.draws for mode in modes.values())
+        if self.unmodelled and (
+            training_mode == "refuse" or (self.active and draws and self._seed is None)
+        ):
             raise InvalidInput(
                 f"{'; '.join(dict.fromkeys(self.unmodelled))}: the run does not record random "
-                "draws or batch statistics, so training cannot be replayed. Train with dropout off "
-                "and batch norm in eval mode (or LayerNorm); or use Source"
+                "draws, so training cannot be replayed. Train with Recipe.run, whose seed "
+                "determines them, with dropout off, or with batch norm in eval mode; or use Source"
             )
+        if self.active:
+            self.unmodelled, self.batch_size = [], None
+            for stage, passes in workspace.passes.items():
+                objective = self._follow(workspace, passes.model, passes.task, modes[stage])
+                self.objectives[stage] = objective
+                trained |= dict.fromkeys(objective.statistics)
         self.trained = list(trained)
+        self._statistics = trained.keys() - known
         self.numbers = sum(initial[name].numel() for name in self.trained)
         self.slots = max(SLOTS[kind] for kind in run.optimizers.values())
         self.width = self._width(workspace.memory // 4)
+
+    @property
+    def _seed(self) -> int | None:
+        """The seed of the recipe's training that was recorded, if it was one."""
+        seed = self.run.origin.get("seed")
+        return None if seed is None else int(seed)
+
+    def _follow(
+        self, workspace: Workspace, model: nn.Module, task: Any, modes: _Modes
+    ) -> TrainingObjective:
+        cumulative = [name for name, norm in modes.norms.items() if norm.momentum is None]
+        if cumulative:
+            raise InvalidInput(
+                f"{listed(cumulative, 3)} has momentum=None, a cumulative average, which is not "
+                "replayed: give the batch norm a momentum"
+            )
+        numbers = cost.per_example_numbers(workspace.tracked) * self.dtype.itemsize
+
+        def at_once(examples: int) -> int:
+            return int(max(1, workspace.memory // 4 // (numbers * examples)))
+
+        return TrainingObjective(model, task, modes.frozen, modes.norms, at_once)
 
     # -- forwards ------------------------------------------------------------------------------
 
@@ -222,6 +297,10 @@ class Replay:
             for name, (rate, momentum, others) in settings.items()
             if name in gradients
         }
+        if isinstance(objective, TrainingObjective) and settings:
+            for name, norm in objective.statistics.items():
+                assert norm.momentum is not None
+                rules[name] = Rule(RUNNING, 0.0, norm.momentum, {}, counts.get(name, 0) + 1)
         clip = run.notes.get("clip_norm")
         clip = clip.get(stage.name) if isinstance(clip, Mapping) else clip
         return Update(point, stage, rules, gradients, clip)
@@ -266,6 +345,8 @@ class Replay:
         start = (self.anchors[before] if before else self.run.initial).weights()  # type: ignore[union-attr]
         stray = way = size = 0.0
         for name in self.trained:
+            if not before and name in self._statistics:
+                continue  # the first weights are recorded after the first forward pass
             there = states[name][WEIGHT].double()
             stray += float((point.states[name][WEIGHT].double() - there).square().sum())
             way += float((self._put(start[name]).double() - there).square().sum())
@@ -293,6 +374,7 @@ class Replay:
             draw: the examples to load with each update (default: its own batch).
             size: the most examples per part (default: all in one).
         """
+        size = None if self.active else size
         load = partial(self._loaded, draw=draw or self._drawn, size=size)
         for update in self._sweep(self._since(first), last, load):
             if update.step >= first:
@@ -320,12 +402,11 @@ class Replay:
             yield from self._sweep(points.pop(), end, load)
 
     def _width(self, memory: int) -> int:
-        """The number of points per level of the sweep: √T, or fewer where these do not fit.
-
-        Fewer points need more levels, and each level replays the training once more.
+        """The number of points per level of the sweep: all T if they fit in memory, or √T, or the
+        root of a higher order. Each level replays the training once more.
         """
         each = (2 + self.slots) * self.numbers * self.dtype.itemsize  # with weight and gradient
-        levels = 2
+        levels = 1
         while True:
             width = max(2, int(np.ceil(self.steps ** (1 / levels) - 1e-9)))
             if width == 2 or levels * width * each <= memory:
@@ -345,38 +426,43 @@ class Replay:
                 stacklevel=2,
             )
 
-    def _in_training_only(self, stage: str) -> list[str]:
-        """Modules of a stage's model that act differently in training mode, as messages."""
-        model, messages, frozen = self.objectives[stage].model, [], []
+    def _modes(self, stage: str) -> _Modes:
+        """Which modules of a stage's model act differently in training mode."""
+        model, modes = self.objectives[stage].model, _Modes()
         assert self.run.initial is not None
         weights = self.run.initial.weights(), self.run.final.weights()
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and module.p > 0:
-                messages.append(f"{name} is {type(module).__name__}(p={module.p})")
+                modes.messages.append(f"{name} is {type(module).__name__}(p={module.p})")
+                modes.draws = True
             elif isinstance(module, _BatchNorm):
                 before, after = (state[f"{name}.running_mean"] for state in weights)
                 if torch.equal(before, after):
-                    frozen.append(module)
+                    modes.frozen.append(module)
                 else:
-                    messages.append(
+                    modes.norms[name] = module
+                    modes.messages.append(
                         f"{name} is a {type(module).__name__} whose running statistics changed: it "
                         "was in training mode"
                     )
-        if messages:
-            return messages
+        if modes.draws:
+            return modes
         batch = place(self.study.data[stage].take([0]), self.device, self.dtype)
         objective = self.objectives[stage]
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             calm = objective.outputs({}, batch)
             model.train()
-            for module in frozen:
+            for module in (*modes.frozen, *modes.norms.values()):
                 module.eval()
             active = objective.outputs({}, batch)
             model.eval()
         if float((active - calm).norm()) > 1e-3 * float(calm.norm()):
-            return [f"{type(model).__name__} puts out something else in training mode (dropout?)"]
-        return []
+            modes.draws = True
+            modes.messages.append(
+                f"{type(model).__name__} puts out something else in training mode (dropout?)"
+            )
+        return modes
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -392,14 +478,23 @@ class Replay:
     ) -> Iterator[list[MiniBatch]]:
         """The examples of each update, in parts of at most `size`."""
         for stage, group in groupby(updates, self.stage):
-            drawn = [draw(t) for t in group]
+            steps = list(group)
+            drawn = [draw(t) for t in steps]
             parts = [[b[p] for p in cut(len(b), size or len(b))] for b in drawn]
             data = self.study.data[stage.name]
             stream = data.stream(
                 [part for each in parts for part in each], self.device, self.dtype, self.workers
             )
-            for each in parts:
-                yield [next(stream) for _ in each]
+            for t, each in zip(steps, parts, strict=True):
+                loaded = [next(stream) for _ in each]
+                seed = self._draw_seed(stage, t) if self.active else None
+                yield [(i, Drawn(b, seed)) for i, b in loaded] if self.active else loaded
+
+    def _draw_seed(self, stage: Stage, t: int) -> int | None:
+        """The seed of the model's draws in an update, as `whence.Recipe` seeds them."""
+        if self._seed is None:
+            return None
+        return update_seed(self._seed, self.run.stages.index(stage), t - stage.start)
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)

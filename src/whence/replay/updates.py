@@ -21,6 +21,8 @@ from torch import Tensor
 #: optimizer has not created yet is absent, and counts as zero
 State = dict[str, Tensor]
 WEIGHT, GRADIENT = "weight", "gradient"
+#: the rule of batch norm's running statistics: its "gradient" is the statistic of the batch
+RUNNING = "running"
 #: the supported optimizers, and the most tensors that each stores per parameter
 SLOTS = {"sgd": 1, "adam": 3, "adamw": 3, "rmsprop": 3}
 
@@ -32,9 +34,9 @@ class Rule:
     """One update of one parameter.
 
     Args:
-        kind: one of `SLOTS`.
+        kind: one of `SLOTS`, or `RUNNING`.
         rate: the learning rate of this update.
-        momentum: SGD's and RMSprop's momentum, or Adam's β₁, of this update.
+        momentum: SGD's and RMSprop's momentum, Adam's β₁, or batch norm's m, of this update.
         settings: the group's other hyperparameters, under torch's names.
         count: the number of updates of the parameter, including this one (Adam's `step`).
     """
@@ -48,12 +50,14 @@ class Rule:
     @property
     def linear(self) -> bool:
         """Whether the derivative is the same number at every point and in every coordinate."""
-        return self.kind == "sgd"
+        return self.kind in ("sgd", RUNNING)
 
     def __call__(self, state: State, gradient: Tensor) -> State:
         """The state after the update, as new tensors."""
         if self.kind == "sgd":
             return self._sgd(state, gradient)
+        if self.kind == RUNNING:
+            return {WEIGHT: state[WEIGHT].lerp(gradient, self.momentum)}
         if self.kind == "rmsprop":
             return self._rmsprop(state, gradient)
         return self._adam(state, gradient)
@@ -109,6 +113,9 @@ class Rule:
         There the step is zero for any denominator. Its slope would be 1/ε, which holds only for
         gradients far below ε, smaller than any example's.
         """
+        under = self._number("eps_root", 0.0)
+        if under:  # its slope is at most 1/√eps_root
+            return (variance / correction**2).add(under).sqrt().add(self._number("eps", 1e-8))
         positive = variance > 0
         root = torch.where(positive, torch.where(positive, variance, 1.0).sqrt(), 0.0)
         below = (root / correction).add(self._number("eps", 1e-8))

@@ -139,11 +139,11 @@ def write(
             for view in (query_view(scores, row, k, examples.class_of) for row in rows)
         ]
         payload["harmful"] = harmful_overall(scores, WORST, k)
-        classes = query_examples.label if query_examples.names_classes else (lambda _: None)
+        classed = query_examples.names_classes
         payload["summary"] = summary(
             scores,
             examples.class_of,
-            lambda row: classes(int(scores.query_ids[row])),
+            lambda row: query_examples.label(int(scores.query_ids[row])) if classed else None,
             payload["queries"],
             truth,
         )

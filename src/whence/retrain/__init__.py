@@ -5,5 +5,6 @@ from whence.retrain.measure import measure
 from whence.retrain.recording_many import record
 from whence.retrain.training import Training
 from whence.retrain.truth import Truth, ground_truth
+from whence.run.smooth_adamw import SmoothAdamW
 
-__all__ = ["Training", "Truth", "Update", "ground_truth", "measure", "record"]
+__all__ = ["SmoothAdamW", "Training", "Truth", "Update", "ground_truth", "measure", "record"]

@@ -19,9 +19,10 @@ from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Data, Stack
 from whence.retrain.stacked import running_statistics, unstackable
 from whence.retrain.stage import StageRecipe
+from whence.run.smooth_adamw import SmoothAdamW
 from whence.task import Task
 
-ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam)
+ELEMENTWISE = (SGD, Adam, AdamW, SmoothAdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam)
 # relative; an engine that mixes two models slightly mixes many models more
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-2}  # TF32 errors are smaller
 NUDGE = 0.02  # added to the weights, to also compare parameters that start at zero

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from whence.data import HASH_BATCH, Batches, Collate, cut, place
+from whence.draws import reseed
 from whence.errors import InvalidInput, InvalidType, examples_of
 from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
@@ -34,7 +35,6 @@ from whence.retrain.stage import (
     Transform,
     checked_seed,
     make_stages,
-    reseed,
 )
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, weights_sha256

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -115,16 +116,21 @@ def record(
             identity=[identity, steps],
         )
 
+    def begun(t: Training) -> bool:
+        return (folders[t] / "run.json").exists() and (
+            Run.open(folders[t]).finished or not files([t]).trained
+        )
+
     # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
-    runs = {t: write(recipe, t, device) for t in trainings if (folders[t] / "run.json").exists()}
+    runs = {t: write(recipe, t, device) for t in trainings if begun(t)}
     missing = [t for t in trainings if t not in runs]
     bar = progress_bar(
         total=len(trainings), initial=len(runs), unit="run", disable=not progress, leave=False
     )
-    with bar:
+    with ExitStack() as locks, bar:
         if missing:
             for training, run in _record(
-                recipe, missing, due, write, files, device, memory, engine
+                recipe, missing, due, write, files, device, memory, engine, locks
             ):
                 runs[training] = run
                 bar.update()
@@ -189,6 +195,7 @@ def _record(
     device: torch.device | str | None,
     memory: int | str | None,
     engine: str,
+    locks: ExitStack,
 ) -> Iterator[tuple[Training, Run]]:
     """Make the runs, and yield each once it is written."""
     data = recipe.stages[-1].data
@@ -203,7 +210,7 @@ def _record(
     # one stack after another: on a CPU, all cores work on its products
     at_once = pool.at_once(trainings[0], memory, most * torch.get_num_threads())
     for unit in units(recipe, trainings, min(most, at_once)):
-        yield from _record_together(pool, unit, due[unit[0]], write, files)
+        yield from _record_together(pool, unit, due[unit[0]], write, files, locks)
 
 
 def _runs_in_memory(recipe: Recipe, due: Mapping[Training, Steps]) -> int:
@@ -220,13 +227,17 @@ def _record_together(
     due: Steps,
     write: Write,
     files: CheckpointFiles,
+    locks: ExitStack,
 ) -> Iterator[tuple[Training, Run]]:
     """Train all models together, then write their runs.
 
-    Until then the checkpoints of a long training are kept in files, and it resumes from the last.
+    Until all are written, the checkpoints of the stack are kept in files. A long training resumes
+    from the last, and a call that is killed among the runs writes the others from them: a model
+    that was trained anew, in a smaller stack, would have other last bits.
     """
     assert pool.engine is not None
     on_disk, names = files(trainings), [stage.name for stage in pool.recipe.stages]
+    locks.enter_context(on_disk.locked())
     checkpoints: dict[str, dict[int, StackCheckpoint]] = {name: {} for name in names}
     start: ResumePoint | None = None
     for start in on_disk.resume_points():
@@ -238,8 +249,11 @@ def _record_together(
             checkpoint = StackCheckpoint.of(cast(Stack, update.model), update.optimizer)
             checkpoints[update.stage.name][update.step] = checkpoint
             if monotonic() - started >= LONG:
-                for number, name in enumerate(names):
-                    on_disk.save(number, checkpoints[name])
+                save_all()
+
+    def save_all() -> None:
+        for number, name in enumerate(names):
+            on_disk.save(number, checkpoints[name])
 
     try:
         train_stack(
@@ -255,6 +269,9 @@ def _record_together(
         if len(trainings) == 1:
             raise
     else:
+        last = len(names) - 1, max(due[names[-1]])
+        if start is None or (start.stage, start.step) != last:
+            save_all()
         for position, training in enumerate(trainings):
             played = partial(_play_updates, checkpoints, position)
             yield training, write(pool.recipe, training, torch.device("cpu"), played)
@@ -263,7 +280,7 @@ def _record_together(
     half = len(trainings) // 2
     warn(f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2)
     for part in (trainings[:half], trainings[half:]):
-        yield from _record_together(pool, part, due, write, files)
+        yield from _record_together(pool, part, due, write, files, locks)
 
 
 def _play_updates(
@@ -281,7 +298,7 @@ def _play_updates(
 
     Batches and settings are those of the training. The weights are right at the checkpoints only.
     """
-    assert not skip and callback is None  # played into folders without a run, by `write` only
+    assert callback is None  # played by `write` only
     upcoming = 0
 
     def load(*_: object) -> None:
@@ -293,6 +310,8 @@ def _play_updates(
     hook = optimizer.register_step_pre_hook(load)
     schedule = stage.schedule(model, len(examples))
     for step, block in stage.plain_batches(seed, examples):
+        if step < skip:  # recorded by a call that was interrupted
+            continue
         for group, settings in zip(optimizer.param_groups, schedule[step], strict=True):
             group.update(settings)
         upcoming = step + 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whence.data import HASH_BATCH, READ_TWICE, Batches, Collate, cut, place
-from whence.draws import Uniform, keys
+from whence.draws import Uniform, keys, reseed, update_seed
 from whence.errors import InvalidInput, InvalidType, examples_of
 from whence.persist.identity import digest, sha256_of
 from whence.retrain.callback import Callback, Update
@@ -200,7 +200,7 @@ class StageRecipe:
                 scheduler.step()
         for step, block in self.plain_batches(seed, examples, skip):
             # so that the model's own draws (dropout) depend on seed and update only
-            reseed(int(keys(seed, self.number, step)), first.device)
+            reseed(update_seed(seed, self.number, step), first.device)
             batch = self.transformed(self.batch(block, first), seed, step, block, first)
             model.zero_grad(set_to_none=True)
             with examples_of(self.data.name, block):
@@ -373,13 +373,6 @@ def checked_seed(seed: int) -> int:
     if not 0 <= index(seed) < 2**63:
         raise InvalidInput(f"seed={seed}: use a number from 0 to 2^63 - 1")
     return index(seed)
-
-
-def reseed(value: int, device: torch.device) -> None:
-    """Seed the generators that a model on this device draws from."""
-    torch.default_generator.manual_seed(value % 2**63)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value % 2**63)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whence.persist.files import Throttle, make_folder, parsing, read_json, write_json
+from whence.persist.locks import FolderLock
 from whence.persist.tensors import load_tensors, save_tensors
 from whence.retrain.callback import Update
 from whence.retrain.grid import name_of
@@ -143,6 +145,29 @@ class UnfinishedRuns:
         self.folder = folder / f"{HIDDEN}{name_of([self.identity, *trainings])}"
         self._saved: set[tuple[int, int]] = set()
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse another process that would record these runs."""
+        folder, _ = self._stack()
+        try:
+            with FolderLock(folder, "records runs"):
+                yield
+        finally:
+            with suppress(OSError):  # it holds checkpoints, or is gone
+                folder.rmdir()
+
+    @property
+    def trained(self) -> bool:
+        """Whether there are checkpoints of these trainings."""
+        return bool(self._stack()[1])
+
+    def _stack(self) -> tuple[Path, list[str]]:
+        """The folder of the stack that these trainings are in, and all its trainings."""
+        for folder, trainings in self._same_identity():
+            if set(self.trainings) <= set(trainings):
+                return folder, trainings
+        return self.folder, []
+
     def save(self, stage: int, checkpoints: Mapping[int, StackCheckpoint]) -> None:
         """Write those checkpoints of a stage that are not on disk yet."""
         about = {"of": self.identity, "trainings": self.trainings}
@@ -155,15 +180,13 @@ class UnfinishedRuns:
 
     def resume_points(self) -> Iterator[ResumePoint]:
         """The checkpoints of these trainings in order, possibly from a stack that has more."""
-        for folder, trainings in self._same_identity():
-            if set(self.trainings) <= set(trainings):
-                positions = [trainings.index(key) for key in self.trainings]
-                for file in sorted(folder.glob("*.safetensors")):
-                    point = StackCheckpoint.open(file)
-                    if folder == self.folder:
-                        self._saved.add((point.stage, point.step))
-                    yield replace(point, checkpoint=point.checkpoint.select(positions))
-                return
+        folder, trainings = self._stack()
+        positions = [trainings.index(key) for key in self.trainings if trainings]
+        for file in sorted(folder.glob("*.safetensors")) if trainings else ():
+            point = StackCheckpoint.open(file)
+            if folder == self.folder:
+                self._saved.add((point.stage, point.step))
+            yield replace(point, checkpoint=point.checkpoint.select(positions))
 
     def drop(self) -> None:
         """Remove all files of this identity."""
@@ -173,7 +196,10 @@ class UnfinishedRuns:
     def _same_identity(self) -> Iterator[tuple[Path, list[str]]]:
         for file in sorted(self.runs.glob(f"{HIDDEN}*/stack.json")):
             remedy = "delete its folder, and rerun to train again"
-            about = read_json(file, remedy=remedy)
+            try:
+                about = read_json(file, remedy=remedy)
+            except FileNotFoundError:  # another process has just written its last run
+                continue
             with parsing(file, remedy):
                 same, trainings = about["of"] == self.identity, list(about["trainings"])
             if same:

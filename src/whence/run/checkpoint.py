@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from whence.errors import DamagedFile, InvalidInput, WhenceError
 from whence.persist import identity
-from whence.persist.files import damaged, write_bytes
+from whence.persist.files import damaged, refuse_special, write_bytes
 from whence.persist.identity import sha256_of
 from whence.persist.tensors import load_tensors, serialize
 
@@ -168,7 +168,10 @@ class TensorFile:
 
 def file_sha256(path: Path) -> str:
     try:
+        refuse_special(path, REMEDY)
         return identity.file_sha256(path)
+    except DamagedFile as error:
+        raise RunError(str(error)) from error
     except FileNotFoundError as error:
         raise RunError(f"{path} is missing: {REMEDY}") from error
     except PermissionError:

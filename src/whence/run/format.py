@@ -185,6 +185,7 @@ class RunData:
     @classmethod
     def _parse(cls, folder: Path, content: dict[str, Any]) -> Self:
         check_types(content, steps=int, groups=list, finished=bool, stages=list, notes=dict)
+        check_types({"warnings": []} | content, resumable=bool, batches=bool, warnings=list)
         check_types({"origin": {}, "marks": {}, "arrays": {}} | content, origin=dict, marks=dict)
         steps, groups, finished = content["steps"], content["groups"], content["finished"]
         stages, subset = content["stages"], content["subset"]

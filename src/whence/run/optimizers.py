@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from whence.run.checkpoint import plain_names
+from whence.run.smooth_adamw import SmoothAdamW
 
-NAMES: dict[type[Optimizer], str] = {SGD: "sgd", Adam: "adam", AdamW: "adamw", RMSprop: "rmsprop"}
+NAMES: dict[type[Optimizer], str] = {
+    SGD: "sgd",
+    Adam: "adam",
+    AdamW: "adamw",
+    SmoothAdamW: "adamw",
+    RMSprop: "rmsprop",
+}
 # Marks a Python number among an optimizer's tensors, so that it comes back as a number.
 NUMBER = "#"
 
@@ -81,7 +88,7 @@ def second_moments(
 
 
 def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
-    """v̂ of one parameter, from its state and the settings of its group."""
+    """v̂ of one parameter, with what is added to it, from its state and its group's settings."""
     moment: Tensor
     if "square_avg" in state:
         moment = state["square_avg"].detach()
@@ -91,6 +98,8 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor 
     if "exp_avg_sq" in state:
         moment = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
         moment = moment / (1 - float(group["betas"][1]) ** float(state["step"]))
+        if group.get("eps_root"):
+            moment = moment + float(group["eps_root"])
         return moment
     return None
 

@@ -31,6 +31,7 @@ def only_run(study: Study) -> Run:
             f"a store holds one run, and the study has {len(study.runs)}: build a store for each, "
             "and average their scores with whence.scores.ensemble"
         )
+    study.refuse_candidates("a store")
     return study.runs[0]
 
 

@@ -30,7 +30,8 @@ from whence.methods.gradient import GradientMethod
 from whence.persist.locks import NAME as LOCK
 from whence.persist.locks import FolderLock
 from whence.projections import projected
-from whence.scores import BY_SEGMENT, Scores
+from whence.scores import Scores
+from whence.scores.result import BY_SEGMENT
 from whence.store.building import Builder
 from whence.store.contents import StoreContents
 from whence.store.identity import (
@@ -255,7 +256,7 @@ class GradientStore(StoreContents):
     def source(
         self,
         query: Any,
-        segments: int | str | Sequence[int] = "stages",
+        segments: int | str | Sequence[int] = "auto",
         *,
         coupling: bool = True,
         query_at: str = "run",

@@ -328,6 +328,51 @@
       pager(answer.total, answer.offset, answer.items.length, (to) => go({ ...here(), offset: to })));
   }
 
+  // -- map ---------------------------------------------------------------------------------------
+
+  let drawn = null; // the map's points, once they are loaded
+
+  async function mapPage(where) {
+    const name = scoresName();
+    if (!name) return notice("These scores are self-influence. See the Audit page.");
+    drawn = drawn || await get("/api/map");
+    if (drawn.refused) return notice(`There is no map: ${drawn.refused}.`);
+    const values = Whence.map.floats((await get("/api/map/values", { scores: name, row: where.row })).values);
+    const byClass = where.colour === "class" && drawn.classes;
+    const status = el("p", { class: "small", role: "status" }, "Draw around points to select them. Click one to open it.");
+    const actions = el("div", { class: "row-of-actions" });
+    const said = (places) => {
+      status.textContent = `${examples(places.length)} selected.`;
+      actions.replaceChildren(...(places.length ? [button("Tick them", () => tick(places, true)),
+        button("What if they were missing? →", () => { tick(places, true); go({ page: "whatif", scores: name }); }, { class: "action primary" })] : []));
+    };
+    const map = Whence.map.create(Whence.map.floats(drawn.points), { onOpen: openExample, onSelect: said,
+      onMove: (place, value, rank) => { status.textContent = `Example at place ${place}: rank ${count(rank)} by strength, ${value >= 0 ? "helped" : "harmed"}. Enter opens it, x selects it.`; } });
+    const mode = button("Move", () => {
+      const on = mode.getAttribute("aria-pressed") !== "true";
+      mode.setAttribute("aria-pressed", String(on));
+      map.setMoving(on);
+      map.node.firstChild.classList.toggle("moving", on);
+    }, { "aria-pressed": "false", title: "drag moves the map instead of selecting (or hold Shift)" });
+    const row = el("input", { type: "number", min: 0, max: overview.queries - 1, value: where.row || "", placeholder: "all", "aria-label": "query" });
+    row.addEventListener("change", () => go({ ...here(), row: row.value }));
+    const colour = () => map.colour(values, byClass ? Whence.map.bytes(drawn.classes) : null);
+    requestAnimationFrame(colour);
+    const theme = new MutationObserver(() => { if (map.node.isConnected) colour(); else theme.disconnect(); });
+    theme.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+    const what = where.row ? `query ${where.row}` : `${queries(overview.queries)} on average`;
+    return el("article", { class: "map-page" },
+      el("header", { class: "plain-head" }, el("h2", {}, "Map"), el("p", { class: "muted" },
+        `${examples(overview.examples)} as the model sees them: the first two principal components of their representations (${drawn.source}). Colour is the score for ${what}, by ${name}.`)),
+      el("div", { class: "filters" }, field("for query", row),
+        drawn.classes ? field("colour", choose("colour", "colour", [["score", "score"], ["class", "class"]], where.colour || "score", (v) => go({ ...here(), colour: v }))) : null,
+        mode, button("+", () => map.zoom(1.4), { "aria-label": "zoom in" }), button("−", () => map.zoom(1 / 1.4), { "aria-label": "zoom out" }), button("Reset", () => map.reset())),
+      map.node,
+      el("p", { class: "small muted legend" }, byClass ? "colours are classes; size is the strength of the score"
+        : [el("span", { class: "mark helpful" }, "■ helped"), " ", el("span", { class: "mark harmful" }, "■ harmed"), " strong scores are large and opaque"]),
+      status, actions);
+  }
+
   // -- comparing -----------------------------------------------------------------------------------
 
   function scatter(dots, { x, y, onpick, same = false, width = 560, height = 340 }) {
@@ -724,7 +769,7 @@
 
   // -- frame -------------------------------------------------------------------------------------------
 
-  const PAGES = [["overview", "Overview", overviewPage], ["queries", "Queries", queryPage], ["examples", "Training data", examplesPage], ["compare", "Compare", comparePage],
+  const PAGES = [["overview", "Overview", overviewPage], ["queries", "Queries", queryPage], ["examples", "Training data", examplesPage], ["map", "Map", mapPage], ["compare", "Compare", comparePage],
     ["audit", "Audit", auditPage], ["whatif", "What if", whatIfPage], ["about", "About", aboutPage]];
   const main = el("main", { tabindex: "-1" });
   const tabs = el("nav", { class: "tabs", "aria-label": "pages" });
@@ -778,7 +823,7 @@
   }
 
   function help() {
-    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 7", "pages"], ["x", "tick the focused example, or the one under the cursor"], ["?", "this help"], ["Esc", "close"]];
+    const rows = [["j k ↓ ↑", "next and previous query"], ["/", "search"], ["1 … 8", "pages"], ["x", "tick the focused example, or the one under the cursor"], ["?", "this help"], ["Esc", "close"]];
     inDialog(el("h2", {}, "Keys"), el("dl", { class: "sheet" }, rows.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])));
   }
 
@@ -793,7 +838,7 @@
       if (box) { event.preventDefault(); box.focus(); }
       return;
     }
-    if (/^[1-7]$/.test(event.key)) { event.preventDefault(); tabs.children[Number(event.key) - 1].click(); return; }
+    if (/^[1-8]$/.test(event.key)) { event.preventDefault(); tabs.children[Number(event.key) - 1].click(); return; }
     if (event.key === "x") {
       const around = event.target.closest("li, tr") || document.querySelector("li.card:hover, tr:hover");
       const box = around && around.querySelector("input[data-place]");
@@ -810,7 +855,7 @@
     // keep the token out of the history and the address bar
     if (location.search) history.replaceState(null, "", location.pathname + location.hash);
     try { overview = await get("/api/overview"); } catch (error) { document.body.replaceChildren(notice(error.message)); return; }
-    keys.append(el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous query · ", el("kbd", {}, "/"), " search · ", el("kbd", {}, "1"), "–", el("kbd", {}, "7"), " pages · ", el("kbd", {}, "x"), " tick · ", el("kbd", {}, "?"), " all keys");
+    keys.append(el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " next and previous query · ", el("kbd", {}, "/"), " search · ", el("kbd", {}, "1"), "–", el("kbd", {}, "8"), " pages · ", el("kbd", {}, "x"), " tick · ", el("kbd", {}, "?"), " all keys");
     remember();
     buildSidebar();
     document.body.replaceChildren(el("header", { class: "top" }, brand, tabs, V.themeButton()),

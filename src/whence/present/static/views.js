@@ -188,10 +188,12 @@ Whence.views = (() => {
       ctx.extra ? ctx.extra(entry) : null);
   }
 
+  // Whether cards need the whole width: texts and rows do, images do not.
+  const widely = (entries, ctx) => entries.some((entry) => ["text", "row", "custom"].includes(renderedOf(entry.column, ctx).kind));
+
   function ranking(title, mark, which, entries, empty, ctx) {
     const strongest = strongestOf(entries);
-    const kinds = new Set(entries.map((entry) => renderedOf(entry.column, ctx).kind));
-    const wide = kinds.has("text") || kinds.has("row") || kinds.has("custom");
+    const wide = widely(entries, ctx);
     return el("section", { class: `ranking ${which}` },
       el("h3", {}, el("span", { class: `mark ${which}`, "aria-hidden": "true" }, mark), title),
       entries.length ? el("ol", { class: `cards${wide ? " wide" : ""}` },
@@ -463,7 +465,7 @@ Whence.views = (() => {
       shown.length ? el("section", { class: "ranking harmful" },
         el("h3", {}, el("span", { class: "mark harmful", "aria-hidden": "true" }, "?"), "Suspected label errors"),
         el("p", { class: "muted small sizes" }, `Harmful on average, and the model predicts another label: ${plural(suspects.length, "suspect")}${suspects.length > shown.length ? `, the first ${shown.length} here` : ""}. Check them first.`),
-        el("ol", { class: "cards" }, shown.map((entry) => suspect(entry, ctx)))) : null,
+        el("ol", { class: `cards${widely(shown, ctx) ? " wide" : ""}` }, shown.map((entry) => suspect(entry, ctx)))) : null,
       view.classes ? panel("Which classes mattered to which", `mean score of the training examples of a class (columns) for the queries of a class (rows)${overview.calibrated ? `, in ${overview.unit}` : ", as a share of the strongest"}; blue helped, orange harmed`, matrix(view.classes, ctx)) : null);
   }
 

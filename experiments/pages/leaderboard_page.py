@@ -1,0 +1,220 @@
+"""docs/leaderboard.md: one table per protocol, all tasks, and LDS against cost.
+
+python -m experiments.leaderboard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from experiments.engine.rivals import RIVALS
+from experiments.pages.markdown import DOCS, filled, table
+from experiments.tasks import RESULTS
+from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, read_board
+from whence.evaluate.plots import COLOURS, GREY, STYLE
+from whence.table import estimate
+
+Tasks = Mapping[str, Mapping[str, Any]]  # entries of one protocol
+FIGURES = "assets/leaderboard"  # below docs/; those in figures/ are drawn on white
+INK = {"light": "#1a1a1a", "dark": "#e6e6e6"}
+EARLIER = "† weighted by the first half of the way alone, as an earlier version did."
+OURS = ("Source()", "Influence()", "Best()", "Unrolled (MAGIC)", "Unrolled, expected")
+MARKERS = "osD^vP*X<>dph8"
+
+
+def tasks_of(stored: Mapping[str, Any], protocol: Protocol) -> Tasks:
+    """The entries of a protocol in the board's order, without quick versions."""
+    entries = stored["protocols"].get(protocol.name, {})
+    return {t: entries[t] for t in BOARD if t in entries and not entries[t]["sizes"]["quick"]}
+
+
+def level_with_best(row: Mapping[str, Any]) -> bool:
+    """Whether a method is not worse than the best, as far as the subsets can tell."""
+    return row["behind"] is None or row["behind"][1] <= 0
+
+
+def names_of(tasks: Tasks) -> list[str]:
+    """The methods of some tasks in the board's order, then those of other libraries."""
+    shown = dict.fromkeys(name for entry in tasks.values() for name in entry["methods"])
+    return [*(n for n in ENTRIES if n in shown), *(n for n in shown if n not in ENTRIES)]
+
+
+def overview(tasks: Tasks) -> str:
+    """Methods by tasks: LDS, bold where no other is certainly better."""
+    names = names_of(tasks)
+
+    def mean(name: str) -> float:
+        values = [e["methods"][name]["lds"][0] for e in tasks.values() if name in e["methods"]]
+        return float(sum(values) / len(values))
+
+    def cell(entry: Mapping[str, Any], name: str) -> str | None:
+        row = entry["methods"].get(name)
+        if row is None:
+            return None
+        value = f"{row['lds'][0]:.2f}"
+        return f"**{value}**" if level_with_best(row) else value
+
+    rows: list[list[object]] = [
+        [name, *(cell(entry, name) for entry in tasks.values())]
+        for name in sorted(names, key=mean, reverse=True)
+    ]
+    for label, key in (("*ceiling*", None), ("*metasmoothness*", "metasmoothness")):
+        cells = [_ceiling(e) if key is None else e[key] for e in tasks.values()]
+        marks = ["" if key is None or "definition" in e else "†" for e in tasks.values()]
+        numbers = [None if c is None else f"{c:.2f}{m}" for c, m in zip(cells, marks, strict=True)]
+        rows.append([label, *numbers])
+    heads = ["method", *(BOARD[task].title for task in tasks)]
+    return table(heads, rows, " " + "r" * len(tasks))
+
+
+def standing(tasks: Tasks) -> str:
+    """On how many tasks each method is level with the best, most first."""
+    level = dict.fromkeys(names_of(tasks), 0)
+    for entry in tasks.values():
+        for name, row in entry["methods"].items():
+            level[name] += level_with_best(row)
+    ahead = sorted((n for n in level if level[n]), key=lambda name: -level[name])
+    counts = ", ".join(f"{name} {level[name]}" for name in ahead)
+    return f"Best, or not certainly worse than the best, of {len(tasks)} tasks: {counts}."
+
+
+def _ceiling(entry: Mapping[str, Any]) -> float | None:
+    ceilings = [row["ceiling"] for row in entry["methods"].values() if row["ceiling"] is not None]
+    return ceilings[0] if ceilings else None
+
+
+def details(task: str, entry: Mapping[str, Any]) -> str:
+    """One task: interval, paired difference, size and cost of every method, best first."""
+    rows = []
+    for name, row in sorted(entry["methods"].items(), key=lambda item: -item[1]["lds"][0]):
+        behind, slope = row["behind"], row["slope"]
+        rows.append(
+            [
+                name,
+                estimate(row["lds"][0], row["lds"][1:], 2),
+                None if behind is None else estimate(behind[0], behind[1:], 2),
+                None if slope is None else f"{slope:.2g}",
+                f"{row['seconds']:.1f}",
+            ]
+        )
+    sizes, ceiling = entry["sizes"], _ceiling(entry)
+    noise = "" if ceiling is None else f", ceiling {ceiling:.2f}"
+    about = (
+        f"{sizes['subsets']} subsets × {sizes['seeds']} seeds, {sizes['queries']} queries{noise}; "
+        f"{entry['device']}, torch {entry['machine']['torch']}, {entry['machine']['date']}."
+    )
+    heads = ["method", "LDS [95 %]", "behind [95 %]", "slope", "seconds"]
+    return (
+        f'<details markdown="1"><summary>{BOARD[task].title}</summary>\n\n'
+        f"{table(heads, rows, ' rrrr')}\n\n{about}\n\n</details>"
+    )
+
+
+def tables_part(stored: Mapping[str, Any]) -> str:
+    parts = []
+    for protocol in PROTOCOLS:
+        tasks = tasks_of(stored, protocol)
+        parts.append(f"## {protocol.title}")
+        if not tasks:
+            parts.append("*Not run yet.*")
+            continue
+        parts += [standing(tasks), overview(tasks)]
+        if not all("definition" in entry for entry in tasks.values()):
+            parts.append(EARLIER)
+        for mode in INK:
+            picture = f"{FIGURES}/{protocol.name}-{mode}.svg#only-{mode}"
+            parts.append(f"![LDS against seconds, {protocol.title.lower()}]({picture})")
+        parts += [details(task, entry) for task, entry in tasks.items()]
+    return "\n\n".join(parts)
+
+
+def tasks_part(stored: Mapping[str, Any]) -> str:
+    return table(["task", "training"], [[one.title, one.setting] for one in BOARD.values()])
+
+
+def methods_part(stored: Mapping[str, Any]) -> str:
+    rows = [[name, one.of] for name, one in ENTRIES.items()]
+    rows += [[name, of] for name, (_, of) in RIVALS.items()]
+    return table(["method", "what it is"], rows)
+
+
+def text(folder: Path = RESULTS) -> str:
+    """The page."""
+    stored = read_board(folder / "leaderboard.json")
+    parts = {"tables": tables_part, "tasks": tasks_part, "methods": methods_part}
+    return filled(
+        "leaderboard.template.md", {name: partial(make, stored) for name, make in parts.items()}
+    )
+
+
+def scatter(tasks: Tasks, mode: str) -> Figure:
+    """LDS against seconds, one panel for each task; one marker for each method."""
+    ink, columns = INK[mode], min(3, len(tasks))
+    grid = -(-len(tasks) // columns)
+    style = STYLE | dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink
+    )
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(3.0 * columns, 2.4 * grid + 0.8), layout="constrained")
+        figure.patch.set_alpha(0)
+        panels = figure.subplots(grid, columns, squeeze=False).ravel()
+        for axis in panels[len(tasks) :]:
+            axis.remove()
+        handles = {}
+        for axis, (task, entry) in zip(panels, tasks.items(), strict=False):
+            axis.patch.set_alpha(0)
+            axis.set(title=BOARD[task].title, xscale="log", ylim=(-0.15, 1.05))
+            axis.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
+            for name, colour, marker in _looks(names_of(tasks)):
+                row = entry["methods"].get(name)
+                if row is None:
+                    continue
+                value, low, high = row["lds"]
+                handles[name] = axis.errorbar(
+                    max(row["seconds"], 1e-2),
+                    value,
+                    [[max(0.0, value - low)], [max(0.0, high - value)]],
+                    color=colour,
+                    marker=marker,
+                    linestyle="none",
+                    elinewidth=0.7,
+                )
+            ceiling = _ceiling(entry)
+            if ceiling is not None:
+                axis.axhline(ceiling, color=GREY, linewidth=0.7, linestyle=":")
+        figure.supxlabel("seconds of one run, all queries", fontsize=9, color=ink)
+        figure.supylabel("LDS", fontsize=9, color=ink)
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside upper center", ncols=4, fontsize=8
+        )
+    return figure
+
+
+def _looks(names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Ours in colours, the others in grey; a marker for each."""
+    ours = 0
+    for name, marker in zip(names, MARKERS * 2, strict=False):
+        colour = GREY
+        if name in OURS:
+            colour, ours = COLOURS[ours % len(COLOURS)], ours + 1
+        yield name, colour, marker
+
+
+def main() -> None:
+    stored = read_board(RESULTS / "leaderboard.json")
+    (DOCS / "leaderboard.md").write_text(text())
+    for protocol in PROTOCOLS:
+        tasks = tasks_of(stored, protocol)
+        for mode in INK if tasks else ():
+            path = DOCS / FIGURES / f"{protocol.name}-{mode}.svg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with matplotlib.rc_context({"svg.hashsalt": "whence", "svg.fonttype": "none"}):
+                scatter(tasks, mode).savefig(path, metadata={"Date": None})
+    print(DOCS / "leaderboard.md")
