@@ -26,6 +26,7 @@ ROOMS = (
     "errors",
     "draws",
     "table",
+    "world",
     "persist",
     "task",
     "data",

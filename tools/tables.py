@@ -599,6 +599,36 @@ def fault_table() -> list[str]:
     ]
 
 
+def processes_table() -> list[str]:
+    """One process against two."""
+    results = json.loads((ROOT / "benchmarks/results/several_processes.json").read_text())
+    lines = [
+        "| | one process, s | two, s | share | processor time of a rank | factors of a rank "
+        "| sent by a rank | largest difference of a score |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, r in results.items():
+        one, two = r["one"][0], r["two"]
+        wall, cpu, held, sent = (
+            max(rank[key] for rank in two) for key in ("seconds", "cpu_seconds", "factors", "sent")
+        )
+        lines.append(
+            f"| {name} ({r['train']:,} × {r['query']}) | {one['seconds']:.0f} | {wall:.0f} "
+            f"| {wall / one['seconds']:.2f} | {cpu / one['cpu_seconds']:.2f} "
+            f"| {held / one['factors']:.0%} | {sent / 2**20:,.0f} MiB | {r['agreement']:.0e} |"
+        )
+    m = next(iter(results.values()))["machine"]
+    least = min(r["rounds"] for r in results.values())
+    lines += [
+        "",
+        "`python -m benchmarks.several_processes`: from scratch, one thread for each process, "
+        f"gloo, the least of {least} round(s), {m['processor']} with two cores that other work "
+        f"used at the same time, torch {m['torch']}, {m['date']}. Differences are relative to the "
+        "largest score.",
+    ]
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "faults": fault_table,
     "default": default_table,
@@ -615,6 +645,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "depth": depth_table,
     "adam": adam_table,
     "forms": forms_table,
+    "processes": processes_table,
 }
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "NotAFolder",
     "NotFinite",
     "NotWritable",
+    "RankFailed",
     "WhenceError",
 ]
 
@@ -112,6 +113,10 @@ class FolderConflict(InvalidInput):
 
 class NotFinite(WhenceError, FloatingPointError):
     """NaN or infinity in a calculation: the run diverged, or a setting is too extreme."""
+
+
+class RankFailed(WhenceError, ConnectionError):
+    """Another process of a distributed calculation failed, ended, or makes other calls."""
 
 
 class MissingDependency(WhenceError, ImportError):

@@ -27,12 +27,14 @@ from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.definition import class_sha256, model_sha256
 from whence.persist.identity import digest, sha256_of
+from whence.persist.shared import shared
 from whence.persist.tensors import FactorCache
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Classification, Task
+from whence.world import World
 
 Runs = Run | str | os.PathLike[str]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
@@ -339,7 +341,8 @@ class Study:
         folder = self.cache
         if folder is None and run.path is not None:
             folder = Path(run.path) / "factors"
-        return self._stores.setdefault(str(folder), FactorCache(folder))
+        cache = self._stores.setdefault(str(folder), FactorCache(folder))
+        return shared(cache, World.current())
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
         """Everything that a fit depends on, except weights, losses and settings."""

@@ -1246,6 +1246,18 @@ def test_adapters_trained_by_the_trainer(peft: Any, tmp_path: Path) -> None:
         ]
         assert np.isfinite(found[0]).all() and abs(found[0]).max() > 0
         close(found[0], found[1], 1e-6)
-    # The Trainer itself saves adapters alone.
-    with pytest.raises(RunError, match=r"holds only an adapter.*RecorderCallback"):
-        whence.Run.from_huggingface(tmp_path / "out", adapted(peft))
+    # The Trainer itself saves adapters alone: the frozen weights are the given model's.
+    again = whence.Run.from_huggingface(tmp_path / "out", adapted(peft))
+    recorded = {c.step: c.weights() for c in run.checkpoints}
+    shared = [c for c in again.checkpoints if c.step in recorded]
+    assert again.final in shared and again.groups == run.groups
+    for checkpoint in shared:
+        weights = checkpoint.weights()
+        assert weights.keys() == recorded[checkpoint.step].keys()
+        assert all(torch.equal(x, recorded[checkpoint.step][k]) for k, x in weights.items())
+    scores = [
+        quiet(whence.TracIn(), study_of(adapted(peft), r), QUERY_MARKED) for r in (run, again)
+    ]
+    assert all(np.isfinite(s.values).all() and abs(s.values).max() > 0 for s in scores)
+    with pytest.raises(RunError, match=r"holds only an adapter; give the model with its adapter"):
+        whence.Run.from_huggingface(tmp_path / "out", gpt2())

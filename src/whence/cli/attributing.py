@@ -69,7 +69,9 @@ Method = Annotated[
 
 def commands(shown: str) -> list[Callable[..., int]]:
     """The commands; help shows the settings of the method `shown`."""
-    configurable = [command(resumes=True)(with_settings(f, shown)) for f in (fit, attribute)]
+    configurable = [
+        command(resumes=True, shared=True)(with_settings(f, shown)) for f in (fit, attribute)
+    ]
     return [layers, *configurable, top]
 
 

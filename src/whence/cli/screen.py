@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from whence.cli import processes
 from whence.errors import NotFinite, WhenceError
 from whence.table import escaped
 
@@ -55,23 +56,29 @@ class CommandError(WhenceError):
     """Invalid arguments or options. The message is one line that says what to do."""
 
 
-def command(resumes: bool = False) -> Callable[[Callable[..., Answer]], Callable[..., int]]:
+def command(
+    resumes: bool = False, shared: bool = False
+) -> Callable[[Callable[..., Answer]], Callable[..., int]]:
     """Turn a function into a command: add the option --json, and print the answer.
 
     Args:
         resumes: whether the same command resumes after an interruption.
+        shared: whether several processes divide its work. The first one prints the answer.
     """
 
     def wrap(function: Callable[..., Answer]) -> Callable[..., int]:
         @functools.wraps(function)
         def run(as_json: bool, **given: Any) -> int:
             try:
-                with _stdout_to_stderr(), _one_line_warnings():
+                group = processes.joined(shared, given.get("device"))
+                with _stdout_to_stderr(), _one_line_warnings(), group:
                     answer = function(**given)
             except KeyboardInterrupt:
                 return _interrupted(resumes)
             except Exception as error:
                 return _failed(error)
+            if shared and processes.rank() != 0:
+                return answer.code
             if as_json:
                 # an escaped character is the same in JSON
                 print(escaped(json.dumps(jsonable(answer.data), indent=2, ensure_ascii=False)))
@@ -114,7 +121,7 @@ def _failed(error: Exception) -> int:
     if isinstance(error, (TyperException, typer.Exit)) or os.environ.get(DEBUG):
         raise error
     message, code = explain(error)
-    say(f"whence: {message}")
+    say(f"{processes.named()}: {message}")
     return code
 
 
@@ -224,7 +231,8 @@ def _one_line_warnings() -> Iterator[None]:
     def show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
         from tqdm import tqdm
 
-        tqdm.write(escaped(f"warning: {message}"), file=sys.stderr)
+        if processes.rank() == 0:
+            tqdm.write(escaped(f"warning: {message}"), file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show_warning

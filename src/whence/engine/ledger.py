@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.errors import warn
+from whence.errors import collected_warnings, warn
 from whence.operators import cost
 from whence.run import Segment
+from whence.scores.writer import merged
 from whence.table import byte_size
+from whence.world import World
 
 if TYPE_CHECKING:
     from whence.engine.workspace import Workspace
@@ -101,6 +104,18 @@ class Ledger:
     def note_sensitivity(self, name: str, share: float) -> None:
         """How far a layer's score vector moves when the damping is ten times larger."""
         self.tallies.setdefault("damping_sensitivity", {}).setdefault(name, share)
+
+    def merge(self, world: World) -> None:
+        """Add the tallies and warnings of the other ranks."""
+        if world.size == 1:
+            return
+        messages = collected_warnings()
+        everywhere = world.values({**self.tallies, "warnings": messages})
+        together = reduce(merged, everywhere)
+        for message in together["warnings"]:
+            if message not in messages:
+                warn(message, stacklevel=2)
+        self.tallies.update(together | {"warnings": messages})
 
     def summary(self) -> dict[str, Any]:
         """All diagnostics, those that were added up included."""

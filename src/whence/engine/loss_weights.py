@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,9 @@ def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
     cached = store.get(key)
     if cached is None:
         passes.load(run.final)
-        blocks = cut(len(study.data[stage]), workspace.batch_size)
+        world, count = workspace.world, len(study.data[stage])
+        share = world.deal(np.arange(count))
+        blocks = [share[block] for block in cut(len(share), workspace.batch_size)]
         with passes.clock("weights"):
             parts = [
                 loss_by_measurement(passes, batch)
@@ -69,7 +72,8 @@ def _weights(workspace: Workspace, run: Run, stage: str) -> tuple[Tensor, bool]:
                     blocks, passes.device, passes.dtype, passes.workers
                 )
             ]
-        slopes, off = (torch.cat(column) for column in zip(*parts, strict=True))
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        slopes, off = (world.regather(column, count) for column in columns)
         cached = {"weights": -slopes, "along": ~off.any()}
         store.put(key, cached, settings)
     return cached["weights"].to(passes.device), bool(cached["along"])

@@ -80,7 +80,8 @@ class ProjectedSpace:
             everyone, passes = np.arange(len(study.data[stage])), workspace.passes[stage]
             identity = study.identity(run, stage, passes.tracked) | {"used": "all"}
             losses = partial(workspace.losses, stage)
-            data.append(FitData(passes, study.data[stage], everyone, identity, losses))
+            how = identity, losses, workspace.world
+            data.append(FitData(passes, study.data[stage], everyone, *how))
         settings = {
             "what": "moments of projected measurement gradients",
             "projection": [repr(part) for part in self.projection.parts],

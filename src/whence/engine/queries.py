@@ -132,6 +132,16 @@ class Queries:
     def label(self) -> str:
         return f"{self.stage} {self.indices[0] if self.first is None else self.first}"
 
+    def share(self, rows: NDArray[np.int64]) -> Queries:
+        """Some of them, by their numbers here."""
+        if self.weights is None:
+            return replace(self, indices=self.indices[rows])
+        weights = self.weights[torch.from_numpy(rows)]
+        used = weights.any(0)
+        first = None if self.first is None else self.first + int(rows[0])
+        indices = self.indices[used.numpy()]
+        return replace(self, indices=indices, weights=weights[:, used], first=first)
+
     def batches(self, size: int) -> list[NDArray[np.int64]]:
         return [self.indices[b] for b in cut(len(self.indices), size)]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch import Tensor
 from whence.data import Batches, cut
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
-from whence.engine.workspace import LOSS, PlainGradients, Readouts, Term, Workspace
+from whence.engine.workspace import LOSS, Columns, PlainGradients, Readouts, Term, Workspace
 from whence.layers.capture import LayerFactors, Outputs
 from whence.layers.passes import Signal
 from whence.layers.rows import joined
@@ -38,6 +38,7 @@ from whence.operators.space import rotate
 from whence.scores import ScoreWriter
 from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.table import progress_bar
+from whence.world import World
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -47,15 +48,6 @@ EXAMPLES_PER_QUERY = 64
 #: the vectors of some queries: for the terms with these numbers, vectors and a number they are
 #: times, in any order. The giver does not keep what it gave.
 VectorsOf = Callable[[Queries], Iterable[tuple[Sequence[int], Any, float]]]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A chunk of examples: indices in the dataset of a stage, and columns of the score matrix."""
-
-    stage: str
-    indices: NDArray[np.int64]
-    place: slice
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class Scoring:
     def queries(self, query: QuerySet) -> None:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
-        examples = workspace.examples
+        world, examples = workspace.world, workspace.examples
         chosen = self._plan(query)
         bar = progress_bar(
             total=len(query) * examples,
@@ -103,7 +95,8 @@ class Scoring:
             for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
                 where = slice(int(rows[0]), int(rows[-1]) + 1)
                 fits = chosen is not None or self._fits(len(rows))
-                columns = self._columns(self._chunk(0 if fits else len(rows)))
+                size = self._chunk(0 if fits else len(rows))
+                columns = workspace.columns(size, workspace.batch_size)
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
                 some = query.some(stage, rows)
                 ready = None
@@ -112,28 +105,40 @@ class Scoring:
                 elif fits and todo:
                     ready = list(self._ready(some, examples))
                 bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
-                for chunk in todo:
+                for chunk, mine in world.rounds(todo):
                     vectors = ready or self._ready(some, len(chunk.indices))
-                    self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
-                    bar.update(len(rows) * len(chunk.indices))
+                    if mine:
+                        self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
+                    elif ready is None:
+                        _exhaust(vectors)
+                    bar.update(len(rows) * len(chunk.indices) * world.size)
 
     def selves(self) -> None:
         """Every example against itself."""
-        chunks = self._columns(self._at_once())
-        bar = progress_bar(
-            chunks, desc="self-influence", disable=not self.workspace.progress, leave=False
-        )
-        for chunk in bar:
+        workspace, world = self.workspace, self.workspace.world
+        todo: dict[str, list[Columns]] = {stage: [] for stage in workspace.stages}
+        for chunk in workspace.columns(self._at_once(), workspace.batch_size):
             if not self.writer.done(None, chunk.place):
-                data = self.workspace.scored_data(chunk.stage)
-                some = Queries(data, chunk.stage, chunk.indices)
-                ready = self._ready(some, len(chunk.indices))
+                todo[chunk.stage].append(chunk)
+        if workspace.in_step:  # all ranks solve all chunks, and each takes the products of some
+            rounds = [(c, c in world.mine(part)) for part in todo.values() for c in part]
+        else:  # a round is of one stage, whose layers all ranks then ask for
+            rounds = [one for part in todo.values() for one in world.rounds(part)]
+        for chunk, mine in progress_bar(
+            rounds, desc="self-influence", disable=not workspace.progress, leave=False
+        ):
+            some = Queries(workspace.scored_data(chunk.stage), chunk.stage, chunk.indices)
+            ready = self._ready(some, len(chunk.indices), dealt=False)
+            if mine:
                 self._write(None, chunk, self._contributions(ready, chunk, None))
+            else:
+                _exhaust(ready)
 
     def _plan(self, query: QuerySet) -> Plan | None:
         """How to take the queries in factors; an interrupted call's rank is taken again."""
         account, terms = self.writer.account, 1 if self.shared else len(self.terms)
-        chosen = plan(self.workspace, query, terms, account.get("query_rank"))
+        known = self.workspace.world.of_first(account.get("query_rank"))
+        chosen = plan(self.workspace, query, terms, known)
         if chosen is not None:
             account["query_rank"] = chosen.rank
         return chosen
@@ -145,7 +150,7 @@ class Scoring:
         parts: dict[tuple[int, ...], list[Readouts]] = {}
         for block in cut(len(rows), plan.whole):
             some = query.some(stage, rows[block])
-            for which, vectors, scale in self.vectors(some):
+            for which, vectors, scale in self._vectors(some):
                 ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
                 label = f"{some.label}, term {which[0]}"
                 lost = energy.lost().cpu().numpy()
@@ -154,9 +159,24 @@ class Scoring:
         complete = [(which, joined_readouts(parts.pop(which))) for which in list(parts)]
         return [(k, ready) for which, ready in complete for k in which]
 
-    def _ready(self, queries: Queries, examples: int) -> Iterator[tuple[int, Any]]:
-        """The vectors of these queries for each term, ready to meet this many examples."""
-        for which, vectors, scale in self.vectors(queries):
+    def _vectors(self, queries: Queries) -> Iterable[tuple[Sequence[int], Any, float]]:
+        """The vectors of these queries, of which each rank computes its share."""
+        world, count = self.workspace.world, len(queries)
+        if world.size == 1 or self.workspace.in_step:
+            yield from self.vectors(queries)
+            return
+        for which, vectors, scale in self.vectors(queries.share(world.deal(np.arange(count)))):
+            yield which, vectors.mapped(partial(world.regather, count=count)), scale
+
+    def _ready(
+        self, queries: Queries, examples: int, dealt: bool = True
+    ) -> Iterator[tuple[int, Any]]:
+        """The vectors of these queries for each term, ready to meet this many examples.
+
+        Args:
+            dealt: whether each rank computes those of its share of the queries.
+        """
+        for which, vectors, scale in (self._vectors if dealt else self.vectors)(queries):
             ready = self.readouts(vectors, scale, examples)
             yield from ((k, ready) for k in which)
 
@@ -284,15 +304,11 @@ class Scoring:
         """Numbers in a query's vector."""
         return cost.vector_numbers(self.workspace.tracked)
 
-    def _columns(self, size: int) -> list[Columns]:
-        columns, offset = [], 0
-        for stage in self.workspace.stages:
-            examples = self.workspace.scored(stage)
-            for part in cut(len(examples), size):
-                place = slice(offset + int(part[0]), offset + int(part[-1]) + 1)
-                columns.append(Columns(stage, examples[part], place))
-            offset += len(examples)
-        return columns
+
+def _exhaust(vectors: Iterable[Any]) -> None:
+    """Take part in the exchanges that vectors need, where only other ranks use them."""
+    for _ in vectors:
+        pass
 
 
 def readouts(workspace: Workspace, vectors: Any, scale: float, examples: int) -> Readouts:
@@ -343,3 +359,16 @@ def score_tokens(
     for t, part in parts.items():
         rest = rest if t == length else rest + part.sum(1)
     return Tokens(int(example), parts[length].cpu().numpy(), rest.cpu().numpy())
+
+
+def shared_tokens(world: World, mine: list[Tokens], examples: Sequence[int]) -> list[Tokens]:
+    """The tokens of all examples, of which each rank has its share."""
+    tokens = []
+    for k, example in enumerate(examples):
+        scored = mine[k // world.size] if k % world.size == world.rank else None
+        parts = None if scored is None else {"values": scored.values, "rest": scored.rest}
+        given = None if parts is None else {n: torch.from_numpy(x) for n, x in parts.items()}
+        shared = world.share(given, k % world.size)
+        assert shared is not None
+        tokens.append(Tokens(int(example), shared["values"].numpy(), shared["rest"].numpy()))
+    return tokens

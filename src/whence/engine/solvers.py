@@ -127,7 +127,7 @@ def datainf(workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]
             "damping='source' is λP̄⁻¹ for a preconditioned optimizer, one number for each "
             "parameter, and DataInf takes one for each layer: give a number, or none"
         )
-    data = workspace.fit_data(workspace.study.stages)
+    data, workspace.in_step = workspace.fit_data(workspace.study.stages), True
     return DataInf(data, workspace.run.final, workspace.batch_size).inverse(λ)
 
 

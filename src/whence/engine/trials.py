@@ -20,6 +20,7 @@ from whence.layers.passes import Passes, Weights, rounded_products
 from whence.persist.tensors import FactorCache
 from whence.persist.tried import Tried, Version, tolerance
 from whence.task import Task
+from whence.world import World
 
 LOSSES, MEASUREMENTS, OUTPUTS = "losses", "measurements", "outputs"
 
@@ -34,6 +35,7 @@ class Trials:
 
     passes: Mapping[str, Passes]
     batch_size: int
+    world: World = field(default_factory=World)
     _values: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     _tokens: dict[tuple[tuple[str, ...], bool], str] = field(default_factory=dict)
     _reserved: dict[tuple[str, str], tuple[Batches, Version]] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Trials:
         if (place, observed) in self._tokens:
             return self._tokens[place, observed]
         version, settings = None, {"place": place}
-        if observed and place[:4] not in self._values:
+        if observed and self.world.size == 1 and place[:4] not in self._values:
             version = Version.reserved(cache, settings, len(data), self._tolerance(stage))
         if version is not None:
             self._reserved[stage, checkpoint.sha256] = data, version
@@ -100,12 +102,13 @@ class Trials:
 
     def _try(self, passes: Passes, data: Batches, checkpoint: Weights, what: str) -> Tensor:
         passes.load(checkpoint)
-        blocks, rows = cut(len(data), self.batch_size), []
+        share, rows = self.world.deal(np.arange(len(data))), []
+        blocks = [share[block] for block in cut(len(share), self.batch_size)]
         with torch.no_grad():
             for _, batch in data.stream(blocks, passes.device, passes.dtype, passes.workers):
                 outputs = passes.task.outputs(passes.model, batch)
                 rows.append(_rows(passes.task, outputs, batch, what))
-        return torch.cat(rows).cpu()
+        return self.world.regather(torch.cat(rows).cpu(), len(data))
 
 
 def _rows(task: Task, outputs: Tensor, batch: Any, what: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.data import Batches
+from whence.data import Batches, cut
 from whence.engine.ledger import Ledger
 from whence.engine.options import ComputeOptions, allowance
 from whence.engine.queries import Queries, QuerySet
@@ -39,13 +40,15 @@ from whence.operators.products import FactoredReadout, Readout, add_weighted, bu
 from whence.persist.identity import sha256_of
 from whence.persist.tried import Tried
 from whence.run import Run, Segment
-from whence.study import Study, task_identity
+from whence.study import Study, model_identity, task_identity
 from whence.table import listed
+from whence.world import World
 
 if TYPE_CHECKING:
     from whence.engine.projected_space import Space
     from whence.engine.scoring import Scoring
 
+CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 GAUSS_NEWTON = "gauss-newton"
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
@@ -60,6 +63,15 @@ class Term:
     stage: str
     checkpoints: Sequence[Weights]
     segment: Segment | None = None  # of which they are
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """A chunk of examples: indices in the dataset of a stage, and columns of the score matrix."""
+
+    stage: str
+    indices: NDArray[np.int64]
+    place: slice
 
 
 @dataclass(frozen=True)
@@ -83,9 +95,12 @@ class Workspace:
         query: None for self-influence.
         stages: whose examples are scored.
         passes: of each stage.
-        memory: bytes that may be used.
+        memory: bytes that this process may use.
         room: bytes on the device for factors; None for as many as they need.
         chosen: the examples that are scored, by stage; None for all.
+        world: the processes that share the work.
+        in_step: whether all of them compute the vectors of all queries together, because that takes
+            passes over the data; otherwise queries are dealt.
     """
 
     study: Study
@@ -97,6 +112,8 @@ class Workspace:
     memory: int
     room: int | None = None
     chosen: Mapping[str, NDArray[np.int64]] | None = None
+    world: World = field(default_factory=World)
+    in_step: bool = False
     trials: Trials = field(kw_only=True)
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -124,7 +141,7 @@ class Workspace:
             frozen: whether layers that training did not move are tracked too.
             quiet: do not warn of layers that are left out.
         """
-        stages = scored_stages(study, stage)
+        stages, world = scored_stages(study, stage), World.current()
         weight = next(study.model.parameters(), torch.zeros(()))
         device = weight.device if options.device is None else torch.device(options.device)
         for data in (*study.data.values(), *study.candidates.values()):
@@ -134,25 +151,39 @@ class Workspace:
             device=device,
             dtype=options.dtype,
             workers=options.workers,
-            progress=options.progress,
+            progress=options.progress and world.first,
             shared=shared,
             frozen=frozen,
             quiet=quiet,
         )
-        memory, batch_size = allowance(options.memory, device), options.batch_size
+        memory, batch_size = _memory(world, options.memory, device), options.batch_size
         if batch_size is None:
             tracked = passes[study.stages[-1]].tracked
             bytes_each = cost.per_example_numbers(tracked) * options.dtype.itemsize
             most, share = (512, 2**28) if device.type == "cpu" else (4096, memory // 2)
             batch_size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
             batch_size = 1 << (batch_size.bit_length() - 1)
+        if world.size > 1:  # a batch for everyone
+            most = max(len(data) for data in study.data.values())
+            batch_size = max(1, min(batch_size, -(-most // world.size)))
         room = int(FACTOR_SHARE[device.type] * memory) if device.type in FACTOR_SHARE else None
-        trials = Trials(passes, batch_size)
         chosen = None if examples is None else chosen_examples(study, stages, examples)
         stages = stages if chosen is None else list(chosen)
-        return cls(
-            study, run, query, stages, passes, batch_size, memory, room, chosen, trials=trials
+        workspace = cls(
+            study,
+            run,
+            query,
+            stages,
+            passes,
+            batch_size,
+            memory,
+            room,
+            chosen,
+            world,
+            trials=Trials(passes, batch_size, world),
         )
+        workspace.check_agreement()
+        return workspace
 
     def for_query(self, query: QuerySet, stages: list[str]) -> Self:
         """The same for other queries, with a new ledger."""
@@ -258,6 +289,30 @@ class Workspace:
 
     # -- identity --------------------------------------------------------------------------------
 
+    def check_agreement(self) -> None:
+        """Refuse processes that were started on different data, code or settings."""
+        if self.world.size == 1:
+            return
+        from whence import __version__
+
+        study, versions = self.study, [torch.__version__, __version__]
+        about = {
+            "the run": self.run.fingerprint,
+            "the training data": {s: study.data[s].fingerprint() for s in study.stages},
+            "the scored examples": [
+                self.data_fingerprints(),
+                {s: sha256_of(self.scored(s)) for s in self.stages},
+            ],
+            "the queries": None if self.query is None else self.query.fingerprint(),
+            "the model or its code": [model_identity(m) for m in study.models.values()],
+            "the task": [task_identity(task, measured=True) for task in study.tasks.values()],
+            "the tracked layers": list(self.blocks),
+            "dtype": self.final_passes.arithmetic,
+            "batch_size": self.batch_size,
+            "the versions of torch and whence": versions,
+        }
+        self.world.agree(about)
+
     def identity(self) -> dict[str, Any]:
         """What, besides the method, scores depend on."""
         study = self.study
@@ -291,6 +346,7 @@ class Workspace:
             "torch": torch.__version__,
             "device": str(self.device),
             "dtype": self.final_passes.arithmetic,
+            **({} if self.world.size == 1 else {"processes": self.world.size}),
         }
 
     def data_fingerprints(self) -> dict[str, str]:
@@ -338,6 +394,7 @@ class Workspace:
                 self.used(stage),
                 self.study.identity(self.run, stage, self.passes[stage].tracked),
                 partial(self.losses, stage, observed=observed),
+                self.world,
             )
             for stage in stages
         ]
@@ -389,7 +446,9 @@ class Workspace:
         queries: int,
         **settings: Any,
     ) -> GaussNewton:
-        """The true matrix over these blocks, for about that many vectors at a time."""
+        """The true matrix over these blocks, for about that many vectors at a time. Its products
+        are passes over the data, which all ranks take together."""
+        self.in_step = True
         here = {b.name for part in data for b in part.passes.tracked.blocks}
         trained = [b for name, b in self.blocks.items() if name in blocks and name in here]
         return GaussNewton(
@@ -420,6 +479,23 @@ class Workspace:
     def factor_groups(self) -> int:
         """How many groups of layers EK-FAC's factors are fitted in."""
         return len(grouped(self.blocks.values(), True, self.accumulator, self.room))
+
+    # -- columns ---------------------------------------------------------------------------------
+
+    def columns(self, size: int, batch: int = 1) -> list[Columns]:
+        """The examples that are scored, in chunks of at most `size`: whole batches, and several
+        chunks for every rank."""
+        if self.world.size > 1:
+            share = self.examples // (CHUNKS_PER_RANK * self.world.size)
+            size = min(size, max(1, share // batch) * batch)
+        columns, offset = [], 0
+        for stage in self.stages:
+            examples = self.scored(stage)
+            for part in cut(len(examples), size):
+                place = slice(offset + int(part[0]), offset + int(part[-1]) + 1)
+                columns.append(Columns(stage, examples[part], place))
+            offset += len(examples)
+        return columns
 
     # -- query vectors ---------------------------------------------------------------------------
 
@@ -514,6 +590,17 @@ class Workspace:
         from whence.engine.scoring import Scoring
 
         return Scoring(self, *arguments)
+
+
+def _memory(world: World, memory: int | str | None, device: torch.device) -> int:
+    """Bytes that each process may use: the same in all, so that they divide the work alike."""
+    allowed = allowance(memory, device)
+    if world.size > 1:
+        if memory is None and device.type == "cpu":  # the machine's, which its processes share
+            hosts = world.values(platform.node())
+            allowed //= hosts.count(platform.node())
+        allowed = min(world.values(allowed))
+    return allowed
 
 
 def scored_stages(study: Study, stage: str | None) -> list[str]:

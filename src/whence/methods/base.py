@@ -29,6 +29,7 @@ from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.study import Study
 from whence.table import call_text, defaults_of
+from whence.world import World
 
 Folder = str | os.PathLike[str] | None
 
@@ -113,12 +114,14 @@ class Method(ABC):
                     scores = self.score(workspace, folder, top, by)
                 yield scores
 
-        if len(study.runs) == 1:
-            return next(each())
-        mean = ensemble(each())
-        if out is not None:
-            mean.save(out)
-        return mean
+        with World.together() as world:
+            if len(study.runs) == 1:
+                return next(each())
+            mean = ensemble(each())
+            if out is not None and world.first:
+                mean.save(out)
+            world.wait()
+            return mean
 
     def lay_out(
         self,
@@ -178,6 +181,9 @@ class Method(ABC):
             what: of them the scores depend on: losses, or only outputs.
             layers: whose parts are kept.
         """
+        world = workspace.world
+        asked = {"the method": self, "out": out, "top": top, "by_segment": segments}
+        world.agree(asked)
         writer = ScoreWriter(
             out,
             None if workspace.query is None else len(workspace.query),
@@ -188,6 +194,7 @@ class Method(ABC):
             top=top,
             dtype=np.float64 if workspace.dtype == torch.float64 else np.float32,
             tried=None if out is None else workspace.tried(places, what),
+            world=world,
         )
         workspace.ledger.tallies = writer.account
         if layers is not None:
@@ -205,8 +212,9 @@ class Method(ABC):
         return key_of({"method": settings, **workspace.identity()})
 
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
-        """What is stored with the scores."""
-        study = workspace.study
+        """What is stored with the scores, the same in all ranks."""
+        study, world = workspace.study, workspace.world
+        workspace.ledger.merge(world)
         task = study.tasks[study.stages[-1]]
         diagnostics = workspace.ledger.summary() | {
             "seconds": workspace.clock.seconds,

@@ -23,6 +23,7 @@ from whence.retrain.contrast import Floats, differences, mean_of_sound
 from whence.scores import Scores
 from whence.study import Study
 from whence.table import listed
+from whence.world import World
 
 
 class Downsampling:
@@ -102,7 +103,7 @@ class Downsampling:
             },
             provenance={"recipe": truth.recipe, "query": truth.query},
         )
-        if out is not None:
+        if out is not None and World.current().first:
             scores.save(out)
         return scores
 

@@ -31,7 +31,7 @@ from whence.engine.options import (
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import operations as factor_operations
 from whence.engine.query_factors import plan
-from whence.engine.scoring import Tokens, readouts, score_tokens
+from whence.engine.scoring import Tokens, readouts, score_tokens, shared_tokens
 from whence.engine.workspace import GAUSS_NEWTON, LOSS, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
@@ -41,6 +41,7 @@ from whence.run import Segment
 from whence.scores import Scores
 from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.study import Study
+from whence.world import World
 
 AUTO, SEGMENTS = "auto", 3  # the choice of `chosen_segments`, and the paper's number
 USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
@@ -120,6 +121,7 @@ class GradientMethod(Method):
             return writer.already
         if workspace.reads_training_data:
             self._announce(workspace, terms)
+        workspace.in_step = self._factored  # plain gradients are not worth dealing
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
         signal, weights = self.training(workspace, prepared)
@@ -140,7 +142,7 @@ class GradientMethod(Method):
             options: device, dtype, batch_size, memory, progress, workers: as in `attribute`.
         """
         for run in study.runs:
-            with torch.no_grad(), precision_as_asked():
+            with World.together(), torch.no_grad(), precision_as_asked():
                 workspace = Workspace.lay_out(
                     study, run, ComputeOptions(**options), stage=self.stage
                 )
@@ -162,7 +164,7 @@ class GradientMethod(Method):
             options: device, dtype, batch_size, memory: as in `attribute`.
         """
         options["progress"] = False
-        with torch.no_grad(), precision_as_asked():
+        with World.together(), torch.no_grad(), precision_as_asked():
             queries = QuerySet.of(study, query, query_weights, query_rank)
             workspace = self.lay_out(study, study.runs[0], queries, ComputeOptions(**options))
             self._announce(workspace, self.terms(workspace))
@@ -206,9 +208,10 @@ class GradientMethod(Method):
             raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")
         if query is None:
             raise InvalidInput("tokens() needs queries: give the ones that were attributed")
-        with torch.no_grad(), precision_as_asked():
+        with World.together() as world, torch.no_grad(), precision_as_asked():
             workspace = self.lay_out(study, study.runs[0], query, ComputeOptions(**options))
             assert workspace.query is not None
+            world.agree({"the method": self, "examples": list(examples)})
             terms = self.terms(workspace)
             prepared = self.prepare(workspace, terms)
             rows = np.arange(len(workspace.query))
@@ -216,7 +219,8 @@ class GradientMethod(Method):
             ready: dict[int, Any] = {}
             for which, w, scale in self.vectors(workspace, prepared, queries):
                 ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))
-            return [score_tokens(workspace, terms, ready, stage, e) for e in examples]
+            score = partial(score_tokens, workspace, terms, ready, stage)
+            return shared_tokens(world, [score(e) for e in world.mine(examples)], examples)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from whence.persist.identity import key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
 from whence.table import call_text, defaults_of, progress_bar
+from whence.world import World
 
 DRAWS_PER_BLOCK = 2**22
 
@@ -66,10 +67,11 @@ class Random:
         if dtype not in (torch.float32, torch.float64):
             raise InvalidInput(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
         study.refuse_candidates("Random")
-        stages = scored_stages(study, self.stage)
+        stages, world = scored_stages(study, self.stage), World.current()
         data, last = {stage: study.data[stage] for stage in stages}, study.stages[-1]
         task, queries = study.tasks[last], None if query is None else study.query(query)
         sizes = {stage: len(batches) for stage, batches in data.items()}
+        of_stages = [stage for stage, size in sizes.items() for _ in range(size)]
         for batches in data.values():
             batches.refresh()
         key = {
@@ -78,6 +80,7 @@ class Random:
             "query": None if queries is None else queries.fingerprint(),
             "tasks": {stage: study.tasks[stage].called({}) for stage in [*stages, last]},
         }
+        world.agree({**key, "out": out, "top": top})
         writer = ScoreWriter(
             out,
             None if queries is None else len(queries),
@@ -85,6 +88,7 @@ class Random:
             key=key_of(key),
             top=top,
             dtype=np.float64 if dtype == torch.float64 else np.float32,
+            world=world,
         )
         if writer.already is not None:
             return writer.already
@@ -95,11 +99,13 @@ class Random:
             columns, place = slice(start, start + size), study.stages.index(stage)
             if queries is None:  # an example always shares its own class
                 values = Uniform(self.seed, place, np.arange(size), where)(1)[:, 0].cpu().numpy()
-                writer.write(None, columns, sign * values)
+                if world.first:
+                    writer.write(None, columns, sign * values)
             else:
                 train_classes = classes(study.tasks[stage], data[stage])
-                blocks = cut(len(queries), max(1, DRAWS_PER_BLOCK // size))
-                for rows in progress_bar(blocks, desc="draws", disable=not progress, leave=False):
+                blocks = cut(len(queries), max(1, DRAWS_PER_BLOCK // size // world.size))
+                some, hidden = world.mine(blocks), not progress
+                for rows in progress_bar(some, desc="draws", disable=hidden, leave=False):
                     values = draws(
                         self.seed, place, rows, query_classes, size, train_classes, where
                     )
@@ -113,14 +119,8 @@ class Random:
             higher_is_better=task.higher_is_better,
             query_ids=None if queries is None else np.arange(len(queries)),
             train_ids=np.concatenate([np.arange(size) for size in sizes.values()]),
-            stage=[s for s, size in sizes.items() for _ in range(size)]
-            if len(study.stages) > 1
-            else None,
-            provenance={
-                "train": key["train"],
-                "collated": study.collate is not None,
-                "query": key["query"],
-            },
+            stage=of_stages if len(study.stages) > 1 else None,
+            provenance={k: key[k] for k in ("train", "query")} | {"collated": bool(study.collate)},
         )
 
     def __repr__(self) -> str:

@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.data import cut
 from whence.engine.ledger import announce
 from whence.engine.queries import Queries
 from whence.engine.trials import LOSSES
@@ -106,19 +105,15 @@ class Similarity(Method):
                         queries[c.sha256] = self.features(workspace, prepared, every, c, True)
                 step = max(workspace.batch_size, SCORES_PER_BLOCK // count)
             step = min(step, max(1, workspace.memory // 32 // self.width(workspace)))
-            start = 0
-            for stage, points in at.items():
-                scored = workspace.scored(stage)
-                blocks = [scored[block] for block in cut(len(scored), step)]
-                for indices in progress_bar(blocks, disable=not workspace.progress, leave=False):
-                    columns = slice(start, start + len(indices))
-                    start = columns.stop
-                    if writer.done(rows, columns):
-                        continue
-                    examples = Queries(workspace.scored_data(stage), stage, indices)
-                    values = self._compared(workspace, prepared, examples, points, queries)
-                    scores = (self.sign(workspace) * values).cpu().numpy()
-                    writer.write(rows, columns, scores, scores[None] if by else None)
+            chunks = workspace.world.mine(workspace.columns(step))
+            for chunk in progress_bar(chunks, disable=not workspace.progress, leave=False):
+                if writer.done(rows, chunk.place):
+                    continue
+                stage, points = chunk.stage, at[chunk.stage]
+                examples = Queries(workspace.scored_data(stage), stage, chunk.indices)
+                values = self._compared(workspace, prepared, examples, points, queries)
+                scores = (self.sign(workspace) * values).cpu().numpy()
+                writer.write(rows, chunk.place, scores, scores[None] if by else None)
         return writer.finish(**self.metadata(workspace))
 
     def _compared(

@@ -92,13 +92,15 @@ class Unrolling(Method):
         ends = [checkpoint.step for checkpoint in workspace.run.checkpoints]
         places = [(checkpoint.stage, checkpoint) for checkpoint in workspace.run.checkpoints]
         writer = self.writer(workspace, out, top, len(ends) if by else None, places)
-        path = None if out is None else Path(out) / "sweep.safetensors"
-        snapshot = SweepSnapshot(path, writer.of)
+        world = workspace.world
+        name = "sweep.safetensors" if world.first else f"sweep-{world.rank}.safetensors"
+        snapshot = SweepSnapshot(None if out is None else Path(out) / name, writer.of)
         if writer.already is not None:
             snapshot.discard()
             return writer.already
         blocks = self._blocks(workspace, len(ends) if by else 1)
         self._estimate(workspace, blocks)
+        blocks = list(world.mine(blocks))
         length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
         bar = progress_bar(
             total=length,
@@ -119,6 +121,7 @@ class Unrolling(Method):
                 parts = total.values if by else None
                 writer.write(block.rows, block.columns, total.values.sum(0), parts)
                 snapshot.discard()
+        self._note_deviations(workspace)
         workspace.replay.warn(workspace.ledger.tallies["deviations"])
         return writer.finish(**self.metadata(workspace))
 
@@ -197,7 +200,8 @@ class Unrolling(Method):
         return gradients
 
     def _blocks(self, workspace: ReplayWorkspace, segments: int) -> list[QueryBlock]:
-        """The queries, in blocks that fit in memory together with their scores per segment."""
+        """The queries, in blocks that fit in memory together with their scores per segment, at
+        least one for each rank."""
         study, replay, query = workspace.study, workspace.replay, workspace.query
         everyone = {stage: np.arange(len(study.data[stage])) for stage in workspace.stages}
         # adjoints of weight and state, before and after; pulls, products, temporaries of the same
@@ -209,6 +213,8 @@ class Unrolling(Method):
         if query is not None:
             each += 8 * (segments + 1) * sum(map(len, everyone.values()))
         at_once = int(max(1, workspace.memory // 2 // each))
+        queries = sum(map(len, everyone.values())) if query is None else len(query)
+        at_once = min(at_once, -(-queries // workspace.world.size))
         if query is not None:
             whole = slice(0, sum(map(len, everyone.values())))
             return [

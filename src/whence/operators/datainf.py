@@ -55,6 +55,7 @@ class DataInf:
                 readouts[name].add_inner(inner, a, s)  # g_iᵀ v
                 weights = inner / (positive[name] + squared_norms(a, s, bias))
                 add_weighted(sums[name], weights, a, s, bias)
+            sums = self.data[0].world.total(sums)
             for name, value in values.items():
                 value.sub_(sums[name], alpha=1 / self.examples).div_(positive[name])
             return BlockVectors(values, dict.fromkeys(values))
@@ -64,13 +65,13 @@ class DataInf:
     def published_damping(self) -> dict[str, float]:
         """λ_l = 0.1 (1/N) Σ_i |g_i|² / d_l of every block of d_l parameters."""
         blocks = [b for part in self.data for b in part.passes.tracked.blocks]
-        damping = dict.fromkeys((b.name for b in blocks), 0.0)
+        sums = {b.name: torch.zeros((), dtype=torch.float64) for b in blocks}
         with self.data[0].passes.clock("norms"):
             for factors in self._gradients("gradient norms"):
                 norms = squared_norms(factors.a, factors.s, factors.block.bias)
                 mean = float(norms.sum(dtype=torch.float64)) / self.examples
-                damping[factors.block.name] += SHARE * mean / factors.block.size
-        return damping
+                sums[factors.block.name] += SHARE * mean / factors.block.size
+        return {name: float(x) for name, x in self.data[0].world.total(sums).items()}
 
     def _gradients(self, label: str | None = None) -> Iterator[LayerFactors]:
         """Every layer's training gradients, batch by batch."""

@@ -22,7 +22,7 @@ class Diagonal(Factored):
     def compute(
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
-        moments = fitter.second_moments(cls.kind, checkpoints, {}, True)
+        moments = fitter.second_moments(cls.kind, checkpoints, None, True)
         return {name.replace("/diagonal", "/eigenvalues"): x for name, x in moments.items()}
 
 

@@ -11,12 +11,17 @@ A layer's factors are o² + width² numbers, often many times its parameters. Wh
 layers do not fit on a device, groups of layers are fitted one after another, each with its own
 passes over the data, and the result stays on the CPU and is brought to the device layer by layer
 (`OffloadedFactors`). The numbers are the same.
+
+Among several ranks, each sums over its share of the examples, and each block is owned by one rank:
+it gets the block's sums, decomposes them, and keeps the factors. The other ranks get them when they
+are asked for, one block at a time; for the pass that measures Λ, all bases of the group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +42,9 @@ from whence.operators.statistics import (
     measure,
 )
 from whence.persist.identity import key_of
+from whence.persist.shared import shared
 from whence.persist.tensors import FactorCache
+from whence.world import World
 
 FISHERS = ("sampled", "exact", "empirical")
 
@@ -74,13 +81,15 @@ class Fitter:
             return self._placed(kind, kind.compute(self, checkpoints, diagonal))
         settings = self._factor_settings(kind, checkpoints, diagonal)
         key = key_of(settings)
-        factors = self.cache.get(key) or self._with_other_diagonal(kind, checkpoints, diagonal)
+        factors = self._cache.get(key)
+        if factors is None:
+            factors = self._with_other_diagonal(kind, checkpoints, diagonal)
         if factors is None:
             factors = kind.compute(self, checkpoints, diagonal)
-            self.cache.put(key, factors, settings)
+            self._cache.put(key, factors, settings)
             for checkpoint in checkpoints if _has_bases(kind) else ():  # only for these bases
                 squares = self._squares_settings(kind.kind, checkpoint, checkpoints, diagonal)
-                self.cache.drop(key_of(squares))
+                self._cache.drop(key_of(squares))
         return self._placed(kind, factors)
 
     def covariances(self, checkpoint: Weights, whole: Sequence[str] = ()) -> Tensors:
@@ -96,7 +105,8 @@ class Fitter:
     def eigenbases(
         self, checkpoints: Sequence[Weights], whole: Sequence[str] = ()
     ) -> tuple[dict[str, Basis | None], dict[str, tuple[Tensor, Tensor]]]:
-        """(Q_S, Q_A) and (Λ_S, Λ_A) of each block. On the CPU, if there are groups of layers.
+        """(Q_S, Q_A) and (Λ_S, Λ_A) of each block that this rank owns. On the CPU, if there are
+        groups of layers.
 
         Args:
             whole: blocks whose bases come from whole gradients.
@@ -110,7 +120,7 @@ class Fitter:
         bases: dict[str, Basis | None] = {}
         eigenvalues = {}
         with self.passes.clock("eigendecomposition"):
-            for b in self.blocks:
+            for b in [b for b in self.blocks if f"{b.name}/S" in means]:
                 S, A = (means.pop(f"{b.name}/{key}").to(self.device) for key in "SA")
                 (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
                 Λ_A, Q_A = torch.linalg.eigh(A)
@@ -124,26 +134,27 @@ class Fitter:
         self,
         kind: str,
         checkpoints: Sequence[Weights],
-        bases: Mapping[str, Basis | None],
+        bases: Mapping[str, Basis | None] | None,
         diagonal: bool,
     ) -> Tensors:
         """The mean over checkpoints of `SecondMoments`.
 
         Args:
             kind: of curvature, whose bases they are; "diagonal" for none.
+            bases: of the blocks that this rank owns; None measures only the diagonal.
         """
 
         def statistic(blocks: Sequence[ParameterBlock]) -> SecondMoments:
-            each = {b.name: bases[b.name] for b in blocks if bases}
-            where = self.device, self.passes.dtype
-            placed = {name: None if x is None else x.to(*where) for name, x in each.items()}
+            placed = (
+                {} if bases is None else {b.name: self._gathered(b.name, bases) for b in blocks}
+            )
             sums = self.signal, self.examples, self._zero
             return SecondMoments(blocks, *sums, placed, diagonal)
 
         mean: Tensors = {}
         for checkpoint in checkpoints:
             settings = self._squares_settings(kind, checkpoint, checkpoints, diagonal)
-            squares = self._measured(statistic, checkpoint, settings, bases=bool(bases))
+            squares = self._measured(statistic, checkpoint, settings, bases=bases is not None)
             for name, value in squares.items():
                 share = value / len(checkpoints)
                 mean[name] = mean[name] + share if name in mean else share
@@ -159,6 +170,33 @@ class Fitter:
             if basis is not None and basis.outputs is not None:
                 tensors[f"{name}/outputs"] = basis.outputs
         return tensors
+
+    # -- which rank has what ---------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        return self.data[0].world
+
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        sizes = {b.name: float(factor_bytes(b, True, self.accumulator)) for b in self.blocks}
+        return self.world.owners(sizes)
+
+    def _owner(self, name: str) -> int:
+        """Of a tensor such as "<block>/A"."""
+        return self._owners[name.rpartition("/")[0]]
+
+    @property
+    def _cache(self) -> FactorCache:
+        return shared(self.cache, self.world, self._owner)
+
+    def _gathered(self, name: str, bases: Mapping[str, Basis | None]) -> Basis | None:
+        """A block's basis from its owner, in the precision of the passes."""
+        basis = bases.get(name)
+        placed = None if basis is None else basis.to(self.device, self.passes.dtype)
+        given = self.world.share(self.as_tensors({"": placed}), self._owners[name], self.device)
+        assert given is not None
+        return Basis(given.get("/outputs"), given["/inputs"]) if given else None
 
     # -- what is fitted on what ------------------------------------------------------------------
 
@@ -235,10 +273,12 @@ class Fitter:
         """From the same factors with the diagonal, or without it, if they are cached."""
         if not _has_bases(kind):
             return None
-        factors = self.cache.get(key_of(self._factor_settings(kind, checkpoints, not diagonal)))
-        if factors is None or not diagonal:
-            return factors and {n: x for n, x in factors.items() if not n.endswith("/diagonal")}
-        return factors | self.second_moments("diagonal", checkpoints, {}, True)
+        factors = self._cache.get(key_of(self._factor_settings(kind, checkpoints, not diagonal)))
+        if factors is None:
+            return None
+        if not diagonal:
+            return {n: x for n, x in factors.items() if not n.endswith("/diagonal")}
+        return factors | self.second_moments("diagonal", checkpoints, None, True)
 
     # -- groups of layers ------------------------------------------------------------------------
 
@@ -256,14 +296,13 @@ class Fitter:
         """A statistic of all blocks, in one pass, or in one for each group (then on the CPU)."""
 
         def passed(blocks: Sequence[ParameterBlock], about: Mapping[str, Any]) -> Tensors:
-            return measure(
-                statistic(blocks), self.data, checkpoint, self.cache, about, self.batch_size
-            )
+            limits = self.batch_size, self._owner
+            return measure(statistic(blocks), self.data, checkpoint, self._cache, about, *limits)
 
         groups = self.groups(bases)
         if len(groups) == 1:
             return passed(groups[0], settings)
-        cached = self.cache.get(key_of(settings))
+        cached = self._cache.get(key_of(settings))
         if cached is not None:
             return cached
         self._warn_of_groups(len(groups), bases)
@@ -271,9 +310,9 @@ class Fitter:
         values: Tensors = {}
         for blocks, part in zip(groups, parts, strict=True):
             values |= {name: value.cpu() for name, value in passed(blocks, part).items()}
-        self.cache.put(key_of(settings), values, settings)
+        self._cache.put(key_of(settings), values, settings)
         for part in parts:
-            self.cache.drop(key_of(part))
+            self._cache.drop(key_of(part))
         return values
 
     def _warn_of_groups(self, groups: int, bases: bool) -> None:
@@ -292,12 +331,25 @@ class Fitter:
         return sum(factor_bytes(b, bases, self.accumulator) for b in self.blocks)
 
     def _placed(self, kind: type[Factored], factors: Tensors) -> Mapping[str, EigenFactors]:
-        """On the device; if there is no room, on the CPU until a block is asked for."""
-        names = [b.name for b in self.blocks]
-        if self.room is None or self.resident * self._bytes(_has_bases(kind)) <= self.room:
+        """On the device; if there is no room, on the CPU until a block is asked for. At its owner,
+        if there are several ranks."""
+        names, needed = [b.name for b in self.blocks], self._bytes(_has_bases(kind))
+        fits = self.room is None or self.resident * needed / self.world.size <= self.room
+        if fits and (self.world.size == 1 or not kind.passes):
             return {name: self._block(name, factors) for name in names}
-        on_cpu = {name: value.cpu() for name, value in factors.items()}
-        return OffloadedFactors(names, lambda name: self._block(name, on_cpu))
+        if not fits:
+            factors = {name: value.cpu() for name, value in factors.items()}
+        if not kind.passes:
+            return OffloadedFactors(names, lambda name: self._block(name, factors))
+        parts: dict[str, Tensors] = {name: {} for name in names}
+        for name, value in factors.items():
+            parts[name.rpartition("/")[0]][name] = value
+        return OffloadedFactors(names, lambda name: self._from_owner(name, parts[name]))
+
+    def _from_owner(self, name: str, factors: Tensors) -> EigenFactors:
+        given = self.world.share(factors, self._owners[name], self.device)
+        assert given is not None
+        return self._block(name, given)
 
     def _block(self, name: str, factors: Tensors) -> EigenFactors:
         keys = [k for k in ("outputs", "inputs", "diagonal") if f"{name}/{k}" in factors]

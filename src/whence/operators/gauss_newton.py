@@ -122,6 +122,7 @@ class GaussNewton(Operator[BlockVectors]):
                     self._add_by_columns(part, v, totals, bar)
                 else:
                     self._add_along(part, v, totals, bar)
+        total = self.data[0].world.total({"product": total})["product"]
         if not bool(total.isfinite().all()):
             self._blame()
         return total.div_(self.examples * len(self.checkpoints))
@@ -300,6 +301,7 @@ class GaussNewton(Operator[BlockVectors]):
             for one in part.backward_passes(Signal("loss"), self.batch_size):
                 for _ in one.layers:  # raises where a gradient is not finite
                     pass
+        self.data[0].world.wait()  # another rank may have the example
         raise NotFinite(
             "a product with the Gauss-Newton matrix is not finite, though all gradients are: "
             f"use dtype=torch.float64, or {ALTERNATIVE}"

@@ -28,5 +28,5 @@ class KFAC(Factored):
         for name, (Λ_S, Λ_A) in eigenvalues.items():
             factors[f"{name}/eigenvalues"] = torch.outer(Λ_S.clamp_min(0), Λ_A.clamp_min(0))
         if diagonal:
-            factors |= fitter.second_moments(cls.kind, checkpoints, {}, diagonal)
+            factors |= fitter.second_moments(cls.kind, checkpoints, None, diagonal)
         return factors

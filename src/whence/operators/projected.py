@@ -34,6 +34,10 @@ class ProjectedVectors:
     def __truediv__(self, diagonal: Tensor) -> ProjectedVectors:
         return ProjectedVectors(self.values / diagonal.to(self.values))
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> ProjectedVectors:
+        """With a function of the coordinates in their place."""
+        return ProjectedVectors(function(self.values))
+
     def updated(self, other: ProjectedVectors) -> ProjectedVectors:
         return other
 

@@ -7,8 +7,8 @@ in the parameters' own coordinates (basis None) otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -96,6 +96,11 @@ class BlockVectors:
     values: dict[str, Tensor]
     bases: dict[str, Basis | None]
     scales: dict[str, float] = field(default_factory=dict)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> BlockVectors:
+        """With a function of every block's matrices in their place; their memory is freed."""
+        names = list(self.values)
+        return replace(self, values={name: function(self.values.pop(name)) for name in names})
 
     def scale(self, name: str) -> float:
         return self.scales.get(name, 1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from whence.operators import products
 from whence.operators.space import Basis
 from whence.persist.identity import key_of
 from whence.persist.tensors import FactorCache
+from whence.world import Owner, World, everyone
 
 Tensors = dict[str, Tensor]  # by names such as "<block>/A"
 
@@ -35,6 +36,7 @@ class FitData:
         identity: what makes two fits the same besides weights and settings (data, task, model,
             layers).
         losses: the digest of the losses of all examples at given weights.
+        world: whose ranks the examples are dealt to.
     """
 
     passes: Passes
@@ -42,14 +44,17 @@ class FitData:
     indices: NDArray[np.int64]
     identity: Mapping[str, Any]
     losses: Callable[[Weights], str]
+    world: World = field(default_factory=World)
 
     def batches(self, size: int) -> list[NDArray[np.int64]]:
-        return [self.indices[b] for b in cut(len(self.indices), size)]
+        """This rank's examples."""
+        share = self.indices[self.world.rank :: self.world.size]
+        return [share[b] for b in cut(len(share), size)]
 
     def backward_passes(
         self, signal: Signal, batch_size: int, label: str | None = None
     ) -> Iterator[BackwardPass]:
-        """Over all the data, with the weights that are loaded."""
+        """Over this rank's share of the data, with the weights that are loaded."""
         return self.passes.backward_passes(self.data, self.batches(batch_size), signal, label)
 
 
@@ -70,7 +75,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def finish(self, totals: Tensors) -> Tensors:
-        """The statistic from the totals of all examples."""
+        """The statistic from the totals of all examples, of which some may be elsewhere."""
 
 
 def measure(
@@ -80,11 +85,13 @@ def measure(
     cache: FactorCache,
     settings: Mapping[str, Any],
     batch_size: int,
+    owner: Owner = everyone,
 ) -> Tensors:
     """A statistic over all parts of the data: cached, from a snapshot on, or from scratch.
 
     Args:
         settings: all that it depends on, the key of the cache.
+        owner: the rank that gets a total, by its name.
     """
     key, passes = key_of(settings), data[0].passes
     values = cache.get(key)
@@ -105,7 +112,7 @@ def measure(
                 if complete is not None:
                     done = before + complete
                     cache.offer_snapshot(key, totals, {"done": done, "batch_size": batch_size})
-        values = statistic.finish(totals)
+        values = statistic.finish(data[0].world.total(totals, owner))
         cache.put(key, values, settings)
     return values
 
@@ -177,7 +184,7 @@ class Covariances(LayerStatistic):
 
     def finish(self, totals: Tensors) -> Tensors:
         covariances = {}
-        for b in self.blocks:
+        for b in [b for b in self.blocks if f"{b.name}/A" in totals]:
             A, S = (totals[f"{b.name}/{key}"] for key in "AS")
             S = S if b.rows else products.mirror(S)
             covariances[f"{b.name}/A"] = products.mirror(A) / self.examples

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -78,20 +78,41 @@ def parameters_sha256(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Named tensors, on disk or in memory, with the SHA-256 of their file."""
+    """Named tensors, on disk or in memory, with the SHA-256 of their file.
+
+    A file may leave out tensors that are the same in another one, its `base`: frozen weights are
+    stored once. Then `sha256` is that of the file with all of them, and `stored` its own.
+    """
 
     sha256: str
     path: Path | None = None
     aliases: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     memory: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    base: TensorFile | None = field(default=None, compare=False, repr=False)
+    unchanged: Sequence[str] = field(default=(), compare=False, repr=False)  # only in the base
+    stored: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def write(
-        cls, path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None
+        cls,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        aliases: Mapping[str, str] | None = None,
+        base: TensorFile | None = None,
+        unchanged: Sequence[str] = (),
     ) -> TensorFile:
+        """
+        Args:
+            base: has the same tensors under the names `unchanged`.
+        """
         data = serialize(tensors)
+        whole = cls(sha256_of(data), path, aliases or {})
+        if unchanged:
+            data = serialize({k: x for k, x in tensors.items() if k not in set(unchanged)})
+            own = sha256_of(data)
+            whole = replace(whole, base=base, unchanged=sorted(unchanged), stored=own)
         write_bytes(path, data)
-        return cls(sha256_of(data), path, aliases or {})
+        return whole
 
     @classmethod
     def adopt(cls, source: Mapping[str, Tensor] | str | os.PathLike[str]) -> TensorFile:
@@ -119,18 +140,30 @@ class TensorFile:
             tensors = dict(self.memory)
         else:
             assert self.path is not None
-            actual = file_sha256(self.path)
-            if actual != self.sha256:
+            actual, recorded = file_sha256(self.path), self.stored or self.sha256
+            if actual != recorded:
                 reason = (
                     f"truncated or altered: its SHA-256 is {actual[:12]}…, "
-                    f"{self.sha256[:12]}… was recorded"
+                    f"{recorded[:12]}… was recorded"
                 )
                 raise RunError(str(damaged(self.path, reason, REMEDY)))
-            tensors = read_tensors(self.path)
+            tensors = read_tensors(self.path) | self._from_base()
         for alias, name in self.aliases.items():
             if name in tensors:
                 tensors[alias] = tensors[name]
         return tensors
+
+    def _from_base(self) -> dict[str, Tensor]:
+        if not self.unchanged:
+            return {}
+        base = {} if self.base is None else self.base.load()
+        missing = [name for name in self.unchanged if name not in base]
+        if missing:
+            raise RunError(
+                f"{self.path} leaves {missing[0]} to the run's first checkpoint, which does not "
+                f"have it: {REMEDY}"
+            )
+        return {name: base[name] for name in self.unchanged}
 
 
 def file_sha256(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
 from whence.run.segments import Stage
 
 SCHEMA = 1
+FROZEN_ONCE = 2  # of a run whose checkpoints leave frozen weights to the first one
 CHECKPOINT_FILE = re.compile(r"step-\d{8,}(\.moments|\.optimizer)?\.safetensors(\.tmp)?")
 
 
@@ -130,8 +131,9 @@ class RunData:
         self._write_json(folder)
 
     def _write_json(self, folder: Path) -> None:
+        saved = [*self.checkpoints, *self.between]
         content = {
-            "schema": SCHEMA,
+            "schema": FROZEN_ONCE if any(c.files.unchanged for c in saved) else SCHEMA,
             "finished": self.finished,
             "steps": self.steps,
             "resumable": self.resumable,
@@ -170,7 +172,7 @@ class RunData:
         if not folder.is_dir():
             raise RunError(f"there is no run at {folder}: no such folder")
         try:
-            content = read_json(folder / "run.json", schema=SCHEMA, remedy=REMEDY)
+            content = _read(folder / "run.json")
             with parsing(folder / "run.json", REMEDY):
                 return cls._parse(folder, content)
         except MissingFile as error:
@@ -214,13 +216,14 @@ class RunData:
             check_array(path, part, content.get("arrays", {}).get(name, {}), REMEDY)
             return part
 
+        initial = _checkpoint(folder, content["initial"]) if content["initial"] else None
         batches = None
         if content["batches"]:
             offsets = array("batch_offsets", steps + 1)
             flat = array("batches", int(offsets[-1]))
             batches = np.split(flat, offsets[1:-1]) if steps else []
         return cls(
-            checkpoints=[_checkpoint(folder, entry) for entry in content["checkpoints"]],
+            checkpoints=[_checkpoint(folder, e, initial) for e in content["checkpoints"]],
             learning_rates=array("learning_rates", steps, len(groups)),
             momentums=array("momentums", steps, len(groups)),
             groups=[group["parameters"] for group in groups],
@@ -228,8 +231,8 @@ class RunData:
             stages=[Stage(s["name"], s["start"], s["end"], s["size"]) for s in stages],
             optimizers={s["name"]: s["optimizer"] for s in stages},
             columns={s["name"]: s["groups"] for s in stages},
-            initial=_checkpoint(folder, content["initial"]) if content["initial"] else None,
-            between=[_checkpoint(folder, entry) for entry in content["between"]],
+            initial=initial,
+            between=[_checkpoint(folder, e, initial) for e in content["between"]],
             marks={int(at): sha256 for at, sha256 in content.get("marks", {}).items()},
             batches=batches,
             subset=checked_subset(subset) if subset is not None else None,
@@ -255,6 +258,14 @@ class RunData:
         for file in (folder / "checkpoints").iterdir():
             if CHECKPOINT_FILE.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """run.json, of either schema."""
+    try:
+        return read_json(path, schema=SCHEMA, remedy=REMEDY)
+    except InvalidInput:
+        return read_json(path, schema=FROZEN_ONCE, remedy=REMEDY)
 
 
 def checked_subset(subset: ArrayLike) -> NDArray[np.int64]:
@@ -283,8 +294,15 @@ def write_checkpoint(
     aliases: Mapping[str, str],
     moments: Mapping[str, Tensor] | None = None,
     state: Mapping[str, Tensor] | None = None,
+    *,
+    base: TensorFile | None = None,
+    unchanged: Sequence[str] = (),
 ) -> Checkpoint:
-    """Write step-00000188.safetensors, .moments.safetensors and .optimizer.safetensors."""
+    """Write step-00000188.safetensors, .moments.safetensors and .optimizer.safetensors.
+
+    Args:
+        base: the weights of the run's first checkpoint, which has those called `unchanged`.
+    """
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     stem = folder / "checkpoints" / f"step-{step:08d}"
 
@@ -295,7 +313,9 @@ def write_checkpoint(
     return Checkpoint(
         step,
         stage,
-        TensorFile.write(stem.with_name(f"{stem.name}.safetensors"), weights, aliases),
+        TensorFile.write(
+            stem.with_name(f"{stem.name}.safetensors"), weights, aliases, base, unchanged
+        ),
         write(".moments.safetensors", moments),
         write(".optimizer.safetensors", state),
     )
@@ -305,6 +325,9 @@ def _entry(checkpoint: Checkpoint) -> dict[str, Any]:
     entry = {"step": checkpoint.step, "stage": checkpoint.stage, **_file(checkpoint.files)}
     if checkpoint.files.aliases:
         entry["aliases"] = dict(checkpoint.files.aliases)
+    if checkpoint.files.unchanged:
+        entry["unchanged"] = list(checkpoint.files.unchanged)
+        entry["stored"] = checkpoint.files.stored
     for name in ("moments", "state"):
         file: TensorFile | None = getattr(checkpoint, name)
         if file:
@@ -317,13 +340,20 @@ def _file(file: TensorFile) -> dict[str, str]:
     return {"file": file.path.name, "sha256": file.sha256}
 
 
-def _checkpoint(folder: Path, entry: Mapping[str, Any]) -> Checkpoint:
+def _checkpoint(
+    folder: Path, entry: Mapping[str, Any], initial: Checkpoint | None = None
+) -> Checkpoint:
     def file(item: Mapping[str, Any], aliases: Mapping[str, str]) -> TensorFile:
         check_types(item, sha256=str, file=str)
         # Take the file's name only: run.json must not lead to a file outside the folder.
         return TensorFile(item["sha256"], folder / "checkpoints" / Path(item["file"]).name, aliases)
 
-    check_types({"aliases": {}} | dict(entry), step=int, stage=str, aliases=dict)
-    weights = file(entry, entry.get("aliases", {}))
+    known = {"aliases": {}, "unchanged": [], "stored": ""} | dict(entry)
+    check_types(known, step=int, stage=str, aliases=dict, unchanged=list, stored=str)
+    weights = file(entry, known["aliases"])
+    if known["unchanged"]:
+        base = None if initial is None else initial.files
+        names = [str(name) for name in known["unchanged"]]
+        weights = replace(weights, base=base, unchanged=names, stored=known["stored"])
     moments, state = (file(entry[k], {}) if k in entry else None for k in ("moments", "state"))
     return Checkpoint(entry["step"], entry["stage"], weights, moments, state)

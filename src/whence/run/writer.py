@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whence.persist.identity import sha256_of
 from whence.persist.locks import FolderLock
+from whence.persist.tensors import serialize
 from whence.run import optimizers
-from whence.run.checkpoint import RunError, model_weights, weights_sha256
+from whence.run.checkpoint import Checkpoint, RunError, model_weights, weights_sha256
 from whence.run.format import RunData, write_checkpoint
 from whence.run.segments import Stage
 
@@ -30,6 +32,7 @@ class RunWriter:
             for row in zip(data.learning_rates.tolist(), data.momentums.tolist(), strict=True)
         ]
         self._optimizer: Optimizer | None = None  # the one the current columns belong to
+        self._first: dict[str, str] | None = None  # digests of the first checkpoint's tensors
         self._lock: FolderLock | None = None
 
     @property
@@ -44,6 +47,7 @@ class RunWriter:
             self.data.write(self.folder, shorter=True)
             weights = model_weights(self.model)
             self.data.initial = write_checkpoint(self.folder, 0, stage, *weights)
+            self._first = None
         self.write(shorter=True)
         self.data.delete_unused(self.folder)
 
@@ -113,10 +117,29 @@ class RunWriter:
         data.hyperparameters.append(optimizers.hyperparameters(optimizer, group))
         return columns[-1]
 
+    def _unchanged(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """The tensors that no optimizer trains and that are as in the first checkpoint, if they are
+        most of the model: these are stored once."""
+        data = self.data
+        trained = {name for names in data.groups for name in names}
+        frozen = {name: x for name, x in weights.items() if name not in trained}
+        size = sum(x.nbytes for x in frozen.values())
+        if data.initial is None or 2 * size < sum(x.nbytes for x in weights.values()):
+            return []
+        if self._first is None:
+            self._first = {k: _digest(x) for k, x in data.initial.weights().items()}
+        return [name for name, x in frozen.items() if self._first.get(name) == _digest(x)]
+
+    def _write_checkpoint(self, *more: Mapping[str, Tensor] | None) -> Checkpoint:
+        weights, aliases = model_weights(self.model)
+        stage, initial = self.data.stages[-1].name, self.data.initial
+        base, unchanged = None if initial is None else initial.files, self._unchanged(weights)
+        place = self.folder, self.updates, stage
+        return write_checkpoint(*place, weights, aliases, *more, base=base, unchanged=unchanged)
+
     def save_weights(self) -> None:
         """Save the weights after an update that has no checkpoint."""
-        weights, stage = model_weights(self.model), self.data.stages[-1].name
-        self.data.between.append(write_checkpoint(self.folder, self.updates, stage, *weights))
+        self.data.between.append(self._write_checkpoint())
 
     def save_checkpoint(self, optimizer: Optimizer, names: Mapping[int, list[str]]) -> None:
         """Save the current model as a checkpoint, unless it already is one."""
@@ -125,15 +148,8 @@ class RunWriter:
             return
         state = optimizers.flat_state(optimizer, names) if data.resumable else None
         data.resumable = state is not None
-        checkpoint = write_checkpoint(
-            self.folder,
-            step,
-            data.stages[-1].name,
-            *model_weights(self.model),
-            optimizers.second_moments(optimizer, names),
-            state or None,
-        )
-        data.checkpoints.append(checkpoint)
+        moments = optimizers.second_moments(optimizer, names)
+        data.checkpoints.append(self._write_checkpoint(moments, state or None))
         data.between = [c for c in data.between if c.step != step]
         self.write()
 
@@ -153,3 +169,7 @@ class RunWriter:
         if data.stages:
             data.stages[-1] = replace(data.stages[-1], end=self.updates)
         data.write(self.folder, shorter=shorter)
+
+
+def _digest(tensor: Tensor) -> str:
+    return sha256_of(serialize({"": tensor}))

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from whence.errors import DiskFull, FolderConflict, InvalidInput
+from whence.errors import DiskFull, FolderConflict, InvalidInput, MissingFile
 from whence.persist.arrays import Checksums, create_array, entry_of, map_array, save_array
 from whence.persist.files import (
     Throttle,
@@ -37,6 +38,7 @@ from whence.scores.result import (
     read_description,
 )
 from whence.table import byte_size
+from whence.world import World
 
 TRIED = "tried.safetensors"
 ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
@@ -57,6 +59,9 @@ class ScoreWriter:
     holds the caller's tallies for the blocks that are done.
 
     ``already`` is the finished Scores if an earlier call with the same key wrote them.
+
+    With several ranks in ``world``, each writes its own blocks, and records them in a file of its
+    own. Rank 0 opens and finishes the folder, which all must see. All return the same Scores.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class ScoreWriter:
         top: int | None = None,
         dtype: DTypeLike = np.float32,
         tried: Tried | None = None,
+        world: World | None = None,
     ) -> None:
         for name, number in (
             ("queries", queries),
@@ -95,6 +101,7 @@ class ScoreWriter:
         self.account: dict[str, Any] = {}
         self.of = ""
         self._tried = tried
+        self._world = World() if world is None else world
         self._out = None if out is None else Path(out)
         self._dtype = np.dtype(dtype)
         self._self = queries is None
@@ -129,7 +136,7 @@ class ScoreWriter:
                 name: np.zeros(shape, self._dtype) for name, shape in self._shapes.items()
             }
         else:
-            self._open(self._out)
+            self._open_together(self._out)
 
     def done(self, rows: slice | None, columns: slice) -> bool:
         """Whether this block is written, by this call or by an interrupted earlier one."""
@@ -160,18 +167,37 @@ class ScoreWriter:
             )
         if (parts is None) != (self._parts is None):
             raise InvalidInput("give parts exactly when the writer has segments= or layers=")
-        if self._top is not None:
-            self._keep_strongest(block, scores)
-        else:
-            self._rows("scores")[r0:r1, c0:c1] = scores
+        arrays = {"scores": scores}
         if self._parts is not None and parts is not None:
             length = self._shapes[self._parts][0]
-            checked = self._checked(self._parts, parts, (length, r1 - r0, c1 - c0))
-            self._rows(self._parts)[:, r0:r1, c0:c1] = checked
-        if self._out is not None:
-            self._written.append((block, self._checksums(block)))
+            shape = length, r1 - r0, c1 - c0
+            arrays[self._parts] = self._checked(self._parts, parts, shape)
+        if self._top is not None:
+            self._keep_strongest(block, scores)
+        for part in _missing(block, self._done):
+            s0, s1, d0, d1 = part
+            here = np.s_[..., s0 - r0 : s1 - r0, d0 - c0 : d1 - c0]
+            for name in self._data:
+                self._put(name, part, arrays[name][here])
+            if self._out is not None:
+                self._written.append((part, self._checksums(part)))
         _add(block, self._done)
         self._note()
+
+    def _put(self, name: str, block: ScoreTile, values: Floats) -> None:
+        """Store a block's numbers."""
+        (r0, r1, c0, c1), data = block, self._data[name]
+        if self._world.size == 1 or not isinstance(data, np.memmap):
+            self._rows(name)[..., r0:r1, c0:c1] = values
+            return
+        # Row by row: a map is written back in whole pages, with the columns of other ranks in them.
+        rows = values.reshape(-1, r1 - r0, c1 - c0)
+        with open(str(data.filename), "rb+", buffering=0) as file:
+            for part, matrix in enumerate(rows):
+                for row, numbers in enumerate(matrix, part * self._queries + r0):
+                    place = (row * self._examples + c0) * self._dtype.itemsize
+                    os.pwrite(file.fileno(), numbers.tobytes(), data.offset + place)
+            os.fsync(file.fileno())
 
     def finish(
         self,
@@ -183,6 +209,9 @@ class ScoreWriter:
         """The Scores; ``metadata`` holds the other arguments of its constructor."""
         if self.already is not None:
             return self.already
+        if self._world.size > 1:
+            self._gather()
+            metadata["diagnostics"] = self._world.of_first(metadata.get("diagnostics"))
         missing = _missing((0, self._queries, 0, self._examples), self._done)
         if missing:
             r0, r1, c0, c1 = missing[0]
@@ -206,11 +235,19 @@ class ScoreWriter:
         )
         if self._out is None:
             return scores
+        if self._world.first:
+            self._finish_folder(self._out, scores)
+        self._world.wait()
+        self._data = {}
+        self.already = Scores.load(self._out)
+        return self.already
+
+    def _finish_folder(self, out: Path, scores: Scores) -> None:
         # The big arrays are on disk already: rename them, add the small ones, scores.json last.
         entries = {
             name: entry_of(array)
             if name in self._shapes
-            else save_array(self._out / f"{name}.npy", array)
+            else save_array(out / f"{name}.npy", array)
             for name, array in scores._arrays().items()
         }
         for name in self._shapes:
@@ -218,23 +255,74 @@ class ScoreWriter:
             assert isinstance(data, np.memmap)
             data.flush()
             if self._partial(name).exists():
-                move_into_place(self._partial(name), self._out / f"{name}.npy")
-        scores._save_json(self._out, entries)
-        self._progress.unlink()
-        self._data = {}
+                move_into_place(self._partial(name), out / f"{name}.npy")
+        scores._save_json(out, entries)
+        for file in self._progress_files(out):
+            file.unlink()
         assert self._lock is not None
         self._lock.release()
-        self.already = Scores.load(self._out)
-        return self.already
+
+    def _gather(self) -> None:
+        """What all ranks have written."""
+        world = self._world
+        for tiles in world.values(self._done):
+            for tile in tiles:
+                _add(_tile(tile), self._done)
+        if self._top is not None:
+            for rank in range(world.size):
+                given = {"values": self._top_values, "columns": self._top_columns}
+                arrays = world.share({k: torch.from_numpy(x) for k, x in given.items()}, rank)
+                if arrays is not None and rank != world.rank:
+                    self._merge_top(arrays["values"].numpy(), arrays["columns"].numpy())
+        if self._out is None:
+            sums = world.total({name: torch.from_numpy(x) for name, x in self._data.items()})
+            self._data = {name: x.numpy() for name, x in sums.items()}
+        else:  # opened again: on a network disk, only then are the others' numbers seen
+            world.wait()
+            self._data = {name: map_array(self._file(name), "r+") for name in self._shapes}
 
     @property
     def _progress(self) -> Path:
         assert self._out is not None
-        return self._out / "progress.json"
+        rank = self._world.rank
+        return self._out / ("progress.json" if rank == 0 else f"progress-{rank}.json")
+
+    @staticmethod
+    def _progress_files(out: Path) -> list[Path]:
+        """Of all ranks, rank 0's first."""
+        first = out / "progress.json"
+        return [*([first] if first.exists() else []), *sorted(out.glob("progress-*.json"))]
+
+    def _file(self, name: str) -> Path:
+        """An unfinished array; after the renaming inside finish(), at its final place."""
+        assert self._out is not None
+        partial = self._partial(name)
+        return partial if partial.exists() else self._out / f"{name}.npy"
 
     def _partial(self, name: str) -> Path:
         assert self._out is not None
         return self._out / f"{name}.npy.partial"
+
+    def _open_together(self, out: Path) -> None:
+        """Rank 0 opens the folder, and the others what it found there."""
+        if self._world.first:
+            self._open(out)
+        if self._world.size == 1:
+            return
+        state = {"already": self.already is not None, "done": self._done, "of": self.of}
+        state = self._world.of_first(state)
+        if self._world.first:
+            return
+        try:
+            if state["already"]:
+                self.already = Scores.load(out)
+            else:
+                self._data = {name: map_array(self._file(name), "r+") for name in self._shapes}
+        except MissingFile as error:
+            raise MissingFile(
+                f"{error}. Rank 0 has made it: give a folder that all processes see"
+            ) from error
+        self._done, self.of = [_tile(block) for block in state["done"]], state["of"]
 
     def _open(self, out: Path) -> None:
         self._lock = FolderLock(out, "writes scores", takeover=True)
@@ -243,10 +331,15 @@ class ScoreWriter:
             self._same_calculation(out, read_description(out).get("calculation"), changed)
             self.already = Scores.load(out)
             self._lock.release()
-            self._progress.unlink(missing_ok=True)  # interrupted at the last line of finish()
+            for file in self._progress_files(out):  # interrupted at the end of finish()
+                file.unlink()
             return
         if self._progress.exists() and self._resume(out, changed):
+            if len(self._progress_files(out)) > 1:
+                self._write_progress()
+                self._forget_ranks(out)
             return
+        self._forget_ranks(out)
         if self._tried is not None and changed:
             self._tried.save(out / TRIED)
             self._changed(out)
@@ -269,34 +362,45 @@ class ScoreWriter:
         self.of = "" if changed else file_sha256(out / TRIED)
         return changed
 
+    def _forget_ranks(self, out: Path) -> None:
+        """Remove the progress of other ranks, which is in this one's or of no use."""
+        for file in self._progress_files(out):
+            if file != self._progress:
+                file.unlink()
+
     def _resume(self, out: Path, changed: list[str]) -> bool:
         """Resume an earlier call's work; False if its data is gone and all must be redone."""
         remedy = f"delete the folder {out} to start over"
-        progress = read_json(self._progress, remedy=remedy)
-        with parsing(self._progress, remedy):
-            calculation, done = progress["calculation"], [_tile(b) for b in progress["done"]]
-            state = {name: base64.b64decode(raw) for name, raw in progress["top"].items()}
-            account = dict(progress["account"])
-            written: list[tuple[ScoreTile, str]] = progress.get("written", [])
+        parts = {file: read_json(file, remedy=remedy) for file in self._progress_files(out)}
+        done: list[ScoreTile] = []
+        for file, progress in parts.items():
+            with parsing(file, remedy):
+                for block in map(_tile, progress["done"]):
+                    _add(block, done)
         if not done:  # starting another calculation here loses nothing
             return False
-        self._same_calculation(out, calculation, changed)
+        for progress in parts.values():
+            self._same_calculation(out, progress.get("calculation"), changed)
         for name, shape in self._shapes.items():
-            file = self._partial(name)
-            if not file.exists():  # interrupted inside finish(), after the renaming
-                file = out / f"{name}.npy"
             try:
-                data = map_array(file, "r+")
+                data = map_array(self._file(name), "r+")
             except OSError:
                 return False
             if data.shape != shape or data.dtype != self._dtype:
                 return False
             self._data[name] = data
-        with parsing(self._progress, remedy):
-            for name in state:
-                array = {"values": self._top_values, "columns": self._top_columns}[name]
-                array[...] = np.frombuffer(state[name], array.dtype).reshape(array.shape)
-            self._written = [(_tile(block), str(crc32)) for block, crc32 in written]
+        account: dict[str, Any] = {}
+        for file, progress in parts.items():
+            with parsing(file, remedy):
+                if self._top is not None:
+                    forms = {"values": self._top_values, "columns": self._top_columns}
+                    raw = {name: base64.b64decode(progress["top"][name]) for name in forms}
+                    self._merge_top(
+                        *(np.frombuffer(raw[k], x.dtype).reshape(x.shape) for k, x in forms.items())
+                    )
+                written = progress.get("written", [])
+                self._written += [(_tile(block), str(crc32)) for block, crc32 in written]
+                account = merged(account, dict(progress["account"]))
         if any(self._checksums(block) != crc32 for block, crc32 in self._written):
             raise damaged(self._partial("scores"), "altered: a checksum does not fit", remedy)
         self._done, self.account = done, account
@@ -333,7 +437,7 @@ class ScoreWriter:
             self._write_progress()
 
     def _write_progress(self) -> None:
-        for data in self._data.values():
+        for data in self._data.values() if self._world.size == 1 else ():
             assert isinstance(data, np.memmap)
             data.flush()
         state = {}
@@ -373,6 +477,21 @@ class ScoreWriter:
         """The array as (..., q, n), also for self-influence."""
         return self._data[name][..., None, :] if self._self else self._data[name]
 
+    def _merge_top(self, values: Floats, columns: Ints) -> None:
+        """Keep the strongest of these entries and of those here, of which some may be the same."""
+        assert self._top is not None
+        for end, sign in enumerate((1, -1)):
+            both = np.concatenate([self._top_columns[end], columns[end]], 1)
+            strength = sign * np.concatenate([self._top_values[end], values[end]], 1)
+            order = np.argsort(both, 1, kind="stable")
+            ordered = np.take_along_axis(both, order, 1)
+            again = np.diff(ordered, axis=1, prepend=-1) == 0
+            alone = np.where(again, -np.inf, np.take_along_axis(strength, order, 1))
+            np.put_along_axis(strength, order, alone, 1)
+            order = np.lexsort((both, -strength), axis=1)[:, : self._top]
+            self._top_values[end] = sign * np.take_along_axis(strength, order, 1)
+            self._top_columns[end] = np.take_along_axis(both, order, 1)
+
     def _keep_strongest(self, block: ScoreTile, values: Floats) -> None:
         assert self._top is not None
         r0, r1, c0, c1 = block
@@ -395,6 +514,19 @@ class ScoreWriter:
             order = np.lexsort((columns, -strength), axis=1)[:, : self._top]
             self._top_values[end, r0:r1] = sign * np.take_along_axis(strength, order, 1)
             self._top_columns[end, r0:r1] = np.take_along_axis(columns, order, 1)
+
+
+def merged(left: Any, right: Any) -> Any:
+    """The accounts of two ranks as one: the larger of two numbers, the sum of two lists of numbers,
+    each text once."""
+    if isinstance(left, dict):
+        both = {name: merged(left[name], right[name]) for name in left if name in right}
+        return {**left, **right, **both}
+    if isinstance(left, list):
+        if all(isinstance(x, str) for x in [*left, *right]):
+            return list(dict.fromkeys([*left, *right]))
+        return [x + y for x, y in zip(left, right, strict=True)]
+    return max(left, right)
 
 
 def _tile(given: Any) -> ScoreTile:

@@ -7,6 +7,7 @@ and examples that were appended to the data are added.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,8 +45,10 @@ class Builder:
         """Compute the rows and second moments that are missing."""
         store, workspace = self.store, self.workspace
         store.save()  # first: the folder is then known as a store
-        make_folder(store.path / "gradients")
-        self._check_room()
+        if store.world.first:
+            make_folder(store.path / "gradients")
+            self._check_room()
+        store.world.wait()
         self._announce()
         for unit in self._units:
             store.check_losses(workspace, unit)
@@ -60,6 +63,7 @@ class Builder:
             self._add_moments(unit, signal)
         store.description["complete"] = True
         store.save()
+        store.world.wait()
 
     @property
     def _units(self) -> list[Unit]:
@@ -81,31 +85,56 @@ class Builder:
     def _write_rows(self, unit: Unit) -> None:
         store, workspace, partial = self.store, self.workspace, self.store.description["partial"]
         path, data = store.rows_path(unit.name), store.study.data[unit.stage]
-        if finished(path, store.dimension, store.dtype) == len(data):
+        if store.world.of_first(finished(path, store.dimension, store.dtype) == len(data)):
             return
-        known, entries = partial.get(unit.name), store.description["rows"]
+        known, entries, rows = partial.get(unit.name), store.description["rows"], None
         if isinstance(known, int):  # earlier versions kept no checksums
             known = {"rows": known}
-        rows = Rows(path, store.rows_form(len(data)), known, entries.get(unit.name))
+        if store.world.first:
+            rows = Rows(path, store.rows_form(len(data)), known, entries.get(unit.name))
         passes, throttle = workspace.passes[unit.stage], Throttle(PROGRESS_SECONDS)
         passes.load(unit.checkpoint)
-        left = np.arange(rows.start, len(data))
-        batches = [left[b] for b in cut(len(left), workspace.batch_size)]
-        label, room = f"gradients, step {unit.checkpoint.step}", workspace.memory // 4
-        how = store.projection(workspace), room, label
+        left = np.arange(store.world.of_first(rows and rows.start), len(data))
         with passes.clock("projection"):
-            for piece in projected(passes, data, batches, LOSS, *how):
-                self._refuse_bad(piece.rows, piece.indices, unit)
-                rows.write(piece.rows)
+            for indices, values in self._projected(unit, left):
+                if rows is None:
+                    continue
+                self._refuse_bad(values, indices, unit)
+                rows.write(values)
                 if throttle.due():
                     with throttle.saving():
                         partial[unit.name] = rows.flush()
                         store.save()
-        partial[unit.name], entries[unit.name] = rows.flush(), rows.entry
-        store.save()  # before the matrix is renamed: one without checksums would not be checked
-        rows.finish()
-        del partial[unit.name]
-        store.save()
+        if rows is not None:
+            partial[unit.name], entries[unit.name] = rows.flush(), rows.entry
+            store.save()  # before the matrix is renamed: one without checksums is not checked
+            rows.finish()
+            del partial[unit.name]
+            store.save()
+        description = store.world.of_first(store.description)
+        if not store.world.first:
+            store.description.update(description)
+
+    def _projected(
+        self, unit: Unit, left: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        """These examples' rows in order; each rank projects a share of some at a time."""
+        workspace, world = self.workspace, self.store.world
+        data, passes = self.store.study.data[unit.stage], workspace.passes[unit.stage]
+        projection, size = self.store.projection(workspace), workspace.batch_size
+        how = projection, workspace.memory // 4, f"gradients, step {unit.checkpoint.step}"
+        together = max(1, len(left))
+        if world.size > 1:
+            together = world.size * max(size, projection.preferred_batch // size * size)
+        for some in [left[block] for block in cut(len(left), together)]:
+            share = world.deal(some)
+            batches = [share[block] for block in cut(len(share), size)]
+            pieces = projected(passes, data, batches, LOSS, *how)
+            if world.size == 1:
+                yield from ((piece.indices, piece.rows) for piece in pieces)
+            else:
+                rows = torch.cat([piece.rows for piece in pieces])
+                yield some, world.regather(rows, len(some))
 
     def _refuse_bad(self, rows: Tensor, indices: NDArray[np.int64], unit: Unit) -> None:
         bad = indices[(~rows.isfinite().all(1)).cpu().numpy()]
@@ -141,14 +170,15 @@ class Builder:
         store.save()
 
     def _row_moments(self, rows: StoredRows, chosen: NDArray[np.int64]) -> dict[str, Tensor]:
-        sums, workspace = {}, self.workspace
+        sums, workspace, world = {}, self.workspace, self.store.world
+        chosen = chosen[world.rank :: world.size]
         for k, where in enumerate(self.store.projection(workspace).columns):
             d = where.stop - where.start
             total = torch.zeros(d, d, dtype=torch.float64, device=workspace.device)
             for block in cut(len(chosen), 4 * workspace.batch_size):
                 add_gram(total, rows[chosen[block]][:, where].to(total))
-            sums[f"{k}"] = mirror(total)
-        return sums
+            sums[f"{k}"] = total
+        return {name: mirror(total) for name, total in world.total(sums).items()}
 
     def _fit_eigenbasis(self) -> None:
         """The leading entries of each block, fitted once, by the first build."""

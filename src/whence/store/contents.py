@@ -29,6 +29,7 @@ from whence.layers.passes import Signal, Weights
 from whence.operators import Basis, accumulator
 from whence.persist.files import make_folder, write_json
 from whence.persist.identity import key_of
+from whence.persist.shared import shared
 from whence.persist.tensors import FactorCache
 from whence.projections import Eigenbasis, Projection, projected
 from whence.projections.eigenbasis import LeadingEntries
@@ -36,6 +37,7 @@ from whence.run import Run
 from whence.run.checkpoint import Checkpoint
 from whence.store.rows import StoredRows
 from whence.study import Study, task_identity
+from whence.world import World
 
 DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
 
@@ -54,8 +56,9 @@ class StoreContents:
 
     def __init__(self, path: Path, study: Study, description: dict[str, Any]) -> None:
         self.path, self.study, self.description = path, study, description
-        self.factors = FactorCache(path / "factors")
-        self._decompositions = FactorCache(path / "decompositions")
+        self.world = World.current()
+        self.factors = shared(FactorCache(path / "factors"), self.world)
+        self._decompositions = shared(FactorCache(path / "decompositions"), self.world)
         self._projections: dict[str, Projection] = {}
         self._rows: dict[str, StoredRows] = {}
         self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
@@ -183,6 +186,8 @@ class StoreContents:
         """Refuse to use or add to rows of other losses; store those of further examples."""
         path, data = self.path / "losses" / f"{unit.name}.safetensors", self.study.data[unit.stage]
         tried = workspace.trials(unit.stage, data, unit.checkpoint, LOSSES)
+        if not self.world.first:
+            return
         if path.exists() and tried.differs_from(path, "delete the store, and build it again"):
             raise InvalidInput(
                 f"the store in {self.path} was built with other losses of {data.name} at step "
@@ -268,5 +273,6 @@ class StoreContents:
         return self.path / "gradients" / f"{name}.npy"
 
     def save(self) -> None:
-        """Write the description."""
-        write_json(self.path / "store.json", self.description)
+        """Write the description; rank 0's counts."""
+        if self.world.first:
+            write_json(self.path / "store.json", self.description)

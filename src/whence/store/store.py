@@ -11,6 +11,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -47,6 +48,7 @@ from whence.store.identity import (
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
 from whence.table import one_line
+from whence.world import World
 
 NOT_STRANGE = (LOCK, "gradients")  # what a build killed in its first moments may have left
 ROW_TOLERANCE = 1e-3  # relative difference of a recomputed row from the stored one
@@ -119,8 +121,13 @@ class GradientStore(StoreContents):
         run = only_run(study)
         check_choices(projection, fisher, methods)
         folder = Path(path)
-        lock = FolderLock(folder, "builds a store", takeover=True)
-        with lock, torch.no_grad(), precision_as_asked(), collect_warnings() as messages:
+        with (
+            World.together() as world,
+            _locked(folder, world),
+            torch.no_grad(),
+            precision_as_asked(),
+            collect_warnings() as messages,
+        ):
             options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
             workspace = Workspace.lay_out(study, run, options)
             check_dimension(dimension, workspace.trained_blocks(), workspace.memory)
@@ -135,6 +142,7 @@ class GradientStore(StoreContents):
             rounded = rounded_products(dtype, workspace.device)
             settings |= {"rounded": rounded} if rounded else {}
             identity = identity_of(workspace)
+            world.agree({"path": folder, "settings": settings, "methods": list(methods)})
             if (folder / "store.json").exists():
                 description = read(folder)
                 check_same(folder, description, {"settings": settings, "identity": identity})
@@ -156,7 +164,8 @@ class GradientStore(StoreContents):
                 stage: {"examples": len(data), "sha256": digest_of(data, len(data))}
                 for stage, data in study.data.items()
             }
-            if before != description["data"]:  # decompositions of fewer examples are of no use
+            world.wait()  # all have read what is there
+            if world.first and before != description["data"]:  # decompositions of fewer examples
                 shutil.rmtree(folder / "decompositions", ignore_errors=True)
             description["complete"] = False
             known = description.get("warnings", [])
@@ -183,7 +192,7 @@ class GradientStore(StoreContents):
                 "again to resume"
             )
         dtype = getattr(torch, description["settings"]["dtype"])
-        with torch.no_grad(), precision_as_asked():
+        with World.together(), torch.no_grad(), precision_as_asked():
             workspace = Workspace.lay_out(study, run, ComputeOptions(dtype=dtype, progress=False))
             check_same(folder, description, {"identity": identity_of(workspace)})
         for stage, data in study.data.items():
@@ -197,7 +206,7 @@ class GradientStore(StoreContents):
         store = cls(folder, study, description)
         for unit in store.units(run):
             store.rows(unit.stage, unit.checkpoint)
-        with torch.no_grad(), precision_as_asked():
+        with World.together(), torch.no_grad(), precision_as_asked():
             store.check_losses(workspace, store.units(run)[-1])
         description["warnings"] = [*description.get("warnings", []), *collected_warnings()]
         return store
@@ -282,7 +291,12 @@ class GradientStore(StoreContents):
         out, top = compute.pop("out", None), compute.pop("top", None)
         by_segment, weights = compute.pop("by_segment", False), compute.pop("query_weights", None)
         dtype = getattr(torch, self.description["settings"]["dtype"])
-        with torch.no_grad(), precision_as_asked(), collect_warnings():
+        with (
+            World.together(),
+            torch.no_grad(),
+            precision_as_asked(),
+            collect_warnings(),
+        ):
             workspace = self._workspace(ComputeOptions(dtype=dtype, **compute))
             stages = scored_stages(self.study, method.stage)
             queries = QuerySet.of(self.study, query, weights)
@@ -333,3 +347,10 @@ class GradientStore(StoreContents):
             f"GradientStore({self.path}: {s['projection']}, dimension {s['dimension']}, examples "
             f"{{{counts}}}, for {', '.join(self.description['methods'])})"
         )
+
+
+def _locked(folder: Path, world: World) -> AbstractContextManager[object]:
+    """The lock of the folder, which rank 0 holds for all."""
+    lock = FolderLock(folder, "builds a store", takeover=True) if world.first else nullcontext()
+    world.wait()
+    return lock

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from whence.engine.queries import Queries
-from whence.engine.scoring import Columns, Scoring
+from whence.engine.scoring import Scoring
 from whence.engine.trials import LOSSES
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import Columns, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero

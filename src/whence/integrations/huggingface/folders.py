@@ -51,7 +51,7 @@ def from_huggingface(
     Args:
         output_dir: the Trainer's output_dir. Nothing in it is unpickled.
         model: the model that was trained, with the same parameters frozen. Its weights do not
-            matter.
+            matter, except the frozen ones of a PEFT model, whose folders hold only the adapter.
         stage: the name of the run's only stage.
         size: number of training examples.
         notes: aspects of the training that SOURCE does not model: {"clip_norm": 1.0}.

@@ -28,6 +28,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of PEFT
 # Parameters to which the Trainer applies no weight decay: those of nn.LayerNorm, and by name.
 NO_DECAY_NAMES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 # For each optimizer: the keys that only its groups have, and the second moments in its state.
@@ -66,7 +67,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PretrainedWeights(TensorFile):
-    """Weights written by `save_pretrained`, in one file or several. Tied weights are saved once."""
+    """Weights written by `save_pretrained`, in one file or several. Tied weights are saved once.
+
+    Where only an adapter was saved (PEFT), the frozen weights are those of the given model, `base`.
+    """
 
     parts: tuple[TensorFile, ...] = field(default=(), compare=False, repr=False)
     names: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -75,9 +79,11 @@ class PretrainedWeights(TensorFile):
     @classmethod
     def find(cls, folder: Path, model: nn.Module) -> PretrainedWeights:
         """The weights in a checkpoint folder. Raises RunError if they do not fit the model."""
-        path, paths = _weight_files(folder)
+        adapted = hasattr(model, "peft_config")
+        path, paths = _weight_files(folder, adapted)
         state = model.state_dict()
-        renamed = _renamed(model, state)
+        of_adapter = path.name in ADAPTER_FILES
+        renamed = _adapter_names(model, state) if of_adapter else _renamed(model, state)
         shapes = {
             renamed.get(name, name): shape for p in paths for name, shape in _shapes(p).items()
         }
@@ -91,6 +97,8 @@ class PretrainedWeights(TensorFile):
             if name not in shapes
         }
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
+        base = _frozen(model, state, shapes) if of_adapter else {}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in base.items()}
         problems = [f"no {name}" for name in expected.keys() - shapes.keys()]
         problems += [
             f"{name} of shape {shapes[name]}, not {shape}"
@@ -111,6 +119,8 @@ class PretrainedWeights(TensorFile):
             )
         parts = tuple(TensorFile.adopt(p) for p in paths)
         sha256 = parts[0].sha256
+        if base:
+            parts = (TensorFile.adopt(base), *parts)
         if len(parts) > 1:
             sha256 = sha256_of(*(part.sha256 for part in parts))
         return cls(sha256, path, aliases, parts=parts, names=frozenset(expected), renamed=renamed)
@@ -142,14 +152,42 @@ def _renamed(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
-    """The file or index that represents a checkpoint's weights, and all files that hold them."""
-    path = next((folder / name for name in WEIGHT_FILES if (folder / name).exists()), None)
+def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """{name in an adapter's file: name in the model}, as PEFT leaves out the adapter's own name."""
+    from peft import get_peft_model_state_dict
+
+    names = {t.data_ptr(): name for name, t in state.items()}
+    saved = get_peft_model_state_dict(model, dict(state), save_embedding_layers=False)
+    return {name: names[t.data_ptr()] for name, t in saved.items() if t.data_ptr() in names}
+
+
+def _frozen(
+    model: nn.Module, state: Mapping[str, Tensor], saved: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors that an adapter's file does not hold: all must be frozen."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    missing = sorted(trained - saved.keys())
+    if missing:
+        raise RunError(
+            f"{missing[0]} is trained and not in the adapter's file: give the model as it was in "
+            "training, with the same parameters frozen"
+        )
+    return {name: tensor for name, tensor in state.items() if name not in saved}
+
+
+def _weight_files(folder: Path, adapted: bool) -> tuple[Path, list[Path]]:
+    """The file or index that represents a checkpoint's weights, and all files that hold them.
+
+    Args:
+        adapted: whether the model has an adapter, so that the adapter's weights are enough.
+    """
+    known = [*WEIGHT_FILES, *(ADAPTER_FILES if adapted else ())]
+    path = next((folder / name for name in known if (folder / name).exists()), None)
     if path is None:
         raise RunError(
             f"{folder} has no weights ({' or '.join(WEIGHT_FILES[::2])}): "
             + (
-                "it holds only an adapter; record with RecorderCallback instead"
+                "it holds only an adapter; give the model with its adapter (a PeftModel)"
                 if any(folder.glob("**/adapter_model.*"))
                 else "restore them from a copy, or delete the folder to build the run without it"
             )

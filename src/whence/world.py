@@ -1,0 +1,352 @@
+"""The processes that share a calculation, and what passes between them.
+
+With W ranks of `torch.distributed`'s default group, of which each makes the same calls:
+
+    T = Σ_n t(n) = Σ_r Σ_{n in rank r} t(n)     every sum over examples; `deal`, then `total`
+    A_b = Q_b Λ_b Q_bᵀ                          block b, at the rank that owns it; `owners`
+    w_q                                         query vectors, dealt to ranks; then `regather`
+    values[:, m]                                columns, computed and written by one rank each
+
+A share depends on nothing but positions in the list of examples and W. A world of one process sends
+nothing, and does all the work.
+
+Only tensors travel, and JSON as bytes: nothing that is received is unpickled. Before each exchange
+the ranks compare what they are about to do. A rank that failed says so there, and ranks that are
+not in step are refused rather than left waiting for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from whence.errors import InvalidInput, RankFailed, warn
+
+T = TypeVar("T")
+Owner = Callable[[str], int | None]  # the rank that a named tensor belongs to; None: all ranks
+PATIENCE = 10.0  # seconds for which a rank waits for the others without a message
+CPU = torch.device("cpu")
+
+_warned: set[str] = set()
+
+
+def everyone(name: str) -> None:
+    """The owner of what all ranks have."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process, one of `size`."""
+
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def current(cls) -> World:
+        """The initialised process group, or this process alone."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_world_size(), dist.get_rank())
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size.isdecimal() and int(size) > 1 and os.environ.get("RANK", "0") == "0":
+            message = (
+                f"WORLD_SIZE={size}, but no process group is initialised: every process does all "
+                "the work. Call torch.distributed.init_process_group() first, in every process"
+            )
+            if message not in _warned:
+                _warned.add(message)
+                warn(message, stacklevel=3)
+        return cls()
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank reads and writes the files that all ranks share."""
+        return self.rank == 0
+
+    @classmethod
+    @contextmanager
+    def together(cls) -> Iterator[World]:
+        """Around what all ranks do together: a rank that fails inside tells the others, and only
+        rank 0 shows warnings."""
+        world = cls.current()
+        if world.size == 1:
+            yield world
+            return
+        world._step("begin", None, patient=True)
+        try:
+            with warnings.catch_warnings():
+                if not world.first:
+                    warnings.simplefilter("ignore")
+                yield world
+        except RankFailed:
+            raise
+        except Exception:
+            with suppress(RankFailed):
+                world._compare(world.rank + 1, 0)
+            raise
+
+    # -- who does what ---------------------------------------------------------------------------
+
+    def mine(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's share."""
+        return items if self.size == 1 else items[self.rank :: self.size]
+
+    def deal(self, items: Any) -> Any:
+        """This rank's share of an array whose rows `regather` puts together again: neighbours,
+        and at least one. A rank without any repeats the first, which `regather` drops."""
+        most = -(-len(items) // self.size)
+        share = items[self.rank * most : (self.rank + 1) * most]
+        return share if len(share) else items[:1]
+
+    def rounds(self, items: Sequence[T]) -> Iterator[tuple[T, bool]]:
+        """This rank's share, and whether it counts. Every rank gets the same number of items, so
+        that all can exchange something in each round."""
+        for start in range(0, len(items), self.size):
+            mine = start + self.rank < len(items)
+            yield items[start + self.rank if mine else start], mine
+
+    def owners(self, sizes: Mapping[str, float]) -> dict[str, int]:
+        """A rank for each name, so that the sizes of all ranks are about the same."""
+        loads, owners = [0.0] * self.size, dict.fromkeys(sizes, 0)
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += sizes[name]
+        return owners
+
+    # -- exchanges -------------------------------------------------------------------------------
+
+    def total(self, tensors: dict[str, Tensor], owner: Owner = everyone) -> dict[str, Tensor]:
+        """Σ over the ranks of each tensor, at its owner only. The given ones are used up."""
+        if self.size == 1:
+            return tensors
+        self._step("total", _forms(tensors))
+        sums = {}
+        for name in list(tensors):
+            given, rank = tensors.pop(name), owner(name)
+            sent = self._sent(given)
+            if rank is None:
+                self._exchange(dist.all_reduce, sent)
+            else:
+                self._exchange(dist.reduce, sent, rank)
+            if rank in (None, self.rank):
+                sums[name] = sent.to(given.device)
+        return sums
+
+    def share(
+        self, tensors: Mapping[str, Tensor] | None, source: int, device: torch.device = CPU
+    ) -> dict[str, Tensor] | None:
+        """What the rank `source` gives; what the others give is not looked at."""
+        if self.size == 1:
+            return None if tensors is None else dict(tensors)
+        return self._handed("share", tensors, source, lambda name: None, device)
+
+    def hand_out(
+        self, tensors: Mapping[str, Tensor] | None, owner: Owner
+    ) -> dict[str, Tensor] | None:
+        """Of what rank 0 gives, the tensors that this rank owns."""
+        if self.size == 1:
+            return None if tensors is None else dict(tensors)
+        return self._handed("hand out", tensors, 0, owner, CPU)
+
+    def collect(self, tensors: Mapping[str, Tensor], owner: Owner) -> dict[str, Tensor]:
+        """The tensors of all owners, at rank 0; nothing elsewhere."""
+        if self.size == 1:
+            return dict(tensors)
+        forms = [json.loads(text) for text in self.texts(json.dumps(_forms(tensors)))]
+        collected = {}
+        for rank, its_forms in enumerate(forms):
+            for name, form in its_forms.items():
+                if owner(name) is None or rank == 0:
+                    if self.first and name not in collected and name in tensors:
+                        collected[name] = tensors[name].cpu()
+                elif self.rank == rank:
+                    self._exchange(dist.send, self._sent(tensors[name]), 0)
+                elif self.first:
+                    received = self._empty(form, CPU)
+                    self._exchange(dist.recv, received, rank)
+                    collected[name] = received.cpu()
+        return collected
+
+    def regather(self, rows: Tensor, count: int) -> Tensor:
+        """The rows (count, ...) of an array that was dealt, from those of each share."""
+        if self.size == 1:
+            return rows
+        self._step("regather", [str(rows.dtype), list(rows.shape[1:]), count])
+        most = -(-count // self.size)
+        if len(rows) < most:
+            rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+        sent = self._sent(rows)
+        together = sent.new_empty(self.size * most, *rows.shape[1:])
+        self._exchange(dist.all_gather, list(together.chunk(self.size)), sent)
+        return together[:count].to(rows.device)
+
+    def texts(self, text: str) -> list[str]:
+        """The text of every rank."""
+        if self.size == 1:
+            return [text]
+        self._step("texts", None)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = self._sent(torch.tensor([len(data)]))
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        self._exchange(dist.all_gather, lengths, length)
+        padded = torch.zeros(max(1, *map(int, lengths)), dtype=torch.uint8)
+        padded[: len(data)] = data
+        sent = self._sent(padded)
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        self._exchange(dist.all_gather, parts, sent)
+        named = zip(parts, lengths, strict=True)
+        return [bytes(part[: int(n)].tolist()).decode() for part, n in named]
+
+    def values(self, value: Any) -> list[Any]:
+        """A plain value of every rank, as JSON holds it."""
+        return [value] if self.size == 1 else [json.loads(x) for x in self.texts(json.dumps(value))]
+
+    def of_first(self, value: Any) -> Any:
+        """The plain value that rank 0 gives, as JSON holds it."""
+        return self.values(value if self.first else None)[0]
+
+    def agree(self, about: Mapping[str, Any]) -> None:
+        """Refuse ranks that differ in any of these plain values; the error names them."""
+        everywhere = self.values({name: str(value) for name, value in about.items()})
+        for name in about:
+            differ = [r for r, each in enumerate(everywhere) if each[name] != everywhere[0][name]]
+            if differ:
+                ranks = ", ".join(map(str, differ))
+                raise InvalidInput(
+                    f"the processes differ in {name}: rank {ranks} of {self.size} not as rank 0 "
+                    f"({_short(everywhere[differ[0]][name])}; rank 0: "
+                    f"{_short(everywhere[0][name])}). Start all with the same code, data and "
+                    "settings"
+                )
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.size > 1:
+            self._step("wait", None)
+
+    # -- the wire --------------------------------------------------------------------------------
+
+    def _step(self, what: str, about: Any, patient: bool = False) -> None:
+        """Compare with the other ranks what is exchanged next."""
+        code = zlib.crc32(json.dumps([what, about]).encode())
+        failed, most, least = self._compare(0, code, patient)
+        if failed:
+            raise RankFailed(
+                f"rank {failed - 1} of {self.size} failed, and its message says why: this process "
+                f"(rank {self.rank}) stops too. Run the same command to resume"
+            )
+        if most != -least:
+            raise RankFailed(
+                f"the {self.size} processes are not in step: rank {self.rank} is at {what!r}, and "
+                "another is elsewhere. All must make the same calls in the same order, with the "
+                "same code, data and settings"
+            )
+
+    def _compare(self, failed: int, code: int, patient: bool = False) -> list[int]:
+        """The largest failed rank + 1, code and -code of all ranks."""
+        status = self._sent(torch.tensor([failed, code, -code] if not failed else [failed, 0, 0]))
+        try:
+            work = dist.all_reduce(status, dist.ReduceOp.MAX, async_op=True)
+            assert work is not None
+            end = time.monotonic() + PATIENCE
+            while patient and self.first and not work.is_completed():
+                if time.monotonic() > end:
+                    tqdm.write(
+                        f"whence waits for {self.size - 1} other process(es) of the group: all of "
+                        "them must make this call. To work in one process, destroy the group first"
+                    )
+                    break
+                time.sleep(0.001)
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return [int(x) for x in status.tolist()]
+
+    def _exchange(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            operation(*arguments)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RankFailed:
+        return RankFailed(
+            f"another of the {self.size} processes no longer answers ({_short(str(error))}): it "
+            f"has ended, or makes other calls than this one (rank {self.rank}). Run the same "
+            "command to resume"
+        )
+
+    def _handed(
+        self,
+        what: str,
+        tensors: Mapping[str, Tensor] | None,
+        source: int,
+        owner: Owner,
+        device: torch.device,
+    ) -> dict[str, Tensor] | None:
+        self._step(what, source)
+        giver = self.rank == source
+        header = json.dumps(None if tensors is None else _forms(tensors)).encode() if giver else b""
+        length = self._sent(torch.tensor([len(header)]))
+        self._exchange(dist.broadcast, length, source)
+        sent = self._sent(torch.tensor(list(header) or [0] * int(length), dtype=torch.uint8))
+        self._exchange(dist.broadcast, sent, source)
+        forms = json.loads(bytes(sent.tolist()))
+        if forms is None:
+            return None
+        received = {}
+        for name, form in forms.items():
+            rank = owner(name)
+            if giver:
+                assert tensors is not None
+                value = self._sent(tensors[name])
+            elif rank in (None, self.rank):
+                value = self._empty(form, device)
+            if rank is None:
+                self._exchange(dist.broadcast, value, source)
+            elif giver and rank != source:
+                self._exchange(dist.send, value, rank)
+            elif rank == self.rank and not giver:
+                self._exchange(dist.recv, value, source)
+            if rank in (None, self.rank):
+                received[name] = tensors[name] if giver and tensors else value.to(device)
+        return received
+
+    def _place(self, device: torch.device) -> torch.device:
+        """Where the group can send a tensor of this device from."""
+        backends = dist.get_backend_config()
+        if device.type == "cuda" and "cuda:nccl" in backends:
+            return device
+        return CPU if "cpu:" in backends else torch.device("cuda", torch.cuda.current_device())
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor, where the group can send it from."""
+        return tensor.detach().to(self._place(tensor.device)).contiguous()
+
+    def _empty(self, form: Sequence[Any], device: torch.device) -> Tensor:
+        dtype, shape = form
+        known = getattr(torch, str(dtype), None)
+        if not isinstance(known, torch.dtype):
+            raise RankFailed(f"another process sent {dtype!r}, which is not a dtype")
+        return torch.empty([int(n) for n in shape], dtype=known, device=self._place(device))
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        name: [str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()
+    }
+
+
+def _short(text: str, most: int = 120) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,0 +1,182 @@
+"""Several processes: the scores of one, in a share of the time and memory each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import ranks
+from support.comparing import close
+
+import whence
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    ranks.record(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, by two processes."""
+    folder, copy = tmp_path_factory.mktemp("pair"), tmp_path_factory.mktemp("copy") / "runs"
+    shutil.copytree(runs, copy)
+    body = f"ranks.everything(Path({str(copy)!r}), folder, rank)"
+    ranks.together(folder, body)
+    return folder
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_two_processes_give_the_scores_of_one(
+    name: str, runs: Path, pair: Path, tmp_path: Path
+) -> None:
+    folder = pair / name.replace(" ", "-")
+    failed = [file.read_text() for file in sorted(folder.glob("rank-*.txt"))]
+    assert not failed, failed[0]
+    first, second = (np.load(folder / f"rank-{rank}.npy") for rank in (0, 1))
+    np.testing.assert_array_equal(first, second)
+    close(first, ranks.values(ranks.CASES[name](runs, tmp_path)), 1e-7)
+
+
+def known(pair: Path, what: str) -> list[Any]:
+    """What each rank reported."""
+    return [json.loads((pair / f"{rank}.json").read_text())[what] for rank in (0, 1)]
+
+
+def test_each_rank_takes_its_share_and_owns_its_blocks(pair: Path) -> None:
+    first, second = known(pair, "shares")
+    # covariances and eigenvalues at 3 checkpoints, of 23 examples
+    assert (first["train sampled"], second["train sampled"]) == (2 * 3 * 12, 2 * 3 * 11)
+    assert first["train loss"] + second["train loss"] == 3 * 23
+    assert min(first["train loss"], second["train loss"]) >= 3 * 8
+    assert (first["query measurement"], second["query measurement"]) == (3 * 3, 3 * 2)
+    whole = sum(8 * (o * o + w * w + o * w) for o, w in ((6, 5), (5, 7), (3, 6)))
+    assert first["factors"] + second["factors"] == whole
+    assert max(first["factors"], second["factors"]) < 0.65 * whole
+
+
+def test_three_ranks_and_what_they_fitted(runs: Path, tmp_path: Path) -> None:
+    """The same bits again; and their factors serve one process, to the last bit of the file."""
+    body = f"""
+for turn in range(2):
+    study = ranks.study(Path({str(runs)!r}), cache=folder / f"cache-{{turn}}")
+    scores = whence.Source(segments=2).attribute(study, ranks.QUERY, progress=False)
+    np.save(folder / f"{{turn}}-{{rank}}.npy", scores.values)
+few = torch.utils.data.Subset(ranks.QUERY, [1])  # fewer queries than ranks
+study = ranks.study(Path({str(runs)!r}), cache=folder / "cache-0")
+scores = whence.Source(segments=2).attribute(study, few, progress=False)
+np.testing.assert_allclose(scores.values[0], np.load(folder / "0-0.npy")[1], rtol=1e-4, atol=1e-6)
+"""
+    ranks.together(tmp_path, body, size=3)
+    first = np.load(tmp_path / "0-0.npy")
+    assert len(list(tmp_path.glob("*.npy"))) == 6
+    for file in sorted(tmp_path.glob("*.npy")):
+        np.testing.assert_array_equal(np.load(file), first)
+    caches = [tmp_path / f"cache-{turn}" for turn in (0, 1)]
+    files = {file: file.stat().st_mtime_ns for file in caches[0].iterdir()}
+    assert {file.name for file in files} == {file.name for file in caches[1].iterdir()}
+    method, options = whence.Source(segments=2), {"progress": False}
+    alone = method.attribute(ranks.study(runs, cache=caches[0]), ranks.QUERY, **options)
+    assert {file: file.stat().st_mtime_ns for file in caches[0].iterdir()} == files
+    close(first, alone.values, 1e-6)
+    fresh = method.attribute(ranks.study(runs, cache=tmp_path / "one"), ranks.QUERY, **options)
+    close(first, fresh.values, 1e-6)
+
+
+# --- a rank is lost, or differs -----------------------------------------------------------------
+
+DIES = """
+from whence.scores import ScoreWriter
+written = ScoreWriter.write
+def dying(self, *block):
+    written(self, *block)
+    if {condition}:
+        os._exit(9)
+ScoreWriter.write = dying
+"""
+
+
+def test_a_lost_rank_ends_the_others_and_the_same_call_resumes(runs: Path, tmp_path: Path) -> None:
+    """Killed as two processes, resumed by three, killed again, and finished by one."""
+    body = f"""
+study = ranks.study(Path({str(runs)!r}), cache=folder / "cache")
+whence.TracIn().attribute(study, ranks.QUERY, out=folder / "scores", batch_size=2,
+                          dtype=torch.float64, progress=False)
+"""
+    done = []
+    for size, mortal in ((2, 1), (3, 0)):
+        (tmp_path / "meeting").unlink(missing_ok=True)
+        dies = DIES.format(condition=f"rank == {mortal}")
+        processes = ranks.start(tmp_path, dies + body, size)
+        errors = ranks.outcome(processes)
+        assert processes[mortal].returncode == 9
+        for rank in set(range(size)) - {mortal}:
+            assert processes[rank].returncode == 1
+            assert "RankFailed" in errors[rank] and "Run the same command to resume" in errors[rank]
+        written = np.zeros((5, 23), bool)
+        for file in (tmp_path / "scores").glob("progress*.json"):
+            for r0, r1, c0, c1 in json.loads(file.read_text())["done"]:
+                written[r0:r1, c0:c1] = True
+        done.append(int(written.sum()))
+    assert 0 < done[0] <= done[1] < 5 * 23
+    one = ranks.study(runs)
+    options = {"dtype": torch.float64, "progress": False}
+    out = tmp_path / "scores"
+    finished = whence.TracIn().attribute(one, ranks.QUERY, out=out, batch_size=2, **options)
+    close(finished.values, whence.TracIn().attribute(one, ranks.QUERY, **options).values, 1e-12)
+    assert not list(out.glob("progress*"))
+
+
+def test_an_error_of_one_rank_reaches_all(pair: Path) -> None:
+    """And the group is of use afterwards, where the error is caught."""
+    first, second = known(pair, "failing")
+    assert "rank 1 of 2 failed" in first and second == "example 7 is bad"
+
+
+@pytest.mark.parametrize("name", ranks.DIFFERENT)
+def test_ranks_that_differ_are_named(name: str, pair: Path) -> None:
+    first, second = known(pair, "differing")
+    assert f"the processes differ in {name}: rank 1 of 2 not as rank 0" in first[name]
+    assert first == second
+
+
+def test_a_process_without_a_group_is_warned(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whence.world._warned", set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="no process group is initialised") as caught:
+        for _ in range(2):
+            whence.TracIn().attribute(ranks.study(runs), ranks.QUERY, progress=False)
+    assert sum("process group" in str(w.message) for w in caught) == 1
+
+
+def test_torchrun(runs: Path, tmp_path: Path) -> None:
+    """The command line joins a group by itself; the first process alone answers."""
+    file = tmp_path / "study.py"
+    file.write_text(
+        "import sys\n"
+        "from support import ranks\n"
+        "from pathlib import Path\n"
+        f"study = ranks.study(Path({str(runs)!r}), cache={str(tmp_path / 'cache')!r})\n"
+        "query = ranks.QUERY\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-port=29617", "-m", "whence", "attribute", str(file), "--json"]
+    command += ["--method", "influence", "--out", str(tmp_path / "scores")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)  # one answer, of one process
+    assert answer["provenance"]["processes"] == 2
+    scores = whence.Scores.load(tmp_path / "scores")
+    alone = whence.Influence().attribute(ranks.study(runs), ranks.QUERY, progress=False)
+    close(scores.values, alone.values, 1e-6)

@@ -1,0 +1,307 @@
+"""Calculations that several processes share, and a way to run them: `python ranks.py` is a rank."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import whence
+from support import models
+from whence.layers.passes import Passes
+from whence.operators.fit import Fitter
+
+TASK = whence.Classification()
+TRAIN, QUERY = models.vectors(23), models.vectors(5, seed=1)
+DOCUMENTS, PROMPTS = models.documents(7), models.documents(3, seed=1)
+EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False, "batch_size": 4}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return models.mlp((4, 6, 5, 3), inplace=False).double()
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return models.Transformer().double()
+
+
+def record(folder: Path) -> None:
+    """The runs that the cases are about."""
+    optimizers: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.3),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    }
+    for name, optimizer_of in optimizers.items():
+        model = net()
+        optimizer = optimizer_of(model.parameters())
+        order = np.random.default_rng(0)
+        with whence.Recorder(
+            folder / name, model, optimizer, checkpoints=3, total_steps=9
+        ) as recorder:
+            for _ in range(9):
+                indices = order.choice(len(TRAIN), 8, replace=False)
+                x, y = TRAIN[torch.from_numpy(indices)]
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                recorder.step(indices)
+                optimizer.step()
+    language = whence.LanguageModeling()
+    models.train_run(gpt(), language, DOCUMENTS, [2, 4], 0.1).run.save(folder / "gpt")
+
+
+def study(folder: Path, name: str = "sgd", **changes: Any) -> whence.Study:
+    if name == "gpt":
+        return whence.Study(gpt(), whence.LanguageModeling(), DOCUMENTS, folder / name, **changes)
+    return whence.Study(net(), TASK, TRAIN, folder / name, **changes)
+
+
+Case = Callable[[Path, Path], Any]  # of the recorded runs, and a folder of its own
+
+
+def scored(method: Any, run: str = "sgd", query: Any = QUERY, **options: Any) -> Case:
+    def case(runs: Path, own: Path) -> Any:
+        given = {name: own / "scores" if name == "out" else x for name, x in options.items()}
+        cache = {} if run == "sgd" else {"cache": own / "cache"}
+        call = {**EXACT, **given}
+        if isinstance(method, whence.Random):
+            del call["batch_size"]
+        return method.attribute(study(runs, run, **cache), query, **call)
+
+    return case
+
+
+def every_layer(runs: Path, own: Path) -> Any:
+    given = study(runs, "gpt", layers="all", cache=own / "cache")
+    return whence.Source(segments=2).attribute(given, PROMPTS, **EXACT)
+
+
+def several_runs(runs: Path, own: Path) -> Any:
+    both = whence.Study(net(), TASK, TRAIN, [runs / "sgd", runs / "adam"], cache=own / "cache")
+    return whence.Trak(6).attribute(both, QUERY, out=own / "scores", **EXACT)
+
+
+def tokens(runs: Path, own: Path) -> Any:
+    rows = whence.Source().tokens(
+        study(runs, "gpt"), PROMPTS, [4, 0, 2], dtype=torch.float64, progress=False
+    )
+    return np.concatenate([np.concatenate([r.values, r.rest[:, None]], 1) for r in rows], 1)
+
+
+def stored(projection: str, fisher: str) -> Case:
+    def case(runs: Path, own: Path) -> Any:
+        how = {"dimension": 6, "projection": projection, "fisher": fisher}
+        given = study(runs, cache=own / "cache")
+        whence.GradientStore.build(given, own / "store", **how, **EXACT)
+        store = whence.GradientStore.open(own / "store", given)
+        options = {"progress": False, "batch_size": 4}
+        parts = [
+            store.source(QUERY, 2, **options),
+            store.influence(QUERY, out=own / "s", **options),
+        ]
+        parts += [store.trak(QUERY, **options), store.tracin(QUERY, **options)]
+        return np.stack([part.values for part in parts])
+
+    return case
+
+
+CASES: dict[str, Case] = {
+    "source": scored(whence.Source(segments=2)),
+    "source to a folder": scored(whence.Source(segments=2), out=True, by_segment=True),
+    "source of a language model": scored(whence.Source(segments=2), "gpt", PROMPTS),
+    "source, few queries at a time": scored(whence.Source(segments=3), memory=2**20),
+    "source of adam": scored(whence.Source(), "adam"),
+    "published source of adam": scored(whence.Source.published(), "adam"),
+    "source, gauss-newton": scored(whence.Source(curvature="gauss-newton")),
+    "source of sums of queries": scored(whence.Source(segments=2), query_weights=np.eye(3, 5) + 1),
+    "source of low rank": scored(whence.Source(segments=2), query_rank=2, out=True),
+    "source by layer": scored(whence.Source(segments=2), by_layer=True),
+    "source, k-fac, exact": scored(whence.Source(curvature="kfac", fisher="exact")),
+    "source, diagonal": scored(whence.Source(curvature="diagonal", fisher="empirical")),
+    "fastsource": scored(whence.FastSource()),
+    "best": scored(whence.Best()),
+    "best of adam": scored(whence.Best(), "adam"),
+    "influence": scored(whence.Influence(), top=3),
+    "influence to a folder": scored(whence.Influence(), top=3, out=True),
+    "influence, cg": scored(whence.Influence(1e-2, solver="cg")),
+    "influence, arnoldi": scored(whence.Influence(solver="arnoldi", rank=5, iterations=20)),
+    "influence, datainf": scored(whence.Influence(solver="datainf")),
+    "tracin": scored(whence.TracIn(), by_segment=True),
+    "tracin of a language model": scored(whence.TracIn(), "gpt", PROMPTS),
+    "trak": scored(whence.Trak(6)),
+    "trak of two runs": several_runs,
+    "gradient cosine": scored(whence.GradientCosine()),
+    "gradient norm": scored(whence.GradientNorm()),
+    "less": scored(whence.LESS(6)),
+    "trackstar": scored(whence.TrackStar(6)),
+    "repsim": scored(whence.RepSim(), out=True),
+    "random": scored(whence.Random(), out=True),
+    "self-influence": scored(whence.Source(segments=2), query=None),
+    "self-influence to a folder": scored(whence.Source(), query=None, out=True),
+    "self-influence, cg": scored(whence.Influence(1e-2, solver="cg"), query=None),
+    "self-influence, tracin": scored(whence.TracIn(), query=None),
+    "self-influence, repsim": scored(whence.RepSim(), query=None),
+    "hydra": scored(whence.Hydra(), out=True),
+    "unrolled": scored(whence.Unrolled()),
+    "unrolled, self-influence": scored(whence.Unrolled(), query=None),
+    "tokens": tokens,
+    "every layer of a language model": every_layer,
+    "store": stored("random", "empirical"),
+    "store in the eigenbasis": stored("eigenbasis", "sampled"),
+}
+
+
+def values(answer: Any) -> np.ndarray:
+    """The numbers of an answer."""
+    if isinstance(answer, np.ndarray):
+        return answer
+    if answer.strongest is not None:
+        return np.concatenate([answer.strongest.values, answer.strongest.columns], -1)
+    return np.array(answer.values)
+
+
+def start(
+    folder: Path, body: str, size: int = 2, **environment: str
+) -> list[subprocess.Popen[str]]:
+    """Processes of one group, that run the same code with `rank`, `folder` and `ranks`."""
+    known = {"PYTHONPATH": os.pathsep.join(sys.path), "WORLD_SIZE": str(size)}
+    program = PROLOGUE.format(folder=str(folder), size=size) + body
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **known, "RANK": str(rank), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def outcome(processes: Iterable[subprocess.Popen[str]], timeout: float = 240) -> list[str]:
+    """What each process wrote to stderr; they must end by themselves."""
+    try:
+        return [process.communicate(timeout=timeout)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def together(folder: Path, body: str, size: int = 2, **environment: str) -> None:
+    """The same code in all processes, which must succeed."""
+    processes = start(folder, body, size, **environment)
+    errors = outcome(processes)
+    assert not any(process.returncode for process in processes), "\n".join(errors)
+
+
+PROLOGUE = """
+import os, sys, warnings
+from datetime import timedelta
+from pathlib import Path
+import numpy as np, torch, torch.distributed as dist
+torch.set_num_threads(1)
+import whence
+from support import ranks
+rank, folder = int(os.environ["RANK"]), Path({folder!r})
+dist.init_process_group(
+    "gloo", init_method=f"file://{{folder}}/meeting", rank=rank, world_size={size},
+    timeout=timedelta(seconds=60),
+)
+"""
+
+
+def every_case(runs: Path, folder: Path, rank: int) -> None:
+    """The numbers of all cases, or the error of one, to files."""
+    for name, case in CASES.items():
+        own = folder / name.replace(" ", "-")
+        own.mkdir(exist_ok=True, parents=True)
+        try:
+            np.save(own / f"rank-{rank}.npy", values(case(runs, own)))
+        except Exception:
+            (own / f"rank-{rank}.txt").write_text(traceback.format_exc())
+
+
+def shares(runs: Path, folder: Path, rank: int) -> dict[str, int]:
+    """How many examples and queries this rank takes through the model, and its bytes of factors."""
+    taken: Counter[str] = Counter()
+    backward, placed = Passes.backward_passes, Fitter._placed
+
+    def counting(self: Any, data: Any, blocks: Any, signal: Any, label: Any = None) -> Any:
+        taken[f"{data.name} {signal.name}"] += sum(map(len, blocks))
+        return backward(self, data, blocks, signal, label)
+
+    def weighing(self: Any, kind: Any, factors: Any) -> Any:
+        taken["factors"] += sum(x.nbytes for x in factors.values())
+        return placed(self, kind, factors)
+
+    try:
+        Passes.backward_passes, Fitter._placed = counting, weighing  # type: ignore
+        fresh = study(runs, cache=folder / "shares")
+        whence.Source().attribute(fresh, QUERY, **EXACT)
+    finally:
+        Passes.backward_passes, Fitter._placed = backward, placed  # type: ignore
+    return dict(taken)
+
+
+def failing(runs: Path, folder: Path, rank: int) -> str:
+    """The error of each rank if rank 1 fails; the next call succeeds."""
+    backward, message = Passes.backward_passes, ""
+
+    def fail(*_: Any) -> Any:
+        raise whence.errors.InvalidInput("example 7 is bad")
+
+    fresh = study(runs, cache=folder / "failing")
+    try:
+        if rank == 1:
+            Passes.backward_passes = fail  # type: ignore
+        whence.Source().attribute(fresh, QUERY, **EXACT)
+    except whence.WhenceError as error:
+        message = str(error)
+    finally:
+        Passes.backward_passes = backward  # type: ignore
+    whence.Source().attribute(fresh, QUERY, **EXACT)
+    return message
+
+
+#: what rank 1 has different, by what an error calls it
+DIFFERENT = {
+    "the training data": "study.data['train'].dataset.tensors[0][3] += rank",
+    "the queries": "query = torch.utils.data.Subset(query, range(5 - rank))",
+    "the method": "method = whence.Source(damping=float(rank))",
+    "dtype": "options['dtype'] = [torch.float32, torch.float64][rank]",
+    "the task": "study.tasks['train'].measurement = 'loss' if rank else 'margin'",
+}
+
+
+def differing(runs: Path, folder: Path, rank: int) -> dict[str, str]:
+    """The error for each difference."""
+    messages = {}
+    for name, change in DIFFERENT.items():
+        given = whence.Study(net(), copy.copy(TASK), copy.deepcopy(TRAIN), runs / "sgd")
+        local: dict[str, Any] = {"study": given, "query": QUERY, "method": whence.Source()}
+        local |= {"rank": rank, "options": dict(EXACT)}
+        exec(change, globals(), local)
+        try:
+            local["method"].attribute(local["study"], local["query"], **local["options"])
+        except whence.errors.InvalidInput as error:
+            messages[name] = str(error)
+    return messages
+
+
+def everything(runs: Path, folder: Path, rank: int) -> None:
+    """All cases, and what else is known of two processes."""
+    every_case(runs, folder, rank)
+    known = {f.__name__: f(runs, folder, rank) for f in (shares, failing, differing)}
+    (folder / f"{rank}.json").write_text(json.dumps(known))
