@@ -20,7 +20,7 @@ from whence.cli.screen import Answer, CommandError, command
 from whence.table import listed
 
 EDIT = "EDIT"
-CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+CAUSAL, CLASSIFIER = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
 DATA_FILES = (".jsonl", ".csv", ".txt")
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop")
 
@@ -93,8 +93,9 @@ def _from_trainer(folder: Path, path: Path) -> str:
     if (last / "config.json").is_file():
         config = json.loads((last / "config.json").read_text("utf-8"))
     kinds = " ".join(map(str, config.get("architectures") or []))
-    task = "causal-lm" if CAUSAL in kinds else "sequence-classification"
-    known = CAUSAL in kinds or CLASSIFIER in kinds
+    causal = any(word in kinds for word in CAUSAL)
+    task = "causal-lm" if causal else "sequence-classification"
+    known = causal or CLASSIFIER in kinds
     data = sorted(f.name for f in path.absolute().parent.iterdir() if f.suffix in DATA_FILES)
     train = next((name for name in data if "train" in name), None)
     query = next((n for n in data if any(w in n for w in ("test", "query", "valid", "eval"))), None)

@@ -103,7 +103,9 @@ Whence.map = (() => {
 
     function square(x, y, r, value) {
       const x0 = Math.max(0, x - r), x1 = Math.min(wide - 1, x + r), y0 = Math.max(0, y - r), y1 = Math.min(high - 1, y + r);
-      for (let v = y0; v <= y1; v += 1) pixels.fill(value, v * wide + x0, v * wide + x1 + 1);
+      for (let v = y0; v <= y1; v += 1) {
+        for (let at = v * wide + x0, end = at + x1 - x0; at <= end; at += 1) pixels[at] = value;
+      }
     }
 
     function paint() {
@@ -112,8 +114,9 @@ Whence.map = (() => {
       const ox = wide / 2 - cx * scale, oy = high / 2 + cy * scale;
       const grow = Math.max(0, Math.round(Math.log2(scale * 2.2 / Math.min(wide, high)))) + (n < 4000 ? 1 : 0);
       for (let j = 0; j < n; j += 1) {
-        const k = order[j], x = Math.round(ox + points[2 * k] * scale), y = Math.round(oy - points[2 * k + 1] * scale);
-        if (!(x >= 0 && y >= 0 && x < wide && y < high)) continue;
+        const k = order[j], u = ox + points[2 * k] * scale, v = oy - points[2 * k + 1] * scale;
+        if (!(u >= 0 && v >= 0 && u < wide && v < high)) continue;
+        const x = u | 0, y = v | 0;
         const r = sizes[k] + Math.min(5, grow);
         if (chosen[k]) square(x, y, r + 2, ring);
         square(x, y, r, colours[k]);
