@@ -104,6 +104,8 @@ def _in_parts(tensor: Tensor) -> bool:
 def _parts(value: Any) -> list[Any]:
     """What an object consists of, in values that are simpler."""
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    if isinstance(value, Tensor) and value.is_quantized:
+        return [str(value.dtype), value.dequantize()]
     if isinstance(value, np.ndarray):  # of objects: its bytes are memory addresses
         return [value.shape, value.ravel().tolist()]
     if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
