@@ -307,14 +307,14 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
         READERS[name](path)
 
 
-WRITERS: dict[str, Any] = {
+REFUSED: dict[str, Any] = {
     "bytes": lambda folder: write_bytes(folder / "a", b"1"),
     "folder": lambda folder: make_folder(folder / "a"),
     "lock": lambda folder: locks.FolderLock(folder, "writes"),
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_place_that_may_not_be_written_to_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,4 +327,4 @@ def test_a_place_that_may_not_be_written_to_is_named(
     if name == "folder":
         monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(NotWritable, match=r"cannot be written \(Read-only.*Study\(cache="):
-        WRITERS[name](tmp_path)
+        REFUSED[name](tmp_path)

@@ -111,3 +111,21 @@ def test_a_digest_counts_dtype_shape_names_and_values() -> None:
 def test_a_key_does_not_depend_on_the_order_of_the_settings() -> None:
     assert key_of(dict(reversed(SETTINGS.items()))) == key_of(SETTINGS)
     assert key_of(SETTINGS | {"seed": 4}) != key_of(SETTINGS)
+
+
+def in_parts(last: float) -> dict[str, Any]:
+    table = torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, last]])
+    return {
+        "sparse": table.to_sparse(),
+        "compressed": table.to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([table[0], table[1, 1:]]),
+        "quantized": torch.quantize_per_tensor(table, 0.5, 0, torch.qint8),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_consist_of_others_count_by_their_content() -> None:
+    one, same, other = in_parts(3.0), in_parts(3.0), in_parts(4.0)
+    for name in one:
+        assert digest([one[name]]) == digest([same[name]]), name
+        assert digest([one[name]]) != digest([other[name]]), name

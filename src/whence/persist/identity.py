@@ -71,7 +71,7 @@ def _digest(value: Any, known: dict[int, tuple[Any, str]]) -> str:
     """Args:
     known: digests of the objects so far, by id; of one that contains itself, its number.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not _in_parts(value):
         return sha256_of(f"{value.dtype}{tuple(value.shape)}", value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return sha256_of(f"{value.dtype}{value.shape}", value)
@@ -94,6 +94,11 @@ def _digest_parts(value: Any, known: dict[int, tuple[Any, str]]) -> str:
         return sha256_of("set", *sorted(_digest(item, known) for item in value))
     parts = value if isinstance(value, (tuple, list)) else _parts(value)
     return sha256_of(*(_digest(part, known) for part in parts))
+
+
+def _in_parts(tensor: Tensor) -> bool:
+    """Whether a tensor consists of others: sparse, nested, quantized."""
+    return tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
 
 
 def _parts(value: Any) -> list[Any]:
