@@ -147,7 +147,7 @@ RETRAINING = {
 }
 EVERY = [name for name in whence.__all__ if hasattr(getattr(whence, name), "attribute")]
 EVERY.remove("BM25")  # needs texts; it is a `Method`, as others are
-SMALL: dict[str, Any] = dict.fromkeys(("LESS", "TrackStar", "Trak"), {"dimension": 4})
+SMALL: dict[str, Any] = {name: {"dimension": 4} for name in ("LESS", "TrackStar", "Trak")}
 
 
 @pytest.mark.parametrize("name", EVERY)
