@@ -41,12 +41,11 @@ def test_the_page_states_the_factors() -> None:
 
 def test_the_formulas_on_the_page_are_the_counts() -> None:
     """The table of operations, written out anew."""
-    from types import SimpleNamespace
-
+    from whence.layers.capture import ParameterBlock
     from whence.operators import cost
 
     for o, i, t, q in ((10, 64, 1, 7), (96, 32, 12, 5), (8, 40, 100, 3)):
-        block = SimpleNamespace(o=o, i=i, width=i, size=o * i)
+        block = ParameterBlock("0", o, i, bias=False, parameter="0.weight")
         assert cost.forward_backward(block, t) == 4 * t * o * i
         assert cost.covariance(block, t) == t * (i * i + o * o)
         several = min(t, o) * i * i + min(t, i) * o * o + t * o * i

@@ -3,7 +3,7 @@
     python -m whence.demo [--out whence-demo] [--seed 0] [--json]
 
 A small MLP learns 1,500 pictures of clothes (part of Fashion-MNIST, in `pictures.npz`), a fifth of
-them with a wrong label. SOURCE, plain influence functions and TracIn say which training pictures
+them with a wrong label. SOURCE, influence functions and TracIn say which training pictures
 harm the queries most. Then the model is trained again without these, and judged on pictures that no
 method saw. The tour ends with a report, a study file, and the next command.
 """
@@ -45,10 +45,11 @@ CLASSES = [
 TRAIN, QUERIES, FLIPPED = 1500, 300, 0.2
 EPOCHS, BATCH, SEEDS = 20, 64, 3
 SHOWN = 3  # queries that are printed and drawn
-METHODS = {
-    "SOURCE": whence.Source(),
-    "plain influence functions": whence.Influence.published(),
-    "TracIn": whence.TracIn(),
+METHODS = {  # and the folders of their scores
+    "SOURCE": (whence.Source(), "source"),
+    "influence functions": (whence.Influence(), "influence"),
+    "the same as published": (whence.Influence.published(), "influence-published"),
+    "TracIn": (whence.TracIn(), "tracin"),
 }
 
 STUDY = '''"""The study of `whence demo`: what was trained, and how. whence's commands take it."""
@@ -152,9 +153,9 @@ def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     run = recipe.run(seed, out / "run", device="cpu", progress=progress)
     study = whence.Study(network(), recipe.task, data.train, run)
     scores, worst = {}, {}
-    for name, method in METHODS.items():
+    for name, (method, folder) in METHODS.items():
         scores[name] = method.attribute(study, data.query, progress=progress)
-        scores[name].save(out / "scores" / method.name.lower())
+        scores[name].save(out / "scores" / folder)
         worst[name] = np.argsort(scores[name].values.mean(0))[:count]  # margins: harm lowers them
     source = scores["SOURCE"]
     shown = _telling(source, data, SHOWN)
