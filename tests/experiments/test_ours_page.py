@@ -47,7 +47,7 @@ def sentences(folder: Path, **tasks: list[dict[str, Any]]) -> str:
 
 
 def test_first_counts_only_tasks_whose_ceiling_allows_a_difference(tmp_path: Path) -> None:
-    noisy, unknown = usual(0.1), usual(0.2)
+    noisy, unknown = usual(0.1, DEFAULT_BY_STAGE), usual(0.2, DEFAULT_BY_STAGE)
     for forms, ceiling in ((noisy, 0.05), (unknown, None)):
         for one in forms.values():
             one["ceiling"] = ceiling
@@ -83,9 +83,9 @@ def test_below_by_the_paired_interval_where_there_is_one(tmp_path: Path) -> None
 
 
 def test_sizes_outside_are_named(tmp_path: Path) -> None:
-    tasks = {"mnist": [entry(usual(0.5))], "rte": [entry(usual(0.5, spread=3.49))]}
+    tasks = {"mnist": [entry(usual(0.5))], "concrete": [entry(usual(0.5, spread=3.49))]}
     text = sentences(tmp_path, **tasks)
-    assert "between 0.5 and 2 on 1 of 2 tasks; outside: RTE 3.5." in text
+    assert "between 0.5 and 2 on 1 of 2 tasks; outside: Concrete 3.5." in text
 
 
 def test_a_confirmation_is_shown_instead_of_what_chose(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_the_page_is_made_of_the_results() -> None:
 
 def test_without_results(tmp_path: Path) -> None:
     text = negative_page.text(tmp_path)
-    assert text.count(negative_page.NOT_RUN) == 10 and "<!--" not in text
+    assert text.count(negative_page.NOT_RUN) == 13 and "<!--" not in text
 
 
 def test_ideas_are_counted(tmp_path: Path) -> None:
@@ -168,7 +168,8 @@ def test_ideas_are_counted(tmp_path: Path) -> None:
         rotated_mnist=[entry(usual(0.5, DEFAULT_BY_STAGE))],
     )
     text = negative_page.text(tmp_path)
-    assert "Lower on 1 of 3, equal on 1; higher on RTE." in text
+    assert "Lower on 1 of 2, equal on 1." in text
+    assert "| RTE | 0.500 [0.490, 0.510] | 0.550 [0.540, 0.560] | -0.050 |" in text
     assert "| MNIST | 0.450 [0.440, 0.460] | 0.500 [0.490, 0.510] | -0.050 |" in text
 
 

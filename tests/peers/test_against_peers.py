@@ -58,7 +58,7 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
     found = {}
     for site in passes.tracked.layers:
         A, S = covariances[f"{site.name}/A"], covariances[f"{site.name}/S"]
-        weight = site.modules[0].weight
+        weight = site.uses[0][0].weight
         if weight.dim() == 4:
             c, rows, columns = weight.shape[1:]
             order = (

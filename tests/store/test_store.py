@@ -489,7 +489,7 @@ def test_decompositions_make_room(
 def test_many_queries_and_settings(it: Case, tmp_path: Path) -> None:
     store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
     plain = store.source(TRAIN, **QUIET)
-    assert plain.settings["projection"] == "random" and plain.settings["segments"] == "stages"
+    assert plain.settings["projection"] == "random" and plain.settings["segments"] == "auto"
     assert plain.diagnostics["segments"][0]["share_of_score"] > 0
     small = store.source(TRAIN, memory="1MB", batch_size=7, **QUIET)
     close(small.values, plain.values, 1e-9)
