@@ -418,7 +418,7 @@ def test_more_padding(make: Make, method: str) -> None:
 @pytest.mark.parametrize("make", [gpt2, llama, bert])
 def test_padding_and_batches_of_all_layers(make: Make, curvature: str) -> None:
     task, train, query, _ = case(make)
-    method = whence.Source(1, curvature=curvature, fisher="exact")
+    method = whence.Source(1, curvature=curvature)
     found = [
         attributed(make(), method, train, query, padded(k), task, batch_size=size, layers="all")
         for k, size in ((0, 8), (5, 8), (0, 3), (0, 1))
