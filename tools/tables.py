@@ -622,9 +622,8 @@ def processes_table() -> list[str]:
     lines += [
         "",
         "`python -m benchmarks.several_processes`: from scratch, one thread for each process, "
-        f"gloo, the least of {least} round(s), {m['processor']} with two cores that other work "
-        f"used at the same time, torch {m['torch']}, {m['date']}. Differences are relative to the "
-        "largest score.",
+        f"gloo, the least of {least} round(s), {m['processor']} with two cores, "
+        f"torch {m['torch']}, {m['date']}. Differences are relative to the largest score.",
     ]
     return lines
 
