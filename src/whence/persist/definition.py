@@ -10,7 +10,7 @@ import dis
 import functools
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,6 +20,10 @@ from torch import nn
 from whence.persist.identity import captured, digest, sha256_of
 
 OURS = "whence"
+INSTRUCTIONS = (
+    *("LOAD_GLOBAL", "STORE_GLOBAL", "IMPORT_NAME"),
+    *("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"),
+)
 OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__")
 
 
@@ -71,8 +75,9 @@ def _contents(value: Any) -> Iterator[Any]:
         return
     yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
     yield from captured(value)
-    used, written = (set(_names(value.__code__, op)) for op in ("LOAD_GLOBAL", "STORE_GLOBAL"))
-    modules = [sys.modules.get(name) for name in _names(value.__code__, "IMPORT_NAME")]
+    names = _names(value.__code__)
+    used, written = (names[op] for op in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    modules = [sys.modules.get(name) for name in sorted(names["IMPORT_NAME"])]
     modules += [part for part in captured(value) if isinstance(part, ModuleType)]
     for name in sorted((used - written) & value.__globals__.keys()):
         member = value.__globals__[name]
@@ -80,8 +85,7 @@ def _contents(value: Any) -> Iterator[Any]:
             modules.append(member)
         else:
             yield [name, member]
-    kinds = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
-    attributes = {name for kind in kinds for name in _names(value.__code__, kind)}
+    attributes = names["LOAD_ATTR"] | names["LOAD_METHOD"] | names["IMPORT_FROM"]
     for module in modules:  # of installed packages, the names are in the code
         if module is not None and _version(module.__name__) is None:
             for name in sorted(attributes & vars(module).keys()):
@@ -93,12 +97,18 @@ def _private(name: str, member: Any) -> bool:
     return (name.startswith("__") and not callable(member)) or name.startswith("_abc_")
 
 
-def _names(code: CodeType, instruction: str) -> Iterable[str]:
-    """The global names in the instructions of code and of the functions inside it."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname == instruction)
+@functools.lru_cache(4096)
+def _names(code: CodeType) -> Mapping[str, frozenset[str]]:
+    """The names that each of these instructions has, in code and in the functions inside it."""
+    names: dict[str, set[str]] = {name: set() for name in INSTRUCTIONS}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in names:
+            names[instruction.opname].add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant, instruction)
+            for name, inside in _names(constant).items():
+                names[name] |= inside
+    return {name: frozenset(texts) for name, texts in names.items()}
 
 
 @functools.cache
