@@ -65,6 +65,7 @@ def test_each_rank_takes_its_share_and_owns_its_blocks(pair: Path) -> None:
     assert max(first["factors"], second["factors"]) < 0.65 * whole
 
 
+@pytest.mark.slow
 def test_three_ranks_and_what_they_fitted(runs: Path, tmp_path: Path) -> None:
     """The same bits again; and their factors serve one process, to the last bit of the file."""
     body = f"""

@@ -38,6 +38,7 @@ print(json.dumps([estimate, known("VmHWM") - before]))
 @pytest.mark.parametrize(
     ("method", "arguments"), [("Source", [3]), ("Influence", ["source"]), ("TracIn", [])]
 )
+@pytest.mark.slow
 def test_memory_is_that_of_the_work(method: str, arguments: list[object]) -> None:
     line = [sys.executable, "-W", "ignore", "-c", PROCESS, method, json.dumps(arguments)]
     answer = subprocess.run(line, capture_output=True, text=True, check=True).stdout

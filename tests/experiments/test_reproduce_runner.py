@@ -186,6 +186,7 @@ def test_forms_for_adam_over_settings(tmp_path: Path, monkeypatch: pytest.Monkey
     assert one.fingerprint != other.fingerprint
 
 
+@pytest.mark.slow
 def test_slopes_by_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depth, "SCALE", tasks.Scale(subsets=3, seeds=2, queries=3, runs=1))
     monkeypatch.setattr(depth, "DEPTHS", (1, 2))

@@ -51,6 +51,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
+@pytest.mark.slow
 def test_a_chunked_body_is_refused(page: Running) -> None:
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     for length in ({}, {"content_length": "10"}):
@@ -157,6 +158,7 @@ def test_other_pages_and_hosts_are_refused(page: Running, headers: dict[str, str
         assert status(answer) in (400, 403)
 
 
+@pytest.mark.slow
 def test_a_repeated_header_is_refused(page: Running) -> None:
     for header in ("origin: http://evil.example", f"origin: http://127.0.0.1:{page.port}"):
         request = head(page, "GET", "/api/overview", origin=f"http://127.0.0.1:{page.port}")

@@ -32,6 +32,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(cluster: None, tmp_path: Path) -> None:
     driver, fallen = os.getpid(), tmp_path / "fallen"
 
