@@ -29,6 +29,7 @@ ROOMS = (
     "world",
     "persist",
     "task",
+    "documents",
     "data",
     "run",
     "layers",

@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from whence import errors, evaluate, layers, report, retrain
     from whence.data import Contrast
+    from whence.documents import completion, padded, preference
     from whence.errors import WhenceError
     from whence.methods import (
         BM25,
@@ -40,14 +41,12 @@ if TYPE_CHECKING:
         Preference,
         Regression,
         Task,
-        completion,
-        padded,
-        preference,
     )
 
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
 _HOMES = {
+    "whence.documents": ("completion", "padded", "preference"),
     "whence.data": ("Contrast",),
     "whence.errors": ("WhenceError",),
     "whence.methods": (
@@ -81,9 +80,6 @@ _HOMES = {
         "Preference",
         "Regression",
         "Task",
-        "completion",
-        "padded",
-        "preference",
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

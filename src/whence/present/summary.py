@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from whence.present.ranking import mean_scores
 from whence.present.views import Floats, Ints, View, number, strongest
 from whence.scores import Scores
 
@@ -43,7 +44,8 @@ def summary(
     """
     columns, names = _numbered(class_of, scores.shape[-1])
     rows, _ = _numbered(query_class, scores.shape[0], names)
-    means, table = _means(scores, columns, rows, len(names))
+    means = mean_scores(scores)
+    table = _class_means(scores, columns, rows, len(names))
     direction = 1.0 if scores.higher_is_better else -1.0
     view: View = {"queries": scores.shape[0], "examples": scores.shape[-1], "classes": None}
     for end, sign in (("helpful", direction), ("harmful", -direction)):
@@ -89,22 +91,15 @@ def _numbered(
     return np.array([numbers.get(name or "", -1) for name in given], np.int64), names
 
 
-def _means(scores: Scores, columns: Ints, rows: Ints, classes: int) -> tuple[Floats, Floats]:
-    """(n,) the mean over the queries of their finite scores; (classes, classes) the mean over the
-    queries of one class and the training examples of another."""
-    total, counted = np.zeros((2, scores.shape[-1]))
+def _class_means(scores: Scores, columns: Ints, rows: Ints, classes: int) -> Floats:
+    """(classes, classes): the mean finite score over the queries of one class and the training
+    examples of another."""
     sums, numbers = np.zeros((2, classes, classes))
-    for row in range(scores.shape[0]):
-        values, where = scores.row_scores(row)
-        finite = np.isfinite(values)
-        values, where = values[finite].astype(np.float64), where[finite]
-        total[where] += values
-        counted[where] += 1
-        if classes and rows[row] >= 0:
-            of = columns[where]
-            sums[rows[row]] += np.bincount(of[of >= 0], values[of >= 0], classes)
-            numbers[rows[row]] += np.bincount(of[of >= 0], minlength=classes)
-    if scores.strongest is not None:
-        counted[:] = scores.shape[0]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(total / counted), np.asarray(sums / numbers)
+    for row in np.flatnonzero(rows >= 0):
+        values, where = scores.row_scores(int(row))
+        known = np.isfinite(values) & (columns[where] >= 0)
+        of, values = columns[where[known]], values[known].astype(np.float64)
+        sums[rows[row]] += np.bincount(of, values, classes)
+        numbers[rows[row]] += np.bincount(of, minlength=classes)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(sums / numbers)
