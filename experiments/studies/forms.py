@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from experiments.engine.trainings import First, Trainings
+from experiments.studies.options import SIZES, parsed_or_saved, parser, saved_sums
 from experiments.studies.rows import RETRAININGS, Row, rows_of
 from experiments.studies.sums import TRUTH, Protocol, Sums
-from experiments.tasks import RESULTS, TASKS, Scale
+from experiments.tasks import TASKS, Scale
 from experiments.tasks.forms import build_form, forms_of, read_results
 from experiments.tasks.machine import machine
 from whence.persist.files import write_json
 
 SCALE = Scale(subsets=100, seeds=5, queries=200, runs=3)
-SIZES = ("subsets", "seeds", "queries", "runs")
 
 
 def compare(task: str, options: argparse.Namespace) -> list[Path]:
@@ -146,33 +146,16 @@ def judge(path: Path, file: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(sorted(TASKS))}")
-    parser.add_argument("--from", dest="saved", type=Path, help="rows from the sums in this folder")
-    parser.add_argument("--no-rows", action="store_true", help="save sums only; see --from")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory", help="of each training and attribution, such as 40GiB")
-    parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
-    parser.add_argument("--alpha", type=float, nargs="+", default=[0.5])
-    for name in SIZES:
-        default = f"default: {getattr(SCALE, name)}, or that of the quick version"
-        parser.add_argument(f"--{name}", type=int, help=default)
+    of = parser(__doc__, sorted(TASKS), "runs/forms")
+    of.add_argument("--memory", help="of each training and attribution, such as 40GiB")
+    of.add_argument("--alpha", type=float, nargs="+", default=[0.5])
     few = "for calibrate and combine, in groups of " + " and ".join(map(str, RETRAININGS))
-    parser.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)
+    of.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)
     for name in ("query", "run", "seed"):
-        parser.add_argument(f"--first-{name}", type=int, default=0)
-    parser.add_argument("--only", nargs="*", metavar="FORM", help="these forms")
-    parser.add_argument("--work", type=Path, default=Path("runs/forms"), help="for trainings")
-    parser.add_argument("--out", type=Path, default=Path("runs/forms/sums"), help="for sums")
-    parser.add_argument("--scores", type=Path, help="for whole scores, which are large")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    unknown = set(options.tasks) - set(TASKS)
-    if unknown:
-        parser.error(f"no task is called {', '.join(sorted(unknown))}: see --help")
-    if not options.tasks and options.saved is None:
-        parser.error("name a task, or a folder of saved sums with --from")
-    return options
+        of.add_argument(f"--first-{name}", type=int, default=0)
+    of.add_argument("--only", nargs="*", metavar="FORM", help="these forms")
+    of.add_argument("--scores", type=Path, help="for whole scores, which are large")
+    return parsed_or_saved(of, TASKS)
 
 
 def main() -> None:
@@ -182,9 +165,8 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if options.saved is not None:
-            for path in sorted(options.saved.rglob("*.npz")):
-                if not options.tasks or Sums.load(path).protocol.task in options.tasks:
-                    judge(path, file)
+            for path in saved_sums(options):
+                judge(path, file)
             return
         for task in options.tasks:
             for path in compare(task, options):

@@ -22,6 +22,7 @@ from torch import nn
 
 import whence
 from experiments.engine.trainings import Trainings
+from experiments.studies.options import SIZES
 from experiments.tasks import RESULTS, TASKS
 from experiments.tasks.machine import machine
 from whence import evaluate
@@ -29,7 +30,6 @@ from whence.layers.choose import everything, matrices
 from whence.layers.kind import kind_of
 from whence.persist.files import write_json
 
-SIZES = ("subsets", "seeds", "queries", "runs")
 METHODS = {
     "Source": whence.Source,
     "FastSource": whence.FastSource,

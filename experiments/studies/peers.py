@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 import whence
 from experiments.engine.trainings import Trainings
 from experiments.studies import single
+from experiments.studies.options import parsed
 from experiments.studies.sums import Sums
 from experiments.tasks.board import BOARD, PROTOCOLS
 from whence.scores import Scores
@@ -179,8 +180,7 @@ def judge(task: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = single.parser((__doc__ or "").splitlines()[0])
-    options = parser.parse_args()
+    options = parsed(single.of_methods(__doc__), BOARD)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for task in options.tasks or BOARD:

@@ -27,15 +27,14 @@ import torch
 
 from experiments.engine.rivals import RIVALS, rival_scores
 from experiments.engine.trainings import Trainings
+from experiments.studies.options import SIZES, parsed_or_saved, parser, saved_sums
 from experiments.studies.sums import TRUTH, Sums
 from experiments.studies.sums import Protocol as Sizes
-from experiments.tasks import RESULTS
 from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, build_entry, read_board
 from experiments.tasks.machine import machine
 from whence.evaluate import LDS, calibration, lds, metasmoothness
 from whence.persist.files import write_json
 
-SIZES = ("subsets", "seeds", "queries", "runs")
 DIRECTIONS = 16
 DEFINITION = 2  # of Engstrom et al.; results without this number weighted by the first half alone
 SMOOTHNESS = ("metasmoothness", "correlation", "definition")
@@ -260,40 +259,20 @@ def in_parallel(tasks: list[str], jobs: int, command: list[str]) -> None:
         print(f"failed: {', '.join(failed)}. Run the same command to resume", flush=True)
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def of_methods(description: str | None) -> argparse.ArgumentParser:
     """What this study and `experiments.studies.peers` have in common."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(BOARD)}, or all")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--only", nargs="*", help="methods whose names have one of these words")
-    parser.add_argument("--work", type=Path, default=Path("runs/single"), help="for trainings")
-    parser.add_argument("--out", type=Path, default=Path("runs/single/sums"), help="for sums")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--models", type=int, default=256, help="of rivals that train many")
-    parser.add_argument("--no-rows", action="store_true", help="save sums only")
-    return parser
+    of = parser(description, BOARD, "runs/single")
+    of.add_argument("--only", nargs="*", help="methods whose names have one of these words")
+    return of
 
 
 def arguments() -> argparse.Namespace:
-    options_of = parser((__doc__ or "").splitlines()[0])
-    options_of.add_argument(
-        "--from", dest="saved", type=Path, help="rows from the sums in this folder"
-    )
-    options_of.add_argument("--jobs", type=int, default=1, help="tasks at the same time")
+    of = of_methods(__doc__)
+    of.add_argument("--models", type=int, default=256, help="of rivals that train many")
+    of.add_argument("--jobs", type=int, default=1, help="tasks at the same time")
     names = [protocol.name for protocol in PROTOCOLS]
-    options_of.add_argument("--protocols", nargs="*", choices=names, help="default: all")
-    options = options_of.parse_args()
-    if options.tasks == ["all"]:
-        options.tasks = list(BOARD)
-    unknown = set(options.tasks) - set(BOARD)
-    if unknown:
-        options_of.error(f"no task is called {', '.join(sorted(unknown))}: see --help")
-    if not options.tasks and options.saved is None:
-        options_of.error("name a task, or a folder of saved sums with --from")
-    return options
+    of.add_argument("--protocols", nargs="*", choices=names, help="default: all")
+    return parsed_or_saved(of, BOARD)
 
 
 def main() -> None:
@@ -314,9 +293,8 @@ def main() -> None:
                         judge(path, file)
             return
         if not options.no_rows:
-            for path in sorted(options.saved.rglob("*.npz")):
-                if not options.tasks or Sums.load(path).protocol.task in options.tasks:
-                    judge(path, file)
+            for path in saved_sums(options):
+                judge(path, file)
 
 
 if __name__ == "__main__":
