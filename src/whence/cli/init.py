@@ -255,11 +255,11 @@ def _from_script(script: Path, path: Path) -> str:
         raise CommandError(f"--out {path}: write it beside {script}, which it imports")
     factory, train = about.factory(), about.data("train")
     query = about.data("test", "valid", "val", "query")
-    found = [name for name in (factory, train, query) if name]
+    imported = [name for name in (factory, train, query) if name]
     lines = [f'"""Written by `whence init {script}`. Check it: whence doctor {path.name}"""', ""]
     lines += ["import torch", "import whence", ""]
-    if found:
-        lines.append(f"from {script.stem} import {', '.join(found)}")
+    if imported:
+        lines.append(f"from {script.stem} import {', '.join(imported)}")
         if not about.guarded:
             lines.append(
                 f'# {EDIT}: put training in {script.name} under if __name__ == "__main__":'

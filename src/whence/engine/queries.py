@@ -92,8 +92,10 @@ class QuerySet:
 
     def identity(self) -> str:
         """Of everything that the scores depend on."""
-        own = self.fingerprint()
-        return own if self.rank is None else key_of({"query": own, "rank": self.rank})
+        examples = self.fingerprint()
+        if self.rank is None:
+            return examples
+        return key_of({"query": examples, "rank": self.rank})
 
     def settings(self) -> dict[str, Any]:
         """What is stored with the scores."""

@@ -91,17 +91,18 @@ class Energy:
     """‖W‖² of each query in each block, and how much of it the factors have: (q,)."""
 
     total: dict[str, Tensor]
-    kept: dict[str, Tensor]
+    retained: dict[str, Tensor]
 
     def lost(self) -> Tensor:
         """The share of each query's energy that is lost, (q,)."""
-        total, kept = (torch.stack(list(part.values())).sum(0) for part in (self.total, self.kept))
-        return (1 - kept / total.clamp_min(1e-300)).clamp_min(0)
+        parts = self.total, self.retained
+        total, retained = (torch.stack(list(part.values())).sum(0) for part in parts)
+        return (1 - retained / total.clamp_min(1e-300)).clamp_min(0)
 
     def by_layer(self) -> dict[str, float]:
         """The share of all queries' energy that is lost in each block."""
         return {
-            name: max(0.0, 1 - float(self.kept[name].sum() / total.sum().clamp_min(1e-300)))
+            name: max(0.0, 1 - float(self.retained[name].sum() / total.sum().clamp_min(1e-300)))
             for name, total in self.total.items()
         }
 
@@ -116,20 +117,21 @@ def low_rank(
         block, dtype = workspace.blocks[name], workspace.dtype
         if isinstance(whole, FactoredReadout):
             ready[name] = exact = whole.scaled(scale)
-            kept = total = squared_norms(exact.a[:, None], exact.s[:, None], bool(exact.c)).double()
+            squares = squared_norms(exact.a[:, None], exact.s[:, None], bool(exact.c))
+            retained = total = squares.double()
         elif cost.low_rank_numbers(block, rank) == block.size:
-            own = rotate(whole, basis, None) * (scale * factor)
-            ready[name] = Readout.of(own, None, block.bias, dtype)
-            kept = total = _squares(own)
+            matrices = rotate(whole, basis, None) * (scale * factor)
+            ready[name] = Readout.of(matrices, None, block.bias, dtype)
+            retained = total = _squares(matrices)
         else:
             left, right = leading(whole, rank)
             right = right * (scale * factor)
-            total, kept = _squares(whole) * (scale * factor) ** 2, _squares(right)
+            total, retained = _squares(whole) * (scale * factor) ** 2, _squares(right)
             if basis is not None:  # leftᵀ right → Q_S leftᵀ right Q_Aᵀ
                 right = right @ basis.inputs.mT
                 left = left if basis.outputs is None else left @ basis.outputs.mT
             ready[name] = FactoredReadout.of(left, right, block.bias, dtype)
-        energy.total[name], energy.kept[name] = total, kept
+        energy.total[name], energy.retained[name] = total, retained
     return ready, energy
 
 

@@ -274,8 +274,8 @@ class Scoring:
         ]
         values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
         parts = {BY_SEGMENT: contributions, BY_LAYER: layers}.get(self.by or "")
-        kept = None if parts is None else parts.cpu().numpy()
-        self.writer.write(rows, chunk.place, values.cpu().numpy(), kept)
+        stored = None if parts is None else parts.cpu().numpy()
+        self.writer.write(rows, chunk.place, values.cpu().numpy(), stored)
 
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress: whole batches.

@@ -508,8 +508,8 @@ class Workspace:
         """The mean over checkpoints of ∇f(q, θ_c), each block built in its basis."""
         if queries.weights is not None:
             sums = self._summed_gradients(queries, checkpoints)
-            own = BlockVectors(sums, dict.fromkeys(sums), dict.fromkeys(sums, 1 / len(checkpoints)))
-            return own.written_in(bases)
+            scales = dict.fromkeys(sums, 1 / len(checkpoints))
+            return BlockVectors(sums, dict.fromkeys(sums), scales).written_in(bases)
         passes, dtype = self.passes[queries.stage], self.accumulator
         values = {
             b.name: torch.empty(len(queries.indices), *b.shape, dtype=dtype, device=passes.device)

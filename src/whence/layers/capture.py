@@ -132,8 +132,8 @@ class TrackedLayer:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by name."""
-        held = self.uses[0][0]._parameters
-        named = {name: held[name.rpartition(".")[2]] for name in self.parameter_names()}
+        of_module = self.uses[0][0]._parameters
+        named = {name: of_module[name.rpartition(".")[2]] for name in self.parameter_names()}
         return {name: p for name, p in named.items() if p is not None}
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:

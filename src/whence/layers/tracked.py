@@ -174,8 +174,8 @@ def _candidates(
     chosen = (matrices if choose is None else choose)(trackable)
     layers: dict[tuple[int, ...], TrackedLayer] = {}
     for path, module, parts in uses:
-        held = [module._parameters.get(k) for _, *each in parts for k in each]
-        parameters = [names[id(p)] for p in held if p is not None]
+        tensors = [module._parameters.get(k) for _, *each in parts for k in each]
+        parameters = [names[id(p)] for p in tensors if p is not None]
         if path not in chosen:
             unchosen = OPTIONAL if choose is None else "not chosen"
             reasons.update(dict.fromkeys(parameters, unchosen))

@@ -127,14 +127,14 @@ class Similarity(Method):
         """Σ_c w_c similarity of these examples with all queries, (q, n), or with themselves."""
         total: Tensor | None = None
         for c, weight in points:
-            own = self.features(workspace, prepared, examples, c, False)
+            trained = self.features(workspace, prepared, examples, c, False)
             if queries:
-                values = self.compare(queries[c.sha256], own)
+                values = self.compare(queries[c.sha256], trained)
             else:
-                as_query = own
+                as_query = trained
                 if not self._symmetric:
                     as_query = self.features(workspace, prepared, examples, c, True)
-                values = self.compare(as_query, own).diagonal()
+                values = self.compare(as_query, trained).diagonal()
             total = weight * values if total is None else total + weight * values
         assert total is not None
         return total

@@ -109,8 +109,8 @@ class TensorFile:
         whole = cls(sha256_of(data), path, aliases or {})
         if unchanged:
             data = serialize({k: x for k, x in tensors.items() if k not in set(unchanged)})
-            own = sha256_of(data)
-            whole = replace(whole, base=base, unchanged=sorted(unchanged), stored=own)
+            stored = sha256_of(data)
+            whole = replace(whole, base=base, unchanged=sorted(unchanged), stored=stored)
         write_bytes(path, data)
         return whole
 
