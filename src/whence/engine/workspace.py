@@ -37,8 +37,8 @@ from whence.operators import (
 )
 from whence.operators.fit import grouped
 from whence.operators.products import FactoredReadout, Readout, add_weighted, build
+from whence.persist.cache import Tried
 from whence.persist.identity import sha256_of
-from whence.persist.tried import Tried
 from whence.run import Run, Segment
 from whence.study import Study, model_identity, task_identity
 from whence.table import listed

@@ -32,7 +32,7 @@ from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import cost
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
-from whence.operators.space import Basis
+from whence.operators.operator import Basis
 from whence.operators.statistics import (
     Covariances,
     FitData,
@@ -41,9 +41,8 @@ from whence.operators.statistics import (
     Tensors,
     measure,
 )
+from whence.persist.cache import FactorCache, shared
 from whence.persist.identity import key_of
-from whence.persist.shared import shared
-from whence.persist.tensors import FactorCache
 from whence.world import World
 
 FISHERS = ("sampled", "exact", "empirical")

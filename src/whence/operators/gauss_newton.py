@@ -33,9 +33,15 @@ from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import Factored
 from whence.operators.krylov import conjugate_gradients
-from whence.operators.operator import Function, Inverse, Operator
+from whence.operators.operator import (
+    BlockDiagonal,
+    BlockSpace,
+    BlockVectors,
+    Function,
+    Inverse,
+    Operator,
+)
 from whence.operators.products import Readout, add_weighted
-from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 from whence.table import progress_bar

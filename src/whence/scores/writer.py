@@ -17,7 +17,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.errors import DiskFull, FolderConflict, InvalidInput, MissingFile
 from whence.persist.arrays import Checksums, create_array, entry_of, map_array, save_array
+from whence.persist.cache import Tried
 from whence.persist.files import (
+    FolderLock,
     Throttle,
     damaged,
     move_into_place,
@@ -26,8 +28,6 @@ from whence.persist.files import (
     write_json,
 )
 from whence.persist.identity import file_sha256
-from whence.persist.locks import FolderLock
-from whence.persist.tried import Tried
 from whence.scores.result import (
     BY_LAYER,
     BY_SEGMENT,
