@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from whence.cli.options import (
+    AtEachEnd,
     Check,
     ManyScores,
     ScoresPath,
@@ -15,6 +16,7 @@ from whence.cli.options import (
     numbers,
     open_many,
     open_scores,
+    out_option,
 )
 from whence.cli.screen import Answer, CommandError, command, guarded
 
@@ -23,12 +25,8 @@ from whence.cli.screen import Answer, CommandError, command, guarded
 def report(
     scores: ScoresPath,
     study: ToShow = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
-    ] = Path("report.html"),
-    k: Annotated[
-        int, typer.Option("-k", min=1, metavar="INT", help="Number of examples at each end.")
-    ] = 10,
+    out: Annotated[Path, out_option("The page to write.", "FILE")] = Path("report.html"),
+    k: AtEachEnd = 10,
     queries: Annotated[
         str | None,
         typer.Option(metavar="INT,...", help="Queries to show. Default: the first 1,000."),
@@ -74,11 +72,8 @@ def explore(
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            help="Folder for retrainings. Default: `explore`, in the folder of the first scores.",
+        out_option(
+            "Folder for retrainings. Default: `explore`, in the folder of the first scores."
         ),
     ] = None,
     check: Check = True,
