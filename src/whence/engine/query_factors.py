@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.engine.queries import AUTO, QuerySet
-from whence.engine.workspace import PlainGradients, Readouts, Workspace
+from whence.engine.queries import AUTO, PlainGradients, QuerySet, Readouts
+from whence.engine.workspace import Workspace
 from whence.layers.capture import ParameterBlock
 from whence.operators import cost
 from whence.operators.operator import rotate

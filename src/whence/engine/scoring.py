@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.queries import Queries, QuerySet
+from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
-from whence.engine.workspace import LOSS, Columns, PlainGradients, Readouts, Term, Workspace
+from whence.engine.workspace import LOSS, Columns, Term, Workspace
 from whence.layers.capture import LayerFactors, Outputs, joined
 from whence.layers.passes import Signal
 from whence.operators import cost

@@ -338,8 +338,6 @@ class Fitter:
             return {name: self._block(name, factors) for name in names}
         if not fits:
             factors = {name: value.cpu() for name, value in factors.items()}
-        if not kind.passes:
-            return OffloadedFactors(names, lambda name: self._block(name, factors))
         parts: dict[str, Tensors] = {name: {} for name in names}
         for name, value in factors.items():
             parts[name.rpartition("/")[0]][name] = value

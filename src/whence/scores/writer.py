@@ -94,8 +94,7 @@ class ScoreWriter:
                 f"top={top} together with {asked[0]}: {asked[0]} keeps a number for every query, "
                 f"example and {asked[0][3:]}, which top is there to avoid; ask for one of the two"
             )
-        if len(asked) > 1:
-            raise InvalidInput("by_segment together with by_layer: ask for one of the two")
+        assert len(asked) < 2  # `Method.attribute` refuses both
         self._parts = asked[0] if asked else None
         self.already: Scores | None = None
         self.account: dict[str, Any] = {}
