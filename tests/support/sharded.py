@@ -33,11 +33,11 @@ def net() -> nn.Module:
     return models.Transformer(depth=2).double()
 
 
-def shard(model: Any) -> Any:
+def shard(model: Any, size: int = 2) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (size,))
     for block in model.h:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)

@@ -67,6 +67,9 @@ class _Mean(Mapping[str, Tensor]):
             mean = mean + value.double() / len(values)
         return mean  # in float64: loading it casts to the model's precision
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._opened[-1]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._opened[-1])
 

@@ -214,6 +214,10 @@ class OpenedTensors(Mapping[str, Tensor]):
         tensor: Tensor = self._file.get_tensor(self._names[name]).clone()
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        plain = self._aliases.get(str(name), name)
+        return plain in self._names or plain in self._base
+
     def __iter__(self) -> Iterator[str]:
         names = dict.fromkeys([*self._names, *self._base])
         return iter(names | {a: None for a, name in self._aliases.items() if name in names})
