@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from whence.data import Batches, cut, place
-from whence.layers.passes import WeightLoader, precision_as_asked
+from whence.layers.passes import precision_as_asked
 from whence.run import Run
-from whence.study import Study, cast, copied
+from whence.study import Study, loader
 from whence.task import Classification, Task
 
 BATCH = 256
@@ -66,12 +66,12 @@ def _evaluate(study: Study, run: Run, stage: str, data: Batches, which: np.ndarr
     task, model = study.tasks[stage], study.models[stage]
     parameter = next(model.parameters(), torch.zeros(()))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
-    loader = WeightLoader(cast(copied(model), parameter.device, dtype).eval())
-    loader.load([c for c in run.checkpoints if c.stage == stage][-1])
+    loaded = loader(model, study.device, dtype)
+    loaded.load([c for c in run.checkpoints if c.stage == stage][-1])
     with torch.no_grad(), precision_as_asked():
         for where in cut(len(which), BATCH):
-            batch = place(data.take(which[where]), parameter.device, dtype)
-            outputs = task.outputs(loader.model, batch)
+            batch = place(data.take(which[where]), study.device, dtype)
+            outputs = task.outputs(loaded.model, batch)
             measured = task.measurements(outputs, batch).double().cpu()
             labels = task.labels(batch).cpu().numpy() if isinstance(task, Classification) else -1
             yield where, measured, _readable(task, outputs), labels
