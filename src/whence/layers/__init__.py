@@ -1,6 +1,7 @@
 """Which layers are tracked, and their factors (a, s) from a forward and a backward pass."""
 
-from whence.layers import attention, conv1d, convolution, embedding, linear, norms  # noqa: F401  (kinds)
+from whence.layers import attention, conv1d, convolution, embedding, linear  # noqa: F401  (kinds)
+from whence.layers import experts, norms, recurrent  # noqa: F401
 from whence.layers.capture import LayerFactors, ParameterBlock, Tape, TrackedLayer
 from whence.layers.choose import Chooser, by_name, by_type, everything, last_blocks, mlp_only
 from whence.layers.kind import KINDS, Kind, register
