@@ -22,8 +22,8 @@ from whence.layers.passes import (
     precision_as_asked,
     rounded_products,
 )
-from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.separate import Separation, candidates, looked_at, pairs
+from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared

@@ -336,9 +336,10 @@ class Linearised:
             self._calls = [calls[k] for k in reached]
             self._edges = [edges[k] for k in reached]
             self._blocks = [block for layer, _ in self._calls for block in layer.blocks]
-            self._inputs = [
-                x for _, call in self._calls for x in call.kind.inputs(call.module, call.x)
-            ]
+            self._inputs = []
+            for layer, call in self._calls:
+                parts = call.kind.inputs(call.module, call.x)
+                self._inputs += [block.inputs_in(parts) for block in layer.blocks]
             self._factors = self._positions([slopes[k] for k in reached])
             self._point = self.outputs.detach().requires_grad_()
             loss = passes.task.losses(self._point, batch).sum()
@@ -346,11 +347,10 @@ class Linearised:
 
     def _positions(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Outputs]]:
         """Gradients of the calls' outputs, of any number of batches, as (a, s) of each block."""
-        slopes = [
-            (call.kind, s)
-            for (_, call), g in zip(self._calls, gradients, strict=True)
-            for s in call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
-        ]
+        slopes = []
+        for (layer, call), g in zip(self._calls, gradients, strict=True):
+            parts = call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
+            slopes += [(call.kind, block.slopes_in(parts)) for block in layer.blocks]
         each = zip(self._blocks, self._inputs, slopes, strict=True)
         return [sides(kind, x, s, block.o) for block, x, (kind, s) in each]
 

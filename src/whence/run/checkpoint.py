@@ -196,9 +196,7 @@ class OpenedTensors(Mapping[str, Tensor]):
         base: has those that the file leaves out.
     """
 
-    def __init__(
-        self, path: Path, aliases: Mapping[str, str], base: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, path: Path, aliases: Mapping[str, str], base: Mapping[str, Tensor]) -> None:
         try:
             self._file = safe_open(path, framework="pt")
         except SafetensorError as error:
