@@ -116,7 +116,7 @@ def run(sharded: bool) -> tuple[list[dict[str, float]], Any]:
         command += ["--sharded"] if sharded else []
         known = {**os.environ, "WORLD_SIZE": "2", "MALLOC_MMAP_THRESHOLD_": "65536"}
         each = [subprocess.Popen(command, env={**known, "RANK": str(r)}) for r in range(2)]
-        if any([process.wait() for process in each]):
+        if any(process.wait() for process in each):
             raise SystemExit("a process failed")
         measured = [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(2)]
         return measured, np.load(folder / "rank-0.npy")

@@ -415,7 +415,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def loader(model: nn.Module, device: torch.device, dtype: torch.dtype) -> WeightLoader:
-    """A copy of a study's model on a device, for passes in eval mode, and what loads its weights."""
+    """A copy of a study's model on a device, in eval mode, and what loads its weights."""
     duplicate = copied(model)
     streamed = any(p.is_meta for p in model.parameters())
     weights = StreamedWeights(duplicate, device, dtype) if streamed else WeightLoader(duplicate)

@@ -114,7 +114,7 @@ class WeightLoader:
             sizes.pop(0)
 
     def keep_whole(self) -> None:
-        """From now on, hold all weights of the model at the same time, as this loader always does."""
+        """From now on, hold all weights of the model at once, as this loader always does."""
 
 
 class Passes:
