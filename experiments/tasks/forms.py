@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,14 @@ FORMS: Mapping[str, Form] = {
     "RepSim": Form(lambda s: build_method("RepSim", s)),
     "TracIn": Form(lambda s: build_method("TracIn", s), combined=True),
     "TRAK": Form(lambda s: build_method("TRAK", s), many_weights),
+    **{
+        name: Form(partial(build_method, name), small, most_runs=1)
+        for name in ("influence, conjugate gradients", "ASTRA-IF", "ASTRA-SOURCE")
+    },
+    **{
+        name: Form(partial(build_method, name), many_weights)
+        for name in ("LoGra", "SJLT TRAK", "GraSS TRAK", "TrackStar")
+    },
     "influence, source damping": Form(
         lambda s: whence.Influence.published("source", stage=s.stage)
     ),

@@ -371,6 +371,10 @@ def top(
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print all training examples in order, as CSV.")
     ] = False,
+    duplicates: Annotated[
+        bool,
+        typer.Option("--duplicates", help="With --csv and --study: find near-duplicates."),
+    ] = False,
     study: ToShow = None,
     check: Check = True,
 ) -> Answer:
@@ -385,11 +389,13 @@ def top(
     opened = open_scores(scores)
     if overall and query is not None:
         raise CommandError(f"--overall ranks by all queries: leave out --query {query}")
+    if duplicates and not (as_csv and study):
+        raise CommandError("--duplicates compares training examples: give --csv and --study")
     examples = None if study is None else StudyExamples(opened, study, check)
     if as_csv:
         if not overall:
             opened.row_index(query)
-        return _csv(opened, query, examples)
+        return _csv(opened, query, examples, duplicates)
     if overall and not opened.is_self_influence:
         opened = _mean(opened)
         query = None
@@ -423,11 +429,13 @@ def _mean(scores: Scores) -> Scores:
     return scores.with_values(mean_scores(scores), query_ids=None, diagnostics=known)
 
 
-def _csv(scores: Scores, query: int | None, examples: StudyExamples | None) -> Answer:
+def _csv(
+    scores: Scores, query: int | None, examples: StudyExamples | None, duplicates: bool
+) -> Answer:
     from whence.present.ranking import csv_lines, ranked_columns
 
     shown = {} if examples is None else {"study": examples.file.study, **examples.options}
-    table = ranked_columns(scores, query, **shown)
+    table = ranked_columns(scores, query, duplicates=duplicates, **shown)
     rows = list(zip(*table.values(), strict=True))
     data = [dict(zip(table, row, strict=True)) for row in rows]
     return Answer(data, csv_lines([list(table), *rows]).rstrip("\n"))

@@ -162,6 +162,49 @@ def lds(
     return Answer(data, repr(only if len(comparison) == 1 else comparison))
 
 
+@command()
+def score_against(
+    benchmark: Annotated[
+        str,
+        typer.Argument(
+            metavar="BENCHMARK", help="A published folder, or its URL, which is downloaded."
+        ),
+    ],
+    scores: ManyScores,
+    bootstrap: Bootstrap = 1000,
+    seed: Annotated[int, typer.Option(metavar="INT", help="Seed of the resamples.")] = 0,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="Size that a download may have, in MiB.")
+    ] = 256,
+) -> Answer:
+    """Judge scores by a published truth: their LDS, and paired differences to published methods.
+
+    The scores must be of the benchmark's queries and training examples, in its order.
+
+    Examples:
+
+    - `whence score-against benchmarks/concrete scores/mine`
+    - `whence score-against https://example.org/benchmarks/concrete scores/*`
+    """
+    opened = open_many(scores)
+    from whence.evaluate import score_against
+
+    how: Any = {"bootstrap": bootstrap, "seed": seed, "limit": limit * 2**20}
+    data, texts = {}, []
+    for name, one in opened.items():
+        standing = score_against(benchmark, one, **how)
+        data[name] = {
+            "benchmark": standing.name,
+            "lds": standing.result.value,
+            "interval": standing.result.interval,
+            "ceiling": standing.result.ceiling,
+            "published": {k: [one.value, *one.interval] for k, one in standing.published.items()},
+            "differences": {k: asdict(d) for k, d in standing.differences.items()},
+        }
+        texts.append((f"{name}\n" if len(opened) > 1 else "") + repr(standing))
+    return Answer(data, "\n\n".join(texts))
+
+
 @command(resumes=True)
 def removal(
     study: StudyPath,

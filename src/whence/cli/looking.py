@@ -60,6 +60,34 @@ def report(
     return Answer({"path": out, "bytes": out.stat().st_size}, f"{out}: open it in a browser")
 
 
+@command()
+def card(
+    scores: ScoresPath,
+    query: Annotated[int, typer.Option("--query", "-q", metavar="INT", help="Index of the query.")],
+    study: ToShow = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The SVG file to write.")
+    ] = Path("card.svg"),
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="First line.")] = None,
+    check: Check = True,
+) -> Answer:
+    """Draw one query and the examples that mattered to it, as a picture to share.
+
+    Examples:
+
+    - `whence card scores/source --query 3 --study study.py -o card.svg`
+    """
+    opened = open_scores(scores)
+    if out.suffix != ".svg":
+        raise CommandError(f"--out {out}: the card is an SVG picture, such as card.svg")
+    parts: dict[str, Any] = {} if study is None else _study(study)
+    data = parts.pop("query", None)
+    options = {name: part for name, part in parts.items() if name not in ("train", "recipe")}
+    drawn = opened.card(query, title=title, check=check, data=data, **options)
+    drawn.save(out)
+    return Answer({"path": out, "bytes": len(drawn.encode())}, f"{out}: open it in a browser")
+
+
 @guarded
 def explore(
     scores: ManyScores,

@@ -30,6 +30,7 @@ from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, Columns, Term, Workspace
 from whence.layers.capture import LayerFactors, Outputs, joined
+from whence.layers.kind import Places
 from whence.layers.passes import Signal
 from whence.operators import cost
 from whence.operators.operator import rotate
@@ -351,7 +352,9 @@ def score_tokens(
                     if readout is None:
                         continue
                     value = readout.by_position(factors.a, factors.s)[:, 0]
-                    if value.shape[1] % factors.calls == 0:  # the same positions, several calls
+                    if factors.places is not None:
+                        value = _placed(value, factors.places)
+                    elif value.shape[1] % factors.calls == 0:  # the same positions, several calls
                         value = value.reshape(len(value), factors.calls, -1).sum(1)
                     t = value.shape[1]
                     parts[t] = parts[t] + value if t in parts else value
@@ -361,6 +364,12 @@ def score_tokens(
     for t, part in parts.items():
         rest = rest if t == length else rest + part.sum(1)
     return Tokens(int(example), parts[length].cpu().numpy(), rest.cpu().numpy())
+
+
+def _placed(value: Tensor, places: Places) -> Tensor:
+    """Numbers (q, t) of one example at the positions they are for, (q, length)."""
+    numbers, total = places.numbers[0], value.new_zeros(len(value), places.length)
+    return total.index_add_(1, numbers[numbers >= 0], value[:, numbers >= 0])
 
 
 def shared_tokens(world: World, mine: list[Tokens], examples: Sequence[int]) -> list[Tokens]:

@@ -125,8 +125,7 @@ class Workspace:
             quiet: do not warn of layers that are left out.
         """
         stages, world = scored_stages(study, stage), World.current()
-        weight = next(study.model.parameters(), torch.zeros(()))
-        device = weight.device if options.device is None else torch.device(options.device)
+        device = study.device if options.device is None else torch.device(options.device)
         for data in (*study.data.values(), *study.candidates.values()):
             data.refresh()
         passes = study.passes(

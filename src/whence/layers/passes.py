@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +85,7 @@ class Weights(Protocol):
     @property
     def sha256(self) -> str: ...
     def weights(self) -> dict[str, Tensor]: ...
+    def opened(self) -> Mapping[str, Tensor]: ...
 
 
 class WeightLoader:
@@ -111,6 +112,9 @@ class WeightLoader:
         while sum(sizes) > self.CACHE_BYTES and sizes:
             self._recent.pop(next(iter(self._recent)))
             sizes.pop(0)
+
+    def keep_whole(self) -> None:
+        """From now on, hold all weights of the model at once, as this loader always does."""
 
 
 class Passes:
@@ -299,8 +303,14 @@ class Passes:
         )
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> None:
-    """Load a checkpoint strictly; an error names what does not fit."""
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], step: int, later: Collection[str] = ()
+) -> None:
+    """Load a checkpoint strictly; an error names what does not fit.
+
+    Args:
+        later: parameters that are checked, but not loaded.
+    """
     state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     shared = state.keys() & weights.keys()
     loaded = {state[k].data_ptr() for k in shared}  # of tied weights, one name is enough
@@ -322,7 +332,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
             + ". Give Study the model that was trained, or the run that trained it"
         )
     with torch.no_grad():
-        for name in shared:
+        for name in shared - set(later):
             state[name].copy_(weights[name])
 
 

@@ -317,17 +317,18 @@ class Scores:
             self.to_numpy(), index=pd.Index(self.query_ids, name="query"), columns=examples
         )
 
-    def ranking(self, study: Any = None, query: int | None = None, **display: Any) -> Any:
+    def ranking(self, study: Any = None, query: int | None = None, **options: Any) -> Any:
         """A DataFrame of the training examples, the most helpful first, with score, label and text.
 
         Args:
             study: whose training data has the labels and texts.
             query: whose scores to rank by (default: the mean over all queries).
-            display: `classes`, `columns`, `tokenizer`: as in `whence.report.write`.
+            options: `duplicates=True` names the example that each nearly duplicates; `classes`,
+                `columns`, `tokenizer`: as in `whence.report.write`.
         """
         from whence import report
 
-        return report.ranking(self, study, query, **display)
+        return report.ranking(self, study, query, **options)
 
     def show(self, query: int, **options: Any) -> Any:
         """Show one query with its most helpful and harmful examples, in a notebook or as text.
@@ -337,6 +338,15 @@ class Scores:
         from whence import report
 
         return report.show(self, query, **options)
+
+    def card(self, query: int, **options: Any) -> Any:
+        """Draw one query's story as an SVG picture to share: `scores.card(3).save("card.svg")`.
+
+        The options are those of `whence.report.card`.
+        """
+        from whence import report
+
+        return report.card(self, query, **options)
 
     def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write one HTML file that shows each query with its most helpful and harmful examples.
