@@ -11,7 +11,6 @@ scores come from; `tests/test_walk.py` keeps their number from growing.
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 import tempfile
 import warnings
@@ -33,7 +32,7 @@ Walk = dict[str, dict[str, int]]
 
 
 def follow(function: Callable[[], object]) -> Walk:
-    """The functions of whence that a call runs, except those that an import runs."""
+    """The named functions of whence that a call runs, except those that an import runs."""
     walk: Walk = {}
     importing = 0
 
@@ -42,7 +41,7 @@ def follow(function: Callable[[], object]) -> Walk:
         code = frame.f_code
         if code.co_name == "<module>":
             importing += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not importing and code.co_flags & inspect.CO_OPTIMIZED:
+        elif event == "call" and not importing and not code.co_name.startswith("<"):
             file = Path(code.co_filename)
             if PACKAGE in file.parents:
                 calls = walk.setdefault(file.relative_to(PACKAGE).as_posix(), {})
