@@ -29,6 +29,7 @@ ROOMS = (
     "world",
     "persist",
     "task",
+    "sets",
     "documents",
     "data",
     "run",

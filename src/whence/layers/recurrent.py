@@ -112,9 +112,7 @@ class _Products:
         return y
 
 
-def _step(
-    kind: str, products: _Products, x: Tensor, state: State, places: Places | None
-) -> State:
+def _step(kind: str, products: _Products, x: Tensor, state: State, places: Places | None) -> State:
     """The next state (n, ...) from x = W_ih x + b_ih and the state before."""
     y = products("weight_hh", state[0], places)
     if kind == "rnn":
