@@ -240,6 +240,16 @@ ENTRIES: Mapping[str, Entry] = {
         named("influence, conjugate gradients"),
         "the whole Gauss-Newton matrix of all layers",
     ),
+    "ASTRA-IF": Entry(
+        named("ASTRA-IF"), "influence functions, EK-FAC-preconditioned stochastic iterations"
+    ),
+    "ASTRA-SOURCE": Entry(
+        named("ASTRA-SOURCE"), "SOURCE, three segments, the same iterations", most_runs=1
+    ),
+    "LoGra": Entry(named("LoGra"), "influence functions in two-sided projections of each layer"),
+    "SJLT TRAK": Entry(named("SJLT TRAK"), "TRAK with a sparse projection"),
+    "GraSS TRAK": Entry(named("GraSS TRAK"), "the same, on a tenth of the parameters"),
+    "TrackStar": Entry(named("TrackStar"), "unit gradients, projected and whitened"),
     "DataInf": Entry(named("DataInf"), "influence functions, inverses of single examples"),
     "SOURCE": Entry(
         lambda s: whence.Source.published(s.segments, stage=s.stage), "as published, three segments"

@@ -25,7 +25,7 @@ from whence.layers import capture
 from whence.layers.passes import Signal
 from whence.operators import EKFAC, BlockDiagonal, gauss_newton
 from whence.operators.factored import EigenFactors
-from whence.operators.space import Basis, BlockVectors
+from whence.operators.operator import Basis, BlockVectors
 from whence.projections.gradients import gather
 from whence.projections.random import Random
 

@@ -26,16 +26,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.queries import Queries, QuerySet
+from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
-from whence.engine.workspace import LOSS, Columns, PlainGradients, Readouts, Term, Workspace
-from whence.layers.capture import LayerFactors, Outputs
+from whence.engine.workspace import LOSS, Columns, Term, Workspace
+from whence.layers.capture import LayerFactors, Outputs, joined
 from whence.layers.kind import Places
 from whence.layers.passes import Signal
-from whence.layers.rows import joined
 from whence.operators import cost
+from whence.operators.operator import rotate
 from whence.operators.products import Readout
-from whence.operators.space import rotate
 from whence.scores import ScoreWriter
 from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.table import progress_bar
@@ -136,7 +135,10 @@ class Scoring:
                 _exhaust(ready)
 
     def _plan(self, query: QuerySet) -> Plan | None:
-        """How to take the queries in factors; an interrupted call's rank is taken again."""
+        """How to take the queries in factors, if that was asked for and they do not fit as they
+        are. An interrupted call's rank is taken again."""
+        if query.rank is None:
+            return None
         account, terms = self.writer.account, 1 if self.shared else len(self.terms)
         known = self.workspace.world.of_first(account.get("query_rank"))
         chosen = plan(self.workspace, query, terms, known)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from whence.layers.kind import Kind, Places
-from whence.layers.rows import Rows, joined
+from whence.layers.rows import Rows
 
 Outputs = Tensor | Rows  # s (n, t, o)
 #: inputs or outputs of a matrix, above which it is cut into blocks, so that covariances and their
@@ -518,3 +518,16 @@ def whole_gradients(a: Tensor, s: Outputs, bias: bool) -> Tensor:
         return s.outer(a)
     gradient = s.mT @ a
     return torch.cat([gradient, s.sum(1).unsqueeze(2)], 2) if bias else gradient
+
+
+def joined(parts: Sequence[Tensor | Rows]) -> Any:
+    """The positions of all calls, one after another; lookups come first."""
+    if len(parts) == 1:
+        return parts[0]
+    lookups = [part for part in parts if isinstance(part, Rows)]
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if not lookups:
+        return torch.cat(plain, 1)
+    ids = torch.cat([part.ids for part in lookups], 1)
+    plain = [part.dense for part in lookups if part.dense is not None] + plain
+    return Rows(ids, lookups[0].o, None, torch.cat(plain, 1) if plain else None)

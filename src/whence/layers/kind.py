@@ -25,6 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Notes(Protocol):
 class Kind(ABC):
     """How to capture one kind of layer. All methods are pure."""
 
-    #: the class of the modules, or its name where importing it would cost too much
+    #: the class of the modules, or a pattern of its name where importing it would cost too much
     module: ClassVar[type[nn.Module] | str] = nn.Module
     #: how the gradient is made up
     form: ClassVar[Form] = "matrix"
@@ -156,8 +157,14 @@ def register(kind: Kind) -> None:
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The first kind that has the module's class and claims it, if any."""
-    classes = {*type(module).__mro__} | {c.__name__ for c in type(module).__mro__}
-    return next((kind for kind in KINDS if kind.module in classes and kind.claims(module)), None)
+    classes = type(module).__mro__
+
+    def is_of(expected: type[nn.Module] | str) -> bool:
+        if isinstance(expected, str):
+            return any(fnmatchcase(each.__name__, expected) for each in classes)
+        return expected in classes
+
+    return next((kind for kind in KINDS if is_of(kind.module) and kind.claims(module)), None)
 
 
 def same_forward(module: nn.Module, base: type[nn.Module]) -> bool:

@@ -1,4 +1,4 @@
-"""`nn.RNN`, `nn.LSTM` and `nn.GRU` with all their layers and directions, and the cells of the three.
+"""`nn.RNN`, `nn.LSTM`, `nn.GRU` with all their layers and directions, and the cells of the three.
 
 Their kernels hide the products of single steps. So the recurrence is computed step by step, from
 the same weights, and the operands and results of its products are noted. A study checks that the

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -320,31 +321,53 @@ def _verified(
         mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
         totals = (outputs * mixture.to(outputs)).reshape(len(outputs), -1).sum(1)
         singles = totals.unbind()
-    truths = []
-    for total in singles:
-        gradients = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
-        pairs = zip(weights, gradients, strict=True)
-        truths.append({id(p): torch.zeros_like(p) if g is None else g for p, g in pairs})
+    captured = dict(tape.backward(totals, torch.ones_like(totals)))
     tolerance = TOLERANCE.get(totals.dtype, 1e-3)
-    verified, positions = [], {}
-    for layer, blocks in tape.backward(totals, torch.ones_like(totals)):
-        captured = [whole_gradients(f.a, f.s, f.block.bias) for f in blocks]
-        named = layer.parameters().items()
-        expected = [layer.matrices({k: truth[id(p)] for k, p in named}) for truth in truths]
-        wrong = any(
-            bool((g[k] - w).norm() > tolerance * w.norm())
-            for k, matrices_of_one in enumerate(expected)
-            for g, w in zip(captured, matrices_of_one, strict=True)
-        )
-        if wrong:
-            reason = (
-                "its gradient is not that of its calls (is its weight used outside the module?)"
-            )
-            reasons.update(dict.fromkeys(layer.parameter_names(), reason))
-        else:
-            verified.append(layer)
-            positions.update({factors.block.name: factors.a.shape[1] for factors in blocks})
-    return verified, positions
+    wrong: set[TrackedLayer] = set()
+
+    def compare(k: int, layer: TrackedLayer, truth: Mapping[str, Tensor]) -> None:
+        for factors, w in zip(captured[layer], layer.matrices(truth), strict=True):
+            one = slice(k, k + 1)
+            (g,) = whole_gradients(factors.a[one], factors.s[one], factors.block.bias)
+            if bool((g - w).norm() > tolerance * w.norm()):
+                wrong.add(layer)
+
+    for k, total in enumerate(singles):
+        _each_gradient(total, layers, partial(compare, k))
+    reason = "its gradient is not that of its calls (is its weight used outside the module?)"
+    reasons.update({name: reason for layer in wrong for name in layer.parameter_names()})
+    verified = [layer for layer in layers if layer not in wrong]
+    blocks = [factors for layer in verified for factors in captured[layer]]
+    return verified, {factors.block.name: factors.a.shape[1] for factors in blocks}
+
+
+def _each_gradient(
+    total: Tensor,
+    layers: Sequence[TrackedLayer],
+    use: Callable[[TrackedLayer, Mapping[str, Tensor]], None],
+) -> None:
+    """Call `use` with the gradients of one layer after another, by the names of its parameters.
+    The backward pass forgets them, so that those of all layers are never there together."""
+    parameters = {layer: layer.parameters() for layer in layers}
+    gradients: dict[TrackedLayer, dict[str, Tensor]] = {layer: {} for layer in layers}
+    places = {p: (layer, name) for layer, its in parameters.items() for name, p in its.items()}
+
+    def arrived(parameter: nn.Parameter) -> None:
+        layer, name = places[parameter]
+        assert parameter.grad is not None
+        gradients[layer][name], parameter.grad = parameter.grad, None
+        if len(gradients[layer]) == len(parameters[layer]):
+            use(layer, gradients.pop(layer))
+
+    handles = [p.register_post_accumulate_grad_hook(arrived) for p in places]
+    try:
+        torch.autograd.backward(total, inputs=list(places), retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer, some in gradients.items():  # the output does not depend on the others
+        zeros = {name: torch.zeros_like(p) for name, p in parameters[layer].items()}
+        use(layer, zeros | some)
 
 
 def _excluded(

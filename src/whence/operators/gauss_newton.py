@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from whence.data import batch_length, cut
 from whence.errors import InvalidInput, NotFinite
@@ -33,9 +34,15 @@ from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import Factored
 from whence.operators.krylov import conjugate_gradients
-from whence.operators.operator import Function, Inverse, Operator
+from whence.operators.operator import (
+    BlockDiagonal,
+    BlockSpace,
+    BlockVectors,
+    Function,
+    Inverse,
+    Operator,
+)
 from whence.operators.products import Readout, add_weighted
-from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 from whence.table import progress_bar
@@ -177,7 +184,8 @@ class GaussNewton(Operator[BlockVectors]):
         if not layers:  # a stage of layers that were not trained
             return
         for _, batch in part.data.stream(batches, passes.device, passes.dtype, passes.workers):
-            yield Linearised(passes, layers, batch)
+            # max pooling of channels-last images would need `_one_by_one`
+            yield Linearised(passes, layers, tree_map_only(Tensor, Tensor.contiguous, batch))
 
     # -- functions and inverses ------------------------------------------------------------------
 
@@ -197,7 +205,7 @@ class GaussNewton(Operator[BlockVectors]):
         def solve(v: BlockVectors) -> BlockVectors:
             w = self.space.flatten({name: v.matrix(name) for name in v.values})
             shift = self.space.diagonal(damping, w)
-            precondition = self._precondition(damping, shift)
+            precondition = self.preconditioning(damping, shift)
             steps, residuals = [], []
             for rows in cut(len(w), self.queries):
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -223,9 +231,10 @@ class GaussNewton(Operator[BlockVectors]):
 
         return Inverse(solve, statistics=statistics)
 
-    def _precondition(
+    def preconditioning(
         self, damping: Mapping[str, Any], shift: Tensor
     ) -> Callable[[Tensor], Tensor]:
+        """(H' + λ)⁻¹ with the preconditioner H', or λ⁻¹ without one; `shift` is λ, (p,)."""
         approximation = self.preconditioner
         if approximation is None:
             return shift.reciprocal().mul
@@ -391,9 +400,18 @@ def _each(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
     try:
         return torch.vmap(derivative)(*vectors)
     except RuntimeError as error:
+        if "vmap" in str(error):  # no batched form: max pooling of channels-last tensors, for one
+            return _one_by_one(derivative, *vectors)
         if "derivative" in str(error) or "differentiate" in str(error):
             raise InvalidInput(_NO_SECOND.format(error)) from error
         raise
+
+
+def _one_by_one(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
+    answers = [derivative(*each) for each in zip(*vectors, strict=True)]
+    if isinstance(answers[0], Tensor):
+        return torch.stack(answers)
+    return [torch.stack(parts) for parts in zip(*answers, strict=True)]
 
 
 def _slopes(a: Tensor, s: Outputs) -> Tensor:
