@@ -30,6 +30,7 @@ ROOMS = (
     "world",
     "persist",
     "task",
+    "sets",
     "documents",
     "data",
     "run",

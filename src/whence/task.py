@@ -115,6 +115,10 @@ class Task:
             return mask if mask.dim() == 2 else None
         return None
 
+    def rows(self, batch: Any) -> int:
+        """How many rows of the model's batch an example has, one after another. Default: 1."""
+        return 1
+
     def representations(self, model: nn.Module, batch: Any) -> Tensor | None:
         """The vectors that `RepSim` compares: (n, r), or (n, t, r) to average over positions.
 

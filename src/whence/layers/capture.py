@@ -69,7 +69,8 @@ class ParameterBlock:
 
     def inputs_in(self, parts: Sequence[Any]) -> Any:
         """Its own of the inputs (n, t, i) of a kind's blocks."""
-        return _narrowed(parts[self.group], 2, self.column, self.i)
+        part = parts[self.group]
+        return part if self.rows else _narrowed(part, 2, self.column, self.i)
 
     def slopes_in(self, parts: Sequence[Tensor]) -> Tensor:
         """Its own of the output gradients (n, t, o) of a kind's blocks."""
@@ -83,9 +84,8 @@ class ParameterBlock:
 
 
 def _narrowed(x: Any, axis: int, start: int, length: int) -> Any:
-    """A part of a tensor; `Rows`, or a tensor that is the part, as it is."""
-    whole = isinstance(x, Rows) or x.shape[axis] == length
-    return x if whole else x.narrow(axis, start, length)
+    """A part of a tensor; a tensor that is the part, as it is."""
+    return x if x.shape[axis] == length else x.narrow(axis, start, length)
 
 
 class LayerFactors:
@@ -247,10 +247,16 @@ class Tape:
 
     Inside the `with`, only the tracked weights require gradients, so that autograd builds the
     graph. The model is the library's own copy.
+
+    Args:
+        examples: in the batch.
+        rows: of the model's batch that each example has; they become positions.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[TrackedLayer], n: int) -> None:
-        self.model, self.layers, self.n = model, layers, n
+    def __init__(
+        self, model: nn.Module, layers: Sequence[TrackedLayer], examples: int, rows: int = 1
+    ) -> None:
+        self.model, self.layers, self.examples, self.n = model, layers, examples, examples * rows
         self.calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
         self._failures: dict[str, str] = {}
         self._count = 0
@@ -360,16 +366,21 @@ class Tape:
         self._count += 1
         self.calls[layer.name].append(call)
 
-    def problem(self, layer: TrackedLayer, n: int) -> str | None:
-        """Why this layer's calls cannot be used for n examples; None if they can."""
+    def problem(self, layer: TrackedLayer) -> str | None:
+        """Why this layer's calls cannot be used; None if they can."""
         if layer.name in self._failures:
             return self._failures[layer.name]
         calls = self.calls[layer.name]
         if not calls:
             return "its forward is never called (unused, or its weight is used directly)"
-        shapes = [tuple(c.x.shape) for c in calls if c.x.dim() < _least(c.kind) or len(c.x) != n]
+        lengths = self.n, self.examples
+        shapes = [
+            tuple(c.x.shape) for c in calls if c.x.dim() < _least(c.kind) or len(c.x) not in lengths
+        ]
         if shapes:
-            return f"its input {shapes[0]} does not have the {n} examples of the batch in front"
+            return (
+                f"its input {shapes[0]} does not have the {self.n} examples of the batch in front"
+            )
         if any(call.x._version != call.version for call in calls):
             return "its input is changed in place after it is read"
         return None
@@ -428,17 +439,32 @@ class Tape:
         for block in layer.blocks:
             k, like = block.group, slopes[0][block.group]
             outputs: list[Outputs] = [block.slopes_in(slope) for slope in slopes]
-            a = partial(lambda block: joined([block.inputs_in(part) for part in inputs()]), block)
+            a = partial(_inputs_of, inputs, block, self.examples)
             if block.rows:
                 each = zip(calls, inputs(), slopes, strict=True)
                 pairs = [sides(c.kind, x[k], g[k], block.o) for (c, _), x, g in each]
-                a = partial(joined, [pair[0] for pair in pairs])
+                a = partial(joined, [_folded(pair[0], self.examples) for pair in pairs])
                 outputs = [pair[1] for pair in pairs]
             its_calls = [call for call, _ in calls]
-            its_mask = _mask_for(its_calls, outputs, mask, like, k)
-            about = its_mask, shortcut, len(calls), _places(its_calls, k)
-            factors.append(LayerFactors(block, a, joined(outputs), *about))
+            its_mask = _mask_for(its_calls, outputs, mask, like, k, self.examples)
+            places = _places(its_calls, k) if self.n == self.examples else None
+            s = joined([_folded(part, self.examples) for part in outputs])
+            factors.append(LayerFactors(block, a, s, its_mask, shortcut, len(calls), places))
         return factors
+
+
+def _inputs_of(
+    parts: Callable[[], Sequence[Sequence[Any]]], block: ParameterBlock, examples: int
+) -> Any:
+    """`a` of a block over all calls."""
+    return joined([_folded(block.inputs_in(part), examples) for part in parts()])
+
+
+def _folded(x: Any, examples: int) -> Any:
+    """The positions of all rows of an example, one after another: (n k, t, ...) -> (n, k t, ...)."""
+    if len(x) == examples:
+        return x
+    return x.folded(examples) if isinstance(x, Rows) else x.reshape(examples, -1, *x.shape[2:])
 
 
 def _least(kind: Kind) -> int:
@@ -457,12 +483,14 @@ def _mask_for(
     mask: Tensor | None,
     like: Tensor,
     block: int,
+    examples: int,
 ) -> Tensor | None:
     """The task's mask for the calls whose positions it describes; ones for the others."""
     if mask is None and all(call.places is None for call in calls):
         return None
     pairs = zip(calls, outputs, strict=True)
-    masks: Tensor = joined([_of_call(call, s, mask, block).to(like) for call, s in pairs])
+    each = [_of_call(call, s, mask, block).to(like) for call, s in pairs]
+    masks: Tensor = joined([_folded(part, examples) for part in each])
     return masks
 
 

@@ -168,7 +168,8 @@ class Passes:
     ) -> Iterator[BackwardPass]:
         named = examples_of(data.name, indices)
         layers = self.tracked.layers
-        with torch.enable_grad(), named, Tape(self.model, layers, len(indices)) as tape:
+        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
+        with torch.enable_grad(), named, tape:
             outputs = self.task.outputs(self.model, batch)
             if self.observe is not None:
                 self.observe(data, indices, outputs.detach(), batch)
@@ -183,7 +184,7 @@ class Passes:
         if signal.name != "exact":
             self._check_separate(data, indices, values, signal)
         for layer in self.tracked.layers:
-            problem = tape.problem(layer, len(indices))
+            problem = tape.problem(layer)
             if problem:
                 raise InvalidInput(
                     f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
@@ -262,14 +263,15 @@ class Passes:
         """Run a bad batch again, and name the first layer and examples that are not finite."""
         plain = Signal("loss") if signal.name == "exact" else signal
         layers = self.tracked.layers
-        with torch.enable_grad(), Tape(self.model, layers, len(indices)) as tape:
+        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
+        with torch.enable_grad(), tape:
             outputs = self.task.outputs(self.model, batch)
             self._check_targets(data, indices, outputs, batch)
             values = self._values(outputs, batch, indices, plain)
             total = values.sum()
         for layer in self.tracked.layers:
             for call in tape.calls[layer.name]:
-                bad = ~call.x.flatten(1).isfinite().all(1)
+                bad = ~call.x.reshape(len(indices), -1).isfinite().all(1)
                 if bad.any():
                     return self._not_finite(data, indices, bad, f"the input of layer {layer.name}")
         slopes = {layer.name: blocks for layer, blocks in tape.backward(total)}

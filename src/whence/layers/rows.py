@@ -42,6 +42,10 @@ class Rows:
     def __getitem__(self, examples: slice) -> Rows:
         return self._each(lambda x: x[examples])
 
+    def folded(self, examples: int) -> Rows:
+        """With so many examples, each of several of these."""
+        return self._each(lambda x: x.reshape(examples, -1, *x.shape[2:]))
+
     def to(self, *args: Any) -> Rows:
         return replace(self, dense=None if self.dense is None else self.dense.to(*args))
 

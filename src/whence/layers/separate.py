@@ -195,11 +195,12 @@ class Separation:
     ) -> Tensor:
         """Each example's gradient uᵀ G v in a few random directions of every block, (n, d)."""
         batch = self._batch(indices)
-        with torch.enable_grad(), Tape(self.model, layers, len(indices)) as tape:
+        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
+        with torch.enable_grad(), tape:
             outputs = self.task.outputs(self.model, batch)
             value = total(outputs, batch)
         for layer in layers:
-            problem = tape.problem(layer, len(indices))
+            problem = tape.problem(layer)
             if problem:
                 raise InvalidInput(
                     f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"

@@ -125,7 +125,7 @@ def find(
             frozen = {name for name in names if not trained(name)}
     n = batch_length(batch)
     called = [layer for layer in layers if not layer.individual]
-    with torch.enable_grad(), Tape(model, called, n) as tape:
+    with torch.enable_grad(), Tape(model, called, n, task.rows(batch)) as tape:
         outputs = task.outputs(model, batch)
         losses = task.losses(outputs, batch)
     for what, values in (("losses", losses), ("measurements", task.measurements(outputs, batch))):
@@ -139,7 +139,7 @@ def find(
         layer.shared = layer in called and tape.shared(layer)
     rejected = _rejected(model, task, batch, [s for s in layers if s.individual], outputs.detach())
     for layer in layers:
-        problem = rejected[layer.name] if layer.individual else tape.problem(layer, n)
+        problem = rejected[layer.name] if layer.individual else tape.problem(layer)
         if problem:  # why its kind refused it comes first
             reasons.update({k: reasons.get(k, problem) for k in layer.parameter_names()})
         else:
@@ -291,14 +291,14 @@ def _rejected(
     for some in hosts.values():
         reason = None
         try:
-            with torch.enable_grad(), Tape(model, some, n) as tape:
+            with torch.enable_grad(), Tape(model, some, n, task.rows(batch)) as tape:
                 outputs = task.outputs(model, batch).detach()
             if bool((outputs - expected).norm() > tolerance * expected.norm()):
                 reason = "its forward, computed step by step, gives other outputs"
         except Exception as error:  # of the user's code
             reason = f"all examples share it, and the model fails with one for each ({error})"
         for layer in some:
-            problems[layer.name] = reason or tape.problem(layer, n)
+            problems[layer.name] = reason or tape.problem(layer)
     return problems
 
 
@@ -313,7 +313,8 @@ def _verified(
     if not layers:
         return [], {}
     weights = [p for layer in layers for p in layer.parameters().values()]
-    with torch.enable_grad(), Tape(model, layers, batch_length(batch)) as tape:
+    tape = Tape(model, layers, batch_length(batch), task.rows(batch))
+    with torch.enable_grad(), tape:
         for parameter in weights:
             parameter.requires_grad_(True)
         outputs = task.outputs(model, batch)

@@ -326,7 +326,7 @@ class Linearised:
 
     def __init__(self, passes: Passes, layers: Sequence[TrackedLayer], batch: Any) -> None:
         # fused attention has no second derivatives, the plain form has
-        tape = Tape(passes.model, layers, batch_length(batch))
+        tape = Tape(passes.model, layers, batch_length(batch), passes.task.rows(batch))
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), tape:
             self.outputs = passes.task.outputs(passes.model, batch)
             self._u = torch.zeros_like(self.outputs, requires_grad=True)
