@@ -36,6 +36,7 @@ from whence.retrain import SmoothAdamW
 
 SCHEMA = 1  # of results/leaderboard.json
 SINGLE, EXPECTED = "single", "expected"
+FINAL, ALONG, BATCHES = "final checkpoint", "checkpoints", "batches"  # what a method needs
 FULL = Scale(subsets=100, seeds=5, queries=100, runs=2)
 QUICK = Scale(subsets=8, seeds=2, queries=4, runs=2)
 
@@ -275,11 +276,13 @@ class Entry:
     Attributes:
         make: builds it.
         of: in one sentence, what it is.
+        needs: of the run.
         most_runs: attribute at most this many runs, where one takes long.
     """
 
     make: Callable[[MethodSettings], Any]
     of: str
+    needs: str = FINAL
     most_runs: int | None = None
 
 
@@ -290,7 +293,7 @@ def named(name: str) -> Callable[[MethodSettings], Any]:
 ENTRIES: Mapping[str, Entry] = {
     "Random": Entry(named("Random"), "examples of the query's class, in random order"),
     "RepSim": Entry(named("RepSim"), "similarity of the last layer's inputs"),
-    "TracIn": Entry(named("TracIn"), "gradient products at the checkpoints"),
+    "TracIn": Entry(named("TracIn"), "gradient products at the checkpoints", ALONG),
     "TRAK": Entry(named("TRAK"), "projected gradients, one model"),
     "EK-FAC": Entry(named("influence"), "influence functions, EK-FAC, damping 1e-8"),
     "EK-FAC + CG": Entry(
@@ -301,7 +304,7 @@ ENTRIES: Mapping[str, Entry] = {
         named("ASTRA-IF"), "influence functions, EK-FAC-preconditioned stochastic iterations"
     ),
     "ASTRA-SOURCE": Entry(
-        named("ASTRA-SOURCE"), "SOURCE, three segments, the same iterations", most_runs=1
+        named("ASTRA-SOURCE"), "SOURCE, three segments, the same iterations", ALONG, most_runs=1
     ),
     "LoGra": Entry(named("LoGra"), "influence functions in two-sided projections of each layer"),
     "SJLT TRAK": Entry(named("SJLT TRAK"), "TRAK with a sparse projection"),
@@ -309,18 +312,21 @@ ENTRIES: Mapping[str, Entry] = {
     "TrackStar": Entry(named("TrackStar"), "unit gradients, projected and whitened"),
     "DataInf": Entry(named("DataInf"), "influence functions, inverses of single examples"),
     "SOURCE": Entry(
-        lambda s: whence.Source.published(s.segments, stage=s.stage), "as published, three segments"
+        lambda s: whence.Source.published(s.segments, stage=s.stage),
+        "as published, three segments",
+        ALONG,
     ),
     "Influence()": Entry(lambda s: whence.Influence(stage=s.stage), "our influence functions"),
-    "Source()": Entry(lambda s: whence.Source(stage=s.stage), "our SOURCE"),
-    "Best()": Entry(lambda s: whence.Best(stage=s.stage), "one equation for all layers"),
-    "HYDRA": Entry(named("HYDRA"), "unrolling without the Hessian", most_runs=1),
+    "Source()": Entry(lambda s: whence.Source(stage=s.stage), "our SOURCE", ALONG),
+    "Best()": Entry(lambda s: whence.Best(stage=s.stage), "one equation for all layers", ALONG),
+    "HYDRA": Entry(named("HYDRA"), "unrolling without the Hessian", BATCHES, most_runs=1),
     "Unrolled (MAGIC)": Entry(
-        named("Unrolled"), "the exact derivative of the training", most_runs=1
+        named("Unrolled"), "the exact derivative of the training", BATCHES, most_runs=1
     ),
     "Unrolled, expected": Entry(
         named("Unrolled, expected, Gauss-Newton"),
         "the derivative, with expected batches and the Gauss-Newton matrix",
+        BATCHES,
         most_runs=1,
     ),
 }
