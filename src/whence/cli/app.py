@@ -46,7 +46,7 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
     layers, fit, attribute, top = attributing.commands(_requested_method(given))
     panels = {
         "Attribute": [layers, fit, attribute],
-        "Look": [top, looking.report, looking.explore, whatif.whatif],
+        "Look": [top, looking.report, looking.card, looking.explore, whatif.whatif],
         "Judge": [judging.truth, judging.lds, judging.score_against, judging.removal],
     }
     for panel, functions in panels.items():

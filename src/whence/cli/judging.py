@@ -19,9 +19,10 @@ from whence.cli.options import (
     Memory,
     NoProgress,
     StudyPath,
-    device_of,
     numbers,
     open_many,
+    out_option,
+    training_options,
 )
 from whence.cli.screen import Answer, CommandError, command
 
@@ -63,12 +64,7 @@ def truth(
             "weight zero: the truth of a single model.",
         ),
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder for the truth. Default: truth/STUDY."
-        ),
-    ] = None,
+    out: Annotated[Path | None, out_option("Folder for the truth. Default: truth/STUDY.")] = None,
     query: QueryName = None,
     stage: Stage = None,
     seed: Annotated[int, typer.Option(min=0, metavar="INT", help="Seed of the subsets.")] = 0,
@@ -93,7 +89,8 @@ def truth(
     from whence.cli.studyfile import load_study
     from whence.retrain import ground_truth
 
-    where, file = device_of(device), load_study(study)
+    training = training_options(device, memory, executor, engine, no_progress)
+    file = load_study(study)
     result = ground_truth(
         file.needs_recipe(),
         _queries(file, query),
@@ -104,11 +101,7 @@ def truth(
         in_place=in_place,
         out=place,
         seed=seed,
-        device=where,
-        memory=memory,
-        executor=executor,
-        engine=engine or "auto",
-        progress=not no_progress,
+        **training,
     )
     shape = result.measurements.shape
     data = {
@@ -237,10 +230,7 @@ def removal(
         bool, typer.Option(help="Also remove random examples of the query's class.")
     ] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder for the results. Default: removal/STUDY."
-        ),
+        Path | None, out_option("Folder for the results. Default: removal/STUDY.")
     ] = None,
     query: QueryName = None,
     stage: Stage = None,
@@ -266,7 +256,8 @@ def removal(
     from whence.cli.studyfile import load_study
     from whence.evaluate import subset_removal
 
-    where, file = device_of(device), load_study(study)
+    training = training_options(device, memory, executor, engine, no_progress)
+    file = load_study(study)
     result = subset_removal(
         file.needs_recipe(),
         opened,
@@ -278,12 +269,8 @@ def removal(
         random_floor=random_floor,
         stage=stage,
         out=out or Path("removal") / study.stem,
-        device=where,
-        memory=memory,
-        executor=executor,
-        engine=engine or "auto",
-        progress=not no_progress,
         seed=seed,
+        **training,
     )
     data: dict[str, Any] = {f.name: getattr(result, f.name) for f in fields(result)}
     data["flipped"] = {name: result.flipped(name) for name in result.margins}

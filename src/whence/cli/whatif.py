@@ -18,9 +18,10 @@ from whence.cli.options import (
     NoProgress,
     ScoresPath,
     ToShow,
-    device_of,
     numbers,
     open_scores,
+    out_option,
+    training_options,
 )
 from whence.cli.screen import Answer, CommandError, command
 from whence.errors import InvalidInput
@@ -63,12 +64,7 @@ def whatif(
     ] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            help="Folder for the trainings. Default: `whatif`, in the folder of the scores.",
-        ),
+        out_option("Folder for the trainings. Default: `whatif`, in the folder of the scores."),
     ] = None,
     check: Check = True,
     device: Device = None,
@@ -102,11 +98,7 @@ def whatif(
             stage,
             retrain,
             out=out or scores / "whatif",
-            device=device_of(device),
-            memory=memory,
-            executor=executor,
-            engine=engine or "auto",
-            progress=not no_progress,
+            **training_options(device, memory, executor, engine, no_progress),
         )
     changes = [
         _change(opened, row, effect, removed, stage, shown, outcome)

@@ -29,7 +29,7 @@ def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
     return {
         name
         for name, kind in kinds.items()
-        if kind is not None and kind.form == "matrix" and not kind.functional
+        if kind is not None and kind.form == "matrix" and kind.seen == "call"
     }
 
 

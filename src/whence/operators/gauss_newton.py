@@ -34,9 +34,15 @@ from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import Factored
 from whence.operators.krylov import conjugate_gradients
-from whence.operators.operator import Function, Inverse, Operator
+from whence.operators.operator import (
+    BlockDiagonal,
+    BlockSpace,
+    BlockVectors,
+    Function,
+    Inverse,
+    Operator,
+)
 from whence.operators.products import Readout, add_weighted
-from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 from whence.table import progress_bar
@@ -320,7 +326,7 @@ class Linearised:
 
     def __init__(self, passes: Passes, layers: Sequence[TrackedLayer], batch: Any) -> None:
         # fused attention has no second derivatives, the plain form has
-        tape = Tape(passes.model, layers, batch_length(batch))
+        tape = Tape(passes.model, layers, batch_length(batch), passes.task.rows(batch))
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), tape:
             self.outputs = passes.task.outputs(passes.model, batch)
             self._u = torch.zeros_like(self.outputs, requires_grad=True)
@@ -333,9 +339,10 @@ class Linearised:
             self._calls = [calls[k] for k in reached]
             self._edges = [edges[k] for k in reached]
             self._blocks = [block for layer, _ in self._calls for block in layer.blocks]
-            self._inputs = [
-                x for _, call in self._calls for x in call.kind.inputs(call.module, call.x)
-            ]
+            self._inputs = []
+            for layer, call in self._calls:
+                parts = call.kind.inputs(call.module, call.x)
+                self._inputs += [block.inputs_in(parts) for block in layer.blocks]
             self._factors = self._positions([slopes[k] for k in reached])
             self._point = self.outputs.detach().requires_grad_()
             loss = passes.task.losses(self._point, batch).sum()
@@ -343,11 +350,10 @@ class Linearised:
 
     def _positions(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Outputs]]:
         """Gradients of the calls' outputs, of any number of batches, as (a, s) of each block."""
-        slopes = [
-            (call.kind, s)
-            for (_, call), g in zip(self._calls, gradients, strict=True)
-            for s in call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
-        ]
+        slopes = []
+        for (layer, call), g in zip(self._calls, gradients, strict=True):
+            parts = call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
+            slopes += [(call.kind, block.slopes_in(parts)) for block in layer.blocks]
         each = zip(self._blocks, self._inputs, slopes, strict=True)
         return [sides(kind, x, s, block.o) for block, x, (kind, s) in each]
 
