@@ -56,7 +56,7 @@ def judge(task: str, settings: dict[str, Any], options: argparse.Namespace) -> d
     smooth = metasmoothness(
         recipe, query, directions=options.directions, training_seed=SEED, **where
     )
-    row = {"metasmoothness": smooth.value, "correlation": smooth.correlation}
+    row: dict[str, Any] = {"metasmoothness": smooth.value, "correlation": smooth.correlation}
     row["measured"] = float(np.mean(measure(recipe, query, [Training(SEED)], **where)))
     row["seconds"] = time.perf_counter() - start
     if options.lds:
