@@ -47,7 +47,7 @@ def combinations(words: list[str]) -> list[dict[str, Any]]:
 
 def judge(task: str, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """One row."""
-    rate, decay = BOARD[task].rates
+    rate, decay = BOARD[task].chosen_rates()
     rates = {"rate": settings.pop("rate", rate), "wd": settings.pop("wd", decay)}
     recipe, held_out = SMOOTH[task](options.quick, **rates, **settings)
     query = Subset(held_out, range(options.queries))
