@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import whence
 from experiments.engine.rivals import RIVALS, measuring_losses, ridge
-from experiments.studies import single
+from experiments.studies import single, smooth
 from experiments.studies.publish import benchmark as publishing
 from experiments.studies.publish import publish
 from experiments.studies.sums import Sums
@@ -152,3 +152,17 @@ def test_sizes_are_whole_batches(name: str, monkeypatch: Any) -> None:
     recipe, _ = make(False, *experiment.chosen_rates())
     (stage,) = recipe.stages
     assert len(stage.data) % stage.batch_size == 0
+
+
+def test_the_search_for_a_smooth_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    words = ["smooth", "gpt_smooth", "--quick", "--try", "rate=1e-3", "eps_root=1e-6,1e-4", "--lds"]
+    words += ["--directions", "3", "--queries", "2", "--subsets", "6"]
+    words += ["--out", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", words)
+    smooth.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["of"]["settings"]["eps_root"] for row in rows] == [1e-6, 1e-4]
+    assert all(-1 <= row["metasmoothness"] <= 1 and row["times the training"] > 0 for row in rows)
+    assert rows[0]["measured"] != rows[1]["measured"]
+    smooth.main()
+    assert capsys.readouterr().out == ""  # both are there

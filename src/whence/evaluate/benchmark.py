@@ -24,9 +24,10 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whence.errors import InvalidInput, MissingFile
-from whence.evaluate.groups import Floats, Given
+from whence.evaluate.groups import Given
 from whence.evaluate.lds import LDS, Comparison, Difference, described, lds
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import (
@@ -59,7 +60,7 @@ class Published:
         seconds: what the scores of one run took.
     """
 
-    predictions: Floats
+    predictions: NDArray[np.floating[Any]]
     settings: str = ""
     seconds: float | None = None
 
