@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ def test_blocks_in_any_order_give_the_strongest_of_the_whole(seed: int) -> None:
     k = int(random.integers(1, n + 1))
     scores = random.integers(-3, 4, (q, n)).astype(np.float32)  # with many ties
     ends = sorted({0, n, *random.integers(0, n + 1, 3).tolist()})
-    blocks = list(zip(ends[:-1], ends[1:], strict=True))
+    blocks = list(pairwise(ends))
     blocks += [blocks[i] for i in random.integers(0, len(blocks), 2)]  # twice
     start = int(random.integers(0, n))
     blocks.append((start, int(random.integers(start + 1, n + 1))))  # across others
