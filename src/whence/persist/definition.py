@@ -28,9 +28,15 @@ OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotat
 
 
 def class_sha256(*classes: type) -> str:
-    """The digest of what these classes define and inherit."""
-    parents = {parent for each in classes for parent in each.__mro__}
+    """The digest of what these classes, and the classes of them, define and inherit."""
+    parents = {p for each in classes for p in (*each.__mro__, *type(each).__mro__)} - {type}
     return _sha256(sorted(parents, key=lambda c: (c.__module__, c.__qualname__)), set())
+
+
+def setting_sha256(value: Any) -> str:
+    """The digest of a value, and of the code that it brings along: a function with what that refers
+    to, or an object with its class."""
+    return _sha256(value, set())
 
 
 def model_sha256(model: nn.Module) -> str:
@@ -58,7 +64,8 @@ def _sha256(value: Any, seen: set[int]) -> str:
     if isinstance(value, (list, tuple)):
         return sha256_of(*(_sha256(item, seen) for item in value))
     if not isinstance(value, (type, FunctionType)):
-        return digest(value)
+        code = [type(value)] if _version(type(value).__module__) is None else []
+        return digest(value) if not code else sha256_of(digest(value), _sha256(code, seen))
     name = f"{value.__module__}.{value.__qualname__}"
     version = _version(value.__module__)
     if id(value) in seen or version is not None:
