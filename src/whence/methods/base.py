@@ -214,6 +214,8 @@ class Method(ABC):
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
         """What is stored with the scores, the same in all ranks."""
         study, world = workspace.study, workspace.world
+        for data in study.data.values():
+            data.check_unchanged()
         workspace.ledger.merge(world)
         task = study.tasks[study.stages[-1]]
         diagnostics = workspace.ledger.summary() | {
