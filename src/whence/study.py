@@ -22,8 +22,8 @@ from whence.layers.passes import (
     precision_as_asked,
     rounded_products,
 )
-from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.separate import Separation, candidates, looked_at, pairs
+from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.definition import class_sha256, model_sha256
@@ -417,7 +417,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def loader(model: nn.Module, device: torch.device, dtype: torch.dtype) -> WeightLoader:
-    """A copy of a study's model on a device, for passes in eval mode, and what loads its weights."""
+    """A copy of a study's model on a device, in eval mode, and what loads its weights."""
     duplicate = copied(model)
     streamed = any(p.is_meta for p in model.parameters())
     weights = StreamedWeights(duplicate, device, dtype) if streamed else WeightLoader(duplicate)

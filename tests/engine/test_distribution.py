@@ -144,6 +144,14 @@ def test_an_error_of_one_rank_reaches_all(pair: Path) -> None:
     assert "rank 1 of 2 failed" in first and second == "example 7 is bad"
 
 
+def test_a_full_disk_of_one_rank_ends_all_and_the_same_call_resumes(pair: Path) -> None:
+    (first, values), (second, others) = known(pair, "full_disk")
+    assert "rank 1 of 2 failed" in first
+    assert "the disk is full" in second and "make the same call again" in second
+    assert values == others
+    np.testing.assert_array_equal(values, np.load(pair / "source" / "rank-0.npy"))
+
+
 @pytest.mark.parametrize("name", ranks.DIFFERENT)
 def test_ranks_that_differ_are_named(name: str, pair: Path) -> None:
     first, second = known(pair, "differing")

@@ -61,7 +61,9 @@ def test_other_shards_are_refused_by_name(group: None, tmp_path: Path) -> None:
     model = sharded.net()
     plan = {"h.0.c_out": ColwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
-    with pytest.raises(whence.errors.InvalidInput, match="h.0.c_out.weight .*tensor parallelism"):
+    with pytest.raises(
+        whence.errors.InvalidInput, match=r"h\.0\.c_out\.weight .*tensor parallelism"
+    ):
         sharded.study(model, tmp_path / "run", tmp_path)
 
 

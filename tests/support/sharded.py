@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,8 @@ def everything(folder: Path, rank: int) -> None:
     whole = {k: v.full_tensor() for k, v in model.state_dict().items()}  # type: ignore
     if rank == 0:
         torch.save(whole, folder / "whole.pt")
-    try:
+    with suppress(KeyboardInterrupt):
         train(folder / "resumed", shard(net()), rank, 2, stop=3)
-    except KeyboardInterrupt:
-        pass
     again = train(folder / "resumed", shard(net()), rank, 2, restored=True)
     resumed = all(torch.equal(p, parts[name]) for name, p in state(again).items())
     report = {"unchanged": unchanged, "resumed": resumed, "failure": failure(folder, rank)}

@@ -151,8 +151,12 @@ class StreamedWeights(WeightLoader):
 
     def _attend(self, unit: nn.Module, units: list[nn.Module]) -> Iterator[Any]:
         """Hooks that bring the unit's matrices, and take them away."""
-        nested = {id(p) for other in unit.modules() if other is not unit and other in units
-                  for p in other.parameters()}
+        nested = {
+            id(p)
+            for other in unit.modules()
+            if other is not unit and other in units
+            for p in other.parameters()
+        }
         matrices = [p for p in unit.parameters() if p in self._matrices and id(p) not in nested]
         packing: list[saved_tensors_hooks] = []
 
@@ -174,9 +178,7 @@ class StreamedWeights(WeightLoader):
         yield unit.register_forward_pre_hook(bring, prepend=True)
         yield unit.register_forward_hook(take_away, always_call=True)
 
-    def _read(
-        self, parameter: nn.Parameter, weights: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
+    def _read(self, parameter: nn.Parameter, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         weights = self._weights if weights is None else weights
         name = next(name for name in self._matrices[parameter] if name in weights)
         return weights[name].to(self._device, self._dtype)
@@ -185,7 +187,9 @@ class StreamedWeights(WeightLoader):
         parameter = self._present.get(_memory(tensor))
         if parameter is None:
             return tensor
-        return _Note(parameter, self._weights, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Note(
+            parameter, self._weights, tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
 
     def _unpack(self, saved: Tensor | _Note) -> Tensor:
         if isinstance(saved, Tensor):

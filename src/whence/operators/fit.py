@@ -114,14 +114,17 @@ class Fitter:
         where = self.device if len(self.groups(True)) == 1 else torch.device("cpu")
         means: Tensors = {}
         for checkpoint in checkpoints:
-            for name, value in self.covariances(checkpoint, whole).items():
-                share = value.to(where, torch.float64) / len(checkpoints)
-                means[name] = means[name].add_(share) if name in means else share
+            covariances = dict(self.covariances(checkpoint, whole))
+            for name in list(covariances):
+                value = covariances.pop(name).to(where)
+                if len(checkpoints) > 1:
+                    value = value.double() / len(checkpoints)
+                means[name] = means[name].add_(value) if name in means else value
         bases: dict[str, Basis | None] = {}
         eigenvalues = {}
         with self.passes.clock("eigendecomposition"):
             for b in [b for b in self.blocks if f"{b.name}/S" in means]:
-                S, A = (means.pop(f"{b.name}/{key}").to(self.device) for key in "SA")
+                S, A = (means.pop(f"{b.name}/{key}").to(self.device).double() for key in "SA")
                 (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
                 Λ_A, Q_A = torch.linalg.eigh(A)
                 eigenvalues[b.name] = Λ_S.to(where), Λ_A.to(where)

@@ -187,8 +187,8 @@ class Recorder:
 
     The recorder counts updates with the optimizer's hooks, so gradient accumulation, schedulers and
     updates skipped by an AMP scaler need no extra code. It always saves the weights before the
-    first update and the final model. In distributed training rank 0 writes: whole weights, also of a
-    model that FSDP2 (`fully_shard`) divides.
+    first update and the final model. In distributed training rank 0 writes: whole weights, also of
+    a model that FSDP2 (`fully_shard`) divides.
 
     If you rerun an interrupted program, it records the training from the start. To resume from the
     last checkpoint instead, with bit-identical results:

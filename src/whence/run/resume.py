@@ -121,11 +121,7 @@ class RestoredCheckpoint:
         plain = plain_names(state_dict)
         try:
             model.load_state_dict(
-                {
-                    n: part_of(weights[p], state_dict[n])
-                    for n, p in plain.items()
-                    if p in weights
-                }
+                {n: part_of(weights[p], state_dict[n]) for n, p in plain.items() if p in weights}
             )
         except RuntimeError as error:
             raise RunError(f"{last.path} is a checkpoint of another model: {error}") from error
