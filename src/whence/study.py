@@ -26,10 +26,8 @@ from whence.layers.separate import Separation, candidates, looked_at, pairs
 from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.definition import class_sha256, model_sha256
-from whence.persist.identity import digest, sha256_of
-from whence.persist.shared import shared
-from whence.persist.tensors import FactorCache
+from whence.persist.cache import FactorCache, shared
+from whence.persist.identity import class_sha256, digest, model_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final

@@ -799,6 +799,20 @@ def test_the_ranking_over_all_queries(
     first = capsys.readouterr().out.splitlines()[1].split(",")
     assert int(first[0]) == scores.helpful(1, 1)[0].example
     assert typed("top scores --overall --query 1") == 2
+    assert typed("top scores --overall --csv --duplicates --study study.py") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "example,score,label,content,duplicate_of" and len(lines) == 61
+    assert typed("top scores --overall --csv --duplicates") == 2
+    assert "--study" in capsys.readouterr().err
+
+
+def test_the_card_of_a_query(small_with_scores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("card scores --query 1 --study study.py --title <Why>") == 0
+    text = Path("card.svg").read_text()
+    assert text.startswith("<svg") and "&lt;Why&gt;" in text and "c0" not in text
+    assert any(f">{name}</text>" in text for name in ("none", "one", "both"))
+    assert typed("card scores --query 1 -o card.png") == 2
+    assert "--out card.png" in capsys.readouterr().err
 
 
 def test_a_ranking_is_a_data_frame(small_with_scores: Path) -> None:

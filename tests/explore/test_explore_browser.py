@@ -434,3 +434,22 @@ def test_a_server_that_went_away_is_reported(browser: Any) -> None:
     page.wait_for_selector("main .notice")
     assert "is whence explore still running?" in page.inner_text("main")
     context.close()
+
+
+def test_the_card_of_a_query_is_saved_as_svg_and_png(
+    browser: Any, explorer: Running, tmp_path: Path
+) -> None:
+    with Visit(browser, explorer, "#page=queries&row=3") as visit:
+        for name, start in (("SVG", b"<svg"), ("PNG", b"\x89PNG")):
+            with visit.page.expect_download() as saved:
+                visit.page.get_by_text(f"Card ({name})").click()
+            saved.value.save_as(tmp_path / name)
+            assert (tmp_path / name).read_bytes().startswith(start)
+            assert saved.value.suggested_filename == f"query-3.{name.lower()}"
+
+
+def test_an_example_is_shown_beside_the_query(browser: Any, explorer: Running) -> None:
+    with Visit(browser, explorer, "#page=queries&row=3") as visit:
+        visit.page.locator(".card-face").first.click()
+        assert "query 3" in visit.page.locator("dialog thead").inner_text()
+        assert visit.page.locator("dialog input[data-place]").count() == 1

@@ -301,18 +301,98 @@ def test_nothing_is_left_out(make: Make) -> None:
     assert scores.left_out[0] == 0 and "all" in scores.diagnostics["tracked"]
 
 
-def test_experts_are_left_out_by_name() -> None:
+def mixtral(implementation: str = "eager") -> Any:
+    """Three experts, of which each token uses two."""
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "max_position_embeddings": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 20}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = hf.MixtralConfig(**sizes, **heads, num_local_experts=3, max_position_embeddings=16)
-    model = hf.MixtralForCausalLM(config)
-    study = whence.Study(
-        model, whence.LanguageModeling(), TRAIN, once(model), collate=padded(), layers="all"
+    config = hf.MixtralConfig(
+        **SETTINGS, **sizes, **heads, num_local_experts=3, experts_implementation=implementation
     )
-    last = str(study.describe()).splitlines()[-1]
-    assert "MixtralExperts" in last and "MixtralTopKRouter" in last
-    assert "norm" not in last and "embed_tokens" not in last and "lm_head" not in last
+    return hf.MixtralForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    """Experts with biases, whose weights are stored transposed and interleaved."""
+    torch.manual_seed(0)
+    config = hf.GptOssConfig(
+        **SETTINGS,
+        hidden_size=8,
+        intermediate_size=6,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        max_position_embeddings=16,
+        layer_types=["full_attention"],
+        pad_token_id=None,
+        experts_implementation="eager",
+    )
+    model = hf.GptOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_experts(implementation: str) -> None:
+    model = mixtral(implementation).double()
+    task = whence.LanguageModeling()
+    check(model, TRAIN, QUERY, [], task, padded(), layers="all", tolerance=1e-5)
+
+
+def test_experts_with_biases() -> None:
+    model, task = gpt_oss().double(), whence.LanguageModeling()
+    sinks = ["model.layers.0.self_attn"]
+    check(model, TRAIN, QUERY, sinks, task, padded(), layers="all", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("curvature", ["auto", "ekfac", "kfac", "diagonal"])
+def test_experts_do_not_depend_on_batches_and_padding(curvature: str) -> None:
+    model, task = mixtral().double(), whence.LanguageModeling()
+    # an expert that no token is sent to
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[2] = 0.0
+            layer.mlp.gate.weight[:2] = layer.mlp.gate.weight[:2].abs()
+            layer.post_attention_layernorm.weight.fill_(1.0)
+    method = whence.Influence(damping=0.1, curvature=curvature, fisher="empirical")
+    every = []
+    for size, collate in ((1, padded()), (3, padded()), (7, padded(extra=2))):
+        study = whence.Study(model, task, TRAIN, once(model), collate=collate, layers="all")
+        every.append(quiet(method, study, QUERY, batch_size=size).values)
+        assert np.isfinite(every[-1]).all()
+    close(every[1], every[0], 1e-6)
+    close(every[2], every[0], 1e-6)
+
+
+def test_an_expert_that_no_token_is_sent_to_has_no_gradient() -> None:
+    """Scores are those without its weights, and no number is NaN."""
+    model, task = mixtral().double(), whence.LanguageModeling()
+    experts = "model.layers.0.mlp.experts"
+
+    def never(module: nn.Module, args: Any, output: Any) -> Any:
+        logits, weights, index = output
+        return logits, weights, index.clamp_max(1)
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(never)
+    check(model, TRAIN, QUERY, [], task, padded(), layers="all", tolerance=1e-5)
+    study = whence.Study(model, task, TRAIN, once(model), collate=padded(), layers="all")
+    scores = quiet(whence.Source(segments=1), study, QUERY, by_layer=True)
+    assert np.isfinite(scores.values).all()
+    gradients = rows(
+        model.requires_grad_(True),
+        [f"{experts}.gate_up_proj"],
+        TRAIN,
+        task.losses,
+        task,
+        padded(),
+    ).view(len(TRAIN), 3, -1)
+    assert not gradients[:, 2].any() and gradients[:, :2].any()
 
 
 @pytest.mark.parametrize(

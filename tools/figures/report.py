@@ -1,4 +1,4 @@
-"""Draw the screenshot of the report, from the demo's pictures: python -m tools.figures.report
+"""Draw the report's screenshot and card, from the demo's pictures: python -m tools.figures.report
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM).
 """
@@ -17,6 +17,7 @@ from whence.demo import CLASSES, network, pictures, recipe_for
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+WORST = 222  # a shirt that is read as a bag
 
 
 def report(folder: Path) -> Path:
@@ -26,6 +27,7 @@ def report(folder: Path) -> Path:
     study = whence.Study(network(), recipe.task, data.train, recipe.run(0, folder / "run"))
     method = whence.Source(segments=3)
     scores = method.attribute(study, data.query, by_segment=True, progress=False)
+    scores.card(WORST, study=study, data=data.query, classes=CLASSES).save(FIGURES / "card.svg")
     return scores.report(
         folder / "report.html",
         query=data.query,

@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.queries import Queries, QuerySet
+from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
-from whence.engine.workspace import LOSS, Columns, PlainGradients, Readouts, Term, Workspace
-from whence.layers.capture import LayerFactors, Outputs
+from whence.engine.workspace import LOSS, Columns, Term, Workspace
+from whence.layers.capture import LayerFactors, Outputs, joined
+from whence.layers.kind import Places
 from whence.layers.passes import Signal
-from whence.layers.rows import joined
 from whence.operators import cost
+from whence.operators.operator import rotate
 from whence.operators.products import Readout
-from whence.operators.space import rotate
 from whence.scores import ScoreWriter
 from whence.scores.result import BY_LAYER, BY_SEGMENT
 from whence.table import progress_bar
@@ -135,7 +135,10 @@ class Scoring:
                 _exhaust(ready)
 
     def _plan(self, query: QuerySet) -> Plan | None:
-        """How to take the queries in factors; an interrupted call's rank is taken again."""
+        """How to take the queries in factors, if that was asked for and they do not fit as they
+        are. An interrupted call's rank is taken again."""
+        if query.rank is None:
+            return None
         account, terms = self.writer.account, 1 if self.shared else len(self.terms)
         known = self.workspace.world.of_first(account.get("query_rank"))
         chosen = plan(self.workspace, query, terms, known)
@@ -349,7 +352,9 @@ def score_tokens(
                     if readout is None:
                         continue
                     value = readout.by_position(factors.a, factors.s)[:, 0]
-                    if value.shape[1] % factors.calls == 0:  # the same positions, several calls
+                    if factors.places is not None:
+                        value = _placed(value, factors.places)
+                    elif value.shape[1] % factors.calls == 0:  # the same positions, several calls
                         value = value.reshape(len(value), factors.calls, -1).sum(1)
                     t = value.shape[1]
                     parts[t] = parts[t] + value if t in parts else value
@@ -359,6 +364,12 @@ def score_tokens(
     for t, part in parts.items():
         rest = rest if t == length else rest + part.sum(1)
     return Tokens(int(example), parts[length].cpu().numpy(), rest.cpu().numpy())
+
+
+def _placed(value: Tensor, places: Places) -> Tensor:
+    """Numbers (q, t) of one example at the positions they are for, (q, length)."""
+    numbers, total = places.numbers[0], value.new_zeros(len(value), places.length)
+    return total.index_add_(1, numbers[numbers >= 0], value[:, numbers >= 0])
 
 
 def shared_tokens(world: World, mine: list[Tokens], examples: Sequence[int]) -> list[Tokens]:

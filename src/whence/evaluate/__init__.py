@@ -1,5 +1,6 @@
 """Judging scores by what really happens: retrain on known subsets, and look."""
 
+from whence.evaluate.benchmark import Benchmark, Published, Standing, score_against
 from whence.evaluate.calibrate import calibrate
 from whence.evaluate.calibration import Calibration, calibration
 from whence.evaluate.combine import combine
@@ -11,11 +12,14 @@ from whence.retrain import Truth, ground_truth
 
 __all__ = [
     "LDS",
+    "Benchmark",
     "Calibration",
     "Comparison",
     "Difference",
     "Metasmoothness",
     "Mislabeled",
+    "Published",
+    "Standing",
     "SubsetRemoval",
     "Truth",
     "calibrate",
@@ -26,5 +30,6 @@ __all__ = [
     "lds",
     "metasmoothness",
     "mislabeled",
+    "score_against",
     "subset_removal",
 ]

@@ -304,6 +304,11 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
     def query(scores: Text, row: Count, k: Count = 10) -> dict[str, Any]:
         return explorer.query(scores, row, k)
 
+    @get("/api/card.svg")
+    def card(scores: Text, row: Count) -> Response:
+        headers = {"content-disposition": f'attachment; filename="query-{row}.svg"'}
+        return Response(explorer.card(scores, row), 200, headers, "image/svg+xml")
+
     @get("/api/examples")
     def examples(
         scores: Text,

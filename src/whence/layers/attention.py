@@ -1,7 +1,7 @@
 """`nn.MultiheadAttention`: its packed projection of queries, keys and values, and its output.
 
 The module calls neither as a layer: it hands their weights to a function that multiplies by them.
-So the products themselves are captured (`functional`). They have positions before examples.
+So the products themselves are captured (`seen`). They have positions before examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Projection(Kind):
 
     module = nn.MultiheadAttention
     attributes = ("in_proj_weight", "in_proj_bias")
-    functional = True
+    seen = "product"
 
     def refusal(self, module: nn.Module) -> str | None:
         return refused_subclass(module, nn.MultiheadAttention)
@@ -39,7 +39,7 @@ class Output(Linear):
     """The output projection, which PyTorch gives a class of its own."""
 
     module = NonDynamicallyQuantizableLinear
-    functional = True
+    seen = "product"
 
 
 register(Projection())

@@ -178,7 +178,7 @@ class GradientMethod(Method):
         segments = 1 if self._shared else len(terms)
         numbers = self.fitted_numbers(workspace, segments, passes)
         work, low_rank = self.operations(workspace, queries), None
-        if workspace.query is not None:
+        if workspace.query is not None and workspace.query.rank is not None:
             low_rank = plan(workspace, workspace.query, segments)
         if low_rank is None or workspace.query is None:
             numbers += self.vector_numbers(workspace, segments, queries)

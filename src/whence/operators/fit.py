@@ -32,7 +32,7 @@ from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import cost
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
-from whence.operators.space import Basis
+from whence.operators.operator import Basis
 from whence.operators.statistics import (
     Covariances,
     FitData,
@@ -41,9 +41,8 @@ from whence.operators.statistics import (
     Tensors,
     measure,
 )
+from whence.persist.cache import FactorCache, shared
 from whence.persist.identity import key_of
-from whence.persist.shared import shared
-from whence.persist.tensors import FactorCache
 from whence.world import World
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -342,8 +341,6 @@ class Fitter:
             return {name: self._block(name, factors) for name in names}
         if not fits:
             factors = {name: value.cpu() for name, value in factors.items()}
-        if not kind.passes:
-            return OffloadedFactors(names, lambda name: self._block(name, factors))
         parts: dict[str, Tensors] = {name: {} for name in names}
         for name, value in factors.items():
             parts[name.rpartition("/")[0]][name] = value

@@ -21,7 +21,7 @@ from torch import Tensor
 from whence.layers.capture import LayerFactors, Outputs, whole_gradients
 from whence.layers.rows import Rows, add_rows
 from whence.operators import cost
-from whence.operators.space import Basis
+from whence.operators.operator import Basis
 
 #: numbers in a scratch buffer that is read back immediately (it should stay in a CPU's cache) ...
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}

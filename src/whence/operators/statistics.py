@@ -19,9 +19,9 @@ from whence.data import Batches, cut
 from whence.layers.capture import LayerFactors, ParameterBlock
 from whence.layers.passes import BackwardPass, Passes, Signal, Weights
 from whence.operators import products
-from whence.operators.space import Basis
+from whence.operators.operator import Basis
+from whence.persist.cache import FactorCache
 from whence.persist.identity import key_of
-from whence.persist.tensors import FactorCache
 from whence.world import Owner, World, everyone
 
 Tensors = dict[str, Tensor]  # by names such as "<block>/A"

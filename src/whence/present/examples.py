@@ -98,14 +98,24 @@ class Examples:
             URI), `text`, `row` ([name, value] pairs) or `html`. There may be a `note`, and `more`,
             which says how much of a text or row was cut.
         """
+        return self._read(index, drawn=True)
+
+    def content(self, index: int) -> Rendered:
+        """As `render`, with the `array` (c, h, w) of an image in place of its data URI."""
+        return self._read(index, drawn=False)
+
+    def _read(self, index: int, drawn: bool) -> Rendered:
         rendered: Rendered = {"id": int(index), "kind": "missing", "label": None}
         if self.dataset is None:
             return rendered
         try:
             example = self.dataset[int(index)]
             rendered["label"] = self._label(example, index)
-            content = _input(example) if self.renderer is None else self.renderer(example)
-            return rendered | self._content(content)
+            given = _input(example) if self.renderer is None else self.renderer(example)
+            content = self._content(given)
+            if drawn and content["kind"] == "image":
+                content = _image(content.pop("array"), self.size, content.get("note"))
+            return rendered | content
         except Exception as error:
             # One example that cannot be shown must not cost the page.
             what = "reading" if self.renderer is None else "rendering"
@@ -128,14 +138,14 @@ class Examples:
     @cached_property
     def wordless(self) -> bool:
         """Whether the examples are images (the first one is), or there are none."""
-        return len(self) == 0 or "image" in self.render(0)
+        return len(self) == 0 or self.content(0)["kind"] == "image"
 
     def in_words(self, index: int) -> tuple[str, str]:
         """An example's label and text; images are not drawn for it."""
         if self.wordless:
             return self.label(index) or "", ""
-        rendered = self.render(index)
-        return rendered["label"] or "", words(rendered)
+        content = self.content(index)
+        return content["label"] or "", words(content)
 
     @cached_property
     def names_classes(self) -> bool:
@@ -236,12 +246,12 @@ class Examples:
         if array.ndim == 1:
             return self._vector(array)
         if array.ndim == 2 and min(array.shape) > 0:
-            return _image(array[None], self.size)
+            return _picture(array[None])
         if array.ndim == 3 and min(array.shape) > 0:
             if array.shape[0] <= 4:
-                return _image(array, self.size)
+                return _picture(array)
             if array.shape[2] <= 4:
-                return _image(array.transpose(2, 0, 1), self.size)
+                return _picture(array.transpose(2, 0, 1))
         return _row([["array", _value(array)]])
 
     def _vector(self, array: NDArray[Any]) -> Rendered:
@@ -251,7 +261,7 @@ class Examples:
         if array.dtype.kind == "i" and array.dtype.itemsize >= 4:
             rendered = self._decoded(array)
         elif len(array) in FLAT:
-            rendered = _image(array.reshape(FLAT[len(array)]), self.size)
+            rendered = _picture(array.reshape(FLAT[len(array)]))
         else:
             rendered = _row([[f"x{k}", _value(value)] for k, value in enumerate(array.tolist())])
         if self.columns is not None:
@@ -410,7 +420,11 @@ def _value(value: Any) -> str:
     return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 
-def _image(array: NDArray[Any], size: int) -> Rendered:
+def _picture(array: NDArray[Any]) -> Rendered:
+    return {"kind": "image", "array": array}
+
+
+def _image(array: NDArray[Any], size: int, note: str | None = None) -> Rendered:
     """A small PNG of an array (c, h, w), c ≤ 4, with values in any range.
 
     Bytes are used unchanged, and values in [0, 1] are multiplied by 255. Other values are scaled
@@ -427,7 +441,9 @@ def _image(array: NDArray[Any], size: int) -> Rendered:
     span = high / 2 - low / 2
     scaled = (pixels / 2 - low / 2) / span if span > 0 else torch.full_like(pixels, 0.5)
     scaled = torch.where(finite, scaled, 0.5)
-    notes = [] if bool(finite.all()) else [f"{int((~finite).sum()):,} values are not finite"]
+    notes = [] if note is None else [note]
+    if not bool(finite.all()):
+        notes.append(f"{int((~finite).sum()):,} values are not finite")
     channels, height, width = scaled.shape
     if channels == 2:
         scaled = scaled.mean(0, keepdim=True)

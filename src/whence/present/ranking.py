@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from whence.errors import MissingDependency
+from whence.errors import InvalidInput, MissingDependency
 from whence.present.views import Floats, TrainingExamples
 from whence.scores import Scores
 from whence.study import Study
@@ -47,6 +47,7 @@ def ranked_columns(
     scores: Scores,
     query: int | None = None,
     study: Study | None = None,
+    duplicates: bool = False,
     **display: Any,
 ) -> dict[str, list[Any]]:
     """The training examples as columns of a table, the most helpful first.
@@ -54,12 +55,17 @@ def ranked_columns(
     Args:
         query: whose scores to rank by (default: the mean over all queries).
         study: whose training data has the labels and texts.
+        duplicates: whether to find near-duplicates (`whence.present.duplicates`), in time quadratic
+            in the number of examples. Needs a study.
         display: `classes`, `columns`, `tokenizer`: as in `whence.report.write`.
 
     Returns:
         `example` (training id), `stage` if there are several, `score`; with a study `label`, and
-        `content` if the examples have text.
+        `content` if the examples have text; `duplicate_of`: the `example` before this one that
+        it nearly equals, or None.
     """
+    if duplicates and study is None:
+        raise InvalidInput("duplicates=True compares the training examples: give study=")
     values = score_column(scores, query)
     strength = values if scores.higher_is_better else -values
     order = np.argsort(np.where(np.isnan(strength), np.inf, -strength), kind="stable")
@@ -74,18 +80,24 @@ def ranked_columns(
     table["label"] = [label for label, _ in cells]
     if any(content for _, content in cells):
         table["content"] = [content for _, content in cells]
+    if duplicates:
+        leading = examples.leaders(order.tolist()).tolist()
+        table["duplicate_of"] = [
+            None if leader == place else table["example"][leader]
+            for place, leader in enumerate(leading)
+        ]
     return table
 
 
 def ranking(
-    scores: Scores, study: Study | None = None, query: int | None = None, **display: Any
+    scores: Scores, study: Study | None = None, query: int | None = None, **options: Any
 ) -> Any:
     """`ranked_columns` as a pandas DataFrame."""
     try:
         import pandas as pd
     except ImportError as error:
         raise MissingDependency("ranking needs pandas: pip install 'whence-tda[pandas]'") from error
-    return pd.DataFrame(ranked_columns(scores, query, study, **display))
+    return pd.DataFrame(ranked_columns(scores, query, study, **options))
 
 
 def csv_lines(rows: Iterable[Sequence[Any]], end: str = "\n") -> str:

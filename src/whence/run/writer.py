@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whence.persist.arrays import serialize
+from whence.persist.files import FolderLock
 from whence.persist.identity import sha256_of
-from whence.persist.locks import FolderLock
-from whence.persist.tensors import serialize
 from whence.run import optimizers
 from whence.run.checkpoint import Checkpoint, RunError, model_weights, weights_sha256
 from whence.run.format import RunData, write_checkpoint
-from whence.run.gather import gathered
 from whence.run.segments import Stage
+from whence.world import gathered
 
 
 class RunWriter:

@@ -18,7 +18,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from whence.errors import DiskFull, FolderConflict, InvalidInput, MissingFile
 from whence.persist.arrays import Checksums, create_array, entry_of, map_array, save_array
+from whence.persist.cache import Tried
 from whence.persist.files import (
+    FolderLock,
     Throttle,
     damaged,
     move_into_place,
@@ -28,8 +30,6 @@ from whence.persist.files import (
     write_json,
 )
 from whence.persist.identity import file_sha256
-from whence.persist.locks import FolderLock
-from whence.persist.tried import Tried
 from whence.scores.result import (
     BY_LAYER,
     BY_SEGMENT,
@@ -96,8 +96,7 @@ class ScoreWriter:
                 f"top={top} together with {asked[0]}: {asked[0]} keeps a number for every query, "
                 f"example and {asked[0][3:]}, which top is there to avoid; ask for one of the two"
             )
-        if len(asked) > 1:
-            raise InvalidInput("by_segment together with by_layer: ask for one of the two")
+        assert len(asked) < 2  # `Method.attribute` refuses both
         self._parts = asked[0] if asked else None
         self.already: Scores | None = None
         self.account: dict[str, Any] = {}

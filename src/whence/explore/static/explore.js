@@ -145,7 +145,7 @@
   }
 
   const ctxOf = (name, byColumn, more = {}) => ({
-    overview: overview.about[name], examples: byColumn, onExample: (column) => openExample(column),
+    overview: overview.about[name], examples: byColumn, onExample: (column, entry, query) => openExample(column, entry, query, byColumn),
     onQuery: (row) => { dialog.close(); go({ page: "queries", row, scores: name }); }, ...more,
   });
 
@@ -159,22 +159,15 @@
     if (!dialog.open) dialog.showModal();
   }
 
-  async function openExample(place) {
+  // others: examples at hand, by place, for the ranges of their columns.
+  async function openExample(place, entry = null, query = null, others = {}) {
     const name = overview.sets.length ? scoresName() : "";
     try {
-      const answer = await get("/api/example", { place, scores: name });
-      const example = answer.example;
-      const related = (title, rows) => (rows && rows.length ? el("section", {}, el("h4", {}, title),
-        el("ul", { class: "related" }, rows.map(([row, value]) => el("li", {},
-          el("button", { type: "button", class: "link", onclick: () => { dialog.close(); go({ page: "queries", row, scores: name }); } }, `query ${row}`),
-          " ", valueOf(value, overview.about[name].higher_is_better))))) : null);
-      inDialog(el("div", { class: "detail" },
-        el("h2", {}, `Training example ${naming(example)}`), V.example(example, { large: true }),
-        el("dl", { class: "facts" }, example.label === null ? null : fact("label", bdi(example.label)),
-          example.prediction ? fact("prediction", bdi(example.prediction),
-            example.comparable && example.label !== null && example.label !== example.prediction ? el("span", { class: "wrong" }, "✗ differs") : null) : null),
-        tickBox(example, "leave it out in What if"),
-        related(`▲ Queries it helped most, by ${name}`, answer.helped), related("▼ Queries it harmed most", answer.harmed)));
+      const { example, helped = [], harmed = [] } = await get("/api/example", { place, scores: name });
+      const ctx = ctxOf(name || overview.self_influence[0], { ...others, [place]: example });
+      const detail = V.detail(place, [...helped, ...harmed], ctx, entry, query);
+      detail.querySelector(".facts").after(tickBox(example, "leave it out in What if"));
+      inDialog(detail);
     } catch (error) { inDialog(notice(error.message)); }
   }
 
@@ -272,13 +265,28 @@
     const k = Number(where.k || 10);
     const view = await get("/api/query", { scores: name, row: current, k });
     const ctx = ctxOf(name, view.examples, { extra: (entry) => tickBox(view.examples[entry.column]) });
-    const ends = (which) => view[which].map((entry) => entry.column);
+    const ends = (which) => view[which].flatMap((entry) => [entry.column, ...(entry.also || [])]);
     return el("div", {},
       V.query(view, ctx),
       el("div", { class: "row-of-actions" },
         field("show", choose("k", "how many examples at either end", [10, 25, 50, 100].map((n) => [String(n), `${n} each`]), String(k), (v) => go({ ...here(), k: v }))),
         button("Tick the helpful ones", () => tick(ends("helpful"), true)), button("Tick the harmful ones", () => tick(ends("harmful"), true)),
+        el("a", { class: "action", href: cardOf(name, current), download: "" }, "⤓ Card (SVG)"), button("⤓ Card (PNG)", () => savePng(name, current)),
         ticked.size ? button("What if they were missing? →", () => go({ page: "whatif", scores: name }), { class: "action primary" }) : null));
+  }
+
+  const cardOf = (name, row) => `/api/card.svg?${new URLSearchParams({ scores: name, row })}`;
+
+  // The query's card as a PNG file, drawn by the browser.
+  async function savePng(name, row) {
+    try {
+      const picture = new Image();
+      picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(await ask(cardOf(name, row)))}`;
+      await picture.decode();
+      const canvas = el("canvas", { width: 2 * picture.width, height: 2 * picture.height });
+      canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+      el("a", { href: canvas.toDataURL("image/png"), download: `query-${row}.png` }).click();
+    } catch (error) { inDialog(notice(`The card could not be drawn: ${error.message}`)); }
   }
 
   // -- training data -----------------------------------------------------------------------------
@@ -346,7 +354,7 @@
       actions.replaceChildren(...(places.length ? [button("Tick them", () => tick(places, true)),
         button("What if they were missing? →", () => { tick(places, true); go({ page: "whatif", scores: name }); }, { class: "action primary" })] : []));
     };
-    const map = Whence.map.create(Whence.map.floats(drawn.points), { onOpen: openExample, onSelect: said,
+    const map = Whence.map.create(Whence.map.floats(drawn.points), { onOpen: (place) => openExample(place), onSelect: said,
       onMove: (place, value, rank) => { status.textContent = `Example at place ${place}: rank ${count(rank)} by strength, ${value >= 0 ? "helped" : "harmed"}. Enter opens it, x selects it.`; } });
     const mode = button("Move", () => {
       const on = mode.getAttribute("aria-pressed") !== "true";
