@@ -4,8 +4,7 @@
 
 Two processes, one thread each, gloo, TracIn on a residual network of wide blocks, whose weights are
 nearly all there is. "peak" is the largest anonymous memory of a rank during the call, above that
-at its start, sampled every 5 ms: the pages of a mapped file are not among it. glibc returns large
-blocks at once (MALLOC_MMAP_THRESHOLD_), so that it is memory in use.
+at its start, sampled every 5 ms: the pages of a mapped file are not among it.
 """
 
 from __future__ import annotations
@@ -114,9 +113,10 @@ def run(sharded: bool) -> tuple[list[dict[str, float]], Any]:
         whence.Run.from_checkpoints([weights], steps=[10], learning_rates=0.01).save(folder / "run")
         command = [sys.executable, "-m", "benchmarks.sharded_model", "--worker", temporary]
         command += ["--sharded"] if sharded else []
-        known = {**os.environ, "WORLD_SIZE": "2", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        known = {**os.environ, "WORLD_SIZE": "2"}
         each = [subprocess.Popen(command, env={**known, "RANK": str(r)}) for r in range(2)]
-        if any(process.wait() for process in each):
+        codes = [process.wait() for process in each]
+        if any(codes):
             raise SystemExit("a process failed")
         measured = [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(2)]
         return measured, np.load(folder / "rank-0.npy")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import warnings
 import zlib
@@ -58,11 +59,12 @@ class World:
         """The initialised process group, or this process alone."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_world_size(), dist.get_rank())
-        size = os.environ.get("WORLD_SIZE", "1")
-        if size.isdecimal() and int(size) > 1 and os.environ.get("RANK", "0") == "0":
+        started = launched()
+        if started.size > 1 and started.first:
             message = (
-                f"WORLD_SIZE={size}, but no process group is initialised: every process does all "
-                "the work. Call torch.distributed.init_process_group() first, in every process"
+                f"{started.size} processes were started, but no process group is initialised: "
+                "every process does all the work. Call torch.distributed.init_process_group() "
+                "first, in every process"
             )
             if message not in _warned:
                 _warned.add(message)
@@ -280,8 +282,9 @@ class World:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> RankFailed:
+        reason = re.sub(r"\[[^]]*\.cc:\d+\] *", "", str(error))  # a line of gloo's code
         return RankFailed(
-            f"another of the {self.size} processes no longer answers ({_short(str(error))}): it "
+            f"another of the {self.size} processes no longer answers ({_short(reason)}): it "
             f"has ended, or makes other calls than this one (rank {self.rank}). Run the same "
             "command to resume"
         )
@@ -339,6 +342,18 @@ class World:
         if not isinstance(known, torch.dtype):
             raise RankFailed(f"another process sent {dtype!r}, which is not a dtype")
         return torch.empty([int(n) for n in shape], dtype=known, device=self._place(device))
+
+
+def launched() -> World:
+    """This process among those that `torchrun` or SLURM's `srun` started."""
+    number = {k: int(v) for k, v in os.environ.items() if k in _COUNTS and v.isdecimal()}
+    if "WORLD_SIZE" in os.environ:
+        return World(max(1, number.get("WORLD_SIZE", 1)), number.get("RANK", 0))
+    return World(max(1, number.get("SLURM_STEP_NUM_TASKS", 1)), number.get("SLURM_PROCID", 0))
+
+
+# a batch script has SLURM_NTASKS too, but is no step of `srun`
+_COUNTS = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

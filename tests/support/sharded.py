@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def everything(folder: Path, rank: int) -> None:
     whole = {k: v.full_tensor() for k, v in model.state_dict().items()}  # type: ignore
     if rank == 0:
         torch.save(whole, folder / "whole.pt")
-    with contextlib.suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         train(folder / "resumed", shard(net()), rank, 2, stop=3)
     again = train(folder / "resumed", shard(net()), rank, 2, restored=True)
     resumed = all(torch.equal(p, parts[name]) for name, p in state(again).items())

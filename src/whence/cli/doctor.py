@@ -215,7 +215,7 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
 
 
 def _recipe(file: StudyFile) -> Finding:
-    from whence.retrain.compare import differences, other_initial_weights
+    from whence.retrain.compare import differences, other_initial_weights, unknown
 
     recipe, study = file.recipe, file.study
     if recipe is None:
@@ -243,7 +243,9 @@ def _recipe(file: StudyFile) -> Finding:
     known = "updates, rates and settings are the run's" + (
         "" if run.batches is None else ", and so are the batch sizes"
     )
-    return SOUND, f"{known}; with seed {seed} it starts from the run's initial weights"
+    known += f"; with seed {seed} it starts from the run's initial weights"
+    doubts = unknown(recipe, run)
+    return (NOTE, "; ".join([known, *doubts])) if doubts else (SOUND, known)
 
 
 def _versions() -> dict[str, str | None]:

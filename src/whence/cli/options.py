@@ -90,7 +90,7 @@ Executor = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help='"ray" retrains on a Ray cluster. Default: in this process.',
+        help='"ray" works on a Ray cluster. Default: in this process.',
         rich_help_panel=COMPUTE,
     ),
 ]

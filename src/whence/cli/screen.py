@@ -171,8 +171,10 @@ def installed(file: str) -> bool:
 
 
 def _interrupted(resumes: bool) -> int:
+    if processes.rank() != 0:  # the first process says it for all
+        return INTERRUPTED
     if resumes:
-        again = shlex.join(["whence", *sys.argv[1:]])
+        again = processes.launcher() + shlex.join(["whence", *sys.argv[1:]])
         say(f"\ninterrupted. Finished work is kept; to resume, run the same command:\n  {again}")
     else:
         say("\ninterrupted")

@@ -303,9 +303,9 @@ def readouts(workspace: Workspace, vectors: Any, scale: float, examples: int) ->
     if isinstance(vectors, PlainGradients):
         return {k: vectors.readouts.pop(k).scaled(scale) for k in list(vectors.readouts)}
     ready: Readouts = {}
-    for name, value in vectors.values.items():
-        block, basis = workspace.blocks[name], vectors.bases[name]
-        t = workspace.positions[name]
+    for name in list(vectors.values):
+        value, basis = vectors.values.pop(name), vectors.bases[name]
+        block, t = workspace.blocks[name], workspace.positions[name]
         if basis is not None and (
             cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
         ):

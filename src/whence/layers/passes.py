@@ -333,9 +333,23 @@ def load_weights(
             + "; ".join(problems)
             + ". Give Study the model that was trained, or the run that trained it"
         )
+    backed = {name for name, _ in named_tensors(model)}
+    for name in sorted(shared - backed):  # what a module only shows, such as a quantized one
+        if not torch.equal(state[name].cpu(), weights[name].to(state[name].dtype)):
+            raise InvalidInput(
+                f"{name} of the checkpoint at step {step} differs from the model's, and cannot be "
+                "loaded into it: it belongs to a quantized or otherwise packed weight. Give Study "
+                "the model with the same base, quantized in the same way"
+            )
     with torch.no_grad():
-        for name in shared - set(later):
+        for name in (shared & backed) - set(later):
             state[name].copy_(weights[name])
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def rounded_products(dtype: torch.dtype, device: torch.device) -> str:

@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Method(ABC):
         by_layer: bool = False,
         examples: Any = None,
         workers: int = 0,
+        executor: str | None = None,
     ) -> Scores:
         """Scores of every training example for every query.
 
@@ -92,7 +94,13 @@ class Method(ABC):
             examples: score only these training examples, by their indices, or {stage: indices}:
                 for example the candidates that a `GradientStore` ranked first.
             workers: processes that load data.
+            executor: None for this process and its process group, "ray" for all free workers of a
+                Ray cluster, which share the work. They need the same modules and, with `out`, a
+                folder that all of them see.
         """
+        if executor is not None:
+            given = {name: x for name, x in locals().items() if name not in ("self", "executor")}
+            return self._on_cluster(executor, **given)
         by = BY_LAYER if by_layer else BY_SEGMENT if by_segment else None
         if by_segment and by_layer:
             raise InvalidInput("by_segment together with by_layer: ask for one of the two")
@@ -122,6 +130,22 @@ class Method(ABC):
                 mean.save(out)
             world.wait()
             return mean
+
+    def _on_cluster(self, executor: str, **call: Any) -> Scores:
+        """The same call by the workers of a cluster."""
+        if executor != "ray":
+            raise InvalidInput(f"executor={executor!r}: use None for this process, or 'ray'")
+        from whence.engine.cluster import on_ray
+
+        if call["out"] is None:
+            scores: Scores = on_ray(partial(self.attribute, **call), resumes=False)
+            return scores
+        on_ray(partial(self._store, **call), resumes=True)
+        return Scores.load(call["out"])
+
+    def _store(self, **call: Any) -> None:
+        """Scores in their folder, from which a caller elsewhere takes them."""
+        self.attribute(**call)
 
     def lay_out(
         self,
@@ -214,6 +238,8 @@ class Method(ABC):
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
         """What is stored with the scores, the same in all ranks."""
         study, world = workspace.study, workspace.world
+        for data in study.data.values():
+            data.check_unchanged()
         workspace.ledger.merge(world)
         task = study.tasks[study.stages[-1]]
         diagnostics = workspace.ledger.summary() | {

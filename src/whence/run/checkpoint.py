@@ -189,7 +189,7 @@ class TensorFile:
 
 
 class OpenedTensors(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for.
+    """The tensors of a safetensors file, which is mapped into memory. Do not write to them.
 
     Args:
         aliases: other names of tensors.
@@ -209,7 +209,7 @@ class OpenedTensors(Mapping[str, Tensor]):
         name = self._aliases.get(name, name)
         if name not in self._names:
             return self._base[name]
-        tensor: Tensor = self._file.get_tensor(self._names[name]).clone()
+        tensor: Tensor = self._file.get_tensor(self._names[name])
         return tensor
 
     def __contains__(self, name: object) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from whence.errors import InvalidInput, warn
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256, plain_state
-from whence.run.format import RunData, checked_subset
+from whence.run.format import RunData, checked_indices, checked_subset
 from whence.run.gather import assist, divided, leading
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
@@ -143,7 +143,7 @@ class Recording(Writing):
         self.batch = None
         due = writer.updates in self.due.steps
         if self.watch is not None:
-            self.watch.after_update(writer.updates, due)
+            self.watch.after_update(writer.updates, due, optimizer)
         if due:
             writer.save_checkpoint(optimizer, names)
         elif every_step:
@@ -379,7 +379,8 @@ class Recorder:
                     f"recorder.step(indices) was first called after update {self.updates}: call it "
                     "before every optimizer.step(), starting with the first"
                 )
-            self._state.batch = np.asarray(indices, np.int64).reshape(-1).copy()
+            examples = checked_indices("recorder.step(indices)", np.asarray(indices).reshape(-1))
+            self._state.batch = examples.copy()
 
     def warn(self, message: str) -> None:
         """Warn, and store the message with the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import math
 import operator
 import os
@@ -23,6 +24,7 @@ from whence.persist.files import (
     Throttle,
     damaged,
     move_into_place,
+    naming_write_errors,
     parsing,
     read_json,
     write_json,
@@ -188,12 +190,14 @@ class ScoreWriter:
             self._rows(name)[..., r0:r1, c0:c1] = values
             return
         # Row by row: a map is written back in whole pages, with the columns of other ranks in them.
-        rows = values.reshape(-1, r1 - r0, c1 - c0)
-        with open(str(data.filename), "rb+", buffering=0) as file:
+        rows, path = values.reshape(-1, r1 - r0, c1 - c0), Path(str(data.filename))
+        with naming_write_errors(path), open(path, "rb+", buffering=0) as file:
             for part, matrix in enumerate(rows):
                 for row, numbers in enumerate(matrix, part * self._queries + r0):
                     place = (row * self._examples + c0) * self._dtype.itemsize
-                    os.pwrite(file.fileno(), numbers.tobytes(), data.offset + place)
+                    written = os.pwrite(file.fileno(), numbers.tobytes(), data.offset + place)
+                    if written < numbers.nbytes:
+                        raise OSError(errno.ENOSPC, "No space left on device")
             os.fsync(file.fileno())
 
     def finish(
