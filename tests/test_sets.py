@@ -253,6 +253,21 @@ def test_documents_in_packed_rows(reduction: str) -> None:
         whence.unpacked(rows, numbers[:2])
 
 
+def test_tokens_of_queries_add_up() -> None:
+    """One query for each token of a document: its share of the document's measurement."""
+    g = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.tensor(tokens(g, 3, 6))} for _ in range(5)]
+    train = [whence.RowSet([row], torch.ones(1)) for row in rows]
+    document = {"input_ids": torch.tensor([1, 4, 2, 3])}
+    model, task = language(), whence.Averaged(whence.LanguageModeling())
+    study = whence.Study(model, task, train, once(model), collate=whence.padded, layers="all")
+    whole = whence.Source().attribute(study, [whence.RowSet([document], torch.ones(1))], **EXACT)
+    each = whence.unpacked([document], [range(4)])
+    by_token = whence.Source().attribute(study, each, **EXACT).values
+    assert by_token.shape == (4, 5) and not by_token[0].any()  # no token predicts the first
+    np.testing.assert_allclose(by_token.sum(0), whole.values[0], rtol=1e-8)
+
+
 # --- lists of items -------------------------------------------------------------------------------
 
 
@@ -316,6 +331,6 @@ def test_wrong_sets_are_refused() -> None:
         whence.TracIn().attribute(study, wrong, **EXACT)
     lists = TensorDataset(torch.randn(7, 4).double(), torch.zeros(7).long())
     flat = nn.Linear(4, 2).double()
-    with pytest.raises(ValueError, match="one score for every item|lists of items"):
+    with pytest.raises(ValueError, match="one score for every item"):
         study = whence.Study(flat, whence.Ranking(), lists, once(flat))
         whence.TracIn().attribute(study, lists, **EXACT)

@@ -461,7 +461,7 @@ def _inputs_of(
 
 
 def _folded(x: Any, examples: int) -> Any:
-    """The positions of all rows of an example, one after another: (n k, t, ...) -> (n, k t, ...)."""
+    """The positions of all rows of an example together: (n k, t, ...) -> (n, k t, ...)."""
     if len(x) == examples:
         return x
     return x.folded(examples) if isinstance(x, Rows) else x.reshape(examples, -1, *x.shape[2:])
