@@ -298,7 +298,44 @@ COPIED: Table = {
     "scales": (lambda: headed(Scaled(), after=20), normal, (5, 4)),
     "PReLU": (lambda: headed(nn.PReLU(), after=20), normal, (5, 4)),
 }
-TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION | RECURRENT | COPIED
+
+
+class Crossed(nn.Module):
+    """Attention of one sequence to another, whose weight is cut into rows: two parts if keys are
+    values, else three."""
+
+    def __init__(self, same: bool, first: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=first)
+        self.head, self.same = nn.Linear(4, 3), same
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.attention.batch_first
+        q, k, v = (
+            y if first else y.transpose(0, 1) for y in (x, x.flip(1).sin()[:, 1:], x.cos()[:, 1:])
+        )
+        y = self.attention(q, k, k if self.same else v, need_weights=False)[0]
+        return self.head(y.mean(1 if first else 0))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = (
+            nn.TransformerDecoderLayer(4, 2, 6, batch_first=True),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x[:, :3], x[:, 3:].sin()).mean(1))
+
+
+CROSSED: Table = {
+    "attention to another sequence": (lambda: Crossed(True), normal, (5, 4)),
+    "attention to keys and values": (lambda: Crossed(False, first=False), normal, (5, 4)),
+    "TransformerDecoderLayer": (Decoder, normal, (5, 4)),
+}
+TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION | CROSSED | RECURRENT | COPIED
 
 
 def made(name: str) -> tuple[nn.Module, Any, Any]:
@@ -716,24 +753,6 @@ def test_heads_of_multihead_attention_add_up() -> None:
     )
 
 
-class Crossed(nn.Module):
-    """Attention of one sequence to another, whose weight is cut into parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x.flip(1).sin(), x.cos(), need_weights=False)[0].mean(1))
-
-
-def test_attention_to_another_sequence_is_left_out_by_name() -> None:
-    torch.manual_seed(0)
-    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
-    scores = check(Crossed().double(), *data, ["attention"], layers="all")
-    assert "never called" in reasons(scores)["attention"]
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -755,6 +774,23 @@ def test_embeddings_that_are_left_out_by_name(name: str) -> None:
     with pytest.warns(UserWarning, match=reason):
         scores = whence.TracIn().attribute(study, ids(3, 5, seed=1), **EXACT)
     assert reason in reasons(scores)["0"]
+
+
+def test_attention_with_weights_of_their_own_is_left_out_by_name() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = x[..., :3]
+            return self.head(self.attention(x, keys, keys, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    scores = check(Wide().double(), *data, ["attention"], layers="all")
+    assert "kdim" in reasons(scores)["attention"]
 
 
 def test_a_norm_without_parameters() -> None:

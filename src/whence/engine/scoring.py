@@ -411,8 +411,9 @@ def score_tokens(
                     value = readout.by_position(factors.a, factors.s)[:, 0]
                     if factors.places is not None:
                         value = _placed(value, factors.places)
-                    elif value.shape[1] % factors.calls == 0:  # the same positions, several calls
-                        value = value.reshape(len(value), factors.calls, -1).sum(1)
+                    else:  # the same positions in several calls, or no tokens
+                        value = value.reshape(len(value), max(1, factors.calls), -1).sum(1)
+                        value = value if factors.calls else value.sum(1, keepdim=True)
                     t = value.shape[1]
                     its[t] = its[t] + value if t in its else value
     return [_tokens(example, parts[example]) for example in examples]
