@@ -350,3 +350,46 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _short(text: str, most: int = 120) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+# --- tensors of which each process holds a part (FSDP2) -------------------------------------------
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds only a part of a tensor."""
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of a tensor that this process holds."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def part_of(whole: Tensor, like: Any) -> Tensor:
+    """A whole tensor, divided among the processes as another one is. Nothing is sent."""
+    if not is_sharded(like) or whole.shape != like.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.to(like.to_local().device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def gathered(source: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU in place of sharded ones, at rank 0, where the others assist.
+
+    Args:
+        source: where the other ranks find tensors of these names.
+    """
+    names = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    if not names:
+        return dict(tensors)
+    World.current().of_first([source, names])
+    whole = {name: _whole(tensors[name]) for name in names}
+    return {name: whole.get(name, tensor) for name, tensor in tensors.items()}
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.detach().full_tensor().cpu()
+    return whole

@@ -11,13 +11,8 @@ import typer
 
 from whence.cli.options import (
     Bootstrap,
-    Device,
     Diverged,
-    Engine,
-    Executor,
     ManyScores,
-    Memory,
-    NoProgress,
     StudyPath,
     numbers,
     open_many,
@@ -42,7 +37,7 @@ QueryName = Annotated[
 ]
 
 
-@command(resumes=True)
+@command(resumes=True, options=training_options)
 def truth(
     study: StudyPath,
     alpha: Annotated[
@@ -68,11 +63,8 @@ def truth(
     query: QueryName = None,
     stage: Stage = None,
     seed: Annotated[int, typer.Option(min=0, metavar="INT", help="Seed of the subsets.")] = 0,
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Retrain on random subsets and measure the queries: the truth that scores are judged by.
 
@@ -89,7 +81,6 @@ def truth(
     from whence.cli.studyfile import load_study
     from whence.retrain import ground_truth
 
-    training = training_options(device, memory, executor, engine, no_progress)
     file = load_study(study)
     result = ground_truth(
         file.needs_recipe(),
@@ -101,7 +92,7 @@ def truth(
         in_place=in_place,
         out=place,
         seed=seed,
-        **training,
+        **options,
     )
     shape = result.measurements.shape
     data = {
@@ -205,7 +196,7 @@ def score_against(
     return Answer(data, "\n\n".join(texts))
 
 
-@command(resumes=True)
+@command(resumes=True, options=training_options)
 def removal(
     study: StudyPath,
     scores: ManyScores,
@@ -237,11 +228,8 @@ def removal(
     seed: Annotated[
         int, typer.Option(min=0, metavar="INT", help="Seed of the trainings and of the selection.")
     ] = 0,
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Retrain without the most helpful examples of a query: does its prediction flip?
 
@@ -256,7 +244,6 @@ def removal(
     from whence.cli.studyfile import load_study
     from whence.evaluate import subset_removal
 
-    training = training_options(device, memory, executor, engine, no_progress)
     file = load_study(study)
     result = subset_removal(
         file.needs_recipe(),
@@ -270,7 +257,7 @@ def removal(
         stage=stage,
         out=out or Path("removal") / study.stem,
         seed=seed,
-        **training,
+        **options,
     )
     data: dict[str, Any] = {f.name: getattr(result, f.name) for f in fields(result)}
     data["flipped"] = {name: result.flipped(name) for name in result.margins}

@@ -169,11 +169,11 @@ def compute_options(
 
 
 def training_options(
-    device: str | None,
-    memory: str | None,
-    executor: str | None,
-    engine: str | None,
-    no_progress: bool,
+    device: Device = None,
+    memory: Memory = None,
+    executor: Executor = None,
+    engine: Engine = None,
+    no_progress: NoProgress = False,
 ) -> dict[str, Any]:
     """The options of commands that train, as `whence.retrain.measure` takes them."""
     how = {"executor": executor, "engine": engine or "auto", "progress": not no_progress}

@@ -11,11 +11,6 @@ import typer
 from whence.cli.attributing import StudyExamples, line
 from whence.cli.options import (
     Check,
-    Device,
-    Engine,
-    Executor,
-    Memory,
-    NoProgress,
     ScoresPath,
     ToShow,
     numbers,
@@ -32,7 +27,7 @@ if TYPE_CHECKING:
     from whence.scores import Scores
 
 
-@command(resumes=True)
+@command(resumes=True, options=training_options)
 def whatif(
     scores: ScoresPath,
     examples: Annotated[
@@ -67,11 +62,8 @@ def whatif(
         out_option("Folder for the trainings. Default: `whatif`, in the folder of the scores."),
     ] = None,
     check: Check = True,
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Predict how the queries change without some training examples; retrain to check.
 
@@ -98,7 +90,7 @@ def whatif(
             stage,
             retrain,
             out=out or scores / "whatif",
-            **training_options(device, memory, executor, engine, no_progress),
+            **options,
         )
     changes = [
         _change(opened, row, effect, removed, stage, shown, outcome)

@@ -20,10 +20,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from whence.data import batch_length
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
-from whence.layers.choose import Chooser, matrices
+from whence.layers.choose import Chooser
 from whence.layers.copied import Copied, copyable
 from whence.layers.embedding import Embedding
-from whence.layers.kind import Kind, Part, kind_of
+from whence.layers.kind import Kind, Part, kind_of, matrices
 from whence.layers.linear import Linear
 from whence.layers.parameter import Bias, Direct, one_for_all
 from whence.table import listed

@@ -17,7 +17,7 @@ from whence.persist import identity
 from whence.persist.arrays import load_tensors, serialize
 from whence.persist.files import damaged, refuse_special, write_bytes
 from whence.persist.identity import sha256_of
-from whence.run.gather import gathered, local
+from whence.world import gathered, local
 
 REMEDY = "restore it from a copy, or record the run again"
 

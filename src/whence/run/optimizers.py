@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from whence.run.checkpoint import plain_names
-from whence.run.gather import part_of
 from whence.run.smooth_adamw import SmoothAdamW
+from whence.world import part_of
 
 NAMES: dict[type[Optimizer], str] = {
     SGD: "sgd",

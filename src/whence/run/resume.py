@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, plain_names, weights_sha256
 from whence.run.format import RunData
-from whence.run.gather import gathered, part_of
+from whence.world import gathered, part_of
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from whence.persist.identity import sha256_of
 from whence.run import optimizers
 from whence.run.checkpoint import Checkpoint, RunError, model_weights, weights_sha256
 from whence.run.format import RunData, write_checkpoint
-from whence.run.gather import gathered
 from whence.run.segments import Stage
+from whence.world import gathered
 
 
 class RunWriter:
