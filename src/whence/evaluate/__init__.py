@@ -7,6 +7,7 @@ from whence.evaluate.lds import LDS, Comparison, Difference, compare, lds
 from whence.evaluate.metasmoothness import Metasmoothness, metasmoothness
 from whence.evaluate.mislabeled import Mislabeled, mislabeled
 from whence.evaluate.removal import SubsetRemoval, subset_removal
+from whence.evaluate.selection import Selection, select
 from whence.retrain import Truth, ground_truth
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Difference",
     "Metasmoothness",
     "Mislabeled",
+    "Selection",
     "SubsetRemoval",
     "Truth",
     "calibrate",
@@ -26,5 +28,6 @@ __all__ = [
     "lds",
     "metasmoothness",
     "mislabeled",
+    "select",
     "subset_removal",
 ]
