@@ -97,9 +97,7 @@ def unpacked(
         One example per document, in the order of their numbers.
     """
     if len(rows) != len(documents):
-        raise InvalidInput(
-            f"{len(rows)} rows, but documents of {len(documents)}: give one for each"
-        )
+        raise InvalidInput(f"{len(rows)} rows, but documents of {len(documents)}: give both")
     sets: dict[int, tuple[list[Any], list[float]]] = {}
     for k, (row, numbers) in enumerate(zip(rows, documents, strict=True)):
         ids = torch.as_tensor(row["input_ids"], dtype=torch.long)

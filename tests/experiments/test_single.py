@@ -66,7 +66,9 @@ def test_both_protocols_resume_and_agree_with_lds(
     assert first["single-0.99"][TASK]["methods"]["Random"]["lds"][0] == pytest.approx(value)
 
 
-def test_published_benchmarks_give_the_same_lds(tmp_path: Path, monkeypatch: Any) -> None:
+def test_published_benchmarks_give_the_same_lds(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     board_rows = run(monkeypatch, tmp_path, TASK, "--only", "Random", "TracIn")
     places = publish(tmp_path / "sums", tmp_path / "published")
     assert len(places) == len(board.PROTOCOLS)
@@ -91,10 +93,15 @@ def test_published_benchmarks_give_the_same_lds(tmp_path: Path, monkeypatch: Any
         row = entry["methods"]["Random"]
         assert standing.published["Random"].value == pytest.approx(row["lds"][0])
         assert standing.seconds["Random"] == row["seconds"]
-    saved = Sums.load(next((tmp_path / "sums").rglob("*.npz")))
+    path = next((tmp_path / "sums").rglob("*.npz"))
+    saved = Sums.load(path)
     saved.truth["recipe"] = "of last year"
     with pytest.raises(ValueError, match="another version of the task"):
         publishing(saved)
+    saved.save(path.parent)
+    capsys.readouterr()
+    assert len(publish(tmp_path / "sums", tmp_path / "again")) == len(places) - 1
+    assert "is left out" in capsys.readouterr().out
 
 
 def test_ridge_finds_the_coefficients_of_a_linear_truth() -> None:

@@ -15,7 +15,7 @@ import typer.rich_utils
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from whence.cli import attributing, doctor, init, judging, looking, settings, whatif
+from whence.cli import attributing, doctor, init, judging, looking, selecting, settings, whatif
 from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, say
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -47,6 +47,7 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
     panels = {
         "Attribute": [layers, fit, attribute],
         "Look": [top, looking.report, looking.card, looking.explore, whatif.whatif],
+        "Act": [selecting.audit, selecting.select],
         "Judge": [judging.truth, judging.lds, judging.score_against, judging.removal],
     }
     for panel, functions in panels.items():

@@ -36,16 +36,18 @@ def score_tokens(
     terms: list[Term],
     ready: Mapping[int, Readouts],
     stage: str,
-    example: int,
-) -> Tokens:
-    """What each position of one example of a stage did to each query whose vectors are ready."""
+    examples: Sequence[int],
+) -> list[Tokens]:
+    """What each position of some examples of a stage did to each query whose vectors are ready."""
     data, passes = workspace.scored_data(stage), workspace.passes[stage]
-    parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
+    alone = [np.array([e]) for e in dict.fromkeys(examples)]  # so that nothing is padded
+    parts: dict[int, dict[int, Tensor]] = {e: {} for e in examples}  # by positions: (q, t)
     for which, readouts in ready.items():
         term = terms[which]
         for checkpoint in term.checkpoints if term.stage == stage else ():
             passes.load(checkpoint)
-            for one in passes.backward_passes(data, [np.array([example])], LOSS):
+            for one in passes.backward_passes(data, alone, LOSS):
+                its = parts[int(one.indices[0])]
                 for factors in one.factors():
                     readout = readouts.get(factors.block.name)
                     if readout is None:
@@ -53,11 +55,16 @@ def score_tokens(
                     value = readout.by_position(factors.a, factors.s)[:, 0]
                     if factors.places is not None:
                         value = _placed(value, factors.places)
-                    elif value.shape[1] % factors.calls == 0:  # the same positions, several calls
-                        value = value.reshape(len(value), factors.calls, -1).sum(1)
+                    else:  # the same positions in several calls, or no tokens
+                        value = value.reshape(len(value), max(1, factors.calls), -1).sum(1)
+                        value = value if factors.calls else value.sum(1, keepdim=True)
                     t = value.shape[1]
-                    parts[t] = parts[t] + value if t in parts else value
-    # the longest axis is the tokens'; layers without it (a pooled head) are the rest
+                    its[t] = its[t] + value if t in its else value
+    return [_tokens(example, parts[example]) for example in examples]
+
+
+def _tokens(example: int, parts: Mapping[int, Tensor]) -> Tokens:
+    """The longest axis is the tokens'; layers without it (a pooled head) are the rest."""
     length = max(parts)
     rest = torch.zeros_like(parts[length][:, 0])
     for t, part in parts.items():

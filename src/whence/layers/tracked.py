@@ -244,10 +244,10 @@ def _refusal(
     kind, *attributes = parts[0]
     several = parts if kind.seen == "forward" else parts[:1]
     its = [p for _, *each in several for k in each if (p := module._parameters.get(k)) is not None]
-    if any(module._parameters.get(each[0]) is None for _, *each in several):
-        return "its weight is computed from other parameters (a parametrization)"
     if reason := kind.refusal(module):
         return reason
+    if any(module._parameters.get(each[0]) is None for _, *each in several):
+        return "its weight is computed from other parameters (a parametrization)"
     sharers = [m for p in its for m in owners[id(p)] if m[1] is not module]
     if kind.seen in ("copies", "forward"):
         return f"{path} is tied to {sharers[0][0]}" if sharers else None
