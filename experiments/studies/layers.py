@@ -26,8 +26,8 @@ from experiments.studies.options import SIZES
 from experiments.tasks import RESULTS, TASKS
 from experiments.tasks.machine import machine
 from whence import evaluate
-from whence.layers.choose import everything, matrices
-from whence.layers.kind import kind_of
+from whence.layers.choose import everything
+from whence.layers.kind import kind_of, matrices
 from whence.persist.files import write_json
 
 METHODS = {
