@@ -29,6 +29,7 @@ from experiments.pages.claims import difference, negated
 from experiments.tasks import RESULTS
 from experiments.tasks.forms import BEST, DEFAULT, DEFAULT_BY_STAGE, INFLUENCE, PUBLISHED
 from experiments.tasks.methods import ARGUMENTS
+from tools import scale
 from whence.layers.capture import ParameterBlock
 from whence.operators import cost
 
@@ -628,6 +629,21 @@ def processes_table() -> list[str]:
     return lines
 
 
+def estimated_table() -> list[str]:
+    """The estimate before an attribution, counted and timed."""
+    lines = [
+        "| | estimated / counted operations | estimated, s | measured, s | estimated / measured |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for what, r in results("estimated")["cases"].items():
+        (guessed, counted), (seconds, measured) = r["operations"], r["seconds"]
+        lines.append(
+            f"| {what} | {guessed / counted:.2f} | {seconds:.2g} | {measured:.2g} "
+            f"| {seconds / measured:.2f} |"
+        )
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "faults": fault_table,
     "default": default_table,
@@ -645,6 +661,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "adam": adam_table,
     "forms": forms_table,
     "processes": processes_table,
+    "estimated": estimated_table,
+    **scale.TABLES,
 }
 
 

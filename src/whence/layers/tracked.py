@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from whence.data import batch_length
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
 from whence.layers.choose import Chooser, matrices
+from whence.layers.counting import OperationCount
 from whence.layers.embedding import Embedding
 from whence.layers.kind import Kind, kind_of
 from whence.layers.linear import Linear
@@ -52,6 +54,8 @@ class Tracked:
     trained: int  # of these, those that training moved
     positions: dict[str, int]  # t of each block, on the examples that the check used
     outputs: int  # numbers in the model's output for one example
+    operations: float  # of one example's forward and backward pass through the whole model
+    computed: float  # numbers in the results of its products, likewise
     optional: tuple[str, ...] = ()  # parameters that only `layers="all"` tracks
 
     @property
@@ -142,7 +146,7 @@ def find(
         else:
             usable.append(layer)
     usable.sort(key=tape.first_call)
-    verified, positions = _verified(model, task, batch, usable, reasons)
+    verified, positions, count = _verified(model, task, batch, usable, reasons)
     reasons.update(dict.fromkeys(frozen, FROZEN))
     reasons.update({name: UNRECORDED for name in untrained if name in frozen})
     if not verified:
@@ -153,8 +157,17 @@ def find(
     total = sum(p.numel() for p in model.parameters())
     excluded, updated = _excluded(model, verified, reasons)
     optional = tuple(name for name in reasons if reasons[name] == OPTIONAL)
-    numbers = outputs[0].numel()
-    return Tracked(tuple(verified), excluded, total, updated, positions, numbers, optional)
+    return Tracked(
+        tuple(verified),
+        excluded,
+        total,
+        updated,
+        positions,
+        outputs[0].numel(),
+        count.operations / n,
+        count.numbers / n,
+        optional,
+    )
 
 
 def _candidates(
@@ -268,34 +281,40 @@ def _rejected(model: nn.Module, task: Task, batch: Any, layer: TrackedLayer) -> 
 
 def _verified(
     model: nn.Module, task: Task, batch: Any, layers: list[TrackedLayer], reasons: dict[str, str]
-) -> tuple[list[TrackedLayer], dict[str, int]]:
-    """Layers whose captured gradients equal autograd's, per example; and each block's positions.
+) -> tuple[list[TrackedLayer], dict[str, int], OperationCount]:
+    """Layers whose captured gradients equal autograd's, per example; each block's positions; the
+    operations of the batch's forward and backward pass.
 
     The check differentiates a random combination of the outputs, because losses that are nearly
-    zero would prove nothing.
+    zero would prove nothing. On the meta device, where nothing has a value, it is left out.
     """
+    count = OperationCount()
     if not layers:
-        return [], {}
+        return [], {}, count
     weights = [p for layer in layers for p in layer.parameters().values()]
     with torch.enable_grad(), Tape(model, layers, batch_length(batch)) as tape:
         for parameter in weights:
             parameter.requires_grad_(True)
-        outputs = task.outputs(model, batch)
+        with count:
+            outputs = task.outputs(model, batch)
         mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
         totals = (outputs * mixture.to(outputs)).reshape(len(outputs), -1).sum(1)
         singles = totals.unbind()
-    truths = []
-    for total in singles:
+    truths, valued = [], not totals.is_meta
+    for total in singles if valued else ():
         gradients = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
         pairs = zip(weights, gradients, strict=True)
         truths.append({id(p): torch.zeros_like(p) if g is None else g for p, g in pairs})
     tolerance = 3e-2 if totals.dtype in (torch.bfloat16, torch.float16) else 1e-3
     verified, positions = [], {}
-    for layer, blocks in tape.backward(totals, torch.ones_like(totals)):
+    captures = tape.backward(totals, torch.ones_like(totals))
+    with count:
+        first = next(captures)  # the backward pass
+    for layer, blocks in chain([first], captures):
         captured = [whole_gradients(f.a, f.s, f.block.bias) for f in blocks]
         named = layer.parameters().items()
         expected = [layer.matrices({k: truth[id(p)] for k, p in named}) for truth in truths]
-        wrong = any(
+        wrong = any(  # of no example, if there are no values
             bool((g[k] - w).norm() > tolerance * w.norm())
             for k, matrices_of_one in enumerate(expected)
             for g, w in zip(captured, matrices_of_one, strict=True)
@@ -308,7 +327,7 @@ def _verified(
         else:
             verified.append(layer)
             positions.update({factors.block.name: factors.a.shape[1] for factors in blocks})
-    return verified, positions
+    return verified, positions, count
 
 
 def _excluded(

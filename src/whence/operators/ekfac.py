@@ -24,11 +24,7 @@ class EKFAC(Factored):
     def compute(
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
-        bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(fitter))
+        positions = {block.name: fitter.positions[block.name] for block in fitter.blocks}
+        bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(positions))
         moments = fitter.second_moments(cls.kind, checkpoints, bases, diagonal)
         return moments | fitter.as_tensors(bases)
-
-    @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        """The blocks whose bases come from whole gradients."""
-        return []

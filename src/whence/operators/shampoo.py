@@ -10,8 +10,9 @@ take the place of K-FAC's S and A. The eigenvalues are EK-FAC's in these bases.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from whence.operators.ekfac import EKFAC
-from whence.operators.fit import Fitter
 
 
 class Shampoo(EKFAC):
@@ -20,8 +21,8 @@ class Shampoo(EKFAC):
     kind = "shampoo"
 
     @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        return [block.name for block in fitter.blocks]
+    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
+        return list(positions)
 
 
 class Automatic(Shampoo):
@@ -31,5 +32,5 @@ class Automatic(Shampoo):
     kind = "auto"
 
     @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        return [block.name for block in fitter.blocks if fitter.positions[block.name] > 1]
+    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
+        return [name for name, t in positions.items() if t > 1]
