@@ -41,13 +41,13 @@ def floors(work: Workload, model: nn.Module, train: int, query: int) -> dict[str
     passes = study.passes(
         study.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
     )["train"]
-    work = cost.pass_operations(passes.tracked, query)
+    each = cost.pass_operations(passes.tracked, query)
     sides = [side for b in passes.tracked.blocks for side in cost.sides(b)]
     return {
-        "covariances": train * work["covariances"],
+        "covariances": train * each["covariances"],
         "eigendecomposition": 9.0 * sum(side**3 for side in sides),
-        "eigenvalues": train * work["eigenvalues"],
-        "scores": train * work["scores"] + cost.rotations(passes.tracked, query, train),
+        "eigenvalues": train * each["eigenvalues"],
+        "scores": train * each["scores"] + cost.rotations(passes.tracked, query, train),
     }
 
 

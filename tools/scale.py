@@ -65,7 +65,8 @@ def predicted(name: str, method: str, precision: str, train: int, query: int, ba
     chosen, checkpoints = METHODS[method]
     sizes: dict[str, Any] = {"examples": train, "queries": query, "batch_size": batch}
     how: dict[str, Any] = {"gpu": "h200", "dtype": DTYPES[precision], "checkpoints": checkpoints}
-    return estimate(*_model(name), chosen, **sizes, **how)
+    model, task, batch_of_two = _model(name)
+    return estimate(model, task, batch_of_two, chosen, **sizes, **how)
 
 
 def comparisons() -> list[tuple[str, float, float]]:
@@ -115,7 +116,8 @@ def other_checks() -> list[str]:
         add(f"memory, {name}, {precision}", sum(plan.memory.values()), r["memory_gib"] * 2**30)
     sent = json.loads((RESULTS / "several_processes.json").read_text())["gpt, influence"]
     sizes = {"examples": sent["train"], "queries": sent["query"], "gpus": 2, "checkpoints": 1}
-    plan = estimate(*_model("gpt"), METHODS["influence"][0], **sizes)
+    model, task, batch = _model("gpt")
+    plan = estimate(model, task, batch, METHODS["influence"][0], **sizes)
     add("network, gpt, two processes", plan.network, max(rank["sent"] for rank in sent["two"]))
     return lines
 
@@ -134,7 +136,7 @@ def llama(name: str, documents: int, **settings: Any) -> Estimate:
         vocab_size=32000,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
         batch = {"input_ids": torch.zeros(2, TOKENS, dtype=torch.long)}
     how: dict[str, Any] = {"gpus": GPUS, "gpu": "h100", "dtype": "bfloat16", "sharded": True}
     how |= {"queries": QUERIES, "query_rank": 16, "top": 1000}

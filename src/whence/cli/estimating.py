@@ -239,7 +239,7 @@ def _hugging_face(name: str) -> nn.Module:
         import transformers
     except ImportError:
         raise CommandError(f"--model {name} needs transformers: {INSTALL}") from None
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -66,8 +66,11 @@ class Term:
 class Outline(Protocol):
     """Of a workspace, what decides its terms."""
 
-    run: Run
-    stages: list[str]  # whose examples are scored
+    @property
+    def run(self) -> Run: ...
+
+    @property
+    def stages(self) -> list[str]: ...
 
     @property
     def blocks(self) -> dict[str, ParameterBlock]: ...
