@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from whence.layers.passes import (
     rounded_products,
 )
 from whence.layers.separate import Separation, candidates, looked_at, pairs
+from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.definition import class_sha256, model_sha256
-from whence.persist.identity import digest, sha256_of
-from whence.persist.shared import shared
-from whence.persist.tensors import FactorCache
+from whence.persist.cache import FactorCache, shared
+from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final
@@ -88,7 +88,9 @@ class Study:
         else:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
-        self.models = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
+        given = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
+        self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device
+        self.models = {k: unsharded(m) for k, m in given.items()}
         for one in self.models.values():
             for name, parameter in one.named_parameters():
                 if parameter.is_complex():
@@ -188,6 +190,10 @@ class Study:
             self._evidence[id(run)] = Evidence(run, sizes)
         return self._evidence[id(run)]
 
+    def _trained(self, run: Run, parameter: str) -> bool:
+        """Whether updates of the run changed a parameter."""
+        return run.peak_rate(parameter) > 0 and parameter not in self._of(run).unmoved
+
     def warnings(self, run: Run) -> list[str]:
         """Why scores of a run may be wrong, as its files and its recorder show."""
         evidence = self._of(run)
@@ -207,6 +213,11 @@ class Study:
                 draws = evidence.draws(stage)
                 messages += [] if draws is None else draws.warnings(stage)
                 messages += self._ignored(stage)
+            if any(settings.get("maximize") for settings in run.hyperparameters):
+                messages.append(
+                    "the optimizer maximises (maximize=True): losses of the task must be minus "
+                    "what training maximised, or all scores have the wrong sign"
+                )
             evidence.warnings = messages + self._other_model(run)
         return evidence.warnings
 
@@ -278,10 +289,7 @@ class Study:
             pair = id(original), id(self.tasks[stage])
             task = copy.copy(self.tasks[stage])  # it may keep something between outputs and losses
             if id(original) not in copies:
-                model = cast(copied(original), device, dtype).eval()
-                for parameter in model.parameters():
-                    parameter.grad = None
-                copies[id(original)] = WeightLoader(model)
+                copies[id(original)] = loader(original, device, dtype)
             loaded = copies[id(original)]
             checkpoints = [c for c in run.checkpoints if c.stage == stage]
             if not checkpoints:
@@ -296,7 +304,7 @@ class Study:
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
                 separation.check_losses(compared)
-                trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
+                trained = None if frozen else partial(self._trained, run)
                 untrained = self._of(run).untrained(stage, original)
                 tracked = find(loaded.model, task, several, self.layers, trained, untrained)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
@@ -387,7 +395,7 @@ def task_identity(task: Task, measured: bool = False) -> dict[str, str]:
         measured: with what its measurements depend on.
     """
     names = [name for name in vars(task) if measured or name not in MEASURED]
-    settings = {name: digest(getattr(task, name)) for name in names}
+    settings = {name: setting_sha256(getattr(task, name)) for name in names}
     return {"class": class_sha256(type(task)), **settings}
 
 
@@ -414,6 +422,17 @@ def copied(model: nn.Module) -> nn.Module:
         if "_original_forward" in vars(module):
             module.forward = vars(module).pop("_original_forward")
     return duplicate
+
+
+def loader(model: nn.Module, device: torch.device, dtype: torch.dtype) -> WeightLoader:
+    """A copy of a study's model on a device, in eval mode, and what loads its weights."""
+    duplicate = copied(model)
+    streamed = any(p.is_meta for p in model.parameters())
+    weights = StreamedWeights(duplicate, device, dtype) if streamed else WeightLoader(duplicate)
+    weights.model = cast(duplicate, device, dtype).eval()
+    for parameter in duplicate.parameters():
+        parameter.grad = None
+    return weights
 
 
 def cast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

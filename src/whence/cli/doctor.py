@@ -170,19 +170,14 @@ def _batch(study: Any) -> Finding:
     import torch
 
     from whence.data import place
-    from whence.layers.passes import load_weights
-    from whence.study import copied
+    from whence.study import loader
 
-    stage = study.stages[-1]
-    model, task, data = (
-        copied(study.model).float().eval().cpu(),
-        study.tasks[stage],
-        study.data[stage],
-    )
-    load_weights(model, study.runs[0].final.weights(), study.runs[0].final.step)
-    batch = place(data.take(range(min(TRIAL, len(data)))), torch.device("cpu"), torch.float32)
+    stage, place_of = study.stages[-1], (torch.device("cpu"), torch.float32)
+    loaded, task, data = loader(study.model, *place_of), study.tasks[stage], study.data[stage]
+    loaded.load(study.runs[0].final)
+    batch = place(data.take(range(min(TRIAL, len(data)))), *place_of)
     with torch.no_grad():
-        outputs = task.outputs(model, batch)
+        outputs = task.outputs(loaded.model, batch)
         losses, measured = task.losses(outputs, batch), task.measurements(outputs, batch)
     text = (
         f"the final model's loss on {len(losses)} training examples is {float(losses.mean()):.4g}, "
@@ -218,7 +213,7 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
 
 
 def _recipe(file: StudyFile) -> Finding:
-    from whence.retrain.compare import differences, other_initial_weights
+    from whence.retrain.compare import differences, other_initial_weights, unknown
 
     recipe, study = file.recipe, file.study
     if recipe is None:
@@ -246,7 +241,9 @@ def _recipe(file: StudyFile) -> Finding:
     known = "updates, rates and settings are the run's" + (
         "" if run.batches is None else ", and so are the batch sizes"
     )
-    return SOUND, f"{known}; with seed {seed} it starts from the run's initial weights"
+    known += f"; with seed {seed} it starts from the run's initial weights"
+    doubts = unknown(recipe, run)
+    return (NOTE, "; ".join([known, *doubts])) if doubts else (SOUND, known)
 
 
 def _versions() -> dict[str, str | None]:

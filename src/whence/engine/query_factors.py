@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from whence.engine.costs import Workload
-from whence.engine.queries import AUTO
-from whence.engine.workspace import PlainGradients, Readouts, Workspace
+from whence.engine.queries import AUTO, PlainGradients, Readouts
+from whence.engine.workspace import Workspace
 from whence.layers.capture import ParameterBlock
 from whence.operators import cost
+from whence.operators.operator import rotate
 from whence.operators.products import (
     OVERSAMPLED,
     SUBSPACE_ITERATIONS,
@@ -26,7 +27,6 @@ from whence.operators.products import (
     leading,
     squared_norms,
 )
-from whence.operators.space import rotate
 
 RANKS = 16, 64  # the least and the largest that "auto" takes
 SETS_ON_THE_WAY = 3  # of whole vectors: a term's, and two on the way to the next

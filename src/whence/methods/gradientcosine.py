@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from whence.engine.costs import Workload
-from whence.engine.norms import gradient_norms
 from whence.engine.queries import Queries
 from whence.engine.workspace import LOSS, Outline, Term, Workspace
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
+from whence.methods.similarity import gradient_norms
 from whence.operators import BlockVectors
 
 

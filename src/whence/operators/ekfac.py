@@ -1,11 +1,19 @@
-"""EK-FAC (George et al., 2018): K-FAC's eigenbases, eigenvalues measured in them.
+"""EK-FAC (George et al., 2018): eigenvalues measured in eigenbases that are given.
 
-Λ = mean of (Q_Sᵀ G_n Q_A)²          G_n: the whole gradient of example n       (Eq. 36)
+    Λ = mean of (Q_Sᵀ G_n Q_A)²          G_n: the whole gradient of example n       (Eq. 36)
+
+The bases are K-FAC's. Where a layer acts on many positions, the gradient of an example is a sum
+over them, and the covariances of single positions are the wrong eigenbasis for it. There, Shampoo
+(Gupta et al., 2018) takes the eigenbases of
+
+    L = Σ_n G_n G_nᵀ / N          R = Σ_n G_nᵀ G_n / N
+
+in place of K-FAC's S and A.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -28,3 +36,24 @@ class EKFAC(Factored):
         bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(positions))
         moments = fitter.second_moments(cls.kind, checkpoints, bases, diagonal)
         return moments | fitter.as_tensors(bases)
+
+
+class Shampoo(EKFAC):
+    """Eigenbases of whole gradients in every layer."""
+
+    kind = "shampoo"
+
+    @classmethod
+    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
+        return list(positions)
+
+
+class Automatic(Shampoo):
+    """EK-FAC's bases where an example has one position in a layer, whole gradients' where it has
+    more."""
+
+    kind = "auto"
+
+    @classmethod
+    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
+        return [name for name, t in positions.items() if t > 1]
