@@ -98,7 +98,8 @@ def _lora(scale: int) -> Case:
     from peft import LoraConfig, get_peft_model
 
     model, task, train, query = _gpt2(scale)
-    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"]))  # type: ignore[arg-type]
+    base: Any = model
+    adapted: Any = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"]))
     return adapted, task, train, query
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ATTAINED = 0.85  # of the rate of one large product, by all products of a pass
 # bytes read or written for each number that a pass handles; a CPU has larger caches
-TOUCHED = {"cpu": 40.0, "cuda": 55.0}
+TOUCHED = {"cpu": 60.0, "cuda": 55.0}
 SIDE_SECONDS = 1e-5  # of an eigendecomposition on a GPU, for each row, besides its operations
 EIGEN_SHARE = 0.2  # of a GPU's float32 rate that float64 eigendecompositions attain
 WORTH_TELLING = 10  # seconds
