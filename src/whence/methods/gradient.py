@@ -32,7 +32,8 @@ from whence.engine.options import (
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import operations as factor_operations
 from whence.engine.query_factors import plan
-from whence.engine.scoring import Parts, Tokens, readouts, score_tokens, shared_tokens
+from whence.engine.scoring import Parts, readouts
+from whence.engine.tokens import Tokens, score_tokens, shared_tokens
 from whence.engine.workspace import GAUSS_NEWTON, LOSS, Outline, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
