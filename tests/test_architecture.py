@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ ROOMS = (
     "world",
     "persist",
     "task",
+    "sets",
     "documents",
     "data",
     "run",
@@ -174,6 +176,13 @@ def test_every_way_to_import_is_seen(code: str) -> None:
     nodes = ast.walk(ast.parse(code))
     imported = [m for node in nodes for m in modules(node, "whence.scores.result")]
     assert any(module.startswith("whence.report") for module in imported)
+
+
+def test_every_exported_name_exists() -> None:
+    for path in sorted(PACKAGE.rglob("__init__.py")):
+        module = import_module(".".join(["whence", *path.parent.relative_to(PACKAGE).parts]))
+        missing = [name for name in getattr(module, "__all__", []) if not hasattr(module, name)]
+        assert not missing, f"{module.__name__}.__all__ has {missing}"
 
 
 def test_no_module_is_a_drawer() -> None:

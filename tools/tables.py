@@ -628,6 +628,26 @@ def processes_table() -> list[str]:
     return lines
 
 
+def sharded_table() -> list[str]:
+    """A model divided by FSDP2 against the whole one."""
+    r = json.loads((ROOT / "benchmarks/results/sharded_model.json").read_text())
+    lines = ["| model | peak memory of a rank | of its weights | seconds |", "|---|---:|---:|---:|"]
+    for name, key in (("whole", "whole"), ("`fully_shard` of each block", "sharded")):
+        peak, seconds = (max(rank[what] for rank in r[key]) for what in ("peak", "seconds"))
+        lines.append(
+            f"| {name} | {peak / 2**20:,.0f} MiB | {peak / r['weights']:.0%} | {seconds:.0f} |"
+        )
+    m = r["machine"]
+    return [
+        *lines,
+        "",
+        f"`python -m benchmarks.sharded_model`: TracIn, {r['train']} × {r['query']}, "
+        f"{r['weights'] / 2**20:,.0f} MiB of weights in float32, two processes, one thread each, "
+        f"gloo, {m['processor']}, torch {m['torch']}, {m['date']}. Largest relative difference of "
+        f"a score: {r['difference']:.0e}.",
+    ]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "faults": fault_table,
     "default": default_table,
@@ -645,6 +665,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "adam": adam_table,
     "forms": forms_table,
     "processes": processes_table,
+    "sharded": sharded_table,
 }
 
 

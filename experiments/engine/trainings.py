@@ -19,6 +19,7 @@ import whence
 from experiments.tasks import Experiment, Scale
 from whence.data import Batches
 from whence.evaluate import ground_truth
+from whence.layers.choose import Chooser
 from whence.layers.passes import products_as
 from whence.retrain import record
 
@@ -196,15 +197,23 @@ class Trainings:
         self._runs[half, name] = runs
         return runs
 
-    def study(self, k: int, half: bool = False, recipe: Any = None, name: str = "") -> whence.Study:
-        """A study of the k-th run: on all data, or on half of it (for TRAK's ensembles)."""
+    def study(
+        self,
+        k: int,
+        half: bool = False,
+        recipe: Any = None,
+        name: str = "",
+        layers: Chooser | None = None,
+    ) -> whence.Study:
+        """A study of the k-th run: on all data, or on half of it (for TRAK's ensembles); of these
+        layers, or the task's."""
         recipe = recipe or self.recipe
         run = self.runs(max(self.scale.runs, k + 1), half, recipe, name)[k]
         data = {stage.name: stage.data.dataset for stage in recipe.stages}
         train = data if len(data) > 1 else next(iter(data.values()))
         if not self.experiment.keep_factors:
             run = run.in_memory()
-        return whence.Study(recipe.build(0), recipe.task, train, run, layers=self.layers)
+        return whence.Study(recipe.build(0), recipe.task, train, run, layers=layers or self.layers)
 
     @contextmanager
     def training(self, what: str) -> Iterator[None]:

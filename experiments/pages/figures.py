@@ -26,6 +26,7 @@ from experiments.pages import ours
 from experiments.pages.tables import Result, baselines, over_values, title
 from experiments.tasks import TASKS, Experiment, data
 from experiments.tasks.forms import BASELINES, BEST, INFLUENCE, PUBLISHED
+from whence.demo import CLASSES as GARMENTS
 from whence.evaluate.plots import COLOURS, GREY, LINES, MARKERS, STYLE
 
 Floats = NDArray[np.float64]
@@ -63,18 +64,6 @@ AVERAGED = ("influence", "FastSource", "SOURCE")
 FOLDER = "figures/reproduce"  # below docs/
 QUERIES = 2  # in a panel of examples
 PITCH = 1.22  # from one row of images to the next, in heights of an image
-GARMENTS = (
-    "T-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "boot",
-)
 CIFAR10 = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from experiments.engine.rivals import RIVALS
+from experiments.pages.leaderboard_advice import agreements, calibrations, failures, picks
 from experiments.pages.markdown import DOCS, filled, table
 from experiments.tasks import RESULTS
 from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, read_board
@@ -140,18 +141,21 @@ def tasks_part(stored: Mapping[str, Any]) -> str:
 
 
 def methods_part(stored: Mapping[str, Any]) -> str:
-    rows = [[name, one.of] for name, one in ENTRIES.items()]
-    rows += [[name, of] for name, (_, of) in RIVALS.items()]
-    return table(["method", "what it is"], rows)
+    rows = [[name, one.of, one.needs] for name, one in ENTRIES.items()]
+    rows += [[name, of, "retrainings"] for name, (_, of) in RIVALS.items()]
+    return table(["method", "what it is", "needs"], rows)
 
 
 def text(folder: Path = RESULTS) -> str:
     """The page."""
     stored = read_board(folder / "leaderboard.json")
     parts = {"tables": tables_part, "tasks": tasks_part, "methods": methods_part}
-    return filled(
-        "leaderboard.template.md", {name: partial(make, stored) for name, make in parts.items()}
-    )
+    made = {name: partial(make, stored) for name, make in parts.items()}
+    tasks = {protocol.name: tasks_of(stored, protocol) for protocol in PROTOCOLS}
+    advice = {"picks": picks, "calibration": calibrations, "failures": failures}
+    advice |= {"agreement": agreements}
+    made |= {name: partial(make, tasks) for name, make in advice.items()}
+    return filled("leaderboard.template.md", made)
 
 
 def scatter(tasks: Tasks, mode: str) -> Figure:

@@ -250,8 +250,15 @@ def _size(results: Mapping[str, Sequence[Entry]]) -> str:
         f"The spread of {OURS} (predicted / real, one model) is between {low:g} and {high:g} on "
         f"{len(sizes) - len(outside)} of {counted(len(sizes), 'task')}"
     )
-    named = listed(f"{title(task)} {size:.1f}" for task, size in outside.items()) if outside else ""
-    return f"{text}; outside: {named}." if named else f"{text}."
+    if not outside:
+        return f"{text}."
+    named = []
+    for task, size in outside.items():
+        limit = ceiling(shown(results[task]))
+        noise = limit is not None and limit < NOISY
+        why = f" (ceiling {limit:.2f}: the real changes are noise)" if noise else ""
+        named.append(f"{title(task)} {size:.2g}{why}")
+    return f"{text}; outside: {listed(named)}."
 
 
 def _combined(results: Mapping[str, Sequence[Entry]]) -> str:

@@ -64,7 +64,8 @@ def compare(task: str, options: argparse.Namespace) -> list[Path]:
         runs = min(work.scale.runs, form.most_runs or work.scale.runs)
         try:
             for k in range(runs):
-                scores.append(method.attribute(work.study(k), work.query, **compute))
+                study = work.study(k, layers=form.layers)
+                scores.append(method.attribute(study, work.query, **compute))
         except (ValueError, RuntimeError) as error:  # out of memory; not for this task
             print(f"{task} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             torch.cuda.empty_cache()

@@ -126,7 +126,8 @@ def _row(
         suffix = "" if kind == "single" else ", ensemble"
         row |= {f"slope{suffix}": slope, f"spread{suffix}": spread}
     row["over"] = {}
-    for baseline in BASELINES:
+    paired = FORMS[name].over if name in FORMS else None
+    for baseline in BASELINES if paired is None else (*BASELINES, paired):
         if baseline == name or baseline not in saved.forms:
             continue
         theirs = judged(baseline, len(scores))

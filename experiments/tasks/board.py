@@ -22,11 +22,21 @@ from experiments.tasks import data, models
 from experiments.tasks.catalogue import TASKS
 from experiments.tasks.experiment import Experiment, RecipeAndHeldOut, Scale
 from experiments.tasks.methods import MethodSettings, build_method
-from experiments.tasks.recipes import adamw, first, frequent, perceptron, regression, sgd, to_zero
+from experiments.tasks.recipes import (
+    adamw,
+    first,
+    frequent,
+    perceptron,
+    regression,
+    rise_and_fall,
+    sgd,
+    to_zero,
+)
 from whence.retrain import SmoothAdamW
 
 SCHEMA = 1  # of results/leaderboard.json
 SINGLE, EXPECTED = "single", "expected"
+FINAL, ALONG, BATCHES = "final checkpoint", "checkpoints", "batches"  # what a method needs
 FULL = Scale(subsets=100, seeds=5, queries=100, runs=2)
 QUICK = Scale(subsets=8, seeds=2, queries=4, runs=2)
 
@@ -121,7 +131,13 @@ def smooth(
 
 
 def tiny_gpt(
-    optimizer: Callable[[float, float], Any], quick: bool, rate: float, wd: float
+    optimizer: Callable[[float, float], Any],
+    scheduler: Callable[..., Any],
+    batch: int,
+    epochs: int,
+    quick: bool,
+    rate: float,
+    wd: float,
 ) -> RecipeAndHeldOut:
     """A GPT of two layers on 2,048 blocks of 64 tokens."""
     train, held_out = frequent(data.wikitext2(64), 256 if quick else 2048)
@@ -130,16 +146,48 @@ def tiny_gpt(
         whence.LanguageModeling(),
         first(train, 128 if quick else 2048),
         optimizer(rate, wd),
-        batch_size=16 if quick else 64,
-        epochs=2 if quick else 4,
-        scheduler=to_zero,
+        batch_size=16 if quick else batch,
+        epochs=2 if quick else epochs,
+        scheduler=scheduler,
     )
     return recipe, held_out
 
 
-def smooth_adamw(rate: float, weight_decay: float) -> Callable[[Any], Any]:
+def smooth_gpt(
+    quick: bool, rate: float, wd: float, batch: int = 256, epochs: int = 8, eps_root: float = 1e-6
+) -> RecipeAndHeldOut:
+    """The GPT with an epsilon under AdamW's root, large batches and a rate that rises first."""
+    optimizer = partial(smooth_adamw, eps_root=eps_root)
+    return tiny_gpt(optimizer, rise_and_fall, batch, epochs, quick, rate, wd)
+
+
+def smooth_resnet(
+    quick: bool, rate: float, wd: float, batch: int = 512, epochs: int = 10, width: int = 32
+) -> RecipeAndHeldOut:
+    """The ResNet-9 with batch norm, with GELU, average pooling and a rate that rises first."""
+    train, held_out = data.cifar10(128 if quick else 3072)
+    recipe = whence.Recipe(
+        partial(models.smooth_resnet9, 4 if quick else width),
+        whence.Classification(),
+        train,
+        sgd(rate, wd),
+        batch_size=32 if quick else batch,
+        epochs=2 if quick else epochs,
+        scheduler=rise_and_fall,
+    )
+    return recipe, held_out
+
+
+#: tasks whose training can be made smoother or rougher: `experiments.studies.smooth`
+SMOOTH: Mapping[str, Callable[..., RecipeAndHeldOut]] = {
+    "gpt_smooth": smooth_gpt,
+    "resnet9_smooth": smooth_resnet,
+}
+
+
+def smooth_adamw(rate: float, weight_decay: float, eps_root: float) -> Callable[[Any], Any]:
     """AdamW with an epsilon under its root."""
-    return partial(SmoothAdamW, lr=rate, weight_decay=weight_decay, eps_root=1e-6)
+    return partial(SmoothAdamW, lr=rate, weight_decay=weight_decay, eps_root=eps_root)
 
 
 def task(name: str, title: str, make: Any, rates: tuple[float, float], **more: Any) -> Experiment:
@@ -188,20 +236,30 @@ _BOARD = (
         "to zero",
     ),
     task(
-        "gpt_smooth",
+        "gpt",
         "GPT, AdamW",
-        partial(tiny_gpt, adamw),
+        partial(tiny_gpt, adamw, to_zero, 64, 4),
         (1e-3, 1e-2),
         setting="GPT-2 of 2 layers and width 128 from scratch, AdamW 1e-3, 2,048 blocks of 64 "
         "tokens of WikiText, batch 64, 4 epochs, rate to zero",
         keep_factors=True,
     ),
     task(
-        "gpt_root",
-        "GPT, eps_root",
-        partial(tiny_gpt, smooth_adamw),
+        "gpt_smooth",
+        "GPT, smooth",
+        smooth_gpt,
         (1e-3, 1e-2),
-        setting="as GPT, AdamW, with 1e-6 added under AdamW's root",
+        setting="as GPT, AdamW, with 1e-6 added under AdamW's root, batch 256, 8 epochs, a rate "
+        "that rises for a fifth of the updates and falls to zero",
+        keep_factors=True,
+    ),
+    task(
+        "resnet9_smooth",
+        "ResNet-9, smooth",
+        smooth_resnet,
+        (2e-2, 1e-3),
+        setting="as CIFAR-10, with GELU and average pooling, rate 2e-2, 10 epochs, a rate that "
+        "rises for a fifth of the updates and falls to zero",
         keep_factors=True,
     ),
 )
@@ -218,11 +276,13 @@ class Entry:
     Attributes:
         make: builds it.
         of: in one sentence, what it is.
+        needs: of the run.
         most_runs: attribute at most this many runs, where one takes long.
     """
 
     make: Callable[[MethodSettings], Any]
     of: str
+    needs: str = FINAL
     most_runs: int | None = None
 
 
@@ -233,27 +293,40 @@ def named(name: str) -> Callable[[MethodSettings], Any]:
 ENTRIES: Mapping[str, Entry] = {
     "Random": Entry(named("Random"), "examples of the query's class, in random order"),
     "RepSim": Entry(named("RepSim"), "similarity of the last layer's inputs"),
-    "TracIn": Entry(named("TracIn"), "gradient products at the checkpoints"),
+    "TracIn": Entry(named("TracIn"), "gradient products at the checkpoints", ALONG),
     "TRAK": Entry(named("TRAK"), "projected gradients, one model"),
     "EK-FAC": Entry(named("influence"), "influence functions, EK-FAC, damping 1e-8"),
     "EK-FAC + CG": Entry(
         named("influence, conjugate gradients"),
         "the whole Gauss-Newton matrix of all layers",
     ),
+    "ASTRA-IF": Entry(
+        named("ASTRA-IF"), "influence functions, EK-FAC-preconditioned stochastic iterations"
+    ),
+    "ASTRA-SOURCE": Entry(
+        named("ASTRA-SOURCE"), "SOURCE, three segments, the same iterations", ALONG, most_runs=1
+    ),
+    "LoGra": Entry(named("LoGra"), "influence functions in two-sided projections of each layer"),
+    "SJLT TRAK": Entry(named("SJLT TRAK"), "TRAK with a sparse projection"),
+    "GraSS TRAK": Entry(named("GraSS TRAK"), "the same, on a tenth of the parameters"),
+    "TrackStar": Entry(named("TrackStar"), "unit gradients, projected and whitened"),
     "DataInf": Entry(named("DataInf"), "influence functions, inverses of single examples"),
     "SOURCE": Entry(
-        lambda s: whence.Source.published(s.segments, stage=s.stage), "as published, three segments"
+        lambda s: whence.Source.published(s.segments, stage=s.stage),
+        "as published, three segments",
+        ALONG,
     ),
     "Influence()": Entry(lambda s: whence.Influence(stage=s.stage), "our influence functions"),
-    "Source()": Entry(lambda s: whence.Source(stage=s.stage), "our SOURCE"),
-    "Best()": Entry(lambda s: whence.Best(stage=s.stage), "one equation for all layers"),
-    "HYDRA": Entry(named("HYDRA"), "unrolling without the Hessian", most_runs=1),
+    "Source()": Entry(lambda s: whence.Source(stage=s.stage), "our SOURCE", ALONG),
+    "Best()": Entry(lambda s: whence.Best(stage=s.stage), "one equation for all layers", ALONG),
+    "HYDRA": Entry(named("HYDRA"), "unrolling without the Hessian", BATCHES, most_runs=1),
     "Unrolled (MAGIC)": Entry(
-        named("Unrolled"), "the exact derivative of the training", most_runs=1
+        named("Unrolled"), "the exact derivative of the training", BATCHES, most_runs=1
     ),
     "Unrolled, expected": Entry(
         named("Unrolled, expected, Gauss-Newton"),
         "the derivative, with expected batches and the Gauss-Newton matrix",
+        BATCHES,
         most_runs=1,
     ),
 }

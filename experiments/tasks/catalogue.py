@@ -42,6 +42,7 @@ QUICK = Scale(
     runs=2,
     runs_by_method=dict.fromkeys((*EXPENSIVE, GAUSS_NEWTON), 1),
 )
+TEXTS = Scale(subsets=100, seeds=3, queries=100, runs=3, runs_by_method=ONE_RUN_EACH, panels=6)
 SLOW = Scale(subsets=16, seeds=1, queries=30, runs=1, panels=2)  # one training is slow
 ALPHAS = (0.1, 0.3, 0.7, 0.9, 1.0)
 SMALL_IMAGES = "the first 6,000 images of the training split (the paper: about 10 %)"
@@ -213,16 +214,7 @@ _TASKS = (
     ),
     fine_tuning(
         "RTE",
-        Scale(
-            subsets=100,
-            seeds=3,
-            queries=100,
-            measured=150,
-            runs=3,
-            runs_by_method=ONE_RUN_EACH,
-            removal=Removal(10, (100, 300), 1, 2),
-            panels=6,
-        ),
+        replace(TEXTS, measured=150, removal=Removal(10, (100, 300), 1, 2)),
         1024,
         128,
         None,
@@ -230,15 +222,7 @@ _TASKS = (
     ),
     fine_tuning(
         "SST-2",
-        Scale(
-            subsets=100,
-            seeds=3,
-            queries=100,
-            measured=200,
-            runs=3,
-            runs_by_method=ONE_RUN_EACH,
-            panels=6,
-        ),
+        replace(TEXTS, measured=200),
         4096,
         48,
         5000,
@@ -246,15 +230,7 @@ _TASKS = (
     ),
     fine_tuning(
         "QNLI",
-        Scale(
-            subsets=100,
-            seeds=3,
-            queries=100,
-            measured=200,
-            runs=3,
-            runs_by_method=ONE_RUN_EACH,
-            panels=6,
-        ),
+        replace(TEXTS, measured=200),
         2048,
         128,
         4000,
@@ -266,7 +242,7 @@ _TASKS = (
         "WikiText-2",
         wikitext2,
         "GPT-2 of 4 layers and width 256 from scratch, AdamW, batch 8, length 512, 5 epochs",
-        Scale(subsets=100, seeds=3, queries=100, runs=3, runs_by_method=ONE_RUN_EACH, panels=6),
+        TEXTS,
         SLOW,
         paper_seeds=5,
         differs=(

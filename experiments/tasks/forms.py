@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 import whence
 from experiments.tasks.experiment import Experiment
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.probed import Probed
+from whence.layers.choose import Chooser, everything, matrices
+from whence.layers.kind import kind_of
 
 PUBLISHED, INFLUENCE = "published", "influence, published"
 BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these
@@ -38,12 +43,16 @@ class Form:
         of: whether it makes sense on a task (default: on all).
         most_runs: attribute at most this many runs, where one takes long.
         combined: whether it is an input of `whence.evaluate.combine`.
+        layers: the layers that it tracks (default: those of the task).
+        over: a form that it is compared with, besides the published ones.
     """
 
     make: Callable[[MethodSettings], Any]
     of: Callable[[Experiment], bool] = lambda experiment: True
     most_runs: int | None = None
     combined: bool = False
+    layers: Chooser | None = None
+    over: str | None = None
 
 
 def one_stage(experiment: Experiment) -> bool:
@@ -65,12 +74,37 @@ def source(segments: int | None = None, **settings: Any) -> Callable[[MethodSett
     return lambda s: whence.Source(segments or s.segments, stage=s.stage, **settings)
 
 
+def of_form(form: str) -> Chooser:
+    """The matrices, and the layers of one more form."""
+
+    def choose(layers: Mapping[str, nn.Module]) -> set[str]:
+        kinds = {name: kind_of(module) for name, module in layers.items()}
+        more = {name for name, kind in kinds.items() if kind is not None and kind.form == form}
+        return matrices(layers) | more
+
+    return choose
+
+
+LAYERS: Mapping[str, Chooser] = {
+    "all layers": everything,
+    "embeddings too": of_form("lookup"),
+    "norms too": of_form("elementwise"),
+}
+
 FORMS: Mapping[str, Form] = {
     INFLUENCE: Form(lambda s: whence.Influence.published(stage=s.stage), combined=True),
     PUBLISHED: Form(lambda s: whence.Source.published(s.segments, stage=s.stage), combined=True),
     "RepSim": Form(lambda s: build_method("RepSim", s)),
     "TracIn": Form(lambda s: build_method("TracIn", s), combined=True),
     "TRAK": Form(lambda s: build_method("TRAK", s), many_weights),
+    **{
+        name: Form(partial(build_method, name), small, most_runs=1)
+        for name in ("influence, conjugate gradients", "ASTRA-IF", "ASTRA-SOURCE")
+    },
+    **{
+        name: Form(partial(build_method, name), many_weights)
+        for name in ("LoGra", "SJLT TRAK", "GraSS TRAK", "TrackStar")
+    },
     "influence, source damping": Form(
         lambda s: whence.Influence.published("source", stage=s.stage)
     ),
@@ -101,6 +135,30 @@ FORMS: Mapping[str, Form] = {
         lambda s: whence.Unrolled("gauss-newton", True, damping=1e-3, query_at="run"),
         lambda experiment: experiment.name in ("digits", "concrete"),
         most_runs=1,
+    ),
+    **{
+        f"{DEFAULT_BY_STAGE}, {name}": Form(
+            source(), lambda experiment: not small(experiment), layers=layers, over=DEFAULT_BY_STAGE
+        )
+        for name, layers in LAYERS.items()
+    },
+    f"{PUBLISHED}, all layers": Form(
+        lambda s: whence.Source.published(s.segments, stage=s.stage),
+        lambda experiment: not small(experiment),
+        layers=everything,
+        over=PUBLISHED,
+    ),
+    f"{INFLUENCE}, all layers": Form(
+        lambda s: whence.Influence.published(stage=s.stage),
+        lambda experiment: not small(experiment),
+        layers=everything,
+        over=INFLUENCE,
+    ),
+    f"{BEST}, all layers": Form(
+        lambda s: whence.Best(stage=s.stage),
+        lambda experiment: not small(experiment),
+        layers=everything,
+        over=BEST,
     ),
 }
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import whence
+from experiments.rivals.astra import AstraInfluence, AstraSource
+from experiments.rivals.projections import LoGra, SparseTrak
 
 FLOOR = 0.1  # under the roots of Adam's second moments
 # Appendix C for every optimizer, layers apart, the query gradient at the final model.
@@ -69,6 +71,13 @@ METHODS: Mapping[str, Callable[[MethodSettings], Any]] = {
         curvature="gauss-newton", expected=True, curvature_batch=512, stage=s.stage
     ),
     "Random": lambda s: whence.Random(stage=s.stage),
+    "TrackStar": lambda s: whence.TrackStar(s.trak_dimension, stage=s.stage),
+    "ASTRA-IF": lambda s: AstraInfluence(stage=s.stage),
+    "ASTRA-SOURCE": lambda s: AstraSource(segments=s.segments, stage=s.stage),
+    "LoGra": lambda s: LoGra(s.trak_dimension, stage=s.stage),
+    "LoGra, random": lambda s: LoGra(s.trak_dimension, "random", stage=s.stage),
+    "SJLT TRAK": lambda s: SparseTrak(s.trak_dimension, stage=s.stage),
+    "GraSS TRAK": lambda s: SparseTrak(s.trak_dimension, stage=s.stage, share=0.1),
 }
 
 # How the pages write the forms of SOURCE for Adam.

@@ -13,9 +13,9 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,23 @@ class ResNet9(nn.Sequential):
                 x = x.contiguous(memory_format=torch.channels_last)
             logits: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return logits.to(next(self.parameters()).dtype)
+
+
+SMOOTHER: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
+    nn.ReLU: nn.GELU,
+    nn.MaxPool2d: partial(nn.AvgPool2d, 2),
+    nn.AdaptiveMaxPool2d: partial(nn.AdaptiveAvgPool2d, (1, 1)),
+}
+
+
+def smooth_resnet9(width: int) -> ResNet9:
+    """A ResNet-9 in float32 whose outputs are smooth in its weights."""
+    model = ResNet9(width=width, autocast=False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) in SMOOTHER:
+                setattr(module, name, SMOOTHER[type(child)]())
+    return model
 
 
 @contextmanager

@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from whence import errors, evaluate, layers, report, retrain
     from whence.data import Contrast
-    from whence.documents import completion, padded, preference
+    from whence.documents import completion, group, padded, preference, unpacked
     from whence.errors import WhenceError
     from whence.methods import (
         BM25,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from whence.retrain.recipe import Recipe
     from whence.run import Recorder, Run
     from whence.scores import Scores
+    from whence.sets import Augmented, Averaged, Ranking, RowSet
     from whence.store import GradientStore
     from whence.study import Study
     from whence.task import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
 _HOMES = {
-    "whence.documents": ("completion", "padded", "preference"),
+    "whence.documents": ("completion", "group", "padded", "preference", "unpacked"),
     "whence.data": ("Contrast",),
     "whence.errors": ("WhenceError",),
     "whence.methods": (
@@ -71,6 +72,7 @@ _HOMES = {
     "whence.retrain.recipe": ("Recipe",),
     "whence.run": ("Recorder", "Run"),
     "whence.scores": ("Scores",),
+    "whence.sets": ("Augmented", "Averaged", "Ranking", "RowSet"),
     "whence.store": ("GradientStore",),
     "whence.study": ("Study",),
     "whence.task": (
@@ -87,6 +89,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BM25",
     "LESS",
+    "Augmented",
+    "Averaged",
     "Best",
     "Classification",
     "Contrast",
@@ -102,10 +106,12 @@ __all__ = [
     "MultiLabel",
     "Preference",
     "Random",
+    "Ranking",
     "Recipe",
     "Recorder",
     "Regression",
     "RepSim",
+    "RowSet",
     "Run",
     "Scores",
     "Source",
@@ -119,11 +125,13 @@ __all__ = [
     "completion",
     "errors",
     "evaluate",
+    "group",
     "layers",
     "padded",
     "preference",
     "report",
     "retrain",
+    "unpacked",
 ]
 
 

@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from whence.errors import InvalidInput, InvalidType, examples_of, warn
 from whence.persist.identity import digest, sha256_of
+from whence.task import Classification, Task
 
 Collate = Callable[[list[Any]], Any]
+Labels = NDArray[np.int64]
+READ_AT_ONCE = 1024  # examples whose labels are read
 HASH_BATCH = 256  # examples per digest
 READ_TWICE = 8192  # examples that are compared with a second read, of a larger dataset
 
@@ -291,3 +295,11 @@ def structure(batch: Any) -> Any:
 def cut(count: int, size: int) -> list[np.ndarray]:
     """0 .. count-1 in consecutive blocks of `size` (the last may be shorter)."""
     return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def classes(task: Task, data: Batches) -> Labels | None:
+    """The class of every example, (n,); None for a task that is no classification."""
+    if not isinstance(task, Classification):
+        return None
+    blocks = cut(len(data), READ_AT_ONCE)
+    return np.concatenate([task.labels(data.take(block)).cpu().numpy() for block in blocks])

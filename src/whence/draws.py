@@ -83,3 +83,10 @@ class Uniform:
 
     def __call__(self, positions: int) -> Tensor:
         return uniforms(self._keys, positions)
+
+    def rows(self, count: int) -> Uniform:
+        """Draws for each of so many rows of every example, (n count, positions)."""
+        each = Uniform.__new__(Uniform)
+        rows = torch.arange(count, device=self._keys.device)
+        each._keys = mix(self._keys.unsqueeze(-1) + rows).flatten()
+        return each

@@ -24,12 +24,11 @@ from whence.layers.passes import (
     rounded_products,
 )
 from whence.layers.separate import Separation, candidates, looked_at, pairs
+from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
-from whence.persist.definition import class_sha256, model_sha256, setting_sha256
-from whence.persist.identity import sha256_of
-from whence.persist.shared import shared
-from whence.persist.tensors import FactorCache
+from whence.persist.cache import FactorCache, shared
+from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final
@@ -89,7 +88,9 @@ class Study:
         else:
             self.layers = by_name([layers] if isinstance(layers, str) else layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
-        self.models = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
+        given = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
+        self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device
+        self.models = {k: unsharded(m) for k, m in given.items()}
         for one in self.models.values():
             for name, parameter in one.named_parameters():
                 if parameter.is_complex():
@@ -288,10 +289,7 @@ class Study:
             pair = id(original), id(self.tasks[stage])
             task = copy.copy(self.tasks[stage])  # it may keep something between outputs and losses
             if id(original) not in copies:
-                model = cast(copied(original), device, dtype).eval()
-                for parameter in model.parameters():
-                    parameter.grad = None
-                copies[id(original)] = WeightLoader(model)
+                copies[id(original)] = loader(original, device, dtype)
             loaded = copies[id(original)]
             checkpoints = [c for c in run.checkpoints if c.stage == stage]
             if not checkpoints:
@@ -424,6 +422,17 @@ def copied(model: nn.Module) -> nn.Module:
         if "_original_forward" in vars(module):
             module.forward = vars(module).pop("_original_forward")
     return duplicate
+
+
+def loader(model: nn.Module, device: torch.device, dtype: torch.dtype) -> WeightLoader:
+    """A copy of a study's model on a device, in eval mode, and what loads its weights."""
+    duplicate = copied(model)
+    streamed = any(p.is_meta for p in model.parameters())
+    weights = StreamedWeights(duplicate, device, dtype) if streamed else WeightLoader(duplicate)
+    weights.model = cast(duplicate, device, dtype).eval()
+    for parameter in duplicate.parameters():
+        parameter.grad = None
+    return weights
 
 
 def cast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

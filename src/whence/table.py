@@ -142,13 +142,6 @@ def progress_bar(*arguments: Any, disable: bool, **options: Any) -> Any:
     return tqdm(*arguments, disable=disable or not visible, **options)
 
 
-def first_few(items: Iterable[object], count: int = 5) -> str:
-    """'3, 14, 15 and 2 more'"""
-    names = [str(item) for item in items]
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
-
-
 def estimate(value: float, interval: Sequence[float], digits: int = 3) -> str:
     """'0.412 [0.381, 0.441]'"""
     low, high = interval

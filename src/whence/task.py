@@ -115,6 +115,10 @@ class Task:
             return mask if mask.dim() == 2 else None
         return None
 
+    def rows(self, batch: Any) -> int:
+        """How many rows of the model's batch an example has, one after another. Default: 1."""
+        return 1
+
     def representations(self, model: nn.Module, batch: Any) -> Tensor | None:
         """The vectors that `RepSim` compares: (n, r), or (n, t, r) to average over positions.
 
@@ -649,12 +653,16 @@ class Preference(Task):
         """h_ref of each pair, (n,)."""
         return _real(_as_tensor(batch["reference"]))
 
+    def margins(self, outputs: Tensor, batch: Any) -> Tensor:
+        """β (h - h_ref), (n,)."""
+        return self.beta * (outputs[:, 0] - self.targets(batch).to(outputs).flatten())
+
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
-        margins = self.beta * (outputs[:, 0] - self.targets(batch).to(outputs).flatten())
+        margins = self.margins(outputs, batch)
         return margins if self.measurement == "margin" else F.softplus(-margins)
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.softplus(-self.beta * (outputs[:, 0] - self.targets(batch).to(outputs).flatten()))
+        return F.softplus(-self.margins(outputs, batch))
 
 
 def _has_table(model: nn.Module, positions: int) -> bool:

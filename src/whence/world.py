@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import warnings
 import zlib
@@ -58,11 +59,12 @@ class World:
         """The initialised process group, or this process alone."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_world_size(), dist.get_rank())
-        size = os.environ.get("WORLD_SIZE", "1")
-        if size.isdecimal() and int(size) > 1 and os.environ.get("RANK", "0") == "0":
+        started = launched()
+        if started.size > 1 and started.first:
             message = (
-                f"WORLD_SIZE={size}, but no process group is initialised: every process does all "
-                "the work. Call torch.distributed.init_process_group() first, in every process"
+                f"{started.size} processes were started, but no process group is initialised: "
+                "every process does all the work. Call torch.distributed.init_process_group() "
+                "first, in every process"
             )
             if message not in _warned:
                 _warned.add(message)
@@ -280,8 +282,9 @@ class World:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> RankFailed:
+        reason = re.sub(r"\[[^]]*\.cc:\d+\] *", "", str(error))  # a line of gloo's code
         return RankFailed(
-            f"another of the {self.size} processes no longer answers ({_short(str(error))}): it "
+            f"another of the {self.size} processes no longer answers ({_short(reason)}): it "
             f"has ended, or makes other calls than this one (rank {self.rank}). Run the same "
             "command to resume"
         )
@@ -341,6 +344,18 @@ class World:
         return torch.empty([int(n) for n in shape], dtype=known, device=self._place(device))
 
 
+def launched() -> World:
+    """This process among those that `torchrun` or SLURM's `srun` started."""
+    number = {k: int(v) for k, v in os.environ.items() if k in _COUNTS and v.isdecimal()}
+    if "WORLD_SIZE" in os.environ:
+        return World(max(1, number.get("WORLD_SIZE", 1)), number.get("RANK", 0))
+    return World(max(1, number.get("SLURM_STEP_NUM_TASKS", 1)), number.get("SLURM_PROCID", 0))
+
+
+# a batch script has SLURM_NTASKS too, but is no step of `srun`
+_COUNTS = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+
+
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         name: [str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()
@@ -350,3 +365,46 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _short(text: str, most: int = 120) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+# --- tensors of which each process holds a part (FSDP2) -------------------------------------------
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds only a part of a tensor."""
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of a tensor that this process holds."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def part_of(whole: Tensor, like: Any) -> Tensor:
+    """A whole tensor, divided among the processes as another one is. Nothing is sent."""
+    if not is_sharded(like) or whole.shape != like.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.to(like.to_local().device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def gathered(source: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU in place of sharded ones, at rank 0, where the others assist.
+
+    Args:
+        source: where the other ranks find tensors of these names.
+    """
+    names = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    if not names:
+        return dict(tensors)
+    World.current().of_first([source, names])
+    whole = {name: _whole(tensors[name]) for name in names}
+    return {name: whole.get(name, tensor) for name, tensor in tensors.items()}
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.detach().full_tensor().cpu()
+    return whole

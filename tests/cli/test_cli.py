@@ -799,6 +799,20 @@ def test_the_ranking_over_all_queries(
     first = capsys.readouterr().out.splitlines()[1].split(",")
     assert int(first[0]) == scores.helpful(1, 1)[0].example
     assert typed("top scores --overall --query 1") == 2
+    assert typed("top scores --overall --csv --duplicates --study study.py") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "example,score,label,content,duplicate_of" and len(lines) == 61
+    assert typed("top scores --overall --csv --duplicates") == 2
+    assert "--study" in capsys.readouterr().err
+
+
+def test_the_card_of_a_query(small_with_scores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("card scores --query 1 --study study.py --title <Why>") == 0
+    text = Path("card.svg").read_text()
+    assert text.startswith("<svg") and "&lt;Why&gt;" in text and "c0" not in text
+    assert any(f">{name}</text>" in text for name in ("none", "one", "both"))
+    assert typed("card scores --query 1 -o card.png") == 2
+    assert "--out card.png" in capsys.readouterr().err
 
 
 def test_a_ranking_is_a_data_frame(small_with_scores: Path) -> None:
@@ -851,3 +865,43 @@ def test_device_auto() -> None:
     device = device_of("auto")
     assert device is not None
     assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_labels_are_audited_in_a_file(
+    small_with_scores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import csv
+
+    scores, file = whence.Scores.load("scores"), load_study("study.py")
+    answer = answered("audit study.py scores --duplicates", capsys)
+    with open("audit.csv", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert answer["examples"] == len(rows) == 60
+    harm = -scores.values.astype("float64").mean(0)
+    assert [int(row["example"]) for row in rows] == (-harm).argsort(kind="stable").tolist()
+    assert [float(row["suspicion"]) for row in rows] == pytest.approx(sorted(harm, reverse=True))
+    inputs, _ = file.study.train[:]
+    model = file.study.model
+    model.load_state_dict(file.study.runs[0].final.load())
+    expected = [file.shown["classes"][k] for k in model(inputs).argmax(1)]
+    assert [row["prediction"] for row in rows] == [expected[int(r["example"])] for r in rows]
+    differ = [row["differs"] == "True" for row in rows]
+    assert differ == [row["label"] != row["prediction"] for row in rows]
+    assert sum(differ) == answer["differ"]
+
+
+def test_data_is_selected_and_compared_with_chance(
+    small_with_scores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "select study.py scores --drop 10% --seeds 2 --duplicates --no-progress"
+    answer = answered(line, capsys)
+    lines = Path("select/study/selection.csv").read_text().splitlines()
+    assert lines[0] == "example,kept,help,duplicate_of" and len(lines) == 61
+    assert sum(answer["kept"]) == 54 and sum(int(one.split(",")[1]) for one in lines[1:]) == 54
+    assert typed(line) == 0  # again, from the same trainings
+    shown = capsys.readouterr().out
+    assert "as many at random" in shown and "did not choose" in shown
+    assert answered(line, capsys)["measured"] == answer["measured"]
+    for wrong, message in (("", "--drop or --keep"), ("--drop many", "--drop many")):
+        assert typed(f"select study.py scores {wrong}") == 2
+        assert message in capsys.readouterr().err

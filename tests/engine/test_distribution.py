@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -144,6 +145,14 @@ def test_an_error_of_one_rank_reaches_all(pair: Path) -> None:
     assert "rank 1 of 2 failed" in first and second == "example 7 is bad"
 
 
+def test_a_full_disk_of_one_rank_ends_all_and_the_same_call_resumes(pair: Path) -> None:
+    (first, values), (second, others) = known(pair, "full_disk")
+    assert "rank 1 of 2 failed" in first
+    assert "the disk is full" in second and "make the same call again" in second
+    assert values == others
+    np.testing.assert_array_equal(values, np.load(pair / "source" / "rank-0.npy"))
+
+
 @pytest.mark.parametrize("name", ranks.DIFFERENT)
 def test_ranks_that_differ_are_named(name: str, pair: Path) -> None:
     first, second = known(pair, "differing")
@@ -160,16 +169,84 @@ def test_a_process_without_a_group_is_warned(runs: Path, monkeypatch: pytest.Mon
     assert sum("process group" in str(w.message) for w in caught) == 1
 
 
+SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    "nodes, host",
+    [("gpu[03-05,9],cpu1", "gpu03"), ("a1,a2", "a1"), ("n[1-2]-ib", "n1-ib"), ("one", "one")],
+)
+def test_srun_says_which_process_this_is(
+    nodes: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whence.cli import processes
+
+    for name, value in {**SRUN, "SLURM_STEP_NODELIST": nodes}.items():
+        monkeypatch.setenv(name, value)
+    assert (processes.rank(), processes.count()) == (1, 2)
+    assert processes.meeting() == f"tcp://{host}:24711"
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert processes.meeting() == "tcp://10.0.0.1:29501"
+    for name, value in {"WORLD_SIZE": "3", "RANK": "2"}.items():  # torchrun inside a step
+        monkeypatch.setenv(name, value)
+    assert (processes.rank(), processes.count()) == (2, 3)
+    assert processes.meeting() == "env://"
+
+
+def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from whence.cli import processes
+
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert processes.count() == 1
+
+
+def test_the_scripts_of_the_page_are_sound() -> None:
+    page = (Path(__file__).parents[2] / "docs/distributed.md").read_text()
+    scripts = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    assert sum("#SBATCH" in script for script in scripts) == 2
+    for script in scripts:
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+
+STUDY = """
+from pathlib import Path
+from support import ranks
+study = ranks.study(Path({runs!r}), cache={cache!r})
+query = ranks.QUERY
+"""
+
+
+@pytest.mark.slow
+def test_srun(runs: Path, tmp_path: Path) -> None:
+    """Two tasks of a step, as `srun` starts them."""
+    file = tmp_path / "study.py"
+    file.write_text(STUDY.format(runs=str(runs), cache=str(tmp_path / "cache")))
+    command = [sys.executable, "-m", "whence", "attribute", str(file), "--json"]
+    command += ["--method", "tracin", "--out", str(tmp_path / "scores")]
+    known = {**os.environ, **SRUN, "SLURM_STEP_NODELIST": "localhost"}
+    known |= {"PYTHONPATH": os.pathsep.join(sys.path), "MASTER_PORT": "29619"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**known, "SLURM_PROCID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = ranks.outcome(processes)
+    assert not any(process.returncode for process in processes), "\n".join(errors)
+    assert whence.Scores.load(tmp_path / "scores").provenance["processes"] == 2
+
+
 def test_torchrun(runs: Path, tmp_path: Path) -> None:
     """The command line joins a group by itself; the first process alone answers."""
     file = tmp_path / "study.py"
-    file.write_text(
-        "import sys\n"
-        "from support import ranks\n"
-        "from pathlib import Path\n"
-        f"study = ranks.study(Path({str(runs)!r}), cache={str(tmp_path / 'cache')!r})\n"
-        "query = ranks.QUERY\n"
-    )
+    file.write_text(STUDY.format(runs=str(runs), cache=str(tmp_path / "cache")))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--master-port=29617", "-m", "whence", "attribute", str(file), "--json"]
     command += ["--method", "influence", "--out", str(tmp_path / "scores")]

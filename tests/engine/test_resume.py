@@ -23,8 +23,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import whence
 import whence.engine.scoring
+import whence.persist.cache
 import whence.persist.files
-import whence.persist.tensors
 from whence.layers.passes import Passes
 
 EXACT = {"dtype": torch.float64, "progress": False}
@@ -285,7 +285,7 @@ def test_stopped_between_the_last_batch_and_the_result(
 
     run, method = recorded(tmp_path / "run"), whence.Source.published(1)
     with monkeypatch.context() as patch:
-        patch.setattr(whence.persist.tensors.FactorCache, "put", stopped)
+        patch.setattr(whence.persist.cache.FactorCache, "put", stopped)
         with pytest.raises(Interrupted):
             method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT)
     found = method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT).values

@@ -506,7 +506,7 @@ def test_cached_factors_need_no_permission_to_write(
 ) -> None:
     method = METHODS["source"]()
     first = method.attribute(study(recorded, tmp_path / "a"), QUERY, **QUIET)
-    monkeypatch.setattr("whence.persist.tensors.save_tensors", None)
+    monkeypatch.setattr("whence.persist.cache.save_tensors", None)
     again = method.attribute(study(recorded, tmp_path / "a"), QUERY, **QUIET)
     np.testing.assert_array_equal(again.values, first.values)
 

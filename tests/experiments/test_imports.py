@@ -1,4 +1,4 @@
-"""Who imports whom: tasks ← engine ← pages, studies; benchmarks ← tools."""
+"""Who imports whom: rivals ← tasks ← engine ← pages, studies; benchmarks ← tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {  # folder: what it may import besides itself and whence
-    "experiments/tasks": (),
+    "experiments/rivals": (),
+    "experiments/tasks": ("experiments.rivals",),
     "experiments/engine": ("experiments.tasks",),
     "experiments/pages": ("experiments.tasks", "experiments.engine"),
     "experiments/studies": ("experiments.tasks", "experiments.engine"),

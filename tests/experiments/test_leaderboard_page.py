@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.pages import leaderboard_advice as advice
 from experiments.pages import leaderboard_page as page
 from experiments.tasks import RESULTS
 from experiments.tasks.board import PROTOCOLS, read_board
@@ -44,20 +45,21 @@ def test_the_page_is_made_of_the_results() -> None:
 
 
 def test_bold_is_what_no_other_is_certainly_better_than(tmp_path: Path) -> None:
-    results(tmp_path)
+    stored = results(tmp_path)
     text = page.text(tmp_path)
     assert "| Unrolled (MAGIC) | **0.91** |" in text
     assert "| HYDRA | **0.88** |" in text  # its interval contains 0
     assert "| Source() | 0.61 |" in text
     assert "| *metasmoothness* | 0.97 |" in text and "| *ceiling* | 1.00 |" in text
     assert text.index("Unrolled (MAGIC) | **") < text.index("Source() | 0.61")
-    assert text.count("*Not run yet.*") == len(PROTOCOLS) - 1
+    assert page.tables_part(stored).count("*Not run yet.*") == len(PROTOCOLS) - 1
     assert "of 1 tasks: HYDRA 1, Unrolled (MAGIC) 1." in text and "†" not in text
 
 
 def test_quick_versions_are_left_out(tmp_path: Path) -> None:
-    results(tmp_path, quick=True)
-    assert page.text(tmp_path).count("*Not run yet.*") == len(PROTOCOLS)
+    stored = results(tmp_path, quick=True)
+    assert page.tables_part(stored).count("*Not run yet.*") == len(PROTOCOLS)
+    assert "Source() 0.61" not in page.text(tmp_path)
 
 
 def test_the_figure_has_a_point_for_each_method(tmp_path: Path) -> None:
@@ -81,3 +83,30 @@ def test_figures_of_shown_protocols_exist() -> None:
         if page.tasks_of(stored, protocol):
             for mode in page.INK:
                 assert (page.DOCS / page.FIGURES / f"{protocol.name}-{mode}.svg").exists()
+
+
+def test_advice_is_made_of_the_results(tmp_path: Path) -> None:
+    stored = results(tmp_path)
+    tasks = {p.name: page.tasks_of(stored, p) for p in PROTOCOLS}
+    (line,) = [x for x in advice.picks(tasks).splitlines() if "smooth" in x]
+    assert "| single | 1 | Unrolled (MAGIC) 0.91, HYDRA 0.88, Source() 0.61 |" in line
+    assert "rough" not in advice.picks(tasks) and "SGD" not in advice.picks(tasks)
+    assert "| Source() | 0.9 (0.9 to 0.9); 1 of 1 |" in advice.calibrations(tasks)
+    assert "| HYDRA | – | – | – |" in advice.calibrations(tasks)
+    failed = advice.failures(tasks)
+    assert "| Source() | all tasks | – | – |" in failed and "HYDRA" not in failed
+    assert advice.agreements(tasks) == "*Not run yet.*"
+    entry = stored["protocols"][PROTOCOLS[0].name]["concrete"]["methods"]
+    entry["a peer"] = row(-0.05, 0.96, agreement=0.987, remake="Ours(1)")
+    assert "| a peer | Concrete | `Ours(1)` | 0.987 |" in advice.agreements(tasks)
+    assert "| a peer | all tasks | all tasks | – |" in advice.failures(tasks)
+
+
+def test_only_methods_of_the_final_checkpoint(tmp_path: Path) -> None:
+    stored = results(tmp_path)
+    entry = stored["protocols"].pop(PROTOCOLS[0].name)["concrete"]
+    entry["methods"] = {"EK-FAC": row(0.3, 0.3), "Source()": row(0.6, None)}
+    stored["protocols"][PROTOCOLS[2].name] = {"concrete": entry}
+    text = advice.picks({PROTOCOLS[2].name: page.tasks_of(stored, PROTOCOLS[2])})
+    (line,) = [x for x in text.splitlines() if "final checkpoint" in x]
+    assert "EK-FAC 0.30" in line and "Source()" not in line

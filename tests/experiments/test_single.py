@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
+import whence
 from experiments.engine.rivals import RIVALS, measuring_losses, ridge
-from experiments.studies import single
+from experiments.studies import single, smooth
+from experiments.studies.publish import benchmark as publishing
+from experiments.studies.publish import publish
 from experiments.studies.sums import Sums
 from experiments.tasks import board, data
-from whence.evaluate import lds
+from whence.evaluate import Benchmark, lds
 from whence.retrain import Training, measure
 
 TASK = "digits_smooth"
@@ -61,6 +64,44 @@ def test_both_protocols_resume_and_agree_with_lds(
     assert truth.in_place and truth.seeds == [1000]
     value = lds(saved.scores("Random")[0], truth).value
     assert first["single-0.99"][TASK]["methods"]["Random"]["lds"][0] == pytest.approx(value)
+
+
+def test_published_benchmarks_give_the_same_lds(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    board_rows = run(monkeypatch, tmp_path, TASK, "--only", "Random", "TracIn")
+    places = publish(tmp_path / "sums", tmp_path / "published")
+    assert len(places) == len(board.PROTOCOLS)
+    for place in places:
+        benchmark = Benchmark.open(place)
+        entry = board_rows[place.parent.name][TASK]
+        recipe, held_out = board.BOARD[TASK].recipe(True)
+        query = Subset(held_out, range(board.QUICK.queries))
+        study = whence.Study(
+            recipe.build(0),
+            recipe.task,
+            recipe.stages[0].data.dataset,
+            whence.Run.open(tmp_path / "work" / f"{TASK}-quick" / "run-1000"),
+        )
+        scores = whence.TracIn().attribute(study, query, progress=False)
+        standing = benchmark.score(scores)
+        if benchmark.truth.in_place:
+            value = entry["methods"]["TracIn"]["lds"][0]
+            assert standing.result.value == pytest.approx(value)
+            assert standing.published["TracIn"].value == pytest.approx(value)
+            assert "recipe.run(1000" in benchmark.about["how"]
+        row = entry["methods"]["Random"]
+        assert standing.published["Random"].value == pytest.approx(row["lds"][0])
+        assert standing.seconds["Random"] == row["seconds"]
+    path = next((tmp_path / "sums").rglob("*.npz"))
+    saved = Sums.load(path)
+    saved.truth["recipe"] = "of last year"
+    with pytest.raises(ValueError, match="another version of the task"):
+        publishing(saved)
+    saved.save(path.parent)
+    capsys.readouterr()
+    assert len(publish(tmp_path / "sums", tmp_path / "again")) == len(places) - 1
+    assert "is left out" in capsys.readouterr().out
 
 
 def test_ridge_finds_the_coefficients_of_a_linear_truth() -> None:
@@ -118,3 +159,17 @@ def test_sizes_are_whole_batches(name: str, monkeypatch: Any) -> None:
     recipe, _ = make(False, *experiment.chosen_rates())
     (stage,) = recipe.stages
     assert len(stage.data) % stage.batch_size == 0
+
+
+def test_the_search_for_a_smooth_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    words = ["smooth", "gpt_smooth", "--quick", "--try", "rate=1e-3", "eps_root=1e-6,1e-4", "--lds"]
+    words += ["--directions", "3", "--queries", "2", "--subsets", "6"]
+    words += ["--out", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", words)
+    smooth.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["of"]["settings"]["eps_root"] for row in rows] == [1e-6, 1e-4]
+    assert all(-1 <= row["metasmoothness"] <= 1 and row["times the training"] > 0 for row in rows)
+    assert rows[0]["measured"] != rows[1]["measured"]
+    smooth.main()
+    assert capsys.readouterr().out == ""  # both are there

@@ -16,13 +16,16 @@ import torch
 from support import dense, models
 from support.autograd import EXACT, Waves, check, normal, once, reasons, rows
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 import whence
+from whence.layers import capture
 from whence.layers.passes import Signal
 from whence.operators import EKFAC, BlockDiagonal, gauss_newton
 from whence.operators.factored import EigenFactors
-from whence.operators.space import Basis, BlockVectors
+from whence.operators.operator import Basis, BlockVectors
 from whence.projections.gradients import gather
 from whence.projections.random import Random
 
@@ -195,7 +198,144 @@ ATTENTION: Table = {
         (5, 4),
     ),
 }
-TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION
+
+
+class Sequential(nn.Module):
+    """A recurrent layer that reads a sequence, whole or packed, and a head on all it returns."""
+
+    def __init__(self, layer: nn.Module, packed: bool = False, state: bool = False) -> None:
+        super().__init__()
+        self.layer, self.packed, self.state = layer, packed, state
+        sides, width = 1 + layer.bidirectional, layer.proj_size or layer.hidden_size
+        self.head = nn.Linear(sides * width + layer.num_layers * sides * width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, hx = self.layer.batch_first, None
+        if self.state:
+            h = x[:, 0, 0].expand(self.layer.num_layers, self.layer.hidden_size, len(x)).mT
+            hx = (h, h.sin()) if isinstance(self.layer, nn.LSTM) else h
+        if self.packed:  # lengths that differ, in no order
+            lengths = (x[:, 0, 0] > 0) * 2 + (x[:, 1, 1] > 0) + 1
+            pack = nn.utils.rnn.pack_padded_sequence
+            given = pack(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            y, end = self.layer(given, hx)
+            y, _ = nn.utils.rnn.pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])
+        else:
+            y, end = self.layer(x if first else x.transpose(0, 1), hx)
+            y = y if first else y.transpose(0, 1)
+        end = end[0] if isinstance(end, tuple) else end
+        return self.head(torch.cat([y.sin().sum(1), end.transpose(0, 1).flatten(1)], 1))
+
+
+class Stepwise(nn.Module):
+    """A cell, called step by step."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell, self.head = cell, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+def recurrent(layer: Make, **how: bool) -> tuple[Make, Any, tuple[int, ...]]:
+    return (lambda: Sequential(layer(), **how)), normal, (4, 3)
+
+
+RECURRENT: Table = {
+    "LSTM": recurrent(lambda: nn.LSTM(3, 2, batch_first=True)),
+    "LSTM, everything": recurrent(
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2, dropout=0.5)
+    ),
+    "LSTM without bias, given a state": recurrent(
+        lambda: nn.LSTM(3, 2, bias=False, batch_first=True), state=True
+    ),
+    "LSTM, packed": recurrent(lambda: nn.LSTM(3, 2, bidirectional=True), packed=True),
+    "GRU": recurrent(lambda: nn.GRU(3, 2, num_layers=2, bidirectional=True)),
+    "GRU, packed, given a state": recurrent(lambda: nn.GRU(3, 2), packed=True, state=True),
+    "RNN": recurrent(lambda: nn.RNN(3, 2, batch_first=True)),
+    "RNN, relu": recurrent(lambda: nn.RNN(3, 2, nonlinearity="relu", bias=False)),
+    "LSTMCell": ((lambda: Stepwise(nn.LSTMCell(3, 3))), normal, (4, 3)),
+    "GRUCell": ((lambda: Stepwise(nn.GRUCell(3, 3, bias=False))), normal, (4, 3)),
+    "RNNCell": ((lambda: Stepwise(nn.RNNCell(3, 3))), normal, (4, 3)),
+}
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.tanh(), self.bias)
+
+
+class Scaled(nn.Module):
+    """Channels times a vector and a number of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.factor = nn.Parameter(torch.ones(4)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, *, power: int = 1) -> Tensor:
+        return x * self.scale**power * self.factor
+
+
+COPIED: Table = {
+    "weight norm": (
+        lambda: headed(parametrizations.weight_norm(nn.Linear(4, 3)), after=15),
+        normal,
+        (5, 4),
+    ),
+    "weight norm of a convolution": convolution(
+        lambda: parametrizations.weight_norm(nn.Conv1d(4, 4, 3, groups=2), dim=2), 4, 6
+    ),
+    "spectral norm": (
+        lambda: headed(parametrizations.spectral_norm(nn.Linear(4, 3)), after=3),
+        normal,
+        (4,),
+    ),
+    "a forward of its own": (lambda: headed(OwnForward(4, 3), after=3), normal, (4,)),
+    "scales": (lambda: headed(Scaled(), after=20), normal, (5, 4)),
+    "PReLU": (lambda: headed(nn.PReLU(), after=20), normal, (5, 4)),
+}
+
+
+class Crossed(nn.Module):
+    """Attention of one sequence to another, whose weight is cut into rows: two parts if keys are
+    values, else three."""
+
+    def __init__(self, same: bool, first: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=first)
+        self.head, self.same = nn.Linear(4, 3), same
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.attention.batch_first
+        q, k, v = (
+            y if first else y.transpose(0, 1) for y in (x, x.flip(1).sin()[:, 1:], x.cos()[:, 1:])
+        )
+        y = self.attention(q, k, k if self.same else v, need_weights=False)[0]
+        return self.head(y.mean(1 if first else 0))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = (
+            nn.TransformerDecoderLayer(4, 2, 6, batch_first=True),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x[:, :3], x[:, 3:].sin()).mean(1))
+
+
+CROSSED: Table = {
+    "attention to another sequence": (lambda: Crossed(True), normal, (5, 4)),
+    "attention to keys and values": (lambda: Crossed(False, first=False), normal, (5, 4)),
+    "TransformerDecoderLayer": (Decoder, normal, (5, 4)),
+}
+TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION | CROSSED | RECURRENT | COPIED
 
 
 def made(name: str) -> tuple[nn.Module, Any, Any]:
@@ -330,6 +470,158 @@ def test_bases_of_whole_gradients_where_rows_repeat(tied: bool) -> None:
     np.testing.assert_allclose(scores, expected, rtol=1e-8, atol=1e-10 * abs(expected).max())
 
 
+# --- very wide layers -----------------------------------------------------------------------------
+
+WIDE = ["Conv1d", "Conv1d, everything", "MultiheadAttention", "LSTM", "ConvTranspose1d, everything"]
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_matrices_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, and the matrix of all parameters, are the same."""
+    monkeypatch.setattr(capture, "WIDEST", 3)
+    model, train, query = made(name)
+    check(model, train, query, layers="all")
+    scores = influence(model, train, query, solver="cg", tolerance=1e-11, iterations=1000)
+    truth = Dense(model, train, query)
+    expected = truth.influence(truth.H, 0.1)
+    np.testing.assert_allclose(scores, expected, rtol=1e-6, atol=1e-8 * abs(expected).max())
+    study = whence.Study(model, Squares(), train=train, runs=once(model), layers="all")
+    tracked = study.passes(study.runs[0], device=torch.device("cpu"), dtype=torch.float64)
+    blocks = [b for b in tracked["train"].tracked.blocks if not b.rows]
+    assert len(blocks) > 2 and all(b.o <= 3 and b.i <= 3 for b in blocks)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_curvature_of_wide_matrices(curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diagonal blocks of the dense covariances: A (6, 6) in 2 + 4, S (4, 4) in 2 + 2."""
+    monkeypatch.setattr(capture, "WIDEST", 3)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    train, query = normal(9, 5), normal(3, 5, seed=1)
+    truth = Dense(model, train, query)
+    ones, weight, bias = torch.ones(9, 1).double(), slice(0, 20), slice(20, 24)
+    a = torch.cat([train.tensors[0], ones], 1)
+    s = truth.columns[:, bias].view(2, 9, 4)  # of the bias: at the output
+    A, S = a.T @ a / 9, torch.einsum("cno,cnp->op", s, s) / 9
+    same = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)).double()
+    A, S = A * same, S * torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).double()
+    G = torch.einsum("cno,ni->cnoi", s, a).flatten(0, 1)
+    (values_S, Q_S), (values_A, Q_A) = torch.linalg.eigh(S), torch.linalg.eigh(A)
+    values = torch.outer(values_S, values_A)
+    if curvature == "ekfac":
+        values = (Q_S.T @ G @ Q_A).square().sum(0) / 9
+    Q = torch.kron(Q_S, Q_A)
+    H = Q @ values.flatten().diag() @ Q.T
+
+    def with_bias(rows: Tensor) -> Tensor:
+        return torch.cat([rows[:, weight].view(-1, 4, 5), rows[:, bias, None]], 2).flatten(1)
+
+    truth.query, truth.train = with_bias(truth.query), with_bias(truth.train)
+    expected = truth.influence(H, 0.1)
+    study = whence.Study(model, Squares(), train=train, runs=once(model), layers=["0"])
+    settings = {"curvature": curvature, "fisher": "exact", "coupling": False}
+    with pytest.warns(UserWarning, match="not chosen"):
+        scores = whence.Influence(damping=0.1, **settings).attribute(study, query, **EXACT)
+    np.testing.assert_allclose(scores.values, expected, rtol=1e-8)
+    method = whence.Influence(damping=0.1, **settings)
+    assert method.attribute(study, query, by_layer=True, **EXACT).layers == ["0"]
+
+
+# --- recurrent layers -----------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """A language model, which reads both ways so that padding is between a text and its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 3), nn.Linear(4, 6)
+        self.lstm = nn.LSTM(3, 2, bidirectional=True, batch_first=True)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        lengths = attention_mask.sum(1).cpu()
+        x = nn.utils.rnn.pack_padded_sequence(
+            self.table(input_ids), lengths, batch_first=True, enforce_sorted=False
+        )
+        y, _ = nn.utils.rnn.pad_packed_sequence(
+            self.lstm(x)[0], batch_first=True, total_length=input_ids.shape[1]
+        )
+        return self.head(y)
+
+
+def texts(*lengths: int) -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(0, 6, (length,), generator=g)} for length in lengths]
+
+
+@pytest.mark.parametrize("curvature", ["auto", "ekfac", "kfac"])
+def test_recurrent_layers_do_not_depend_on_padding(curvature: str) -> None:
+    torch.manual_seed(0)
+    model, task = Reader().double(), whence.LanguageModeling()
+    train, every = texts(5, 3, 7, 2, 6), []
+    method = whence.Influence(damping=0.1, curvature=curvature, fisher="empirical")
+    for size in (1, 2, 5):
+        study = whence.Study(model, task, train, once(model), layers="all", collate=whence.padded)
+        every.append(method.attribute(study, texts(4, 6), batch_size=size, **EXACT).values)
+    np.testing.assert_allclose(every[1], every[0], rtol=1e-7)
+    np.testing.assert_allclose(every[2], every[0], rtol=1e-7)
+
+
+def test_tokens_of_recurrent_layers_add_up() -> None:
+    torch.manual_seed(0)
+    model, task, train = Reader().double(), whence.LanguageModeling(), texts(5, 3, 7)
+    study = whence.Study(model, task, train, once(model), layers="all", collate=whence.padded)
+    scores = whence.TracIn().attribute(study, texts(4, 6), **EXACT)
+    (tokens,) = whence.TracIn().tokens(study, texts(4, 6), [2], **EXACT)
+    assert tokens.values.shape == (2, 7) and not tokens.rest.any()
+    np.testing.assert_allclose(tokens.values.sum(1), scores.values[:, 2], rtol=1e-9)
+
+
+def test_a_step_of_a_recurrent_layer_belongs_to_its_token() -> None:
+    """Of the reverse direction, the first step, from a state of zeros, is at the last token."""
+    torch.manual_seed(0)
+    model, each = Reader(), {}
+    model.lstm = nn.LSTM(3, 2, bidirectional=True, batch_first=True, bias=False)
+    model.double()
+    for layer in ("weight_hh_l0", "weight_hh_l0_reverse"):  # trained alone
+        how = {"groups": [[f"lstm.{layer}"]]}
+        run = whence.Run.from_checkpoints([model.state_dict()], [1], 1.0, **how)
+        options = {"layers": "all", "collate": whence.padded}
+        study = whence.Study(model, whence.LanguageModeling(), texts(5), run, **options)
+        (tokens,) = whence.TracIn().tokens(study, texts(4), [0], **EXACT)
+        each[layer] = tokens.values[0] != 0
+    assert each["weight_hh_l0"].tolist() == [False, True, True, True, False]
+    assert each["weight_hh_l0_reverse"].tolist() == [True, True, True, True, False]
+
+
+def _doubled(self: nn.LSTM, x: Tensor, hx: Any = None) -> Any:
+    y, end = nn.LSTM.forward(self, x, hx)
+    return y * 2, end
+
+
+def test_a_recurrent_layer_with_a_forward_of_its_own_is_left_out_by_name() -> None:
+    torch.manual_seed(0)
+    model = Sequential(type("Mine", (nn.LSTM,), {"forward": _doubled})(3, 2)).double()
+    scores = check(model, normal(7, 4, 3), normal(3, 4, 3, seed=1), ["layer"], layers="all")
+    assert "its own forward" in reasons(scores)["layer"]
+
+
+def test_one_sequence_for_all_examples_is_left_out_by_name() -> None:
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            _, (h, _) = self.lstm(x.new_ones(5, 3))
+            return self.head(x * h)
+
+    torch.manual_seed(0)
+    model = Prompted().double()
+    scores = check(model, normal(7, 4), normal(3, 4, seed=1), ["lstm"], layers="all")
+    assert "not a sequence for each" in reasons(scores)["lstm"]
+
+
 # --- a transformer, with every method -------------------------------------------------------------
 
 
@@ -451,22 +743,14 @@ def test_adam_with_all_layers_does_not_depend_on_batches(tmp_path: Any) -> None:
     assert np.isfinite(every[0]).all() and abs(every[0]).max() > 0
 
 
-class Crossed(nn.Module):
-    """Attention of one sequence to another, whose weight is cut into parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x.flip(1).sin(), x.cos(), need_weights=False)[0].mean(1))
-
-
-def test_attention_to_another_sequence_is_left_out_by_name() -> None:
-    torch.manual_seed(0)
-    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
-    scores = check(Crossed().double(), *data, ["attention"], layers="all")
-    assert "never called" in reasons(scores)["attention"]
+def test_heads_of_multihead_attention_add_up() -> None:
+    model, train, query = made("TransformerEncoderLayer")
+    study = whence.Study(model, Squares(), train=train, runs=once(model), layers="all")
+    scores = whence.TracIn().attribute(study, query, by_layer="heads", **EXACT)
+    np.testing.assert_allclose(scores.by_layer.sum(0), scores.values, rtol=1e-9)
+    assert (
+        "0.self_attn, head 1" in scores.layers and "0.self_attn.out_proj, head 0" in scores.layers
+    )
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -492,6 +776,23 @@ def test_embeddings_that_are_left_out_by_name(name: str) -> None:
     assert reason in reasons(scores)["0"]
 
 
+def test_attention_with_weights_of_their_own_is_left_out_by_name() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = x[..., :3]
+            return self.head(self.attention(x, keys, keys, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    scores = check(Wide().double(), *data, ["attention"], layers="all")
+    assert "kdim" in reasons(scores)["attention"]
+
+
 def test_a_norm_without_parameters() -> None:
     torch.manual_seed(0)
     model = headed(nn.Linear(4, 4), nn.LayerNorm(4, elementwise_affine=False), after=4).double()
@@ -512,6 +813,65 @@ def test_a_parameter_of_two_kinds_of_modules_is_left_out_by_name() -> None:
     torch.manual_seed(0)
     scores = check(Odd().double(), normal(7, 4), normal(3, 4, seed=1), ["norm"], layers="all")
     assert "tied to other" in reasons(scores)["norm"] or "tied to norm" in reasons(scores)["norm"]
+
+
+class TwoKinds(nn.Module):
+    """One weight, used as a matrix and as a weight of a recurrence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell = nn.Linear(4, 4, bias=False), nn.RNNCell(4, 4, bias=False)
+        self.cell.weight_hh = self.first.weight
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x, torch.tanh(self.first(x))))
+
+
+class TwoLookups(nn.Module):
+    """One table, of an embedding and of a bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(6, SIZE), nn.EmbeddingBag(6, SIZE)
+        self.bag.weight = self.table.weight
+        self.head = nn.Linear(SIZE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(x).mean(1)) * self.bag(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "left_out"),
+    [(TwoKinds, normal, ["first", "cell"]), (TwoLookups, ids, ["table"])],
+)
+def test_a_weight_of_two_kinds_of_layers_is_left_out_by_name(
+    make: Make, data: Any, left_out: list[str]
+) -> None:
+    torch.manual_seed(0)
+    shape = (4,) if data is normal else (5,)
+    model, train, query = make().double(), data(7, *shape), data(3, *shape, seed=1)
+    scores = check(model, train, query, left_out, layers="all")
+    assert "is tied to" in reasons(scores)[left_out[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recurrent_layers_in_half_precision(dtype: torch.dtype) -> None:
+    """Weights in bfloat16; work in float32, and in bfloat16."""
+    torch.manual_seed(0)
+    model, task, train = Reader().bfloat16(), whence.LanguageModeling(), texts(5, 3, 7, 4)
+    exact, rounded = (
+        whence.TracIn()
+        .attribute(
+            whence.Study(m, task, train, once(m), layers="all", collate=whence.padded),
+            texts(4, 6),
+            dtype=d,
+            progress=False,
+        )
+        .values
+        for m, d in ((copy.deepcopy(model).double(), torch.float64), (model, dtype))
+    )
+    assert abs(rounded - exact).max() < 0.1 * abs(exact).max()
 
 
 def test_a_parameter_that_cannot_have_a_copy_per_example_is_left_out_by_name() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 from whence.data import Batches
-from whence.layers.separate import pairs
+from whence.layers.separate import Separation, pairs
 
 N = 40
 LABELS = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(1))
@@ -217,3 +217,61 @@ def test_the_pairs_are_spread_and_extreme() -> None:
     chosen = {k for pair in pairs(Batches("train", data)) for k in pair}
     assert {0, 1, 999} <= chosen and any(300 < k < 700 for k in chosen)
     assert pairs(Batches("train", data[:1])) == []
+
+
+class Tokens(nn.Module):
+    """Many tokens with much the same probability, and logits that depend on the batch in their
+    last digits, as products on a GPU do."""
+
+    def __init__(self, wobble: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(2000, 16), nn.Linear(16, 2000)
+        nn.init.normal_(self.head.weight, std=0.25)
+        self.wobble = wobble
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)) * (1 + self.wobble * len(ids))
+
+
+class MixedDraws(whence.LanguageModeling):
+    """Pseudo-losses whose draws do not depend on the example alone."""
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Any) -> Tensor:
+        return super().pseudo_losses(outputs, batch, lambda t: torch.rand(len(outputs), t).double())
+
+
+class ScaledDraws(whence.LanguageModeling):
+    """Pseudo-losses divided by the largest of the batch."""
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Any) -> Tensor:
+        values = super().pseudo_losses(outputs, batch, uniform)
+        return values / values.max()
+
+
+def attribute_tokens(task: whence.Task, wobble: float) -> whence.Scores:
+    model = Tokens(wobble)
+    ids = torch.randint(0, 2000, (9, 256), generator=torch.Generator().manual_seed(0))
+    run = whence.Run.from_checkpoints([model.state_dict()] * 2, [0, 5], 0.1)
+    study = whence.Study(model, task, list(ids), run)
+    return whence.Source().attribute(study, list(ids[:2]), **PROGRESS)
+
+
+def test_rounding_that_changes_a_drawn_token_is_no_mixing(monkeypatch: Any) -> None:
+    asked = []
+    compare = Separation.compare
+
+    def counted(self: Any, indices: Any, together: Any, which: Any, value: Any, *more: Any) -> None:
+        asked.append(max(abs(float(value(int(indices[k])) - together[k])) for k in which))
+        compare(self, indices, together, which, value, *more)
+
+    monkeypatch.setattr(Separation, "compare", counted)
+    attribute_tokens(whence.LanguageModeling(), 3e-5)
+    assert max(asked) > 0.05  # a token changed
+    attribute_tokens(whence.LanguageModeling(), 0.0)
+
+
+@pytest.mark.parametrize("task", [MixedDraws(), ScaledDraws()])
+def test_pseudo_losses_that_mix_are_refused(task: whence.Task) -> None:
+    with pytest.raises(whence.WhenceError, match=r"pseudo-loss of train example .* rest of its"):
+        attribute_tokens(task, 0.0)

@@ -531,6 +531,39 @@ def test_worker_processes(tmp_path: Path) -> None:
     assert (alone == helped).all()
 
 
+@pytest.mark.parametrize(("width", "levels"), [(100, 1), (4, 2), (2, 4)])
+def test_passes_of_one_aggregated_query(
+    width: int, levels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training is a gradient per update, 3 forward passes' worth; a product with the Hessian is
+    6. So one query takes (3 + 6) / 3 trainings, and one more for each further level of points."""
+    updates = 16
+    study = studied(tmp_path, smooth(), [one_stage(count=updates)])
+    counts = dict.fromkeys(("losses", "measurements", "hessian"), 0)
+    gradient, hessian = Objective.gradient, Objective.hessian
+
+    def counted_gradient(self: Any, w: Any, names: Any, batch: Any, of: str, count: int) -> Any:
+        counts[of] += 1
+        return gradient(self, w, names, batch, of, count)
+
+    def counted_hessian(self: Any, *given: Any) -> Any:
+        counts["hessian"] += 1
+        return hessian(self, *given)
+
+    monkeypatch.setattr(Objective, "gradient", counted_gradient)
+    monkeypatch.setattr(Objective, "hessian", counted_hessian)
+    monkeypatch.setattr(Replay, "_width", lambda self, memory: width)
+    query = models.vectors(6, seed=1)
+    weights = np.full((1, 6), 1 / 6)
+    scores = Unrolled().attribute(study, query, query_weights=weights, **DOUBLE)
+    assert counts["hessian"] == updates and counts["measurements"] == 6
+    assert counts["losses"] <= levels * updates
+    trainings = (3 * counts["losses"] + 6 * counts["hessian"]) / (3 * updates)
+    assert trainings <= 2 + levels  # 3 where all points fit, 4 with √T of them
+    each = Unrolled().attribute(study, query, **DOUBLE).values
+    close(scores.values, each.mean(0, keepdims=True))
+
+
 @pytest.mark.parametrize("width", [2, 5, 100])
 def test_however_many_points_are_held(
     width: int, case: Any, monkeypatch: pytest.MonkeyPatch

@@ -18,8 +18,7 @@ import whence
 from whence.errors import DamagedFile, DiskFull, FolderConflict, WhenceError
 from whence.persist import arrays
 from whence.persist.arrays import Checksums, entry_of, load_array, map_array, save_array
-from whence.persist.files import read_json, write_json
-from whence.persist.locks import FolderLock
+from whence.persist.files import FolderLock, read_json, write_json
 from whence.retrain import Truth
 from whence.scores import Scores
 

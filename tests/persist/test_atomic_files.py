@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from whence.errors import DamagedFile, NotWritable
-from whence.persist import files, locks
-from whence.persist.arrays import load_array, map_array, save_array
+from whence.persist import files
+from whence.persist.arrays import load_array, load_tensors, map_array, save_array, save_tensors
 from whence.persist.files import (
     atomic,
     make_folder,
@@ -27,7 +27,6 @@ from whence.persist.files import (
     write_bytes,
     write_json,
 )
-from whence.persist.tensors import load_tensors, save_tensors
 from whence.run.checkpoint import RunError, file_sha256
 
 
@@ -265,9 +264,9 @@ def test_damage_is_an_oserror_and_a_valueerror() -> None:
 HOLDS = """
     import sys
     from pathlib import Path
-    from whence.persist import locks
+    from whence.persist import files
 
-    file = locks.acquire(Path(sys.argv[1]), wait=False)
+    file = files.acquire_lock(Path(sys.argv[1]), wait=False)
     print("held" if file else "refused", flush=True)
     sys.stdin.read()
 """
@@ -280,13 +279,13 @@ def test_a_lock_is_free_again_when_its_process_dies(tmp_path: Path) -> None:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        assert locks.acquire(path, wait=False) is None
+        assert files.acquire_lock(path, wait=False) is None
         process.kill()
-        file = locks.acquire(path, wait=True)
+        file = files.acquire_lock(path, wait=True)
         assert file is not None
         file.close()
         process.communicate()
-    again = locks.acquire(path, wait=False)
+    again = files.acquire_lock(path, wait=False)
     assert again is not None
     again.close()
 
@@ -310,7 +309,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
 REFUSED: dict[str, Any] = {
     "bytes": lambda folder: write_bytes(folder / "a", b"1"),
     "folder": lambda folder: make_folder(folder / "a"),
-    "lock": lambda folder: locks.FolderLock(folder, "writes"),
+    "lock": lambda folder: files.FolderLock(folder, "writes"),
 }
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 import whence.methods
 import whence.replay.sweep
 from whence.errors import DamagedFile
+from whence.persist.arrays import load_tensors, save_tensors, serialize
+from whence.persist.cache import FactorCache
 from whence.persist.files import Throttle
-from whence.persist.tensors import FactorCache, load_tensors, save_tensors, serialize
 from whence.retrain.grid import Grid
 from whence.retrain.unfinished import StackCheckpoint
 from whence.run import Run

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from whence.data import Batches
+from whence.persist.arrays import serialize
 from whence.persist.identity import digest, file_sha256, key_of, sha256_of, tensors_sha256
-from whence.persist.tensors import serialize
 from whence.retrain.grid import name_of
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, parameters_sha256, weights_sha256

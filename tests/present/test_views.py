@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 import whence
+from whence.present.predict import curves
 from whence.present.summary import summary
 from whence.present.views import harmful_overall, histogram, overview, query_view, strongest
 
@@ -164,3 +167,18 @@ def test_the_overview_is_of_means_over_queries_and_classes(higher: bool) -> None
     assert nothing["classes"] is None and nothing["right"] is None
     many = summary(scores, str, lambda q: str(q))  # 30 classes: no table anybody reads
     assert many["classes"] is None
+
+
+def test_the_curve_of_a_query_is_its_measurement_at_each_checkpoint() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    states = [{n: t + 0.1 * k for n, t in model.state_dict().items()} for k in range(4)]
+    run = whence.Run.from_checkpoints(states[1:], [5, 10, 15], 0.1, initial=states[0])
+    x, y = torch.randn(300, 3), torch.randint(2, (300,))
+    study = whence.Study(model, whence.Classification(), TensorDataset(x, y), run)
+    steps, measured = curves(study, TensorDataset(x, y), [7, 299])
+    assert steps == [0, 5, 10, 15] and measured.shape == (4, 2)
+    for state, row in zip(states, measured, strict=True):
+        logits = x[[7, 299]] @ state["weight"].T + state["bias"]
+        margins = [z[int(c)] - z[1 - int(c)] for z, c in zip(logits, y[[7, 299]], strict=True)]
+        np.testing.assert_allclose(row, margins, rtol=1e-5)

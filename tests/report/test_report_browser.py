@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.browsing import EVIL, Opened
+from support.browsing import EVIL, Opened, violations
 from torch.utils.data import TensorDataset
 
 import whence
@@ -75,7 +75,7 @@ def test_looking_at_queries_by_keyboard(browser: Any, report: Path) -> None:
             page.keyboard.press(key)
             page.wait_for_selector(f"h2:text-is('Query {expected}')")
         current = page.locator(".query-item[aria-current]")
-        assert current.count() == 1 and "query 1" in str(current.get_attribute("aria-label"))
+        assert current.count() == 1 and "query 1" in current.inner_text()
         page.keyboard.press("/")
         page.keyboard.type("11")  # typed into the filter, not taken for commands
         assert page.locator(".query-item").count() == 1
@@ -145,7 +145,7 @@ def test_the_report_begins_with_an_overview(browser: Any, tmp_path: Path) -> Non
         assert visit.text("h2") == "Overview"
         best = int(np.argmax(scores.values.mean(0)))
         first = visit.page.locator(".ranking.helpful .card-face").first
-        assert f"#{best}" in str(first.get_attribute("aria-label"))
+        assert f"#{best}" in first.inner_text()
         assert visit.page.locator(".heatmap tbody tr").count() == 3
         first.click()
         assert f"Training example #{best}" in visit.text("dialog")
@@ -250,3 +250,137 @@ def test_a_thousand_queries_are_walked(browser: Any, tmp_path: Path) -> None:
         visit.page.wait_for_selector("h2:text-is('Query 999')")
         visit.page.keyboard.press("j")  # the last stays
         assert visit.text("h2") == "Query 999"
+
+
+def test_a_text_beside_its_query(browser: Any, tmp_path: Path) -> None:
+    train = [
+        (text, 0) for text in (f"{EVIL} wonderful cast", "Dull, and of it", "a warm, DULL day")
+    ]
+    scores = made(1, 3, method="M")
+    path = scores.report(
+        tmp_path / "t.html", train=train, query=[("A wonderful, dull day of it", 1)]
+    )
+    with Visit(browser, path) as visit:
+        page = visit.page
+        page.get_by_role("button", name="training example #0,").click()
+        dialog = page.locator("dialog[open]")
+        assert [m.inner_text() for m in dialog.locator("mark").all()] == ["wonderful"] * 2
+        assert page.title() != "owned" and "<script>" in dialog.inner_text()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="training example #1,").click()
+        # "of it" is shared, but short words count only three at a time; "dull" has four letters
+        assert dialog.locator("mark").count() == 0
+        assert "3 different ones" in dialog.inner_text()
+        page.keyboard.press("Escape")
+        assert page.get_by_role("button", name="training example #1,").evaluate(
+            "b => b === document.activeElement"
+        )
+
+
+def test_a_row_beside_its_query_column_by_column(browser: Any, tmp_path: Path) -> None:
+    rows = [{"age": 20, "city": "Rome"}, {"age": 60, "city": "Oslo"}, {"age": 30, "city": "Rome"}]
+    train = [(row, k % 2) for k, row in enumerate(rows)]
+    path = made(1, 3).report(
+        tmp_path / "t.html", train=train, query=[({"age": 40, "city": "Oslo"}, 1)]
+    )
+    with Visit(browser, path) as visit:
+        visit.page.get_by_role("button", name="training example #2,").click()
+        lines = visit.page.locator("dialog tbody tr")
+        cells = [line.locator("th, td").all_inner_texts() for line in lines.all()]
+        assert cells == [
+            ["label", "1", "0", ""],
+            ["age", "40", "30", ""],
+            ["city", "Oslo", "Rome", ""],
+        ]
+        lengths = [
+            b.evaluate("b => b.style.getPropertyValue('--length')")
+            for b in lines.locator(".bar").all()
+        ]
+        assert lengths == ["25.0%", "100.0%"]  # ages at hand: 20 to 60
+
+
+def test_near_duplicates_are_one_card_and_pictures_grow(browser: Any, tmp_path: Path) -> None:
+    data = pictures(60)
+    data.tensors[0][7], data.tensors[1][7] = data.tensors[0][3], data.tensors[1][3]
+    values = np.linspace(1, 2, 60, dtype=np.float32)[None].repeat(2, 0)
+    values[:, 3], values[:, 7] = 9, 8
+    scores = whence.Scores(
+        values, method="M", measurement="margin", unit="logits", higher_is_better=True
+    )
+    path = scores.report(tmp_path / "d.html", train=data, query=pictures(2, 1))
+    with Visit(browser, path) as visit:
+        page = visit.page
+        cards = page.locator(".ranking.helpful .card")
+        assert cards.count() == 9 and "+ 1 alike" in cards.first.inner_text()
+        face = cards.first.locator(".card-face")
+        assert "1 near-duplicate" in face.inner_text()
+        wide = "b => b.querySelector('img').getBoundingClientRect().width"
+        before = face.evaluate(wide)
+        page.keyboard.press("Tab")
+        face.focus()
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Tab")  # by the keyboard, so that the focus is visible
+        assert face.evaluate(wide) > 2 * before
+        page.keyboard.press("Enter")
+        page.locator("dialog .facts button", has_text="#7").click()
+        assert "Training example #7" in visit.text("dialog h2")
+        assert page.locator("dialog figure img").count() == 4  # query, example, their difference
+
+
+def test_influence_is_drawn_under_the_curve_of_the_query(browser: Any, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    states = [{n: (k + 1) * t for n, t in model.state_dict().items()} for k in range(4)]
+    run = whence.Run.from_checkpoints(states[1:], [10, 20, 40], 0.1, initial=states[0])
+    study = whence.Study(model, whence.Classification(), pictures(60), run)
+    scores = whence.Source(segments=3).attribute(
+        study, pictures(4, 1), by_segment=True, progress=False
+    )
+    path = scores.report(tmp_path / "w.html", study=study, query=pictures(4, 1))
+    with Visit(browser, path) as visit:
+        dots = visit.page.locator("svg.when .curve-dot")
+        assert [float(d.get_attribute("cx")) for d in dots.all()] == [0, 80, 160, 320]
+        bars = visit.page.locator("svg.when rect.helpful")
+        assert bars.count() == 3
+        last = float(bars.nth(2).get_attribute("width"))
+        assert last > 1.5 * float(bars.nth(0).get_attribute("width"))  # 20 updates, and 10
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_no_fault(browser: Any, report: Path, tmp_path: Path, theme: str) -> None:
+    rows = [({"age": k, "city": "Rome"}, k % 2) for k in range(60)]
+    of_rows = made().report(tmp_path / "rows.html", train=rows, query=rows[:12])
+    context = {"color_scheme": theme, "bypass_csp": True}
+    for path, place in ((report, "#overview"), (report, "#queries"), (of_rows, "#queries")):
+        with Visit(browser, path, place, **context) as visit:
+            assert violations(visit.page) == []
+            visit.page.locator(".card-face").first.click()
+            assert violations(visit.page) == []
+    for place in ("#harmful", "#about"):
+        with Visit(browser, report, place, **context) as visit:
+            assert violations(visit.page) == []
+
+
+def test_the_focus_goes_through_the_page_in_its_order(browser: Any, report: Path) -> None:
+    regions = ".tabs, .theme, .sidebar-head, .query-list, .ranking.helpful, .ranking.harmful"
+    where = """(regions) => {
+      const at = document.activeElement, region = at.closest(regions);
+      const name = at.innerText || at.ariaLabel, seen = at.getBoundingClientRect().width > 0;
+      return [region ? region.className : at.tagName, seen, name];
+    }"""
+    with Visit(browser, report) as visit:
+        parts, names = [], []
+        for _ in range(4 + 1 + 2 + 12 + 20):
+            visit.page.keyboard.press("Tab")
+            part, seen, name = visit.page.evaluate(where, regions)
+            assert seen
+            parts.append(part)
+            names.append(name)
+        assert list(dict.fromkeys(parts)) == [
+            "tabs",
+            "theme",
+            "sidebar-head",
+            "query-list",
+            "ranking helpful",
+            "ranking harmful",
+        ]
+        assert all(names)  # whatever has the focus has a name

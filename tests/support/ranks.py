@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import whence
@@ -275,6 +278,41 @@ def failing(runs: Path, folder: Path, rank: int) -> str:
     return message
 
 
+def full_disk(runs: Path, folder: Path, rank: int) -> list[Any]:
+    """The error of each rank if the disk of rank 1 is full, and the scores of the same call."""
+    sync, out = os.fsync, folder / "full"
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def scores() -> Any:
+        fresh = study(runs, cache=folder / "full-cache")
+        return whence.Source(segments=2).attribute(fresh, QUERY, out=out, **EXACT)
+
+    try:
+        os.fsync = full if rank == 1 else sync
+        scores()
+        message = ""
+    except whence.WhenceError as error:
+        message = str(error)
+    finally:
+        os.fsync = sync
+    return [message, scores().values.tolist()]
+
+
+class Mortal(whence.Classification):
+    """Kills rank 1 once, in the middle of its work."""
+
+    grave: Path | None = None
+
+    def losses(self, outputs: Any, batch: Any) -> Any:
+        second = dist.is_initialized() and dist.get_rank() == 1
+        if second and self.grave is not None and not self.grave.exists():
+            self.grave.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().losses(outputs, batch)
+
+
 #: what rank 1 has different, by what an error calls it
 DIFFERENT = {
     "the training data": "study.data['train'].dataset.tensors[0][3] += rank",
@@ -282,6 +320,11 @@ DIFFERENT = {
     "the method": "method = whence.Source(damping=float(rank))",
     "dtype": "options['dtype'] = [torch.float32, torch.float64][rank]",
     "the task": "study.tasks['train'].measurement = 'loss' if rank else 'margin'",
+    "the model or its code": "study.models['train'][1] = [nn.ReLU(), nn.GELU()][rank]",
+    "the run": "study.runs[0] = whence.Run.open(runs / ['sgd', 'adam'][rank])",
+    "batch_size": "options['batch_size'] = 2 + rank",
+    "out": "options['out'] = folder / f'{rank}'",
+    "top": "options['top'] = 2 + rank",
 }
 
 
@@ -291,7 +334,7 @@ def differing(runs: Path, folder: Path, rank: int) -> dict[str, str]:
     for name, change in DIFFERENT.items():
         given = whence.Study(net(), copy.copy(TASK), copy.deepcopy(TRAIN), runs / "sgd")
         local: dict[str, Any] = {"study": given, "query": QUERY, "method": whence.Source()}
-        local |= {"rank": rank, "options": dict(EXACT)}
+        local |= {"rank": rank, "options": dict(EXACT), "runs": runs, "folder": folder}
         exec(change, globals(), local)
         try:
             local["method"].attribute(local["study"], local["query"], **local["options"])
@@ -300,8 +343,11 @@ def differing(runs: Path, folder: Path, rank: int) -> dict[str, str]:
     return messages
 
 
+FACTS = (shares, failing, full_disk, differing)
+
+
 def everything(runs: Path, folder: Path, rank: int) -> None:
     """All cases, and what else is known of two processes."""
     every_case(runs, folder, rank)
-    known = {f.__name__: f(runs, folder, rank) for f in (shares, failing, differing)}
+    known = {f.__name__: f(runs, folder, rank) for f in FACTS}
     (folder / f"{rank}.json").write_text(json.dumps(known))

@@ -15,7 +15,7 @@ import typer.rich_utils
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from whence.cli import attributing, doctor, init, judging, looking, settings, whatif
+from whence.cli import attributing, doctor, init, judging, looking, selecting, settings, whatif
 from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, say
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -46,12 +46,14 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
     layers, fit, attribute, top = attributing.commands(_requested_method(given))
     panels = {
         "Attribute": [layers, fit, attribute],
-        "Look": [top, looking.report, looking.explore, whatif.whatif],
-        "Judge": [judging.truth, judging.lds, judging.removal],
+        "Look": [top, looking.report, looking.card, looking.explore, whatif.whatif],
+        "Act": [selecting.audit, selecting.select],
+        "Judge": [judging.truth, judging.lds, judging.score_against, judging.removal],
     }
     for panel, functions in panels.items():
         for function in functions:
-            app.command(function.__name__, cls=_Command, rich_help_panel=panel)(function)
+            name = function.__name__.replace("_", "-")
+            app.command(name, cls=_Command, rich_help_panel=panel)(function)
     reproduce = _load_reproduce() if list(given[:1]) == ["reproduce"] else _reproduce
     app.command("reproduce", cls=_Command, rich_help_panel="Judge")(reproduce)
     return app

@@ -12,6 +12,7 @@ import typer
 
 from whence.cli import settings
 from whence.cli.options import (
+    AtEachEnd,
     BatchSize,
     Check,
     Device,
@@ -25,9 +26,9 @@ from whence.cli.options import (
     StudyPath,
     ToShow,
     Workers,
-    device_of,
-    dtype_of,
+    compute_options,
     open_scores,
+    out_option,
 )
 from whence.cli.screen import Answer, CommandError, command, say
 from whence.errors import FolderConflict
@@ -249,13 +250,7 @@ def fit(
     settings.arguments(method, given)  # report mistakes before torch is imported
     from whence.cli.studyfile import load_study
 
-    requested = {
-        "device": device_of(device),
-        "dtype": dtype_of(dtype),
-        "batch_size": batch_size,
-        "memory": memory,
-        "workers": workers,
-    }
+    requested = compute_options(device, dtype, batch_size, memory, workers)
     file = load_study(study)
     chosen = build_method(method, given, file)
     if not hasattr(chosen, "fit"):
@@ -287,13 +282,7 @@ def attribute(
     given: dict[str, str | bool],
     method: Method = "source",
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            help="Folder for the scores. Default: scores/STUDY-METHOD.",
-        ),
+        Path | None, out_option("Folder for the scores. Default: scores/STUDY-METHOD.")
     ] = None,
     query: Query = None,
     top: Annotated[
@@ -348,11 +337,7 @@ def attribute(
         "by_segment": by_segment,
         "by_layer": by_layer,
         "query_rank": int(query_rank) if query_rank and query_rank.isdecimal() else query_rank,
-        "device": device_of(device),
-        "dtype": dtype_of(dtype),
-        "batch_size": batch_size,
-        "memory": memory,
-        "workers": workers,
+        **compute_options(device, dtype, batch_size, memory, workers),
         "executor": executor,
         "engine": engine,
     }
@@ -379,14 +364,16 @@ def top(
     query: Annotated[
         int | None, typer.Option("--query", "-q", metavar="INT", help="Index of the query.")
     ] = None,
-    k: Annotated[
-        int, typer.Option("-k", min=1, metavar="INT", help="Number of examples at each end.")
-    ] = 10,
+    k: AtEachEnd = 10,
     overall: Annotated[
         bool, typer.Option("--overall", help="Rank by the mean score over all queries.")
     ] = False,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print all training examples in order, as CSV.")
+    ] = False,
+    duplicates: Annotated[
+        bool,
+        typer.Option("--duplicates", help="With --csv and --study: find near-duplicates."),
     ] = False,
     study: ToShow = None,
     check: Check = True,
@@ -402,11 +389,13 @@ def top(
     opened = open_scores(scores)
     if overall and query is not None:
         raise CommandError(f"--overall ranks by all queries: leave out --query {query}")
+    if duplicates and not (as_csv and study):
+        raise CommandError("--duplicates compares training examples: give --csv and --study")
     examples = None if study is None else StudyExamples(opened, study, check)
     if as_csv:
         if not overall:
             opened.row_index(query)
-        return _csv(opened, query, examples)
+        return _csv(opened, query, examples, duplicates)
     if overall and not opened.is_self_influence:
         opened = _mean(opened)
         query = None
@@ -434,17 +423,19 @@ def top(
 
 def _mean(scores: Scores) -> Scores:
     """The mean over the queries, as one row. Its error is not known."""
-    from whence.present.ranking import mean_scores
+    from whence.scores.means import mean_scores
 
     known = {k: v for k, v in scores.diagnostics.items() if k != "calibration"}
     return scores.with_values(mean_scores(scores), query_ids=None, diagnostics=known)
 
 
-def _csv(scores: Scores, query: int | None, examples: StudyExamples | None) -> Answer:
+def _csv(
+    scores: Scores, query: int | None, examples: StudyExamples | None, duplicates: bool
+) -> Answer:
     from whence.present.ranking import csv_lines, ranked_columns
 
     shown = {} if examples is None else {"study": examples.file.study, **examples.options}
-    table = ranked_columns(scores, query, **shown)
+    table = ranked_columns(scores, query, duplicates=duplicates, **shown)
     rows = list(zip(*table.values(), strict=True))
     data = [dict(zip(table, row, strict=True)) for row in rows]
     return Answer(data, csv_lines([list(table), *rows]).rstrip("\n"))

@@ -170,19 +170,14 @@ def _batch(study: Any) -> Finding:
     import torch
 
     from whence.data import place
-    from whence.layers.passes import load_weights
-    from whence.study import copied
+    from whence.study import loader
 
-    stage = study.stages[-1]
-    model, task, data = (
-        copied(study.model).float().eval().cpu(),
-        study.tasks[stage],
-        study.data[stage],
-    )
-    load_weights(model, study.runs[0].final.weights(), study.runs[0].final.step)
-    batch = place(data.take(range(min(TRIAL, len(data)))), torch.device("cpu"), torch.float32)
+    stage, place_of = study.stages[-1], (torch.device("cpu"), torch.float32)
+    loaded, task, data = loader(study.model, *place_of), study.tasks[stage], study.data[stage]
+    loaded.load(study.runs[0].final)
+    batch = place(data.take(range(min(TRIAL, len(data)))), *place_of)
     with torch.no_grad():
-        outputs = task.outputs(model, batch)
+        outputs = task.outputs(loaded.model, batch)
         losses, measured = task.losses(outputs, batch), task.measurements(outputs, batch)
     text = (
         f"the final model's loss on {len(losses)} training examples is {float(losses.mean()):.4g}, "

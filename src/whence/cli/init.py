@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from whence.cli.options import out_option
 from whence.cli.screen import Answer, CommandError, command
 from whence.table import listed
 
@@ -36,13 +37,7 @@ def init(
         ),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="The file. Default: study.py or study.yaml.",
-        ),
+        Path | None, out_option("The file. Default: study.py or study.yaml.", "FILE")
     ] = None,
 ) -> Answer:
     """Write a study file from a Trainer's folder, a Lightning checkpoint or a training script.

@@ -11,17 +11,13 @@ import typer
 
 from whence.cli.options import (
     Bootstrap,
-    Device,
     Diverged,
-    Engine,
-    Executor,
     ManyScores,
-    Memory,
-    NoProgress,
     StudyPath,
-    device_of,
     numbers,
     open_many,
+    out_option,
+    training_options,
 )
 from whence.cli.screen import Answer, CommandError, command
 
@@ -41,7 +37,7 @@ QueryName = Annotated[
 ]
 
 
-@command(resumes=True)
+@command(resumes=True, options=training_options)
 def truth(
     study: StudyPath,
     alpha: Annotated[
@@ -63,20 +59,12 @@ def truth(
             "weight zero: the truth of a single model.",
         ),
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder for the truth. Default: truth/STUDY."
-        ),
-    ] = None,
+    out: Annotated[Path | None, out_option("Folder for the truth. Default: truth/STUDY.")] = None,
     query: QueryName = None,
     stage: Stage = None,
     seed: Annotated[int, typer.Option(min=0, metavar="INT", help="Seed of the subsets.")] = 0,
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Retrain on random subsets and measure the queries: the truth that scores are judged by.
 
@@ -93,7 +81,7 @@ def truth(
     from whence.cli.studyfile import load_study
     from whence.retrain import ground_truth
 
-    where, file = device_of(device), load_study(study)
+    file = load_study(study)
     result = ground_truth(
         file.needs_recipe(),
         _queries(file, query),
@@ -104,11 +92,7 @@ def truth(
         in_place=in_place,
         out=place,
         seed=seed,
-        device=where,
-        memory=memory,
-        executor=executor,
-        engine=engine or "auto",
-        progress=not no_progress,
+        **options,
     )
     shape = result.measurements.shape
     data = {
@@ -169,7 +153,50 @@ def lds(
     return Answer(data, repr(only if len(comparison) == 1 else comparison))
 
 
-@command(resumes=True)
+@command()
+def score_against(
+    benchmark: Annotated[
+        str,
+        typer.Argument(
+            metavar="BENCHMARK", help="A published folder, or its URL, which is downloaded."
+        ),
+    ],
+    scores: ManyScores,
+    bootstrap: Bootstrap = 1000,
+    seed: Annotated[int, typer.Option(metavar="INT", help="Seed of the resamples.")] = 0,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="Size that a download may have, in MiB.")
+    ] = 256,
+) -> Answer:
+    """Judge scores by a published truth: their LDS, and paired differences to published methods.
+
+    The scores must be of the benchmark's queries and training examples, in its order.
+
+    Examples:
+
+    - `whence score-against benchmarks/concrete scores/mine`
+    - `whence score-against https://example.org/benchmarks/concrete scores/*`
+    """
+    opened = open_many(scores)
+    from whence.evaluate import score_against
+
+    how: Any = {"bootstrap": bootstrap, "seed": seed, "limit": limit * 2**20}
+    data, texts = {}, []
+    for name, one in opened.items():
+        standing = score_against(benchmark, one, **how)
+        data[name] = {
+            "benchmark": standing.name,
+            "lds": standing.result.value,
+            "interval": standing.result.interval,
+            "ceiling": standing.result.ceiling,
+            "published": {k: [one.value, *one.interval] for k, one in standing.published.items()},
+            "differences": {k: asdict(d) for k, d in standing.differences.items()},
+        }
+        texts.append((f"{name}\n" if len(opened) > 1 else "") + repr(standing))
+    return Answer(data, "\n\n".join(texts))
+
+
+@command(resumes=True, options=training_options)
 def removal(
     study: StudyPath,
     scores: ManyScores,
@@ -194,21 +221,15 @@ def removal(
         bool, typer.Option(help="Also remove random examples of the query's class.")
     ] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder for the results. Default: removal/STUDY."
-        ),
+        Path | None, out_option("Folder for the results. Default: removal/STUDY.")
     ] = None,
     query: QueryName = None,
     stage: Stage = None,
     seed: Annotated[
         int, typer.Option(min=0, metavar="INT", help="Seed of the trainings and of the selection.")
     ] = 0,
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Retrain without the most helpful examples of a query: does its prediction flip?
 
@@ -223,7 +244,7 @@ def removal(
     from whence.cli.studyfile import load_study
     from whence.evaluate import subset_removal
 
-    where, file = device_of(device), load_study(study)
+    file = load_study(study)
     result = subset_removal(
         file.needs_recipe(),
         opened,
@@ -235,12 +256,8 @@ def removal(
         random_floor=random_floor,
         stage=stage,
         out=out or Path("removal") / study.stem,
-        device=where,
-        memory=memory,
-        executor=executor,
-        engine=engine or "auto",
-        progress=not no_progress,
         seed=seed,
+        **options,
     )
     data: dict[str, Any] = {f.name: getattr(result, f.name) for f in fields(result)}
     data["flipped"] = {name: result.flipped(name) for name in result.margins}

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from whence.cli.options import (
+    AtEachEnd,
     Check,
     ManyScores,
     ScoresPath,
@@ -15,6 +16,7 @@ from whence.cli.options import (
     numbers,
     open_many,
     open_scores,
+    out_option,
 )
 from whence.cli.screen import Answer, CommandError, command, guarded
 
@@ -23,12 +25,8 @@ from whence.cli.screen import Answer, CommandError, command, guarded
 def report(
     scores: ScoresPath,
     study: ToShow = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
-    ] = Path("report.html"),
-    k: Annotated[
-        int, typer.Option("-k", min=1, metavar="INT", help="Number of examples at each end.")
-    ] = 10,
+    out: Annotated[Path, out_option("The page to write.", "FILE")] = Path("report.html"),
+    k: AtEachEnd = 10,
     queries: Annotated[
         str | None,
         typer.Option(metavar="INT,...", help="Queries to show. Default: the first 1,000."),
@@ -62,6 +60,34 @@ def report(
     return Answer({"path": out, "bytes": out.stat().st_size}, f"{out}: open it in a browser")
 
 
+@command()
+def card(
+    scores: ScoresPath,
+    query: Annotated[int, typer.Option("--query", "-q", metavar="INT", help="Index of the query.")],
+    study: ToShow = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The SVG file to write.")
+    ] = Path("card.svg"),
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="First line.")] = None,
+    check: Check = True,
+) -> Answer:
+    """Draw one query and the examples that mattered to it, as a picture to share.
+
+    Examples:
+
+    - `whence card scores/source --query 3 --study study.py -o card.svg`
+    """
+    opened = open_scores(scores)
+    if out.suffix != ".svg":
+        raise CommandError(f"--out {out}: the card is an SVG picture, such as card.svg")
+    parts: dict[str, Any] = {} if study is None else _study(study)
+    data = parts.pop("query", None)
+    options = {name: part for name, part in parts.items() if name not in ("train", "recipe")}
+    drawn = opened.card(query, title=title, check=check, data=data, **options)
+    drawn.save(out)
+    return Answer({"path": out, "bytes": len(drawn.encode())}, f"{out}: open it in a browser")
+
+
 @guarded
 def explore(
     scores: ManyScores,
@@ -74,11 +100,8 @@ def explore(
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            help="Folder for retrainings. Default: `explore`, in the folder of the first scores.",
+        out_option(
+            "Folder for retrainings. Default: `explore`, in the folder of the first scores."
         ),
     ] = None,
     check: Check = True,

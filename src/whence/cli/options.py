@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 COMPUTE = "Compute options"
 
+
+def out_option(help: str, metavar: str = "FOLDER") -> Any:
+    """The option for what a command writes."""
+    return typer.Option("--out", "-o", metavar=metavar, help=help)
+
+
 StudyPath = Annotated[
     Path,
     typer.Argument(metavar="STUDY", help="A Python file that defines `study`, or a YAML file."),
@@ -84,7 +90,7 @@ Executor = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help='"ray" retrains on a Ray cluster. Default: in this process.',
+        help='"ray" works on a Ray cluster. Default: in this process.',
         rich_help_panel=COMPUTE,
     ),
 ]
@@ -103,6 +109,9 @@ NoProgress = Annotated[
         help="No progress bars. In a log file there are none anyway.",
         rich_help_panel=COMPUTE,
     ),
+]
+AtEachEnd = Annotated[
+    int, typer.Option("-k", min=1, metavar="INT", help="Number of examples at each end.")
 ]
 Bootstrap = Annotated[
     int, typer.Option(metavar="INT", help="Number of bootstrap resamples for the intervals.")
@@ -145,6 +154,30 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     if name not in known:
         raise CommandError(f"--dtype {name}: use one of {', '.join(known)}")
     return known[name]
+
+
+def compute_options(
+    device: str | None,
+    dtype: str | None,
+    batch_size: int | None,
+    memory: str | None,
+    workers: int | None,
+) -> dict[str, Any]:
+    """The options of commands that attribute, as methods take them."""
+    limits = {"batch_size": batch_size, "memory": memory, "workers": workers}
+    return {"device": device_of(device), "dtype": dtype_of(dtype), **limits}
+
+
+def training_options(
+    device: Device = None,
+    memory: Memory = None,
+    executor: Executor = None,
+    engine: Engine = None,
+    no_progress: NoProgress = False,
+) -> dict[str, Any]:
+    """The options of commands that train, as `whence.retrain.measure` takes them."""
+    how = {"executor": executor, "engine": engine or "auto", "progress": not no_progress}
+    return {"device": device_of(device), "memory": memory, **how}
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -57,21 +57,28 @@ class CommandError(WhenceError):
 
 
 def command(
-    resumes: bool = False, shared: bool = False
+    resumes: bool = False,
+    shared: bool = False,
+    options: Callable[..., dict[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Answer]], Callable[..., int]]:
     """Turn a function into a command: add the option --json, and print the answer.
 
     Args:
         resumes: whether the same command resumes after an interruption.
         shared: whether several processes divide its work. The first one prints the answer.
+        options: a function of options that several commands have. They are added to the command's
+            own, and it gets the function's result as its argument `options`.
     """
+    common = {} if options is None else dict(inspect.signature(options, eval_str=True).parameters)
 
     def wrap(function: Callable[..., Answer]) -> Callable[..., int]:
         @functools.wraps(function)
         def run(as_json: bool, **given: Any) -> int:
             try:
-                group = processes.joined(shared, given.get("device"))
-                with _stdout_to_stderr(), _one_line_warnings(), group:
+                together = processes.joined(shared, given.get("device"))
+                if options is not None:
+                    given["options"] = options(**{name: given.pop(name) for name in common})
+                with _stdout_to_stderr(), _one_line_warnings(), together:
                     answer = function(**given)
             except KeyboardInterrupt:
                 return _interrupted(resumes)
@@ -90,7 +97,8 @@ def command(
         option = inspect.Parameter(
             "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json
         )
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
+        declared = [p for p in signature.parameters.values() if p.name != "options"]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*declared, *common.values())]
         parameters.append(option)
         del run.__wrapped__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -163,8 +171,10 @@ def installed(file: str) -> bool:
 
 
 def _interrupted(resumes: bool) -> int:
+    if processes.rank() != 0:  # the first process says it for all
+        return INTERRUPTED
     if resumes:
-        again = shlex.join(["whence", *sys.argv[1:]])
+        again = processes.launcher() + shlex.join(["whence", *sys.argv[1:]])
         say(f"\ninterrupted. Finished work is kept; to resume, run the same command:\n  {again}")
     else:
         say("\ninterrupted")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from whence.cli.screen import installed, say
 from whence.errors import InvalidInput, InvalidType, WhenceError
-from whence.table import first_few
+from whence.table import listed
 
 if TYPE_CHECKING:
     from whence.retrain.recipe import Recipe
@@ -114,7 +114,7 @@ def load_study(path: str | Path) -> StudyFile:
     path = Path(path)
     if path.is_dir():
         inside = sorted(f.name for f in path.iterdir() if f.suffix in (".py", ".yaml", ".yml"))
-        contents = f" (in it: {first_few(inside)})" if inside else ""
+        contents = f" (in it: {listed(inside)})" if inside else ""
         what = "is a run's folder" if (path / "run.json").exists() else "is a folder"
         raise StudyFileError(f"{path} {what}: give a study file, such as study.py{contents}")
     if not path.exists():

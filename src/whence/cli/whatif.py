@@ -11,16 +11,12 @@ import typer
 from whence.cli.attributing import StudyExamples, line
 from whence.cli.options import (
     Check,
-    Device,
-    Engine,
-    Executor,
-    Memory,
-    NoProgress,
     ScoresPath,
     ToShow,
-    device_of,
     numbers,
     open_scores,
+    out_option,
+    training_options,
 )
 from whence.cli.screen import Answer, CommandError, command
 from whence.errors import InvalidInput
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
     from whence.scores import Scores
 
 
-@command(resumes=True)
+@command(resumes=True, options=training_options)
 def whatif(
     scores: ScoresPath,
     examples: Annotated[
@@ -63,19 +59,11 @@ def whatif(
     ] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            help="Folder for the trainings. Default: `whatif`, in the folder of the scores.",
-        ),
+        out_option("Folder for the trainings. Default: `whatif`, in the folder of the scores."),
     ] = None,
     check: Check = True,
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Predict how the queries change without some training examples; retrain to check.
 
@@ -102,11 +90,7 @@ def whatif(
             stage,
             retrain,
             out=out or scores / "whatif",
-            device=device_of(device),
-            memory=memory,
-            executor=executor,
-            engine=engine or "auto",
-            progress=not no_progress,
+            **options,
         )
     changes = [
         _change(opened, row, effect, removed, stage, shown, outcome)

@@ -107,10 +107,11 @@ def check_count(name: str, value: Any) -> None:
         raise InvalidInput(f"{name}={value!r} must be a whole number, at least 1")
 
 
-def check_damping(damping: Any) -> None:
-    """Refuse a damping that is not zero or a positive number."""
+def check_damping(damping: Any, otherwise: str = "") -> None:
+    """Refuse a damping that is not zero or a positive number; `otherwise` says what else it may
+    be."""
     if isinstance(damping, bool) or not (isinstance(damping, Real) and float(damping) >= 0):
-        raise InvalidInput(f"damping={damping!r} must be zero or positive")
+        raise InvalidInput(f"damping={damping!r} must be zero or positive{otherwise}")
 
 
 def check_positive(name: str, value: Any) -> None:

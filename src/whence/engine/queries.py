@@ -1,8 +1,8 @@
-"""What is explained: the examples of a dataset, or weighted sums of them."""
+"""What is explained: the examples of a dataset, or weighted sums of them; and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,16 @@ from torch import Tensor
 from whence.data import Batches, Contrast, cut
 from whence.engine.options import check_count
 from whence.errors import InvalidInput
+from whence.layers.capture import LayerFactors
+from whence.layers.passes import Passes, Signal, Weights
+from whence.operators import Basis, BlockVectors, accumulator
+from whence.operators.products import FactoredReadout, Readout, add_weighted, build
 from whence.persist.identity import key_of, sha256_of
 from whence.study import Study
 
 AUTO = "auto"
+
+Readouts = dict[str, Readout | FactoredReadout]
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,19 @@ class QuerySet:
 
 
 @dataclass(frozen=True)
+class PlainGradients:
+    """Query gradients as they are, factored where an example is one position."""
+
+    readouts: Readouts
+
+    def times(self, factors: Mapping[str, float | Tensor]) -> PlainGradients:
+        scaled: Readouts = {}
+        for name in [name for name in self.readouts if name in factors]:
+            scaled[name] = self.readouts.pop(name).scaled(float(factors[name]))  # frees memory
+        return PlainGradients(scaled)
+
+
+@dataclass(frozen=True)
 class Queries:
     """Some examples whose measurements, or sums of them, are explained.
 
@@ -156,3 +175,87 @@ class Queries:
             weights = self.weights[:, start : start + len(piece)].to(piece)
             total, start = total.to(piece) + weights @ piece, start + len(piece)
         return total
+
+    def gradients(
+        self,
+        passes: Passes,
+        checkpoints: Sequence[Weights],
+        bases: Mapping[str, Basis | None],
+        batch_size: int,
+    ) -> BlockVectors:
+        """The mean over checkpoints of ∇f(q, θ_c), each block built in its basis."""
+        if self.weights is not None:
+            sums = self._summed_gradients(passes, checkpoints, batch_size)
+            scales = dict.fromkeys(sums, 1 / len(checkpoints))
+            return BlockVectors(sums, dict.fromkeys(sums), scales).written_in(bases)
+        dtype = accumulator(passes.dtype)
+        values = {
+            b.name: torch.empty(len(self), *b.shape, dtype=dtype, device=passes.device)
+            for b in passes.tracked.blocks
+        }
+        for k, checkpoint in enumerate(checkpoints):
+            for rows, factors in self._measured(passes, checkpoint, batch_size):
+                name, bias = factors.block.name, factors.block.bias
+                a, s = factors.a.to(dtype), factors.s.to(dtype)
+                gradient = build(a, s, bases.get(name), bias)
+                if k == 0:
+                    values[name][rows] = gradient
+                else:
+                    values[name][rows] += gradient
+        scales = dict.fromkeys(values, 1.0 / len(checkpoints))
+        return BlockVectors(values, {name: bases.get(name) for name in values}, scales)
+
+    def plain_gradients(
+        self, passes: Passes, checkpoint: Weights, batch_size: int
+    ) -> PlainGradients:
+        """∇f(q, θ_c) as it is, factored where an example is one position."""
+        biases = {block.name: block.bias for block in passes.tracked.blocks}
+        if self.weights is not None:
+            sums = self._summed_gradients(passes, [checkpoint], batch_size).items()
+            return PlainGradients(
+                {name: Readout.of(v, None, biases[name], passes.dtype) for name, v in sums}
+            )
+        parts: dict[str, list[tuple[Tensor, Tensor | None]]] = {name: [] for name in biases}
+        for _, factors in self._measured(passes, checkpoint, batch_size):
+            if factors.a.shape[1] == 1 and isinstance(factors.s, Tensor):
+                parts[factors.block.name].append((factors.a, factors.s))
+            else:
+                whole = build(factors.a, factors.s, None, factors.block.bias)
+                parts[factors.block.name].append((whole, None))
+        readouts: Readouts = {}
+        for name, pieces in parts.items():
+            slopes = [s for _, s in pieces if s is not None]
+            if len(slopes) == len(pieces):
+                inputs = torch.cat([a for a, _ in pieces])
+                readout = FactoredReadout(inputs[:, 0], torch.cat(slopes)[:, 0], biases[name])
+                readouts[name] = readout
+            else:  # among others, batches of documents of one token
+                built = [g if s is None else build(g, s, None, biases[name]) for g, s in pieces]
+                readouts[name] = Readout.of(torch.cat(built), None, biases[name], passes.dtype)
+        return PlainGradients(readouts)
+
+    def _summed_gradients(
+        self, passes: Passes, checkpoints: Sequence[Weights], batch_size: int
+    ) -> dict[str, Tensor]:
+        """The sum over checkpoints of the weighted sums of gradients, (q, o, width)."""
+        assert self.weights is not None
+        dtype = accumulator(passes.dtype)
+        weights = self.weights.to(passes.device, dtype)
+        sums = {b.name: weights.new_zeros(len(self), *b.shape) for b in passes.tracked.blocks}
+        for checkpoint in checkpoints:
+            for rows, factors in self._measured(passes, checkpoint, batch_size):
+                a, s = factors.a.to(dtype), factors.s.to(dtype)
+                add_weighted(sums[factors.block.name], weights[:, rows], a, s, factors.block.bias)
+        return sums
+
+    def _measured(
+        self, passes: Passes, checkpoint: Weights, batch_size: int
+    ) -> Iterator[tuple[slice, LayerFactors]]:
+        """(rows, factors) of every batch of examples and layer."""
+        start, measurement = 0, Signal("measurement")
+        passes.load(checkpoint)
+        for one in passes.backward_passes(self.data, self.batches(batch_size), measurement):
+            rows = slice(start, start + len(one.indices))
+            for factors in one.factors():
+                yield rows, factors
+            start = rows.stop

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.engine.queries import AUTO, QuerySet
-from whence.engine.workspace import PlainGradients, Readouts, Workspace
+from whence.engine.queries import AUTO, PlainGradients, QuerySet, Readouts
+from whence.engine.workspace import Workspace
 from whence.layers.capture import ParameterBlock
 from whence.operators import cost
+from whence.operators.operator import rotate
 from whence.operators.products import (
     OVERSAMPLED,
     SUBSPACE_ITERATIONS,
@@ -25,7 +26,6 @@ from whence.operators.products import (
     leading,
     squared_norms,
 )
-from whence.operators.space import rotate
 
 RANKS = 16, 64  # the least and the largest that "auto" takes
 SETS_ON_THE_WAY = 3  # of whole vectors: a term's, and two on the way to the next
@@ -74,8 +74,7 @@ def plan(workspace: Workspace, query: QuerySet, sets: int, rank: int | None = No
         rows = fitting(sum(cost.low_rank_numbers(b, rank) for b in blocks), sets)
         return Plan(rank, min(rows, len(query)), min(whole, len(query)))
 
-    if query.rank is None:
-        return None
+    assert query.rank is not None
     if rank is not None or query.rank != AUTO:
         return of(int(query.rank if rank is None else rank))
     numbers = cost.vector_numbers(workspace.tracked)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whence.engine.options import check_choice, check_count
+from whence.engine.options import check_choice, check_count, check_damping
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput
 from whence.operators import FISHERS, KINDS, BlockDiagonal, FitData, Inverse, coupling
@@ -220,12 +219,8 @@ def check_settings(solver: str, given: dict[str, Any], settings: dict[str, Any])
             + " or ".join(owners)
         )
     damping = settings["damping"]
-    if damping not in (None, "source") and (
-        isinstance(damping, bool) or not (isinstance(damping, Real) and float(damping) >= 0)
-    ):
-        raise InvalidInput(
-            f"damping={damping!r} must be zero or positive, or 'source' for λ = 1/(η̄K)"
-        )
+    if damping not in (None, "source"):
+        check_damping(damping, ", or 'source' for λ = 1/(η̄K)")
     if damping == 0 and solver in NEED_DAMPING:
         raise InvalidInput(f"damping=0 {NEED_DAMPING[solver]}")
     if settings.get("curvature") is not None:

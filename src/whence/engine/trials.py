@@ -18,8 +18,7 @@ from torch import Tensor
 from whence.data import Batches, cut
 from whence.errors import examples_of
 from whence.layers.passes import Passes, Weights, rounded_products
-from whence.persist.tensors import FactorCache
-from whence.persist.tried import Tried, Version, tolerance
+from whence.persist.cache import FactorCache, Tried, Version, tolerance
 from whence.task import Task
 from whence.world import World
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -19,7 +19,7 @@ from whence.engine.options import ComputeOptions, allowance
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
 from whence.errors import InvalidIndex, InvalidInput
-from whence.layers.capture import LayerFactors, ParameterBlock, TrackedLayer
+from whence.layers.capture import ParameterBlock, TrackedLayer
 from whence.layers.passes import Clock, Passes, Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import (
@@ -27,7 +27,6 @@ from whence.operators import (
     Basis,
     BlockDiagonal,
     BlockSpace,
-    BlockVectors,
     FitData,
     Fitter,
     GaussNewton,
@@ -36,9 +35,8 @@ from whence.operators import (
     cost,
 )
 from whence.operators.fit import grouped
-from whence.operators.products import FactoredReadout, Readout, add_weighted, build
+from whence.persist.cache import Tried
 from whence.persist.identity import sha256_of
-from whence.persist.tried import Tried
 from whence.run import Run, Segment
 from whence.study import Study, model_identity, task_identity
 from whence.table import listed
@@ -52,8 +50,6 @@ CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 GAUSS_NEWTON = "gauss-newton"
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
-
-Readouts = dict[str, Readout | FactoredReadout]
 
 
 @dataclass(frozen=True)
@@ -72,19 +68,6 @@ class Columns:
     stage: str
     indices: NDArray[np.int64]
     place: slice
-
-
-@dataclass(frozen=True)
-class PlainGradients:
-    """Query gradients as they are, factored where an example is one position."""
-
-    readouts: Readouts
-
-    def times(self, factors: Mapping[str, float | Tensor]) -> PlainGradients:
-        scaled: Readouts = {}
-        for name in [name for name in self.readouts if name in factors]:
-            scaled[name] = self.readouts.pop(name).scaled(float(factors[name]))  # frees memory
-        return PlainGradients(scaled)
 
 
 @dataclass
@@ -142,8 +125,7 @@ class Workspace:
             quiet: do not warn of layers that are left out.
         """
         stages, world = scored_stages(study, stage), World.current()
-        weight = next(study.model.parameters(), torch.zeros(()))
-        device = weight.device if options.device is None else torch.device(options.device)
+        device = study.device if options.device is None else torch.device(options.device)
         for data in (*study.data.values(), *study.candidates.values()):
             data.refresh()
         passes = study.passes(
@@ -506,84 +488,11 @@ class Workspace:
         bases: Mapping[str, Basis | None],
     ) -> Any:
         """The mean over checkpoints of ∇f(q, θ_c), each block built in its basis."""
-        if queries.weights is not None:
-            sums = self._summed_gradients(queries, checkpoints)
-            scales = dict.fromkeys(sums, 1 / len(checkpoints))
-            return BlockVectors(sums, dict.fromkeys(sums), scales).written_in(bases)
-        passes, dtype = self.passes[queries.stage], self.accumulator
-        values = {
-            b.name: torch.empty(len(queries.indices), *b.shape, dtype=dtype, device=passes.device)
-            for b in passes.tracked.blocks
-        }
-        for k, checkpoint in enumerate(checkpoints):
-            for rows, factors in self._measured(queries, checkpoint):
-                name, bias = factors.block.name, factors.block.bias
-                a, s = factors.a.to(dtype), factors.s.to(dtype)
-                gradient = build(a, s, bases.get(name), bias)
-                if k == 0:
-                    values[name][rows] = gradient
-                else:
-                    values[name][rows] += gradient
-        scales = dict.fromkeys(values, 1.0 / len(checkpoints))
-        return BlockVectors(values, {name: bases.get(name) for name in values}, scales)
+        return queries.gradients(self.passes[queries.stage], checkpoints, bases, self.batch_size)
 
     def plain_gradients(self, queries: Queries, checkpoint: Weights) -> Any:
         """∇f(q, θ_c) as it is, factored where an example is one position."""
-        if queries.weights is not None:
-            sums = self._summed_gradients(queries, [checkpoint]).items()
-            biases = {name: block.bias for name, block in self.blocks.items()}
-            return PlainGradients(
-                {name: Readout.of(v, None, biases[name], self.dtype) for name, v in sums}
-            )
-        parts: dict[str, list[tuple[Tensor, Tensor | None]]] = {
-            block.name: [] for block in self.passes[queries.stage].tracked.blocks
-        }
-        for _, factors in self._measured(queries, checkpoint):
-            if factors.a.shape[1] == 1 and isinstance(factors.s, Tensor):
-                parts[factors.block.name].append((factors.a, factors.s))
-            else:
-                whole = build(factors.a, factors.s, None, factors.block.bias)
-                parts[factors.block.name].append((whole, None))
-        readouts: Readouts = {}
-        for name, pieces in parts.items():
-            bias = self.blocks[name].bias
-            slopes = [s for _, s in pieces if s is not None]
-            if len(slopes) == len(pieces):
-                inputs = torch.cat([a for a, _ in pieces])
-                readouts[name] = FactoredReadout(inputs[:, 0], torch.cat(slopes)[:, 0], bias)
-            else:  # among others, batches of documents of one token
-                built = [g if s is None else build(g, s, None, bias) for g, s in pieces]
-                readouts[name] = Readout.of(torch.cat(built), None, bias, self.dtype)
-        return PlainGradients(readouts)
-
-    def _summed_gradients(
-        self, queries: Queries, checkpoints: Sequence[Weights]
-    ) -> dict[str, Tensor]:
-        """The sum over checkpoints of the queries' weighted sums of gradients, (q, o, width)."""
-        assert queries.weights is not None
-        weights, dtype = queries.weights.to(self.zero), self.accumulator
-        sums = {
-            b.name: self.zero.new_zeros(len(queries), *b.shape)
-            for b in self.passes[queries.stage].tracked.blocks
-        }
-        for checkpoint in checkpoints:
-            for rows, factors in self._measured(queries, checkpoint):
-                a, s = factors.a.to(dtype), factors.s.to(dtype)
-                add_weighted(sums[factors.block.name], weights[:, rows], a, s, factors.block.bias)
-        return sums
-
-    def _measured(
-        self, queries: Queries, checkpoint: Weights
-    ) -> Iterator[tuple[slice, LayerFactors]]:
-        """(rows, factors) of every batch of queries and layer."""
-        passes, start = self.passes[queries.stage], 0
-        passes.load(checkpoint)
-        batches = queries.batches(self.batch_size)
-        for one in passes.backward_passes(queries.data, batches, MEASUREMENT):
-            rows = slice(start, start + len(one.indices))
-            for factors in one.factors():
-                yield rows, factors
-            start = rows.stop
+        return queries.plain_gradients(self.passes[queries.stage], checkpoint, self.batch_size)
 
     def scoring(self, *arguments: Any) -> Scoring:
         """What computes the inner products with training gradients."""

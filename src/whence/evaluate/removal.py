@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
-from whence.data import Batches
-from whence.engine.labels import Labels, classes
+from whence.data import Batches, Labels, classes
 from whence.errors import InvalidInput, InvalidType, warn
 from whence.evaluate.groups import Floats, Ints, by_number, columns
 from whence.evaluate.lds import Difference
@@ -31,6 +30,7 @@ from whence.retrain import Training, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.table import Table, Tabled, estimate
+from whence.task import Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,25 +172,10 @@ def subset_removal(
         seed: the trainings have the seeds seed, seed + 1, ...: first those of the selection, then
             the others; and it is the seed of the choice of queries and of the random floor.
     """
-    task = recipe.task
-    if task.measurement != "margin" or not task.higher_is_better:
-        raise InvalidInput(
-            f"the recipe's task measures {task.measurement!r}: subset removal counts queries whose "
-            "margin falls below zero; use a task that measures it, such as Classification()"
-        )
-    for name, count in (("queries", queries), ("select_seeds", select_seeds), ("seeds", seeds)):
-        if count < 1:
-            raise InvalidInput(f"{name}={count}: there must be at least one")
-    reduced = recipe.stage(stage)
+    _check_settings(recipe.task, queries=queries, select_seeds=select_seeds, seeds=seeds)
+    reduced, asked = recipe.stage(stage), Batches("query", query, recipe.collate)
     ks = _ascending(k, len(reduced.data), reduced.batch_size)
-    methods = [*scores_by_method, *([RANDOM] if random_floor else [])]
-    if len(set(methods)) < len(methods):
-        raise InvalidInput(
-            f"scores_by_method has a {RANDOM!r} of its own: rename it, or use random_floor=False"
-        )
-    if not methods:
-        raise InvalidInput("scores_by_method is empty and random_floor=False: nothing to remove")
-    asked = Batches("query", query, recipe.collate)
+    _check_methods(scores_by_method, random_floor)
     for name, scores in scores_by_method.items():
         _check(name, scores, len(asked), ks[-1])
     places = {
@@ -225,13 +210,13 @@ def subset_removal(
         down, across = places[name]
         orders[name] = _most_helpful(scores, down[chosen], across, ks[-1])
     if random_floor:
-        ours, theirs = classes(reduced.task, reduced.data), classes(task, asked)
+        ours, theirs = classes(reduced.task, reduced.data), classes(recipe.task, asked)
         _check_classes(ours, theirs, chosen, ks[-1])
         values = draws(seed, reduced.number, chosen, theirs, len(reduced.data), ours)
         orders[RANDOM] = np.argsort(-values, axis=1, kind="stable")[:, : ks[-1]]
 
     margins = {name: np.full((len(ks), len(chosen)), np.nan) for name in orders}
-    trained, diverged = len(full), int(np.isnan(full[:, 0]).sum())
+    rounds = [full]
     for step, count in enumerate(ks):
         subsets, tried = _round(orders, margins, count, len(reduced.data))
         if not tried:
@@ -240,13 +225,9 @@ def subset_removal(
             Training(s, subset, reduced.name) for subset in subsets.values() for s in retraining
         ]
         retrained = margins_of(f"without-{count}", Subset(query, chosen.tolist()), trainings)
-        trained, diverged = (
-            trained + len(retrained),
-            diverged + int(np.isnan(retrained[:, 0]).sum()),
-        )
-        of_subset = dict(
-            zip(subsets, retrained.reshape(len(subsets), seeds, len(chosen)), strict=True)
-        )
+        rounds.append(retrained)
+        by_subset = retrained.reshape(len(subsets), seeds, len(chosen))
+        of_subset = dict(zip(subsets, by_subset, strict=True))
         for method, row, key in tried:
             over_seeds = of_subset[key][:, row]
             if not np.isnan(over_seeds).all():
@@ -258,10 +239,30 @@ def subset_removal(
         right=right,
         select_seeds=tuple(selecting),
         seeds=tuple(retraining),
-        trainings=trained,
-        diverged=diverged,
+        trainings=sum(map(len, rounds)),
+        diverged=sum(int(np.isnan(measured[:, 0]).sum()) for measured in rounds),
         stage=reduced.name if len(recipe.stages) > 1 else None,
     )
+
+
+def _check_settings(task: Task, **counts: int) -> None:
+    if task.measurement != "margin" or not task.higher_is_better:
+        raise InvalidInput(
+            f"the recipe's task measures {task.measurement!r}: subset removal counts queries whose "
+            "margin falls below zero; use a task that measures it, such as Classification()"
+        )
+    for name, count in counts.items():
+        if count < 1:
+            raise InvalidInput(f"{name}={count}: there must be at least one")
+
+
+def _check_methods(methods: Collection[str], random_floor: bool) -> None:
+    if random_floor and RANDOM in methods:
+        raise InvalidInput(
+            f"scores_by_method has a {RANDOM!r} of its own: rename it, or use random_floor=False"
+        )
+    if not methods and not random_floor:
+        raise InvalidInput("scores_by_method is empty and random_floor=False: nothing to remove")
 
 
 def _ascending(k: Sequence[int], examples: int, batch_size: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from whence.explore.reading import WORK, Busy, Ints
 from whence.explore.scored_data import PAGE, Refused, ScoredData
 from whence.explore.whatif import judged, what_if
 from whence.present import views
+from whence.present.card import PICTURES, Card, draw
 from whence.present.ranking import csv_lines
 from whence.present.summary import summary
 from whence.present.views import number
@@ -149,7 +150,8 @@ class Explorer:
             raise Busy("the overview is being computed: ask again in a moment")
         view = dict(self._summaries[name])
         for end in ("helpful", "harmful"):
-            view[end] = [{**e, "column": int(places[e["column"]])} for e in view[end]]
+            entries = [{**e, "column": int(places[e["column"]])} for e in view[end]]
+            view[end] = views.folded(entries, self.data.leaders)
         suspects = self._suspects[name][:SUSPECTS]
         predicted, more = self.data.predictions(suspects)
         sign = -1.0 if scores.higher_is_better else 1.0
@@ -185,10 +187,18 @@ class Explorer:
         )
         for entry in [*view["helpful"], *view["harmful"]]:
             entry["column"] = int(places[entry["column"]])
+        view = views.fold_query(view, data.leaders)
         return view | {
             **data.query_item(row),
+            "curve": data.curve(row),
             "examples": self._examples([*view["helpful"], *view["harmful"]]),
         }
+
+    def card(self, name: str, row: int) -> Card:
+        """One query's story as an SVG picture."""
+        scores = self.data.of_queries(name)
+        view = self.query(name, row, 2 * PICTURES)
+        return draw(view, self.data.example, f"{scores.call}, {scores.measurement}")
 
     def compare(self, a: str, b: str, row: int, k: int) -> dict[str, Any]:
         view = compare_query(self.data, a, b, row, max(1, min(k, MAX_ENTRIES)))

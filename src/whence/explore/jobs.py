@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from whence.data import Batches
 from whence.errors import InvalidInput, MissingKey
 from whence.explore.reading import Floats
-from whence.persist import locks
+from whence.persist import files
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import check_types, make_folder, read_json, write_json
 from whence.persist.identity import digest, sha256_of
@@ -380,10 +380,10 @@ def _read(file: Path) -> Job | None:
 
 def _hold(folder: Path) -> tuple[IO[bytes] | None, str | None]:
     """The folder's lock, or why we do not have it. The system releases it when the process dies."""
-    file = locks.acquire(folder / "lock", wait=False)  # held as long as the explorer lives
+    file = files.acquire_lock(folder / "lock", wait=False)  # held as long as the explorer lives
     if file is not None:
         return file, None
     return None, (
-        f"another explorer ({locks.holder(folder / 'lock')}) retrains in {folder}: close it, or "
-        "start this one with another folder (out=)"
+        f"another explorer ({files.lock_holder(folder / 'lock')}) retrains in {folder}: close it, "
+        "or start this one with another folder (out=)"
     )

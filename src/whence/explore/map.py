@@ -69,9 +69,8 @@ def _represented(
 ) -> tuple[Tensor, str]:
     """(n, r) the representations of a stage's examples in its final model."""
     run = study.runs[0]
-    parameter = next(study.models[stage].parameters())
     with torch.no_grad(), precision_as_asked():
-        options: dict[str, Any] = {"device": parameter.device, "dtype": torch.float32}
+        options: dict[str, Any] = {"device": study.device, "dtype": torch.float32}
         passes = study.passes(run, quiet=True, shared=False, frozen=True, **options)[stage]
         passes.load([c for c in run.checkpoints if c.stage == stage][-1])
         parts, source = [], ""

@@ -37,9 +37,9 @@ class SharedExamples(Examples):
         super().__init__(dataset, **looks)
         self._guard = threading.RLock()
 
-    def render(self, index: int) -> Rendered:
+    def _read(self, index: int, drawn: bool) -> Rendered:
         with self._guard:
-            return super().render(index)
+            return super()._read(index, drawn)
 
     def label(self, index: int) -> str | None:
         with self._guard:

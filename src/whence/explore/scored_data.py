@@ -27,8 +27,9 @@ from whence.explore.reading import (
     SharedExamples,
 )
 from whence.present.check import check_data
+from whence.present.duplicates import Sketch, leaders, sketch
 from whence.present.examples import QUERY_SIZE
-from whence.present.predict import predictions
+from whence.present.predict import curves, predictions
 from whence.present.views import (
     describe_query,
     histogram,
@@ -118,6 +119,7 @@ class ScoredData:
         self.measured: Floats | None = None  # (q,)
         self.wrong: NDArray[np.bool_] | None = None  # (q,)
         self.lead: Floats | None = None  # (q,) of `predictions`, negative where they are wrong
+        self._curves: tuple[list[int], Floats] | None = None  # updates, and (updates, q)
         self._worker = PredictionWorker(self._predict)
         self._indices = {name: Index(examples) for name, examples in self.train.items()}
         self._query_index = Index(self.query)
@@ -125,6 +127,7 @@ class ScoredData:
         self.is_read = False
         self._means = {name: Mean(s) for name, s in self.sets.items() if s.strongest is None}
         self._render = lru_cache(RENDERED)(self._rendered)
+        self._sketch = lru_cache(RENDERED)(self._sketched)
 
     def read(self) -> None:
         """Read each query and training example once, for searching, and predict the queries."""
@@ -146,6 +149,8 @@ class ScoredData:
         ids = next(iter(self.sets.values())).query_ids
         try:
             outputs = predictions(self.study, self.query.dataset, ids.tolist())
+            if any(scores.by_segment is not None for scores in self.sets.values()):
+                self._curves = curves(self.study, self.query.dataset, ids.tolist())
         except Exception as error:  # a user's model may raise anything; scores need no model
             self._note_prediction_failure("queries", error)
             return
@@ -288,6 +293,13 @@ class ScoredData:
     def _rendered(self, place: int) -> dict[str, Any]:
         stage, number = self.stage_name(place), int(self.ids[place])
         return self.train[stage].render(number) | {"place": place, "stage": stage}
+
+    def leaders(self, places: Sequence[int]) -> Ints:
+        """The position of the training example that each one nearly duplicates; or its own."""
+        return leaders([self._sketch(int(place)) for place in places])
+
+    def _sketched(self, place: int) -> Sketch | None:
+        return sketch(self.train[self.stage_name(place)].content(int(self.ids[place])))
 
     def predictions(self, places: Sequence[int]) -> tuple[dict[int, dict[str, Any]], bool]:
         """The model's predictions for training examples, for classification only.
@@ -496,6 +508,13 @@ class ScoredData:
         wrong = None if self.wrong is None else bool(self.wrong[row])
         return describe_query(view, self.query, self.query_predictions.get(row)) | {"wrong": wrong}
 
+    def curve(self, row: int) -> list[list[float | None]] | None:
+        """[update, measurement] pairs of a query; None until they are computed."""
+        if self._curves is None:
+            return None
+        steps, measured = self._curves
+        return [[step, number(x)] for step, x in zip(steps, measured[:, row], strict=True)]
+
     def audit(
         self,
         name: str,
@@ -547,7 +566,7 @@ def page(offset: int, limit: int, total: int) -> tuple[int, int]:
 
 def first(keys: Floats, start: int, stop: int, places: Ints) -> Ints:
     """``places[start:stop]`` in the order of ``keys``, ties to the first; NaN last."""
-    return places[np.argsort(keys, kind="stable")[start:stop]]
+    return places[strongest(np.where(np.isnan(keys), -np.inf, -keys), stop)[start:]]
 
 
 def check_same(sets: Mapping[str, Scores]) -> None:

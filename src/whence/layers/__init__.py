@@ -1,6 +1,15 @@
 """Which layers are tracked, and their factors (a, s) from a forward and a backward pass."""
 
-from whence.layers import attention, conv1d, convolution, embedding, linear, norms  # noqa: F401  (kinds)
+from whence.layers import (  # noqa: F401  (kinds)  # noqa: F401
+    attention,
+    conv1d,
+    convolution,
+    embedding,
+    experts,
+    linear,
+    norms,
+    recurrent,
+)
 from whence.layers.capture import LayerFactors, ParameterBlock, Tape, TrackedLayer
 from whence.layers.choose import Chooser, by_name, by_type, everything, last_blocks, mlp_only
 from whence.layers.kind import KINDS, Kind, register

@@ -1,7 +1,7 @@
 """`nn.MultiheadAttention`: its packed projection of queries, keys and values, and its output.
 
 The module calls neither as a layer: it hands their weights to a function that multiplies by them.
-So the products themselves are captured (`functional`). They have positions before examples.
+So the products themselves are captured (`seen`). They have positions before examples.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from whence.layers.linear import Linear
 
 
 class Projection(Kind):
-    """Self-attention, where one product gives queries, keys and values."""
+    """The packed projection: of self-attention, one product gives queries, keys and values; of
+    attention to another sequence, products with rows of the weight do."""
 
     module = nn.MultiheadAttention
     attributes = ("in_proj_weight", "in_proj_bias")
-    functional = True
+    seen = "product"
 
     def refusal(self, module: nn.Module) -> str | None:
+        if module._parameters.get("in_proj_weight") is None:
+            return "it projects queries, keys and values with weights of their own (kdim, vdim)"
         return refused_subclass(module, nn.MultiheadAttention)
 
     def shape(self, module: Any) -> tuple[int, int, int]:
@@ -39,7 +42,7 @@ class Output(Linear):
     """The output projection, which PyTorch gives a class of its own."""
 
     module = NonDynamicallyQuantizableLinear
-    functional = True
+    seen = "product"
 
 
 register(Projection())

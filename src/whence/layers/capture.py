@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,10 +20,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from whence.layers.kind import Kind
-from whence.layers.rows import Rows, joined
+from whence.layers.kind import Kind, Places
+from whence.layers.rows import Rows
 
 Outputs = Tensor | Rows  # s (n, t, o)
+#: inputs or outputs of a matrix, above which it is cut into blocks, so that covariances and their
+#: eigendecompositions stay small
+WIDEST = 2**14
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class ParameterBlock:
     parameter: str  # the weight's name in the model
     rows: bool = False  # each row has a curvature of its own: outputs have no eigenbasis
     lookup: bool = False  # `s` is `Rows` and nothing else
+    group: int = 0  # of the kind's blocks, the one that this is (a part of)
+    row: int = 0  # where the part begins
+    column: int = 0
 
     @property
     def tied(self) -> bool:
@@ -60,12 +67,33 @@ class ParameterBlock:
     def size(self) -> int:
         return self.o * self.width
 
+    def inputs_in(self, parts: Sequence[Any]) -> Any:
+        """Its own of the inputs (n, t, i) of a kind's blocks."""
+        part = parts[self.group]
+        return part if self.rows else _narrowed(part, 2, self.column, self.i)
+
+    def slopes_in(self, parts: Sequence[Tensor]) -> Tensor:
+        """Its own of the output gradients (n, t, o) of a kind's blocks."""
+        part = parts[self.group]
+        return part if self.rows else _narrowed(part, 2, self.row, self.o)
+
+    def matrix_in(self, parts: Sequence[Tensor]) -> Tensor:
+        """Its own of matrices (o, width), one for each of a kind's blocks."""
+        rows = _narrowed(parts[self.group], 0, self.row, self.o)
+        return _narrowed(rows, 1, self.column, self.width)
+
+
+def _narrowed(x: Any, axis: int, start: int, length: int) -> Any:
+    """A part of a tensor; a tensor that is the part, as it is."""
+    return x if x.shape[axis] == length else x.narrow(axis, start, length)
+
 
 class LayerFactors:
     """Inputs `a` (n, t, i) and output gradients `s` (n, t, o) of one block; mask (n, t) or None.
 
     `a` is computed on first access, because a convolution's patches are large and not every use
-    needs them. The positions of several calls (`calls`) follow one another.
+    needs them. The positions of several calls follow one another: `calls` is their number, or 0 if
+    they differ in positions; `places` says which of the example's they are, where that is known.
     """
 
     def __init__(
@@ -76,8 +104,9 @@ class LayerFactors:
         mask: Tensor | None = None,
         add_gram: Callable[[Tensor], Tensor | None] | None = None,
         calls: int = 1,
+        places: Places | None = None,
     ) -> None:
-        self.calls = calls
+        self.calls, self.places = calls, places
         self.block, self.s, self.mask = block, s, mask
         self._inputs, self._add_gram = inputs, add_gram
 
@@ -114,7 +143,7 @@ class TrackedLayer:
     @property
     def individual(self) -> bool:
         """Whether the model computes with one value for each example in place of one for all."""
-        return self.shared or not self.uses[0][1].hooked
+        return self.shared or self.uses[0][1].seen in ("copies", "forward")
 
     @property
     def blocks(self) -> list[ParameterBlock]:
@@ -123,9 +152,21 @@ class TrackedLayer:
         forms, bias = {kind.form for _, kind in self.uses}, self.bias is not None
         if kind.form == "elementwise":  # weight and bias in one column
             o, bias = o * len(self.parameter_names()), False
-        names = [self.name] if groups == 1 else [f"{self.name}[{g}]" for g in range(groups)]
         form = {"rows": forms != {"matrix"}, "lookup": forms == {"lookup"}}
-        return [ParameterBlock(name, o, i, bias, self.weight, **form) for name in names]
+        split = forms == {"matrix"}
+        places = [
+            (g, row, column)
+            for g in range(groups)
+            for row in (_cuts(o) if split else [(0, o)])
+            for column in (_cuts(i) if split else [(0, i)])
+        ]
+        blocks = []
+        for k, (group, (row, height), (column, width)) in enumerate(places):
+            name = self.name if len(places) == 1 else f"{self.name}[{k}]"
+            last = bias and column + width == i
+            place = {"group": group, "row": row, "column": column}
+            blocks.append(ParameterBlock(name, height, width, last, self.weight, **form, **place))
+        return blocks
 
     def parameter_names(self) -> list[str]:
         return [self.weight] + ([self.bias] if self.bias else [])
@@ -140,11 +181,18 @@ class TrackedLayer:
         """Tensors shaped like the parameters, by name, as a matrix (o, width) for each block."""
         module, kind = self.uses[0]
         weights = kind.matrices(module, tensors[self.weight])
-        if self.bias is None:
-            return weights
-        columns = [v.unsqueeze(1) for v in kind.vectors(module, tensors[self.bias])]
-        axis = 0 if kind.form == "elementwise" else 1
-        return [torch.cat(pair, axis) for pair in zip(weights, columns, strict=True)]
+        if self.bias is not None:
+            columns = [v.unsqueeze(1) for v in kind.vectors(module, tensors[self.bias])]
+            axis = 0 if kind.form == "elementwise" else 1
+            weights = [torch.cat(pair, axis) for pair in zip(weights, columns, strict=True)]
+        return [block.matrix_in(weights) for block in self.blocks]
+
+
+def _cuts(size: int) -> list[tuple[int, int]]:
+    """(start, length) of nearly equal parts of an axis, each at most WIDEST long."""
+    count = -(-size // WIDEST)
+    starts = [size * k // count for k in range(count + 1)]
+    return [(start, stop - start) for start, stop in pairwise(starts)]
 
 
 def sides(kind: Kind, inputs: Tensor | Rows, gradient: Tensor, o: int) -> tuple[Tensor, Outputs]:
@@ -175,6 +223,23 @@ class _Call:
     edge: GradientEdge
     shape: torch.Size  # of the output
     order: int
+    places: Places | None = None
+
+
+class _Notes:
+    """Notes x and y of the weights of one module, whose forward a kind computes."""
+
+    def __init__(self, tape: Tape, host: nn.Module) -> None:
+        self.tape, self.n, self.forward = tape, tape.n, host.forward
+        self.uses: dict[str, tuple[TrackedLayer, Kind, nn.Module]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.uses)
+
+    def __call__(self, weight: str, x: Tensor, y: Tensor, places: Places | None = None) -> None:
+        if weight in self.uses:
+            self.tape._note(*self.uses[weight], x.detach(), y, places)
 
 
 class Tape:
@@ -182,34 +247,47 @@ class Tape:
 
     Inside the `with`, only the tracked weights require gradients, so that autograd builds the
     graph. The model is the library's own copy.
+
+    Args:
+        examples: in the batch.
+        rows: of the model's batch that each example has; they become positions.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[TrackedLayer], n: int) -> None:
-        self.model, self.layers, self.n = model, layers, n
+    def __init__(
+        self, model: nn.Module, layers: Sequence[TrackedLayer], examples: int, rows: int = 1
+    ) -> None:
+        self.model, self.layers, self.examples, self.n = model, layers, examples, examples * rows
         self.calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
         self._failures: dict[str, str] = {}
         self._count = 0
 
     def __enter__(self) -> Self:
         self._handles: list[RemovableHandle] = []
-        self._copies: list[tuple[nn.Module, str]] = []
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._functional: dict[int, tuple[TrackedLayer, Kind, nn.Module]] = {}
+        notes: dict[nn.Module, _Notes] = {}
         self._linear = F.linear
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         for layer in self.layers:
             weight = layer.parameters()[layer.weight].requires_grad_(True)
             for module, kind in layer.uses:
-                if kind.functional:
+                if kind.seen == "product":
                     self._functional[id(weight)] = layer, kind, module
-                elif kind.hooked:
+                elif kind.seen == "call":
                     self._handles.append(module.register_forward_hook(self._hook(layer, kind)))
-                else:
+                elif kind.seen == "copies":
                     copies = weight.expand(self.n, *weight.shape[1:])
                     self._note(layer, kind, module, copies.detach(), copies)
-                    attribute = layer.weight.rpartition(".")[2]
-                    vars(module)[attribute] = copies  # which Python finds before the parameter
-                    self._copies.append((module, attribute))
+                    self._replace(module, layer.weight.rpartition(".")[2], copies)
+                else:
+                    host = kind.host(module)
+                    if host not in notes:
+                        notes[host] = _Notes(self, host)
+                        self._replace(host, "forward", partial(kind.forward, host, notes[host]))
+                    its = dict(host.named_parameters()).items()
+                    name = next(name for name, p in its if p is weight)
+                    notes[host].uses[name] = layer, kind, module
         if self._functional:
             F.linear = self._product  # type: ignore[assignment]
         return self
@@ -224,8 +302,16 @@ class Tape:
             F.linear = self._linear
         for handle in self._handles:
             handle.remove()
-        for module, attribute in self._copies:
-            del vars(module)[attribute]
+        for module, attribute, before in self._replaced:
+            if before is None:
+                del vars(module)[attribute]
+            else:
+                vars(module)[attribute] = before
+
+    def _replace(self, module: nn.Module, attribute: str, value: Any) -> None:
+        """Set an attribute of an instance, which Python finds before a parameter or a method."""
+        self._replaced.append((module, attribute, vars(module).get(attribute)))
+        vars(module)[attribute] = value
 
     def _hook(self, layer: TrackedLayer, kind: Kind) -> Any:
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -246,13 +332,32 @@ class Tape:
         return note
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear`; products (t, n, o) with tracked weights are noted as (n, t, o)."""
+        """`F.linear`; products with tracked weights, or with rows of them, are noted."""
         y = self._linear(x, weight, bias)
-        if id(weight) not in self._functional:
+        whole = weight if id(weight) in self._functional else weight._base
+        if whole is None or id(whole) not in self._functional:
             return y
-        layer, kind, module = self._functional[id(weight)]
+        layer, kind, module = self._functional[id(whole)]
+        if whole is not weight:  # some rows, where attention is to another sequence
+            first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+            if weight.dim() != 2 or weight.stride() != whole.stride():
+                self._failures[layer.name] = "its weight is used in parts that are no rows"
+                return y
+            padded = F.pad(y, (first, len(whole) - first - len(weight)))
+            noted = self._noted(layer, kind, module, x, padded)
+            return noted.narrow(-1, first, len(weight)).contiguous()
+        return self._noted(layer, kind, module, x, y)
+
+    def _noted(
+        self, layer: TrackedLayer, kind: Kind, module: nn.Module, x: Tensor, y: Tensor
+    ) -> Tensor:
+        """Note a product (t, n, o) as (n, t, o); returns what takes its place."""
         if y.numel() % (self.n * y.shape[-1]) or not y.requires_grad:
             self._failures[layer.name] = "its positions do not come before the examples"
+            return y
+        if kind.examples_first:
+            first, output = (z.reshape(self.n, -1, z.shape[-1]) for z in (x, y))
+            self._note(layer, kind, module, first.detach(), output)
             return y
         first, output = (z.reshape(-1, self.n, z.shape[-1]).transpose(0, 1) for z in (x, y))
         output = output.contiguous()
@@ -260,26 +365,37 @@ class Tape:
         return output.transpose(0, 1).reshape(y.shape)
 
     def _note(
-        self, layer: TrackedLayer, kind: Kind, module: nn.Module, x: Tensor, output: Tensor
+        self,
+        layer: TrackedLayer,
+        kind: Kind,
+        module: nn.Module,
+        x: Tensor,
+        output: Tensor,
+        places: Places | None = None,
     ) -> None:
         # an in-place operation on a view rewires the view, but never the node of its base
         base = output._base if output._is_view() else None
         whole = base is not None and base.requires_grad and base.numel() == output.numel()
         edge = get_gradient_edge(base if base is not None and whole else output)
-        call = _Call(module, kind, x, x._version, edge, output.shape, self._count)
+        call = _Call(module, kind, x, x._version, edge, output.shape, self._count, places)
         self._count += 1
         self.calls[layer.name].append(call)
 
-    def problem(self, layer: TrackedLayer, n: int) -> str | None:
-        """Why this layer's calls cannot be used for n examples; None if they can."""
+    def problem(self, layer: TrackedLayer) -> str | None:
+        """Why this layer's calls cannot be used; None if they can."""
         if layer.name in self._failures:
             return self._failures[layer.name]
         calls = self.calls[layer.name]
         if not calls:
             return "its forward is never called (unused, or its weight is used directly)"
-        shapes = [tuple(c.x.shape) for c in calls if c.x.dim() < _least(c.kind) or len(c.x) != n]
+        lengths = self.n, self.examples
+        shapes = [
+            tuple(c.x.shape) for c in calls if c.x.dim() < _least(c.kind) or len(c.x) not in lengths
+        ]
         if shapes:
-            return f"its input {shapes[0]} does not have the {n} examples of the batch in front"
+            return (
+                f"its input {shapes[0]} does not have the {self.n} examples of the batch in front"
+            )
         if any(call.x._version != call.version for call in calls):
             return "its input is changed in place after it is read"
         return None
@@ -335,17 +451,37 @@ class Tape:
             call = calls[0][0]
             shortcut = partial(call.kind.add_gram, call.module, call.x)
         factors = []
-        for k, block in enumerate(layer.blocks):
-            outputs: list[Outputs] = [slope[k] for slope in slopes]
-            a = partial(lambda k: joined([part[k] for part in inputs()]), k)
+        for block in layer.blocks:
+            k, like = block.group, slopes[0][block.group]
+            outputs: list[Outputs] = [block.slopes_in(slope) for slope in slopes]
+            a = partial(_inputs_of, inputs, block, self.examples)
             if block.rows:
                 each = zip(calls, inputs(), slopes, strict=True)
                 pairs = [sides(c.kind, x[k], g[k], block.o) for (c, _), x, g in each]
-                a = partial(joined, [pair[0] for pair in pairs])
+                a = partial(joined, [_folded(pair[0], self.examples) for pair in pairs])
                 outputs = [pair[1] for pair in pairs]
-            its_mask = _mask_for([call for call, _ in calls], outputs, mask, slopes[0][k])
-            factors.append(LayerFactors(block, a, joined(outputs), its_mask, shortcut, len(calls)))
+            its_calls = [call for call, _ in calls]
+            its_mask = _mask_for(its_calls, outputs, mask, like, k, self.examples)
+            places = _places(its_calls, k) if self.n == self.examples else None
+            s = joined([_folded(part, self.examples) for part in outputs])
+            alike = len({part.shape[1] for part in outputs}) == 1
+            count = len(calls) if alike else 0
+            factors.append(LayerFactors(block, a, s, its_mask, shortcut, count, places))
         return factors
+
+
+def _inputs_of(
+    parts: Callable[[], Sequence[Sequence[Any]]], block: ParameterBlock, examples: int
+) -> Any:
+    """`a` of a block over all calls."""
+    return joined([_folded(block.inputs_in(part), examples) for part in parts()])
+
+
+def _folded(x: Any, examples: int) -> Any:
+    """The positions of all rows of an example together: (n k, t, ...) -> (n, k t, ...)."""
+    if len(x) == examples:
+        return x
+    return x.folded(examples) if isinstance(x, Rows) else x.reshape(examples, -1, *x.shape[2:])
 
 
 def _least(kind: Kind) -> int:
@@ -359,19 +495,38 @@ def _repeated(y: Tensor, n: int, whole: bool) -> Tensor:
 
 
 def _mask_for(
-    calls: Sequence[_Call], outputs: Sequence[Outputs], mask: Tensor | None, like: Tensor
+    calls: Sequence[_Call],
+    outputs: Sequence[Outputs],
+    mask: Tensor | None,
+    like: Tensor,
+    block: int,
+    examples: int,
 ) -> Tensor | None:
     """The task's mask for the calls whose positions it describes; ones for the others."""
-    if mask is None:
+    if mask is None and all(call.places is None for call in calls):
         return None
-    columns = [
-        mask.to(like.dtype)
-        if call.x.dim() == _least(call.kind) + 1 and call.x.shape[:2] == mask.shape == s.shape[:2]
-        else like.new_ones(s.shape[:2])
-        for call, s in zip(calls, outputs, strict=True)
-    ]
-    masks: Tensor = joined(columns)
+    pairs = zip(calls, outputs, strict=True)
+    each = [_of_call(call, s, mask, block).to(like) for call, s in pairs]
+    masks: Tensor = joined([_folded(part, examples) for part in each])
     return masks
+
+
+def _of_call(call: _Call, s: Outputs, mask: Tensor | None, block: int) -> Tensor:
+    """The positions (n, t) of one call that exist."""
+    if call.places is not None:
+        return call.places.mask(block, mask)
+    described = call.x.dim() == _least(call.kind) + 1
+    if mask is not None and described and call.x.shape[:2] == mask.shape == s.shape[:2]:
+        return mask
+    return call.x.new_ones(s.shape[:2])
+
+
+def _places(calls: Sequence[_Call], block: int) -> Places | None:
+    """The places of all calls, if all of them have some in the same number of positions."""
+    each = [call.places for call in calls if call.places is not None]
+    if len(each) < len(calls) or len({places.length for places in each}) != 1:
+        return None
+    return Places(torch.cat([places.of(block) for places in each], 1), each[0].length)
 
 
 def whole_gradients(a: Tensor, s: Outputs, bias: bool) -> Tensor:
@@ -380,3 +535,16 @@ def whole_gradients(a: Tensor, s: Outputs, bias: bool) -> Tensor:
         return s.outer(a)
     gradient = s.mT @ a
     return torch.cat([gradient, s.sum(1).unsqueeze(2)], 2) if bias else gradient
+
+
+def joined(parts: Sequence[Tensor | Rows]) -> Any:
+    """The positions of all calls, one after another; lookups come first."""
+    if len(parts) == 1:
+        return parts[0]
+    lookups = [part for part in parts if isinstance(part, Rows)]
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if not lookups:
+        return torch.cat(plain, 1)
+    ids = torch.cat([part.ids for part in lookups], 1)
+    plain = [part.dense for part in lookups if part.dense is not None] + plain
+    return Rows(ids, lookups[0].o, None, torch.cat(plain, 1) if plain else None)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from whence.errors import InvalidInput
-from whence.layers.kind import kind_of
+from whence.layers.kind import matrices
 
 Chooser = Callable[[Mapping[str, nn.Module]], Collection[str]]
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
@@ -21,16 +21,6 @@ _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
 def everything(layers: Mapping[str, nn.Module]) -> set[str]:
     """All layers: embeddings, norms and tied heads too. `Study(layers="all")` is the same."""
     return set(layers)
-
-
-def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
-    """Layers whose weight is a matrix: linear ones and convolutions. This is the default."""
-    kinds = {name: kind_of(module) for name, module in layers.items()}
-    return {
-        name
-        for name, kind in kinds.items()
-        if kind is not None and kind.form == "matrix" and not kind.functional
-    }
 
 
 def by_name(patterns: Sequence[str]) -> Chooser:

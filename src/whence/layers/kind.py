@@ -10,37 +10,89 @@ in the output at each position t, the per-example gradient of the weight has one
 A kind turns the module's input x and the gradient at its output, dloss/dy, into `a` and `s`. A
 layer that consists of several independent ones (a grouped convolution) gives one pair per block.
 
+x and y are seen in one of four ways (`Kind.seen`):
+
+    call            the module's input and output
+    product         the operands and the result of `F.linear`, where no module is called
+    copies          a parameter (1, ...) is replaced by one copy per example, (n, ...)
+    forward         the kind computes the module's output, and notes x and y of each weight
+
 To support another layer, write a subclass and `register` it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
 from whence.layers.rows import Rows
 
 Form = Literal["matrix", "lookup", "elementwise"]
+Seen = Literal["call", "product", "copies", "forward"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which positions of its examples a call computes.
+
+    Attributes:
+        numbers: (n, t), or (n, blocks, t): 0 to length - 1, or -1 where there is nothing.
+        length: positions of an example, of which a task's mask says which exist.
+    """
+
+    numbers: Tensor
+    length: int
+
+    def of(self, block: int) -> Tensor:
+        """The numbers of one block, (n, t)."""
+        return self.numbers if self.numbers.dim() == 2 else self.numbers[:, block]
+
+    def mask(self, block: int, mask: Tensor | None) -> Tensor:
+        """The positions of one block that exist, (n, t)."""
+        numbers = self.of(block)
+        exist = numbers >= 0
+        if mask is not None and mask.shape == (len(numbers), self.length):
+            exist = exist & (mask.gather(1, numbers.clamp_min(0)) != 0)
+        return exist
+
+
+class Notes(Protocol):
+    """What `Kind.forward` gets: a function that notes x and y of a weight.
+
+    Attributes:
+        n: examples in the batch.
+        names: the weights that are tracked.
+        forward: the host's own forward.
+    """
+
+    n: int
+    forward: Callable[..., Any]
+
+    @property
+    def names(self) -> Collection[str]: ...
+    def __call__(self, weight: str, x: Tensor, y: Tensor, places: Places | None = None) -> None: ...
 
 
 class Kind(ABC):
     """How to capture one kind of layer. All methods are pure."""
 
-    #: the class of the modules, or its name where importing it would cost too much
+    #: the class of the modules, or a pattern of its name where importing it would cost too much
     module: ClassVar[type[nn.Module] | str] = nn.Module
     #: how the gradient is made up
     form: ClassVar[Form] = "matrix"
     #: names of its weight and bias in the module
     attributes: ClassVar[tuple[str, str]] = ("weight", "bias")
-    #: whether the weight is used by `F.linear` with positions before examples, and by no module
-    functional: ClassVar[bool] = False
     #: whether a bias is a last column of the matrix; if not, it is a layer of its own
     bias_column: ClassVar[bool] = True
-    #: whether its modules are called; if not, a parameter is replaced by one copy per example
-    hooked: ClassVar[bool] = True
+    #: how its inputs and outputs are seen
+    seen: ClassVar[Seen] = "call"
+    #: of products, whether (n t, i) has the positions of an example together; else (t n, i)
+    examples_first: ClassVar[bool] = False
 
     def claims(self, module: nn.Module) -> bool:
         """Whether a module of that class, or of a subclass, is of this kind."""
@@ -49,6 +101,19 @@ class Kind(ABC):
     @abstractmethod
     def refusal(self, module: nn.Module) -> str | None:
         """Why this module cannot be captured; None if it can."""
+
+    def parts(self, module: Any) -> Sequence[Part]:
+        """The matrices of a module that has several, each a layer of its own; else none."""
+        return ()
+
+    def host(self, module: Any) -> nn.Module:
+        """The module whose `forward` is replaced."""
+        assert isinstance(module, nn.Module)
+        return module
+
+    def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
+        """What the host's forward computes. It calls `note` with x and y of every weight."""
+        return note.forward(*args, **kwargs)
 
     @abstractmethod
     def shape(self, module: Any) -> tuple[int, int, int]:
@@ -80,6 +145,8 @@ class Kind(ABC):
         return list(bias.reshape(self.shape(module)[0], -1))
 
 
+#: a kind and the attributes that it tracks as a layer: weight and bias, or one of them
+Part = tuple[Kind, str] | tuple[Kind, str, str]
 KINDS: list[Kind] = []
 
 
@@ -90,8 +157,25 @@ def register(kind: Kind) -> None:
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The first kind that has the module's class and claims it, if any."""
-    classes = {*type(module).__mro__} | {c.__name__ for c in type(module).__mro__}
-    return next((kind for kind in KINDS if kind.module in classes and kind.claims(module)), None)
+    classes = type(module).__mro__
+
+    def is_of(expected: type[nn.Module] | str) -> bool:
+        if isinstance(expected, str):
+            return any(fnmatchcase(each.__name__, expected) for each in classes)
+        return expected in classes
+
+    return next((kind for kind in KINDS if is_of(kind.module) and kind.claims(module)), None)
+
+
+def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
+    """Layers whose weight is a matrix: linear ones and convolutions. `Study` tracks these by
+    default."""
+    kinds = {name: kind_of(module) for name, module in layers.items()}
+    return {
+        name
+        for name, kind in kinds.items()
+        if kind is not None and kind.form == "matrix" and kind.seen == "call"
+    }
 
 
 def same_forward(module: nn.Module, base: type[nn.Module]) -> bool:

@@ -36,7 +36,7 @@ class Direct(Kind):
     """A parameter (1, ...) of a module of any class, of which each example gets a copy (n, ...)."""
 
     form = "elementwise"
-    hooked = False
+    seen = "copies"
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
@@ -51,4 +51,9 @@ class Direct(Kind):
         return [x.new_ones(len(x), 1, 1)]
 
     def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
-        return [gradient.flatten(1).unsqueeze(1)]
+        return [gradient.reshape(len(gradient), 1, -1)]
+
+
+def one_for_all(parameter: Tensor) -> bool:
+    """Whether a parameter is (1, ...), so that it may be replaced by one copy per example."""
+    return parameter.dim() > 1 and len(parameter) == 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from whence.data import Batches, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
-from whence.layers.separate import Separation
+from whence.layers.separate import REDRAWS, Separation
 from whence.layers.tracked import Tracked
 from whence.table import listed, progress_bar
 from whence.task import Task, Uniform
@@ -85,6 +85,7 @@ class Weights(Protocol):
     @property
     def sha256(self) -> str: ...
     def weights(self) -> dict[str, Tensor]: ...
+    def opened(self) -> Mapping[str, Tensor]: ...
 
 
 class WeightLoader:
@@ -111,6 +112,9 @@ class WeightLoader:
         while sum(sizes) > self.CACHE_BYTES and sizes:
             self._recent.pop(next(iter(self._recent)))
             sizes.pop(0)
+
+    def keep_whole(self) -> None:
+        """From now on, hold all weights of the model at once, as this loader always does."""
 
 
 class Passes:
@@ -164,7 +168,8 @@ class Passes:
     ) -> Iterator[BackwardPass]:
         named = examples_of(data.name, indices)
         layers = self.tracked.layers
-        with torch.enable_grad(), named, Tape(self.model, layers, len(indices)) as tape:
+        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
+        with torch.enable_grad(), named, tape:
             outputs = self.task.outputs(self.model, batch)
             if self.observe is not None:
                 self.observe(data, indices, outputs.detach(), batch)
@@ -179,7 +184,7 @@ class Passes:
         if signal.name != "exact":
             self._check_separate(data, indices, values, signal)
         for layer in self.tracked.layers:
-            problem = tape.problem(layer, len(indices))
+            problem = tape.problem(layer)
             if problem:
                 raise InvalidInput(
                     f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
@@ -206,14 +211,24 @@ class Passes:
         rounded = bool(rounded_products(self.dtype, self.device))
         separation = Separation(self.model, self.task, data, self.device, self.dtype, rounded)
 
-        def alone(index: int) -> Tensor:
-            batch = place(data.take([index]), self.device, self.dtype)
+        def computed(examples: np.ndarray, *seeds: int) -> Tensor:
+            """(seeds, n)"""
+            batch = place(data.take(examples.tolist()), self.device, self.dtype)
             with torch.no_grad():
                 outputs = self.task.outputs(self.model, batch)
-                return self._values(outputs, batch, np.array([index]), signal)[0]
+                signals = [replace(signal, seed=seed) for seed in seeds]
+                return torch.stack([self._values(outputs, batch, examples, s) for s in signals])
+
+        def alone(index: int) -> Tensor:
+            return computed(np.array([index]), signal.seed)[0, 0]
+
+        def redrawn(k: int) -> tuple[Tensor, Tensor]:
+            seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
+            return computed(indices[k : k + 1], *seeds)[:, 0], computed(indices, *seeds)[:, k]
 
         which = sorted({0, int(values.argmin()), int(values.argmax()), len(indices) - 1})
-        separation.compare(indices, values, which, alone, NAMES[signal.name])
+        again = redrawn if signal.name == "sampled" else None
+        separation.compare(indices, values, which, alone, NAMES[signal.name], again)
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":
@@ -248,14 +263,15 @@ class Passes:
         """Run a bad batch again, and name the first layer and examples that are not finite."""
         plain = Signal("loss") if signal.name == "exact" else signal
         layers = self.tracked.layers
-        with torch.enable_grad(), Tape(self.model, layers, len(indices)) as tape:
+        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
+        with torch.enable_grad(), tape:
             outputs = self.task.outputs(self.model, batch)
             self._check_targets(data, indices, outputs, batch)
             values = self._values(outputs, batch, indices, plain)
             total = values.sum()
         for layer in self.tracked.layers:
             for call in tape.calls[layer.name]:
-                bad = ~call.x.flatten(1).isfinite().all(1)
+                bad = ~call.x.reshape(len(indices), -1).isfinite().all(1)
                 if bad.any():
                     return self._not_finite(data, indices, bad, f"the input of layer {layer.name}")
         slopes = {layer.name: blocks for layer, blocks in tape.backward(total)}
@@ -289,8 +305,14 @@ class Passes:
         )
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> None:
-    """Load a checkpoint strictly; an error names what does not fit."""
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], step: int, later: Collection[str] = ()
+) -> None:
+    """Load a checkpoint strictly; an error names what does not fit.
+
+    Args:
+        later: parameters that are checked, but not loaded.
+    """
     state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     shared = state.keys() & weights.keys()
     loaded = {state[k].data_ptr() for k in shared}  # of tied weights, one name is enough
@@ -311,9 +333,23 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], step: int) -> 
             + "; ".join(problems)
             + ". Give Study the model that was trained, or the run that trained it"
         )
+    backed = {name for name, _ in named_tensors(model)}
+    for name in sorted(shared - backed):  # what a module only shows, such as a quantized one
+        if not torch.equal(state[name].cpu(), weights[name].to(state[name].dtype)):
+            raise InvalidInput(
+                f"{name} of the checkpoint at step {step} differs from the model's, and cannot be "
+                "loaded into it: it belongs to a quantized or otherwise packed weight. Give Study "
+                "the model with the same base, quantized in the same way"
+            )
     with torch.no_grad():
-        for name in shared:
+        for name in (shared & backed) - set(later):
             state[name].copy_(weights[name])
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def rounded_products(dtype: torch.dtype, device: torch.device) -> str:

@@ -7,7 +7,6 @@ gradient of the output. `Rows` stands for this `s` (n, t, o) and takes n t numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +41,10 @@ class Rows:
 
     def __getitem__(self, examples: slice) -> Rows:
         return self._each(lambda x: x[examples])
+
+    def folded(self, examples: int) -> Rows:
+        """With so many examples, each of several of these."""
+        return self._each(lambda x: x.reshape(examples, -1, *x.shape[2:]))
 
     def to(self, *args: Any) -> Rows:
         return replace(self, dense=None if self.dense is None else self.dense.to(*args))
@@ -103,16 +106,3 @@ def add_rows(total: Tensor, ids: Tensor, values: Tensor) -> None:
         total.index_add_(0, ids, values)
     else:  # which sorts, where `index_add_` adds in any order
         total.index_put_((ids,), values, accumulate=True)
-
-
-def joined(parts: Sequence[Tensor | Rows]) -> Any:
-    """The positions of all calls, one after another; lookups come first."""
-    if len(parts) == 1:
-        return parts[0]
-    lookups = [part for part in parts if isinstance(part, Rows)]
-    plain = [part for part in parts if isinstance(part, Tensor)]
-    if not lookups:
-        return torch.cat(plain, 1)
-    ids = torch.cat([part.ids for part in lookups], 1)
-    plain = [part.dense for part in lookups if part.dense is not None] + plain
-    return Rows(ids, lookups[0].o, None, torch.cat(plain, 1) if plain else None)

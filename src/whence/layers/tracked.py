@@ -10,22 +10,26 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from whence.data import batch_length
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
-from whence.layers.choose import Chooser, matrices
+from whence.layers.choose import Chooser
+from whence.layers.copied import Copied, copyable
 from whence.layers.embedding import Embedding
-from whence.layers.kind import Kind, kind_of
+from whence.layers.kind import Kind, Part, kind_of, matrices
 from whence.layers.linear import Linear
-from whence.layers.parameter import Bias, Direct
+from whence.layers.parameter import Bias, Direct, one_for_all
 from whence.table import listed
 from whence.task import Task
 
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 3e-2}  # relative, of gradients and outputs
 LISTED = 3  # excluded layers that a warning names
 OPTIONAL = 'only Study(layers="all") tracks it'
 FROZEN = "frozen: no update of the run moved it"
@@ -121,7 +125,7 @@ def find(
             frozen = {name for name in names if not trained(name)}
     n = batch_length(batch)
     called = [layer for layer in layers if not layer.individual]
-    with torch.enable_grad(), Tape(model, called, n) as tape:
+    with torch.enable_grad(), Tape(model, called, n, task.rows(batch)) as tape:
         outputs = task.outputs(model, batch)
         losses = task.losses(outputs, batch)
     for what, values in (("losses", losses), ("measurements", task.measurements(outputs, batch))):
@@ -133,12 +137,11 @@ def find(
     usable = []
     for layer in layers:
         layer.shared = layer in called and tape.shared(layer)
-        if layer.individual:
-            problem = _rejected(model, task, batch, layer)
-        else:
-            problem = tape.problem(layer, n)
-        if problem:
-            reasons.update(dict.fromkeys(layer.parameter_names(), problem))
+    rejected = _rejected(model, task, batch, [s for s in layers if s.individual], outputs.detach())
+    for layer in layers:
+        problem = rejected[layer.name] if layer.individual else tape.problem(layer)
+        if problem:  # why its kind refused it comes first
+            reasons.update({k: reasons.get(k, problem) for k in layer.parameter_names()})
         else:
             usable.append(layer)
     usable.sort(key=tape.first_call)
@@ -152,7 +155,7 @@ def find(
         )
     total = sum(p.numel() for p in model.parameters())
     excluded, updated = _excluded(model, verified, reasons)
-    optional = tuple(name for name in reasons if reasons[name] == OPTIONAL)
+    optional = tuple(name for name in reasons if reasons[name].endswith(OPTIONAL))
     numbers = outputs[0].numel()
     return Tracked(tuple(verified), excluded, total, updated, positions, numbers, optional)
 
@@ -170,7 +173,10 @@ def _candidates(
             ):
                 owners.setdefault(id(parameter), []).append((path, module))
     uses = [use for path, module in model.named_modules() for use in _uses(path, module, owners)]
-    trackable = {path: module for path, module, _ in uses}
+    trackable = {
+        path: nn.ParameterList() if isinstance(parts[0][0], Copied) else module
+        for path, module, parts in uses
+    }
     chosen = (matrices if choose is None else choose)(trackable)
     layers: dict[tuple[int, ...], TrackedLayer] = {}
     for path, module, parts in uses:
@@ -178,7 +184,8 @@ def _candidates(
         parameters = [names[id(p)] for p in tensors if p is not None]
         if path not in chosen:
             unchosen = OPTIONAL if choose is None else "not chosen"
-            reasons.update(dict.fromkeys(parameters, unchosen))
+            earlier = {name: f"{reasons[name]}; " for name in parameters if name in reasons}
+            reasons.update({name: earlier.get(name, "") + unchosen for name in parameters})
             continue
         reason = _refusal(path, module, parts, owners, chosen)
         if reason:
@@ -187,14 +194,13 @@ def _candidates(
         for kind, *each in parts:
             its = [p for k in each if (p := module._parameters.get(k)) is not None]
             bias = names[id(its[1])] if len(its) > 1 else None
-            name = path if (kind, *each) == parts[0] else f"{path}.bias"
+            alone = len(parts) == 1 or ((kind, *each) == parts[0] and kind.seen == "call")
+            name = path if alone else f"{path}.{each[0]}"
             layer = TrackedLayer(name or "(model)", names[id(its[0])], bias)
             layers.setdefault(tuple(map(id, its)), layer).uses.append((module, kind))
     return list(layers.values())
 
 
-#: a kind and the attributes that it tracks as a layer: weight and bias, or one of them
-Part = tuple[Kind, str] | tuple[Kind, str, str]
 Owners = Mapping[int, Sequence[tuple[str, nn.Module]]]
 
 
@@ -202,11 +208,20 @@ def _uses(
     path: str, module: nn.Module, owners: Owners
 ) -> Iterator[tuple[str, nn.Module, list[Part]]]:
     """(name, module, parts) of what can be chosen: a module, or single parameters of one."""
-    kind = kind_of(module)
-    if kind is None:
+    kind, prefix = kind_of(module), f"{path}." if path else ""
+    if copyable(module, kind):
+        for name, _ in module.named_parameters():
+            inside, _, attribute = name.rpartition(".")
+            copied = Copied(attribute, module)
+            yield prefix + name, module.get_submodule(inside), [(copied, attribute)]
+    elif kind is None and not isinstance(module, ParametrizationList):
         for name, p in module._parameters.items():
-            if p is not None and p.dim() > 1 and len(p) == 1:
-                yield f"{path}.{name}" if path else name, module, [(Direct(name), name)]
+            if p is not None and one_for_all(p):
+                yield prefix + name, module, [(Direct(name), name)]
+    if kind is None:
+        return
+    if parts := kind.parts(module):
+        yield path, module, list(parts)
         return
     weight, bias = (module._parameters.get(name) for name in kind.attributes)
     table = any(isinstance(m, nn.Embedding) for _, m in owners.get(id(weight), ()))
@@ -227,14 +242,15 @@ def _refusal(
 ) -> str | None:
     """Why a use cannot be captured."""
     kind, *attributes = parts[0]
-    its = [p for k in attributes if (p := module._parameters.get(k)) is not None]
-    if module._parameters.get(attributes[0]) is None:
-        return "its weight is computed from other parameters (a parametrization)"
-    sharers = [m for p in its for m in owners[id(p)] if m[1] is not module]
-    if not kind.hooked:
-        return f"{path} is tied to {sharers[0][0]}" if sharers else None
+    several = parts if kind.seen == "forward" else parts[:1]
+    its = [p for _, *each in several for k in each if (p := module._parameters.get(k)) is not None]
     if reason := kind.refusal(module):
         return reason
+    if any(module._parameters.get(each[0]) is None for _, *each in several):
+        return "its weight is computed from other parameters (a parametrization)"
+    sharers = [m for p in its for m in owners[id(p)] if m[1] is not module]
+    if kind.seen in ("copies", "forward"):
+        return f"{path} is tied to {sharers[0][0]}" if sharers else None
     others = sorted(q for q, m in sharers if not _one_weight(kind, m))
     others = others or sorted(q for q, _ in sharers if q not in chosen)
     if others:
@@ -256,14 +272,34 @@ def _one_weight(kind: Kind, module: nn.Module) -> bool:
     return kind is other or {type(kind), type(other)} == {Embedding, Linear}
 
 
-def _rejected(model: nn.Module, task: Task, batch: Any, layer: TrackedLayer) -> str | None:
-    """Why the model cannot compute with one value of this layer for each example."""
-    try:
-        with torch.enable_grad(), Tape(model, [layer], batch_length(batch)):
-            task.outputs(model, batch)
-    except Exception as error:  # of the user's code
-        return f"all examples share it, and the model fails with one for each ({error})"
-    return None
+def _rejected(
+    model: nn.Module, task: Task, batch: Any, layers: Sequence[TrackedLayer], expected: Tensor
+) -> dict[str, str | None]:
+    """Why the model cannot compute with one value of each of these layers for each example, or its
+    module's forward in steps.
+
+    Args:
+        expected: the model's outputs.
+    """
+    hosts: dict[int, list[TrackedLayer]] = {}  # layers of one module are tried together
+    for layer in layers:
+        module, kind = layer.uses[0]
+        together = kind.host(module) if kind.seen == "forward" else layer
+        hosts.setdefault(id(together), []).append(layer)
+    problems: dict[str, str | None] = {}
+    n, tolerance = batch_length(batch), TOLERANCE.get(expected.dtype, 1e-3)
+    for some in hosts.values():
+        reason = None
+        try:
+            with torch.enable_grad(), Tape(model, some, n, task.rows(batch)) as tape:
+                outputs = task.outputs(model, batch).detach()
+            if bool((outputs - expected).norm() > tolerance * expected.norm()):
+                reason = "its forward, computed step by step, gives other outputs"
+        except Exception as error:  # of the user's code
+            reason = f"all examples share it, and the model fails with one for each ({error})"
+        for layer in some:
+            problems[layer.name] = reason or tape.problem(layer)
+    return problems
 
 
 def _verified(
@@ -277,38 +313,61 @@ def _verified(
     if not layers:
         return [], {}
     weights = [p for layer in layers for p in layer.parameters().values()]
-    with torch.enable_grad(), Tape(model, layers, batch_length(batch)) as tape:
+    tape = Tape(model, layers, batch_length(batch), task.rows(batch))
+    with torch.enable_grad(), tape:
         for parameter in weights:
             parameter.requires_grad_(True)
         outputs = task.outputs(model, batch)
         mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
         totals = (outputs * mixture.to(outputs)).reshape(len(outputs), -1).sum(1)
         singles = totals.unbind()
-    truths = []
-    for total in singles:
-        gradients = torch.autograd.grad(total, weights, retain_graph=True, allow_unused=True)
-        pairs = zip(weights, gradients, strict=True)
-        truths.append({id(p): torch.zeros_like(p) if g is None else g for p, g in pairs})
-    tolerance = 3e-2 if totals.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    verified, positions = [], {}
-    for layer, blocks in tape.backward(totals, torch.ones_like(totals)):
-        captured = [whole_gradients(f.a, f.s, f.block.bias) for f in blocks]
-        named = layer.parameters().items()
-        expected = [layer.matrices({k: truth[id(p)] for k, p in named}) for truth in truths]
-        wrong = any(
-            bool((g[k] - w).norm() > tolerance * w.norm())
-            for k, matrices_of_one in enumerate(expected)
-            for g, w in zip(captured, matrices_of_one, strict=True)
-        )
-        if wrong:
-            reason = (
-                "its gradient is not that of its calls (is its weight used outside the module?)"
-            )
-            reasons.update(dict.fromkeys(layer.parameter_names(), reason))
-        else:
-            verified.append(layer)
-            positions.update({factors.block.name: factors.a.shape[1] for factors in blocks})
-    return verified, positions
+    captured = dict(tape.backward(totals, torch.ones_like(totals)))
+    tolerance = TOLERANCE.get(totals.dtype, 1e-3)
+    wrong: set[TrackedLayer] = set()
+
+    def compare(k: int, layer: TrackedLayer, truth: Mapping[str, Tensor]) -> None:
+        for factors, w in zip(captured[layer], layer.matrices(truth), strict=True):
+            one = slice(k, k + 1)
+            (g,) = whole_gradients(factors.a[one], factors.s[one], factors.block.bias)
+            if bool((g - w).norm() > tolerance * w.norm()):
+                wrong.add(layer)
+
+    for k, total in enumerate(singles):
+        _each_gradient(total, layers, partial(compare, k))
+    reason = "its gradient is not that of its calls (is its weight used outside the module?)"
+    reasons.update({name: reason for layer in wrong for name in layer.parameter_names()})
+    verified = [layer for layer in layers if layer not in wrong]
+    blocks = [factors for layer in verified for factors in captured[layer]]
+    return verified, {factors.block.name: factors.a.shape[1] for factors in blocks}
+
+
+def _each_gradient(
+    total: Tensor,
+    layers: Sequence[TrackedLayer],
+    use: Callable[[TrackedLayer, Mapping[str, Tensor]], None],
+) -> None:
+    """Call `use` with the gradients of one layer after another, by the names of its parameters.
+    The backward pass forgets them, so that those of all layers are never there together."""
+    parameters = {layer: layer.parameters() for layer in layers}
+    gradients: dict[TrackedLayer, dict[str, Tensor]] = {layer: {} for layer in layers}
+    places = {p: (layer, name) for layer, its in parameters.items() for name, p in its.items()}
+
+    def arrived(parameter: nn.Parameter) -> None:
+        layer, name = places[parameter]
+        assert parameter.grad is not None
+        gradients[layer][name], parameter.grad = parameter.grad, None
+        if len(gradients[layer]) == len(parameters[layer]):
+            use(layer, gradients.pop(layer))
+
+    handles = [p.register_post_accumulate_grad_hook(arrived) for p in places]
+    try:
+        torch.autograd.backward(total, inputs=list(places), retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer, some in gradients.items():  # the output does not depend on the others
+        zeros = {name: torch.zeros_like(p) for name, p in parameters[layer].items()}
+        use(layer, zeros | some)
 
 
 def _excluded(

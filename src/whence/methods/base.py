@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
-from whence.scores.result import BY_LAYER, BY_SEGMENT
+from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
 from whence.study import Study
 from whence.table import call_text, defaults_of
 from whence.world import World
@@ -65,9 +66,10 @@ class Method(ABC):
         top: int | None = None,
         progress: bool = True,
         by_segment: bool = False,
-        by_layer: bool = False,
+        by_layer: bool | str = False,
         examples: Any = None,
         workers: int = 0,
+        executor: str | None = None,
     ) -> Scores:
         """Scores of every training example for every query.
 
@@ -88,12 +90,22 @@ class Method(ABC):
             top: keep only the `top` most helpful and most harmful examples of each query.
             progress: show progress bars, and an estimate before long work.
             by_segment: keep the contribution of each segment (TracIn: of each checkpoint).
-            by_layer: keep the contribution of each layer (of methods of gradients).
+            by_layer: keep the contribution of each layer (of methods of gradients); with "heads",
+                of each head of the attention projections.
             examples: score only these training examples, by their indices, or {stage: indices}:
                 for example the candidates that a `GradientStore` ranked first.
             workers: processes that load data.
+            executor: None for this process and its process group, "ray" for all free workers of a
+                Ray cluster, which share the work. They need the same modules and, with `out`, a
+                folder that all of them see.
         """
-        by = BY_LAYER if by_layer else BY_SEGMENT if by_segment else None
+        if executor is not None:
+            given = {name: x for name, x in locals().items() if name not in ("self", "executor")}
+            return self._on_cluster(executor, **given)
+        if by_layer not in (False, True, BY_HEAD):
+            raise InvalidInput(f"by_layer={by_layer!r} must be True, False or {BY_HEAD!r}")
+        layered = BY_HEAD if by_layer == BY_HEAD else BY_LAYER
+        by = layered if by_layer else BY_SEGMENT if by_segment else None
         if by_segment and by_layer:
             raise InvalidInput("by_segment together with by_layer: ask for one of the two")
         if by_layer and not self._layered:
@@ -122,6 +134,22 @@ class Method(ABC):
                 mean.save(out)
             world.wait()
             return mean
+
+    def _on_cluster(self, executor: str, **call: Any) -> Scores:
+        """The same call by the workers of a cluster."""
+        if executor != "ray":
+            raise InvalidInput(f"executor={executor!r}: use None for this process, or 'ray'")
+        from whence.engine.cluster import on_ray
+
+        if call["out"] is None:
+            scores: Scores = on_ray(partial(self.attribute, **call), resumes=False)
+            return scores
+        on_ray(partial(self._store, **call), resumes=True)
+        return Scores.load(call["out"])
+
+    def _store(self, **call: Any) -> None:
+        """Scores in their folder, from which a caller elsewhere takes them."""
+        self.attribute(**call)
 
     def lay_out(
         self,

@@ -23,8 +23,8 @@ from whence.engine.solvers import solved_at_once
 from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors, first_scored
 from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
-from whence.operators.functions import survival as F_S
 from whence.operators.gauss_newton import GaussNewton
+from whence.operators.operator import survival as F_S
 from whence.run import Segment
 
 MOST_RESIDUAL = 0.5  # of conjugate gradients, without a warning: eight iterations leave about 0.1

@@ -31,7 +31,7 @@ from whence.engine.options import (
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import operations as factor_operations
 from whence.engine.query_factors import plan
-from whence.engine.scoring import Tokens, readouts, score_tokens, shared_tokens
+from whence.engine.scoring import Parts, Tokens, readouts, score_tokens, shared_tokens
 from whence.engine.workspace import GAUSS_NEWTON, LOSS, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
@@ -39,7 +39,7 @@ from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost
 from whence.run import Segment
 from whence.scores import Scores
-from whence.scores.result import BY_LAYER, BY_SEGMENT
+from whence.scores.result import BY_SEGMENT
 from whence.study import Study
 from whence.world import World
 
@@ -114,7 +114,7 @@ class GradientMethod(Method):
     ) -> Scores:
         terms = self.terms(workspace)
         places = [(term.stage, c) for term in terms for c in term.checkpoints]
-        layers = [layer.name for layer in workspace.layers] if by == BY_LAYER else None
+        layers = Parts.of(workspace, by).names or None
         segments = len(terms) if by == BY_SEGMENT else None
         writer = self.writer(workspace, out, top, segments, places, layers=layers)
         if writer.already is not None:
@@ -178,7 +178,7 @@ class GradientMethod(Method):
         segments = 1 if self._shared else len(terms)
         numbers = self.fitted_numbers(workspace, segments, passes)
         work, low_rank = self.operations(workspace, queries), None
-        if workspace.query is not None:
+        if workspace.query is not None and workspace.query.rank is not None:
             low_rank = plan(workspace, workspace.query, segments)
         if low_rank is None or workspace.query is None:
             numbers += self.vector_numbers(workspace, segments, queries)
@@ -193,7 +193,8 @@ class GradientMethod(Method):
         """Scores of a few training examples, position by position: which of its tokens did it.
 
         Meant for the examples that `attribute` found: each costs a pass of its own at every
-        checkpoint. Several runs are not averaged: give a study of one.
+        checkpoint. Several runs are not averaged: give a study of one. For the tokens of the
+        queries, make one query of each (`whence.unpacked`).
 
         Args:
             examples: indices in the training data (of `stage`, or of the last stage).
@@ -219,8 +220,8 @@ class GradientMethod(Method):
             ready: dict[int, Any] = {}
             for which, w, scale in self.vectors(workspace, prepared, queries):
                 ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))
-            score = partial(score_tokens, workspace, terms, ready, stage)
-            return shared_tokens(world, [score(e) for e in world.mine(examples)], examples)
+            mine = score_tokens(workspace, terms, ready, stage, world.mine(examples))
+            return shared_tokens(world, mine, examples)
 
 
 @dataclass(frozen=True)

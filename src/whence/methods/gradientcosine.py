@@ -14,11 +14,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from whence.engine.norms import gradient_norms
 from whence.engine.queries import Queries
 from whence.engine.workspace import LOSS, Term, Workspace
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
+from whence.methods.similarity import gradient_norms
 from whence.operators import BlockVectors
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whence.engine.norms import gradient_norms
 from whence.engine.queries import Queries
 from whence.engine.workspace import Workspace
 from whence.layers.passes import Weights
-from whence.methods.similarity import Similarity, dot
+from whence.methods.similarity import Similarity, dot, gradient_norms
 
 
 class GradientNorm(Similarity):

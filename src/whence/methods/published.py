@@ -35,8 +35,7 @@ from whence.operators import (
     significant,
     survival,
 )
-from whence.operators.operator import Function
-from whence.operators.space import rotate
+from whence.operators.operator import Function, rotate
 from whence.run import Averaged, Segment
 
 DAMPING = 1e-8  # of the inverse

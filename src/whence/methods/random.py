@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.data import cut
+from whence.data import Labels, classes, cut
 from whence.draws import Uniform
-from whence.engine.labels import Labels, classes
 from whence.engine.workspace import scored_stages
 from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import key_of

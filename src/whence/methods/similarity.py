@@ -15,16 +15,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from whence.engine.ledger import announce
 from whence.engine.queries import Queries
 from whence.engine.trials import LOSSES
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import LOSS, Workspace
 from whence.layers.passes import Weights
 from whence.methods.base import Folder, Method
 from whence.operators import cost
+from whence.operators.products import squared_norms
 from whence.scores import Scores
 from whence.table import progress_bar
 
@@ -39,6 +41,23 @@ def cosine(left: Tensor, right: Tensor) -> Tensor:
 
 def dot(left: Tensor, right: Tensor) -> Tensor:
     return left @ right.T
+
+
+def gradient_norms(workspace: Workspace, examples: Queries, checkpoint: Weights) -> Tensor:
+    """‖∇L(m, θ_c)‖ over the tracked parameters, (n,)."""
+    passes = workspace.passes[examples.stage]
+    passes.load(checkpoint)
+    squares = torch.zeros(len(examples), dtype=workspace.accumulator, device=workspace.device)
+    start = 0
+    with passes.clock("norms"):
+        for one in passes.backward_passes(
+            examples.data, examples.batches(workspace.batch_size), LOSS, "gradient norms"
+        ):
+            rows = slice(start, start + len(one.indices))
+            for factors in one.factors():
+                squares[rows] += squared_norms(factors.a, factors.s, factors.block.bias)
+            start = rows.stop
+    return squares.sqrt()
 
 
 class Similarity(Method):

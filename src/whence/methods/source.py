@@ -21,8 +21,8 @@ from whence.engine.queries import Queries
 from whence.engine.workspace import Term, Workspace
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import coupling
-from whence.operators.functions import response as F_r
-from whence.operators.functions import survival as F_S
+from whence.operators.operator import response as F_r
+from whence.operators.operator import survival as F_S
 
 
 class Source(SegmentedMethod):

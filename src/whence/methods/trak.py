@@ -86,11 +86,15 @@ class Trak(GradientMethod):
                 f"that ΦᵀΦ has no inverse: use dimension<={examples} (well below it is better), or "
                 "a damping"
             )
-        space = workspace.projected_space(self.dimension, self.joint, self.seed)
+        space = self.space(workspace)
         grams = space.measurement_moments()
         with workspace.clock("factorisation"):
             factors = [cholesky(gram, self.damping, examples, workspace.dtype) for gram in grams]
         return Prepared(space, factors, ensemble_weights(workspace))
+
+    def space(self, workspace: Workspace) -> Space:
+        """Where gradients are projected to."""
+        return workspace.projected_space(self.dimension, self.joint, self.seed)
 
     def vectors(self, workspace: Workspace, prepared: Prepared, queries: Queries) -> Vectors:
         space = prepared.space

@@ -4,15 +4,25 @@ Adding a curvature layer by layer is one file with a `compute`, and a line in `K
 """
 
 from whence.operators.diagonal import Diagonal, Identity
-from whence.operators.ekfac import EKFAC
+from whence.operators.ekfac import EKFAC, Automatic, Shampoo
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.fit import FISHERS, Fitter, accumulator
-from whence.operators.functions import decayed, inverse, response, significant, survival
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.kfac import KFAC
-from whence.operators.operator import Inverse, Operator, coupling
-from whence.operators.shampoo import Automatic, Shampoo
-from whence.operators.space import Basis, BlockDiagonal, BlockSpace, BlockVectors
+from whence.operators.operator import (
+    Basis,
+    BlockDiagonal,
+    BlockSpace,
+    BlockVectors,
+    Inverse,
+    Operator,
+    coupling,
+    decayed,
+    inverse,
+    response,
+    significant,
+    survival,
+)
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 
@@ -47,7 +57,6 @@ __all__ = [
     "coupling",
     "decayed",
     "inverse",
-    "probed_coupling",
     "response",
     "significant",
     "survival",

@@ -16,9 +16,8 @@ import torch
 
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Signal, Weights
-from whence.operators.operator import Inverse
+from whence.operators.operator import BlockVectors, Inverse
 from whence.operators.products import Readout, add_weighted, squared_norms
-from whence.operators.space import BlockVectors
 from whence.operators.statistics import FitData
 
 SHARE = 0.1  # λ_l as published, of the mean square of a gradient's entries

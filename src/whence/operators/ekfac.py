@@ -1,6 +1,14 @@
-"""EK-FAC (George et al., 2018): K-FAC's eigenbases, eigenvalues measured in them.
+"""EK-FAC (George et al., 2018): eigenvalues measured in eigenbases that are given.
 
-Λ = mean of (Q_Sᵀ G_n Q_A)²          G_n: the whole gradient of example n       (Eq. 36)
+    Λ = mean of (Q_Sᵀ G_n Q_A)²          G_n: the whole gradient of example n       (Eq. 36)
+
+The bases are K-FAC's. Where a layer acts on many positions, the gradient of an example is a sum
+over them, and the covariances of single positions are the wrong eigenbasis for it. There, Shampoo
+(Gupta et al., 2018) takes the eigenbases of
+
+    L = Σ_n G_n G_nᵀ / N          R = Σ_n G_nᵀ G_n / N
+
+in place of K-FAC's S and A.
 """
 
 from __future__ import annotations
@@ -32,3 +40,24 @@ class EKFAC(Factored):
     def whole_blocks(cls, fitter: Fitter) -> list[str]:
         """The blocks whose bases come from whole gradients."""
         return []
+
+
+class Shampoo(EKFAC):
+    """Eigenbases of whole gradients in every layer."""
+
+    kind = "shampoo"
+
+    @classmethod
+    def whole_blocks(cls, fitter: Fitter) -> list[str]:
+        return [block.name for block in fitter.blocks]
+
+
+class Automatic(Shampoo):
+    """EK-FAC's bases where an example has one position in a layer, whole gradients' where it has
+    more."""
+
+    kind = "auto"
+
+    @classmethod
+    def whole_blocks(cls, fitter: Fitter) -> list[str]:
+        return [block.name for block in fitter.blocks if fitter.positions[block.name] > 1]

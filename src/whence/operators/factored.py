@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from whence.layers.passes import Weights
-from whence.operators.functions import inverse
-from whence.operators.operator import Function, Inverse, Operator
-from whence.operators.space import Basis, BlockDiagonal, BlockVectors, rotate
+from whence.operators.operator import (
+    Basis,
+    BlockDiagonal,
+    BlockVectors,
+    Function,
+    Inverse,
+    Operator,
+    inverse,
+    rotate,
+)
 from whence.operators.whitened import Whitened
 
 if TYPE_CHECKING:

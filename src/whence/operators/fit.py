@@ -32,7 +32,7 @@ from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import cost
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
-from whence.operators.space import Basis
+from whence.operators.operator import Basis
 from whence.operators.statistics import (
     Covariances,
     FitData,
@@ -41,9 +41,8 @@ from whence.operators.statistics import (
     Tensors,
     measure,
 )
+from whence.persist.cache import FactorCache, shared
 from whence.persist.identity import key_of
-from whence.persist.shared import shared
-from whence.persist.tensors import FactorCache
 from whence.world import World
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -114,14 +113,17 @@ class Fitter:
         where = self.device if len(self.groups(True)) == 1 else torch.device("cpu")
         means: Tensors = {}
         for checkpoint in checkpoints:
-            for name, value in self.covariances(checkpoint, whole).items():
-                share = value.to(where, torch.float64) / len(checkpoints)
-                means[name] = means[name].add_(share) if name in means else share
+            covariances = dict(self.covariances(checkpoint, whole))
+            for name in list(covariances):
+                value = covariances.pop(name).to(where)
+                if len(checkpoints) > 1:
+                    value = value.double() / len(checkpoints)
+                means[name] = means[name].add_(value) if name in means else value
         bases: dict[str, Basis | None] = {}
         eigenvalues = {}
         with self.passes.clock("eigendecomposition"):
             for b in [b for b in self.blocks if f"{b.name}/S" in means]:
-                S, A = (means.pop(f"{b.name}/{key}").to(self.device) for key in "SA")
+                S, A = (means.pop(f"{b.name}/{key}").to(self.device).double() for key in "SA")
                 if not (S.isfinite().all() and A.isfinite().all()):
                     raise NotFinite(
                         f"the covariances of block {b.name} overflow: its inputs or gradients are "
@@ -344,8 +346,6 @@ class Fitter:
             return {name: self._block(name, factors) for name in names}
         if not fits:
             factors = {name: value.cpu() for name, value in factors.items()}
-        if not kind.passes:
-            return OffloadedFactors(names, lambda name: self._block(name, factors))
         parts: dict[str, Tensors] = {name: {} for name in names}
         for name, value in factors.items():
             parts[name.rpartition("/")[0]][name] = value

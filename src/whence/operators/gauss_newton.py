@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from whence.data import batch_length, cut
 from whence.errors import InvalidInput, NotFinite
@@ -33,9 +34,15 @@ from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import Factored
 from whence.operators.krylov import conjugate_gradients
-from whence.operators.operator import Function, Inverse, Operator
+from whence.operators.operator import (
+    BlockDiagonal,
+    BlockSpace,
+    BlockVectors,
+    Function,
+    Inverse,
+    Operator,
+)
 from whence.operators.products import Readout, add_weighted
-from whence.operators.space import BlockDiagonal, BlockSpace, BlockVectors
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 from whence.table import progress_bar
@@ -177,7 +184,8 @@ class GaussNewton(Operator[BlockVectors]):
         if not layers:  # a stage of layers that were not trained
             return
         for _, batch in part.data.stream(batches, passes.device, passes.dtype, passes.workers):
-            yield Linearised(passes, layers, batch)
+            # max pooling of channels-last images would need `_one_by_one`
+            yield Linearised(passes, layers, tree_map_only(Tensor, Tensor.contiguous, batch))
 
     # -- functions and inverses ------------------------------------------------------------------
 
@@ -197,7 +205,7 @@ class GaussNewton(Operator[BlockVectors]):
         def solve(v: BlockVectors) -> BlockVectors:
             w = self.space.flatten({name: v.matrix(name) for name in v.values})
             shift = self.space.diagonal(damping, w)
-            precondition = self._precondition(damping, shift)
+            precondition = self.preconditioning(damping, shift)
             steps, residuals = [], []
             for rows in cut(len(w), self.queries):
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -223,9 +231,10 @@ class GaussNewton(Operator[BlockVectors]):
 
         return Inverse(solve, statistics=statistics)
 
-    def _precondition(
+    def preconditioning(
         self, damping: Mapping[str, Any], shift: Tensor
     ) -> Callable[[Tensor], Tensor]:
+        """(H' + λ)⁻¹ with the preconditioner H', or λ⁻¹ without one; `shift` is λ, (p,)."""
         approximation = self.preconditioner
         if approximation is None:
             return shift.reciprocal().mul
@@ -317,7 +326,7 @@ class Linearised:
 
     def __init__(self, passes: Passes, layers: Sequence[TrackedLayer], batch: Any) -> None:
         # fused attention has no second derivatives, the plain form has
-        tape = Tape(passes.model, layers, batch_length(batch))
+        tape = Tape(passes.model, layers, batch_length(batch), passes.task.rows(batch))
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), tape:
             self.outputs = passes.task.outputs(passes.model, batch)
             self._u = torch.zeros_like(self.outputs, requires_grad=True)
@@ -330,9 +339,10 @@ class Linearised:
             self._calls = [calls[k] for k in reached]
             self._edges = [edges[k] for k in reached]
             self._blocks = [block for layer, _ in self._calls for block in layer.blocks]
-            self._inputs = [
-                x for _, call in self._calls for x in call.kind.inputs(call.module, call.x)
-            ]
+            self._inputs = []
+            for layer, call in self._calls:
+                parts = call.kind.inputs(call.module, call.x)
+                self._inputs += [block.inputs_in(parts) for block in layer.blocks]
             self._factors = self._positions([slopes[k] for k in reached])
             self._point = self.outputs.detach().requires_grad_()
             loss = passes.task.losses(self._point, batch).sum()
@@ -340,11 +350,10 @@ class Linearised:
 
     def _positions(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Outputs]]:
         """Gradients of the calls' outputs, of any number of batches, as (a, s) of each block."""
-        slopes = [
-            (call.kind, s)
-            for (_, call), g in zip(self._calls, gradients, strict=True)
-            for s in call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
-        ]
+        slopes = []
+        for (layer, call), g in zip(self._calls, gradients, strict=True):
+            parts = call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
+            slopes += [(call.kind, block.slopes_in(parts)) for block in layer.blocks]
         each = zip(self._blocks, self._inputs, slopes, strict=True)
         return [sides(kind, x, s, block.o) for block, x, (kind, s) in each]
 
@@ -391,9 +400,18 @@ def _each(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
     try:
         return torch.vmap(derivative)(*vectors)
     except RuntimeError as error:
+        if "vmap" in str(error):  # no batched form: max pooling of channels-last tensors, for one
+            return _one_by_one(derivative, *vectors)
         if "derivative" in str(error) or "differentiate" in str(error):
             raise InvalidInput(_NO_SECOND.format(error)) from error
         raise
+
+
+def _one_by_one(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
+    answers = [derivative(*each) for each in zip(*vectors, strict=True)]
+    if isinstance(answers[0], Tensor):
+        return torch.stack(answers)
+    return [torch.stack(parts) for parts in zip(*answers, strict=True)]
 
 
 def _slopes(a: Tensor, s: Outputs) -> Tensor:

@@ -19,9 +19,9 @@ from whence.data import Batches, cut
 from whence.layers.capture import LayerFactors, ParameterBlock
 from whence.layers.passes import BackwardPass, Passes, Signal, Weights
 from whence.operators import products
-from whence.operators.space import Basis
+from whence.operators.operator import Basis
+from whence.persist.cache import FactorCache
 from whence.persist.identity import key_of
-from whence.persist.tensors import FactorCache
 from whence.world import Owner, World, everyone
 
 Tensors = dict[str, Tensor]  # by names such as "<block>/A"
@@ -75,7 +75,8 @@ class Statistic(ABC):
 
     @abstractmethod
     def finish(self, totals: Tensors) -> Tensors:
-        """The statistic from the totals of all examples, of which some may be elsewhere."""
+        """The statistic from the totals of all examples, of which some may be elsewhere. They are
+        used up."""
 
 
 def measure(
@@ -185,7 +186,7 @@ class Covariances(LayerStatistic):
     def finish(self, totals: Tensors) -> Tensors:
         covariances = {}
         for b in [b for b in self.blocks if f"{b.name}/A" in totals]:
-            A, S = (totals[f"{b.name}/{key}"] for key in "AS")
+            A, S = (totals.pop(f"{b.name}/{key}") for key in "AS")  # frees memory
             S = S if b.rows else products.mirror(S)
             covariances[f"{b.name}/A"] = products.mirror(A) / self.examples
             scale = S.sum() if b.tied else totals[f"{b.name}/positions"]
@@ -215,4 +216,4 @@ class SecondMoments(LayerStatistic):
             products.add_squares(totals[f"{name}/diagonal"], a, s, None, bias)
 
     def finish(self, totals: Tensors) -> Tensors:
-        return {name: total / self.examples for name, total in totals.items()}
+        return {name: totals.pop(name) / self.examples for name in list(totals)}

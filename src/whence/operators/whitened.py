@@ -17,8 +17,7 @@ from whence.data import cut
 from whence.errors import warn
 from whence.layers.passes import products_as
 from whence.operators.krylov import Product, Solution, conjugate_gradients, matrix_functions
-from whence.operators.operator import Function, Inverse, Operator
-from whence.operators.space import BlockDiagonal, BlockVectors
+from whence.operators.operator import BlockDiagonal, BlockVectors, Function, Inverse, Operator
 
 STEPS, CG_STEPS = 500, 2000  # at most
 CG_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}

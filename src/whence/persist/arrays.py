@@ -1,4 +1,4 @@
-"""Arrays in .npy files, checked block by block against checksums.
+"""Arrays in .npy files and named tensors in safetensors files, checked against checksums.
 
 The file that describes an array (run.json, scores.json, ...) has its entry:
 
@@ -11,6 +11,7 @@ opened. Large ones are mapped into memory, and each block is checked when it is 
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import zlib
@@ -19,16 +20,22 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
+import safetensors.torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.persist.files import (
+    CHECKSUM,
     REMEDY,
     atomic,
     damaged,
     naming_write_errors,
+    parsing,
     refuse_special,
 )
+from whence.persist.identity import sha256_of, tensors_sha256
 
 BLOCK = 2**20  # bytes
 LARGE = 2**26  # bytes; larger arrays are checked when they are read
@@ -277,3 +284,73 @@ class _Blocks:
             if f"{zlib.crc32(content.data):08x}" != self.crc32[8 * block : 8 * block + 8]:
                 raise damaged(self.path, f"altered: MiB {block} has another checksum", self.remedy)
             self.checked[block] = True
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+
+def independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous, none a view of another, as safetensors requires."""
+    separate: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
+            tensor = tensor.clone()
+        storages.add(storage.data_ptr())
+        separate[name] = tensor
+    return separate
+
+
+def serialize(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file: the same tensors give the same bytes, whatever their order or device."""
+    return safetensors.torch.save(independent(tensors))
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and what is to be known about them, as JSON, with a checksum."""
+    separate = independent(tensors)
+    plain = json.loads(json.dumps(about, default=str))
+    text = json.dumps({**plain, CHECKSUM: _tensors_checksum(separate, plain)})
+    with atomic(path) as temporary:
+        # One metadata entry, because the order of several varies.
+        safetensors.torch.save_file(separate, temporary, {"about": text})
+
+
+def _tensors_checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    """A digest of the tensors, with names, dtypes and shapes, and of what is known about them."""
+    forms = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
+    return sha256_of(json.dumps([forms, about], sort_keys=True), tensors_sha256(tensors))
+
+
+def load_tensors(
+    path: Path, *, remedy: str = REMEDY, checksum_required: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a safetensors file, and what `save_tensors` was given about them.
+
+    Args:
+        remedy: what to do if the file is damaged.
+        checksum_required: refuse a file without a checksum. Some kinds of files did not have one
+            in earlier versions, and kept what is to be known in separate metadata entries.
+
+    Raises:
+        DamagedFile: the file is truncated or altered.
+    """
+    with parsing(path, remedy):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+                about: dict[str, Any] = dict(file.metadata() or {})
+        except SafetensorError as error:
+            raise damaged(path, f"truncated, or not a safetensors file: {error}", remedy) from error
+        about |= json.loads(about.pop("about", "{}"))
+    # Earlier versions had a checksum of the names and bytes only, or none.
+    checksum, bytes_only = about.pop(CHECKSUM, None), about.pop("sha256", None)
+    if checksum is None and bytes_only is None and checksum_required:
+        raise damaged(path, "it has no checksum", remedy)
+    if (checksum is not None and checksum != _tensors_checksum(tensors, about)) or (
+        bytes_only is not None and bytes_only != tensors_sha256(tensors)
+    ):
+        raise damaged(path, "altered: its checksum does not fit", remedy)
+    return tensors, about

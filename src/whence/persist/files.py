@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and checked when they are read.
+"""Files that are written whole or not at all, by one process at a time, and checked when read.
 
 Nothing is ever pickled or unpickled.
 """
@@ -19,11 +19,13 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import IO, Any, ClassVar
+from weakref import WeakValueDictionary
 
 from whence.errors import (
     DamagedFile,
     DiskFull,
+    FolderConflict,
     InvalidInput,
     InvalidType,
     NotAFolder,
@@ -41,6 +43,8 @@ TEMPORARY = re.compile(
 ABANDONED = 3600.0  # seconds without a change, after which the writer is taken to be dead
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # of some network disks
+LOCK = ".lock"  # the name of a folder's lock
 CHECKSUM = "checksum"  # the name of the checksum in a JSON file
 
 SAVING_SHARE = 0.03  # of the time, at most, is spent on saving unfinished work
@@ -305,3 +309,108 @@ def check_schema(path: Path, content: Mapping[str, Any], schema: int, remedy: st
             f"{path} has schema {content['schema']!r}, this whence reads {schema}: use the version "
             "of whence that wrote it"
         )
+
+
+# --- one process at a time ----------------------------------------------------------------------
+# The system releases a lock when its process dies. The file says who holds it: `process 4711 on
+# gpu7, since 2026-11-16 07:44:58`.
+
+
+def acquire_lock(path: Path, *, wait: bool) -> IO[bytes] | None:
+    """Lock a file, which is created if needed. Close the returned file to release it.
+
+    Args:
+        wait: until the lock is free; otherwise None is returned if another process holds it.
+    """
+    import fcntl  # not on Windows, where nothing that needs a lock is supported
+
+    while True:
+        try:
+            with naming_write_errors(path):
+                file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as it is held
+        except IsADirectoryError as error:
+            raise InvalidInput(f"{path} is a folder, where a lock belongs: move it away") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        except BlockingIOError:
+            file.close()
+            return None
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno in NO_LOCKS:  # nobody can hold a lock there
+                return file
+            file.close()
+            raise
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # its holder has removed it meanwhile: lock the new one
+    with suppress(OSError):  # on a full disk the lock holds without a name
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {platform.node()}, since {since}".encode())
+    return file
+
+
+def lock_holder(path: Path) -> str:
+    """Who holds a lock, as far as its file tells."""
+    try:
+        content = path.read_bytes()[:200].decode(errors="replace").strip()
+    except OSError:
+        content = ""
+    return content or "unknown"
+
+
+class FolderLock:
+    """One writer at a time in a folder.
+
+    Args:
+        folder: created if needed. The lock is the file `.lock` in it while it is held.
+        doing: what the writer does, such as "builds a store".
+        takeover: take the lock from an earlier writer of this process, which may have failed
+            without releasing it. That writer fails at its next `check`.
+
+    Raises:
+        FolderConflict: another writer holds the lock.
+    """
+
+    _of_this_process: ClassVar[WeakValueDictionary[str, FolderLock]] = WeakValueDictionary()
+
+    def __init__(self, folder: Path, doing: str, *, takeover: bool = False) -> None:
+        make_folder(folder)
+        self.path, self.doing = folder.resolve() / LOCK, doing
+        earlier = self._of_this_process.get(str(self.path))
+        if earlier is not None and takeover:
+            earlier.release()
+        self._file: IO[bytes] | None = None
+        if os.name != "nt":
+            self._file = acquire_lock(self.path, wait=False)
+            if self._file is None:
+                raise FolderConflict(
+                    f"another writer {doing} in {folder} ({lock_holder(self.path)}): wait until it "
+                    "has finished, end it, or choose another folder"
+                )
+        self.held = True
+        self._of_this_process[str(self.path)] = self
+
+    def check(self) -> None:
+        """Refuse to go on after another writer of this process took the lock."""
+        if not self.held:
+            raise FolderConflict(
+                f"a later call in this process {self.doing} in {self.path.parent}: this one stops"
+            )
+
+    def release(self) -> None:
+        if self._file is not None:
+            self.path.unlink(missing_ok=True)
+            self._file.close()
+        self._file, self.held = None, False
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -98,14 +98,24 @@ class Examples:
             URI), `text`, `row` ([name, value] pairs) or `html`. There may be a `note`, and `more`,
             which says how much of a text or row was cut.
         """
+        return self._read(index, drawn=True)
+
+    def content(self, index: int) -> Rendered:
+        """As `render`, with the `array` (c, h, w) of an image in place of its data URI."""
+        return self._read(index, drawn=False)
+
+    def _read(self, index: int, drawn: bool) -> Rendered:
         rendered: Rendered = {"id": int(index), "kind": "missing", "label": None}
         if self.dataset is None:
             return rendered
         try:
             example = self.dataset[int(index)]
             rendered["label"] = self._label(example, index)
-            content = _input(example) if self.renderer is None else self.renderer(example)
-            return rendered | self._content(content)
+            given = _input(example) if self.renderer is None else self.renderer(example)
+            content = self._content(given)
+            if drawn and content["kind"] == "image":
+                content = _image(content.pop("array"), self.size, content.get("note"))
+            return rendered | content
         except Exception as error:
             # One example that cannot be shown must not cost the page.
             what = "reading" if self.renderer is None else "rendering"
@@ -128,14 +138,14 @@ class Examples:
     @cached_property
     def wordless(self) -> bool:
         """Whether the examples are images (the first one is), or there are none."""
-        return len(self) == 0 or "image" in self.render(0)
+        return len(self) == 0 or self.content(0)["kind"] == "image"
 
     def in_words(self, index: int) -> tuple[str, str]:
         """An example's label and text; images are not drawn for it."""
         if self.wordless:
             return self.label(index) or "", ""
-        rendered = self.render(index)
-        return rendered["label"] or "", words(rendered)
+        content = self.content(index)
+        return content["label"] or "", words(content)
 
     @cached_property
     def names_classes(self) -> bool:
@@ -236,12 +246,12 @@ class Examples:
         if array.ndim == 1:
             return self._vector(array)
         if array.ndim == 2 and min(array.shape) > 0:
-            return _image(array[None], self.size)
+            return _picture(array[None])
         if array.ndim == 3 and min(array.shape) > 0:
             if array.shape[0] <= 4:
-                return _image(array, self.size)
+                return _picture(array)
             if array.shape[2] <= 4:
-                return _image(array.transpose(2, 0, 1), self.size)
+                return _picture(array.transpose(2, 0, 1))
         return _row([["array", _value(array)]])
 
     def _vector(self, array: NDArray[Any]) -> Rendered:
@@ -251,7 +261,7 @@ class Examples:
         if array.dtype.kind == "i" and array.dtype.itemsize >= 4:
             rendered = self._decoded(array)
         elif len(array) in FLAT:
-            rendered = _image(array.reshape(FLAT[len(array)]), self.size)
+            rendered = _picture(array.reshape(FLAT[len(array)]))
         else:
             rendered = _row([[f"x{k}", _value(value)] for k, value in enumerate(array.tolist())])
         if self.columns is not None:
@@ -410,36 +420,45 @@ def _value(value: Any) -> str:
     return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 
-def _image(array: NDArray[Any], size: int) -> Rendered:
+def _picture(array: NDArray[Any]) -> Rendered:
+    return {"kind": "image", "array": array}
+
+
+def _image(array: NDArray[Any], size: int, note: str | None = None) -> Rendered:
     """A small PNG of an array (c, h, w), c ≤ 4, with values in any range.
 
     Bytes are used unchanged, and values in [0, 1] are multiplied by 255. Other values are scaled
     from their finite minimum and maximum. Values that are not finite are grey.
     """
-    pixels = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
-    finite = pixels.isfinite()
+    pixels = np.asarray(array, dtype=np.float64)
+    finite = np.isfinite(pixels)
+    whole = bool(finite.all())
+    known = pixels if whole else pixels[finite]
     low, high = 0.0, 255.0 if array.dtype == np.uint8 else 1.0
-    if finite.any():
-        least, most = float(pixels[finite].min()), float(pixels[finite].max())
+    if known.size:
+        least, most = float(known.min()), float(known.max())
         if least < 0 or most > high:
             low, high = least, most
     # halves, because the difference of two doubles may overflow
     span = high / 2 - low / 2
-    scaled = (pixels / 2 - low / 2) / span if span > 0 else torch.full_like(pixels, 0.5)
-    scaled = torch.where(finite, scaled, 0.5)
-    notes = [] if bool(finite.all()) else [f"{int((~finite).sum()):,} values are not finite"]
+    with np.errstate(invalid="ignore"):
+        scaled = (pixels / 2 - low / 2) / span if span > 0 else np.full(pixels.shape, 0.5)
+    notes = [] if note is None else [note]
+    if not whole:
+        scaled = np.where(finite, scaled, 0.5)
+        notes.append(f"{int((~finite).sum()):,} values are not finite")
     channels, height, width = scaled.shape
     if channels == 2:
-        scaled = scaled.mean(0, keepdim=True)
+        scaled = scaled.mean(0, keepdims=True)
         notes.append("mean of 2 channels")
     scaled = scaled[:3]
     longer = max(height, width)
     if longer > size:
         small = (max(1, round(height * size / longer)), max(1, round(width * size / longer)))
-        scaled = adaptive_avg_pool2d(scaled, small)
+        scaled = adaptive_avg_pool2d(torch.from_numpy(scaled), small).numpy()
     if longer > 4 * min(height, width) or longer > size:
         notes.append(f"{height} × {width}")
-    data = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+    data = (scaled * 255).round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
     uri = "data:image/png;base64," + base64.b64encode(png(data)).decode()
     return {"kind": "image", "image": uri} | ({"note": "; ".join(notes)} if notes else {})
 
@@ -447,13 +466,14 @@ def _image(array: NDArray[Any], size: int) -> Rendered:
 def png(pixels: NDArray[np.uint8]) -> bytes:
     """Encode (h, w, 1) or (h, w, 3) as PNG: grey or RGB, 8 bits, the smallest of three filters."""
     height, width, channels = pixels.shape
-    left = np.diff(pixels, axis=1, prepend=np.zeros((height, 1, channels), np.uint8))
-    above = np.diff(pixels, axis=0, prepend=np.zeros((1, width, channels), np.uint8))
+    left, above = pixels.copy(), pixels.copy()
+    left[:, 1:] -= pixels[:, :-1]
+    above[1:] -= pixels[:-1]
     packed = []
     for kind, rows in enumerate((pixels, left, above)):
         lines = np.full((height, 1 + width * channels), kind, np.uint8)
         lines[:, 1:] = rows.reshape(height, -1)
-        packed.append(zlib.compress(lines.tobytes(), 9))
+        packed.append(zlib.compress(lines.tobytes(), 6))
 
     def chunk(name: bytes, data: bytes) -> bytes:
         check = zlib.crc32(name + data)

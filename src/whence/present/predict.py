@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut, place
-from whence.layers.passes import WeightLoader, precision_as_asked
-from whence.run import Run
-from whence.study import Study, cast, copied
+from whence.layers.passes import precision_as_asked
+from whence.run.checkpoint import Checkpoint
+from whence.study import Study, loader
 from whence.task import Classification, Task
 
 BATCH = 256
+CURVE = 20  # checkpoints of a curve, at most
 
 
 def predictions(
@@ -46,7 +48,8 @@ def predictions(
     outputs: list[Tensor | None] = [None] * len(which)
     labels = np.full(len(which), -1)
     for run in study.runs:
-        for where, batch_measured, rows, given in _evaluate(study, run, stage, data, which):
+        final = [c for c in run.checkpoints if c.stage == stage][-1]
+        for where, batch_measured, rows, given in _evaluate(study, final, stage, data, which):
             measured[where] += batch_measured / len(study.runs)
             labels[where] = given
             for k, row in zip(where, rows if rows is not None else [], strict=False):
@@ -61,17 +64,39 @@ def predictions(
     }
 
 
-def _evaluate(study: Study, run: Run, stage: str, data: Batches, which: np.ndarray) -> Any:
+def curves(
+    study: Study, dataset: Any, indices: Sequence[int]
+) -> tuple[list[int], NDArray[np.float64]]:
+    """How the measurement of examples went during training, in eval mode.
+
+    Returns:
+        The updates, at most `CURVE` of them, and the measurements (updates, n) of the first run at
+        its checkpoints, from the beginning of the last stage.
+    """
+    stage, run = study.stages[-1], study.runs[0]
+    every = [c for c in [run.initial, *run.checkpoints] if c is not None and c.stage == stage]
+    chosen = np.unique(np.linspace(0, len(every) - 1, CURVE).round().astype(int))
+    data, which = Batches("examples", dataset, study.collate), np.asarray(indices, np.int64)
+    measured = np.zeros((len(chosen), len(which)))
+    for k, at in enumerate(chosen):
+        for where, values, _, _ in _evaluate(study, every[at], stage, data, which):
+            measured[k, where] = values
+    return [every[at].step for at in chosen], measured
+
+
+def _evaluate(
+    study: Study, checkpoint: Checkpoint, stage: str, data: Batches, which: np.ndarray
+) -> Any:
     """(positions in `which`, measurements, outputs (n, c) or None, labels), batch by batch."""
     task, model = study.tasks[stage], study.models[stage]
     parameter = next(model.parameters(), torch.zeros(()))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
-    loader = WeightLoader(cast(copied(model), parameter.device, dtype).eval())
-    loader.load([c for c in run.checkpoints if c.stage == stage][-1])
+    loaded = loader(model, study.device, dtype)
+    loaded.load(checkpoint)
     with torch.no_grad(), precision_as_asked():
         for where in cut(len(which), BATCH):
-            batch = place(data.take(which[where]), parameter.device, dtype)
-            outputs = task.outputs(loader.model, batch)
+            batch = place(data.take(which[where]), study.device, dtype)
+            outputs = task.outputs(loaded.model, batch)
             measured = task.measurements(outputs, batch).double().cpu()
             labels = task.labels(batch).cpu().numpy() if isinstance(task, Classification) else -1
             yield where, measured, _readable(task, outputs), labels

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
 from whence.present.check import by_stage
+from whence.present.duplicates import Sketch, leaders, sketch
 from whence.present.examples import Examples, Rendered
 from whence.scores import Scores
 from whence.scores.result import SIGN
@@ -34,6 +35,7 @@ View = dict[str, Any]
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
 Class = Callable[[int], str | None]
+Leaders = Callable[[Sequence[int]], Ints]
 
 
 class TrainingExamples:
@@ -60,6 +62,7 @@ class TrainingExamples:
             for stage, dataset in by_stage(scores, train).items()
         }
         self._none = Examples(None)
+        self._sketches: dict[int, Sketch | None] = {}
 
     def of(self, column: int) -> tuple[Examples, int]:
         """The examples of a column's stage, and the index there."""
@@ -76,6 +79,23 @@ class TrainingExamples:
         """The label of a column, if it names a class."""
         examples, index = self.of(column)
         return examples.label(index) if examples.names_classes else None
+
+    def leaders(self, columns: Sequence[int]) -> Ints:
+        """The position of the column that each one nearly duplicates; its own if none."""
+        for column in columns:
+            if column not in self._sketches:
+                examples, index = self.of(column)
+                self._sketches[column] = sketch(examples.content(index))
+        return leaders([self._sketches[column] for column in columns])
+
+
+def folded(entries: list[View], leaders_of: Leaders) -> list[View]:
+    """Entries without near-duplicates of a stronger one, which has their columns as `also`."""
+    leading = leaders_of([entry["column"] for entry in entries])
+    for place, leader in enumerate(leading.tolist()):
+        if leader != place:
+            entries[leader].setdefault("also", []).append(entries[place]["column"])
+    return [entry for place, entry in enumerate(entries) if leading[place] == place]
 
 
 def task_of(study: Study | None, stage: str | None) -> Task | None:
@@ -204,6 +224,11 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
         mix = {name: class_mix(view[name], class_of) for name in ("helpful", "harmful")}
         view["classes"] = mix if any(mix.values()) else None
     return view
+
+
+def fold_query(view: View, leaders_of: Leaders) -> View:
+    """A `query_view` whose lists show near-duplicates once."""
+    return view | {end: folded(view[end], leaders_of) for end in ("helpful", "harmful")}
 
 
 def describe_query(

@@ -17,7 +17,7 @@ from whence.layers.capture import Outputs, ParameterBlock, whole_gradients
 from whence.layers.rows import Rows
 from whence.operators.factored import EigenFactors
 from whence.operators.fit import accumulator
-from whence.operators.space import Basis
+from whence.operators.operator import Basis
 from whence.projections.gradients import Gradients
 
 

@@ -15,7 +15,7 @@ from whence.layers.passes import Signal, Weights
 from whence.operators import FitData
 from whence.operators.products import add_gram, mirror
 from whence.operators.statistics import Statistic, Tensors, measure
-from whence.persist.tensors import FactorCache
+from whence.persist.cache import FactorCache
 from whence.projections.gradients import projected
 from whence.projections.projection import Projection
 

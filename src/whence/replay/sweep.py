@@ -18,8 +18,8 @@ from torch import Tensor
 from whence.data import Batches
 from whence.engine.workspace import Workspace
 from whence.operators import cost
+from whence.persist.arrays import load_tensors, save_tensors
 from whence.persist.files import Throttle, parsing
-from whence.persist.tensors import load_tensors, save_tensors
 from whence.replay.training import Adjoint, Indices, Replay, Update
 from whence.run import Run
 

@@ -208,6 +208,7 @@ class Replay:
         for stage, passes in workspace.passes.items():
             _check_parameters(passes.model, stage, initial)
             passes.load(run.initial)
+            passes.loaded.keep_whole()
             self.objectives[stage] = Objective(passes.model.requires_grad_(False), passes.task)
             modes[stage] = self._modes(stage)
             self.unmodelled += modes[stage].messages

@@ -7,6 +7,7 @@ from whence.evaluate.plots import (
     plot_mislabeled,
     plot_removal,
 )
+from whence.present.card import Card, card
 from whence.present.check import check_data
 from whence.present.examples import HTML, Examples
 from whence.present.notebook import show
@@ -16,8 +17,10 @@ from whence.table import Table
 
 __all__ = [
     "HTML",
+    "Card",
     "Examples",
     "Table",
+    "card",
     "check_data",
     "plot_calibration",
     "plot_lds",

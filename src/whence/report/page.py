@@ -24,12 +24,14 @@ from whence.errors import InvalidInput, MissingFile
 from whence.persist.files import write_bytes
 from whence.present.check import by_stage, check_data
 from whence.present.examples import QUERY_SIZE, Examples, Renderer
-from whence.present.predict import predictions
+from whence.present.predict import curves, predictions
 from whence.present.summary import summary
 from whence.present.views import (
     TrainingExamples,
     View,
     describe_query,
+    fold_query,
+    folded,
     harmful_overall,
     number,
     overview,
@@ -134,10 +136,15 @@ def write(
     else:
         rows = _rows(scores, queries, notes)
         predicted = _predictions(scores, study, query, rows, notes)
+        views = (query_view(scores, row, k, examples.class_of) for row in rows)
         payload["queries"] = [
-            describe_query(view, query_examples, predicted.get(view["id"]))
-            for view in (query_view(scores, row, k, examples.class_of) for row in rows)
+            describe_query(
+                fold_query(view, examples.leaders), query_examples, predicted.get(view["id"])
+            )
+            for view in views
         ]
+        if predicted and scores.by_segment is not None:
+            _add_curves(study, query, payload["queries"])
         payload["harmful"] = harmful_overall(scores, WORST, k)
         classed = query_examples.names_classes
         payload["summary"] = summary(
@@ -147,6 +154,8 @@ def write(
             payload["queries"],
             truth,
         )
+        for end in ("helpful", "harmful"):
+            payload["summary"][end] = folded(payload["summary"][end], examples.leaders)
         lists = [payload["harmful"]["entries"]]
         lists += [payload["summary"][end] for end in ("helpful", "harmful")]
         lists += [view[end] for view in payload["queries"] for end in ("helpful", "harmful")]
@@ -252,6 +261,14 @@ def _predictions(
     return predictions(study, query, [int(scores.query_ids[row]) for row in rows])
 
 
+def _add_curves(study: Study | None, query: Any, views: list[View]) -> None:
+    """Add how the measurement of each query went during training: `curve`, [update, value]."""
+    assert study is not None
+    steps, measured = curves(study, query, [view["id"] for view in views])
+    for view, values in zip(views, measured.T, strict=True):
+        view["curve"] = [[step, number(x)] for step, x in zip(steps, values, strict=True)]
+
+
 def _predict_embedded(
     scores: Scores, study: Study, examples: TrainingExamples, entries: list[View], embedded: View
 ) -> None:
@@ -318,6 +335,7 @@ def _embed(
     deepest = max((len(entries) for entries in lists[1:]), default=0)
     for rank in range(deepest):
         order += [entries[rank]["column"] for entries in lists[1:] if rank < len(entries)]
+    order += [column for entries in lists for e in entries for column in e.get("also", [])]
     embedded: View = {}
     ids: View = {}
     spent = mismatched = 0

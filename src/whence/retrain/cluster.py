@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whence.errors import MissingDependency
+from whence.engine.cluster import RETRIES, connect
 from whence.retrain.grid import Grid
 from whence.retrain.pool import TrainingPool
 from whence.retrain.training import Training
 
-RETRIES = 5  # for a unit whose worker died
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependency(
-            "executor='ray' needs Ray: pip install 'whence-tda[ray]'"
-        ) from error
-    if not ray.is_initialized():
-        # a cluster on this machine, whose workers import from the same paths
-        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths})
-    return ray
-
 
 def workers() -> int:
     """The number of units that can run at the same time: one per GPU, or per core."""
-    resources = _ray().cluster_resources()
+    resources = connect().cluster_resources()
     return int(resources.get("GPU", 0) or resources.get("CPU", 1)) or 1
 
 
@@ -45,7 +27,7 @@ def distribute(
 
     Finished units are stored as they arrive, so a driver that dies loses only unfinished ones.
     """
-    ray = _ray()
+    ray = connect()
     resources = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
 
     @ray.remote(max_retries=RETRIES, **resources)  # type: ignore[untyped-decorator]

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
-from whence.persist import locks
+from whence.persist import files
+from whence.persist.arrays import load_tensors, save_tensors
 from whence.persist.files import damaged, make_folder, parsing, read_json, write_json
 from whence.persist.identity import sha256_of
-from whence.persist.tensors import load_tensors, save_tensors
 
 SCHEMA = 1
 Rows = NDArray[np.float64]
@@ -139,7 +139,7 @@ class Grid:
         """Hold a lock file. The system releases it when the process dies."""
         assert self.folder is not None
         path = self.folder / "parts" / f"{name}.lock"
-        file = locks.acquire(path, wait=wait)
+        file = files.acquire_lock(path, wait=wait)
         if file is None:
             yield False
             return

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whence.persist.files import Throttle, make_folder, parsing, read_json, write_json
-from whence.persist.locks import FolderLock
-from whence.persist.tensors import load_tensors, save_tensors
+from whence.persist.arrays import load_tensors, save_tensors
+from whence.persist.files import FolderLock, Throttle, make_folder, parsing, read_json, write_json
 from whence.retrain.callback import Update
 from whence.retrain.grid import name_of
 from whence.retrain.stacked import running_statistics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,25 +38,46 @@ class Averaged:
         return sha256_of(names)
 
     def weights(self) -> dict[str, Tensor]:
-        totals: dict[str, Tensor] = {}
-        first: dict[str, Tensor] | None = None
-        for checkpoint in self.checkpoints:
-            last = checkpoint.weights()
-            first = last if first is None else first
-            names = first.keys() | last.keys()
-            different = sorted(n for n in names if _shape(first, n) != _shape(last, n))
+        return dict(self.opened())
+
+    def opened(self) -> Mapping[str, Tensor]:
+        return _Mean(self.checkpoints)
+
+
+class _Mean(Mapping[str, Tensor]):
+    """The means of tensors, each computed when it is asked for."""
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self._checkpoints = checkpoints
+        self._opened = [c.opened() for c in checkpoints]
+        for checkpoint, weights in zip(checkpoints, self._opened, strict=True):
+            different = sorted(set(weights) ^ set(self._opened[0]))
             if different:
-                steps = f"{self.checkpoints[0].step} and {checkpoint.step}"
-                raise InvalidInput(
-                    f"the checkpoints at steps {steps} have different architectures "
-                    f"({', '.join(different[:3])}): they cannot be averaged"
-                )
-            for name, value in last.items():
-                if value.is_floating_point():
-                    share = value.double() / len(self.checkpoints)
-                    totals[name] = totals[name] + share if name in totals else share
-        return last | totals  # in float64: loading them casts to the model's precision
+                raise self._refusal(checkpoint, different)
 
+    def __getitem__(self, name: str) -> Tensor:
+        values = [weights[name] for weights in self._opened]
+        for checkpoint, value in zip(self._checkpoints, values, strict=True):
+            if value.shape != values[0].shape:
+                raise self._refusal(checkpoint, [name])
+        if not values[-1].is_floating_point():
+            return values[-1]
+        mean = values[0].double() / len(values)
+        for value in values[1:]:
+            mean = mean + value.double() / len(values)
+        return mean  # in float64: loading it casts to the model's precision
 
-def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(weights[name].shape) if name in weights else None
+    def __contains__(self, name: object) -> bool:
+        return name in self._opened[-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened[-1])
+
+    def __len__(self) -> int:
+        return len(self._opened[-1])
+
+    def _refusal(self, checkpoint: Checkpoint, names: Sequence[str]) -> InvalidInput:
+        return InvalidInput(
+            f"the checkpoints at steps {self._checkpoints[0].step} and {checkpoint.step} have "
+            f"different architectures ({', '.join(names[:3])}): they cannot be averaged"
+        )

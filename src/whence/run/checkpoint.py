@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from whence.errors import DamagedFile, InvalidInput, WhenceError
 from whence.persist import identity
+from whence.persist.arrays import load_tensors, serialize
 from whence.persist.files import damaged, refuse_special, write_bytes
 from whence.persist.identity import sha256_of
-from whence.persist.tensors import load_tensors, serialize
+from whence.world import gathered, local
 
 REMEDY = "restore it from a copy, or record the run again"
 
@@ -40,7 +42,8 @@ def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     seen: dict[object, str] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        address = local(tensor).data_ptr()
+        place = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and seen.setdefault(place, name) != name:
             aliases[name] = seen[place]
         else:
@@ -49,10 +52,17 @@ def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def model_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A model's parameters and buffers under their plain names, tied ones once, and the aliases."""
+    """A model's parameters and buffers under their plain names, tied ones once, and the aliases.
+    Whole ones: if they are sharded, the other ranks assist (see `whence.run.gather`)."""
+    unique, aliases = untie(plain_state(model))
+    return gathered("weights", unique), aliases
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters and buffers under their plain names."""
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     plain = plain_names(state)
-    return untie({plain[name]: tensor for name, tensor in state.items()})
+    return {plain[name]: tensor for name, tensor in state.items()}
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -73,7 +83,7 @@ def architecture_sha256(model: nn.Module) -> str:
 
 def parameters_sha256(model: nn.Module) -> str:
     """SHA-256 of its parameters alone, without buffers."""
-    return sha256_of(serialize(untie(dict(model.named_parameters()))[0]))
+    return sha256_of(serialize(gathered("parameters", untie(dict(model.named_parameters()))[0])))
 
 
 @dataclass(frozen=True)
@@ -139,31 +149,79 @@ class TensorFile:
         if self.memory is not None:
             tensors = dict(self.memory)
         else:
-            assert self.path is not None
-            actual, recorded = file_sha256(self.path), self.stored or self.sha256
-            if actual != recorded:
-                reason = (
-                    f"truncated or altered: its SHA-256 is {actual[:12]}…, "
-                    f"{recorded[:12]}… was recorded"
-                )
-                raise RunError(str(damaged(self.path, reason, REMEDY)))
-            tensors = read_tensors(self.path) | self._from_base()
+            tensors = read_tensors(self._verified())
+            base = self._base()
+            tensors |= {name: base[name] for name in self.unchanged}
         for alias, name in self.aliases.items():
             if name in tensors:
                 tensors[alias] = tensors[name]
         return tensors
 
-    def _from_base(self) -> dict[str, Tensor]:
+    def open(self) -> Mapping[str, Tensor]:
+        """The same. A tensor of a safetensors file is read when it is asked for."""
+        if self.path is None or self.path.suffix != ".safetensors":
+            return self.load()
+        return OpenedTensors(self._verified(), self.aliases, self._base())
+
+    def _verified(self) -> Path:
+        assert self.path is not None
+        actual, recorded = file_sha256(self.path), self.stored or self.sha256
+        if actual != recorded:
+            reason = (
+                f"truncated or altered: its SHA-256 is {actual[:12]}…, "
+                f"{recorded[:12]}… was recorded"
+            )
+            raise RunError(str(damaged(self.path, reason, REMEDY)))
+        return self.path
+
+    def _base(self) -> Mapping[str, Tensor]:
+        """What has the tensors that this file leaves out."""
         if not self.unchanged:
             return {}
-        base = {} if self.base is None else self.base.load()
+        base = {} if self.base is None else self.base.open()
         missing = [name for name in self.unchanged if name not in base]
         if missing:
             raise RunError(
                 f"{self.path} leaves {missing[0]} to the run's first checkpoint, which does not "
                 f"have it: {REMEDY}"
             )
-        return {name: base[name] for name in self.unchanged}
+        return base
+
+
+class OpenedTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, which is mapped into memory. Do not write to them.
+
+    Args:
+        aliases: other names of tensors.
+        base: has those that the file leaves out.
+    """
+
+    def __init__(self, path: Path, aliases: Mapping[str, str], base: Mapping[str, Tensor]) -> None:
+        try:
+            self._file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise RunError(str(damaged(path, error, REMEDY))) from error
+        plain = plain_names(self._file.keys())
+        self._names = {short: name for name, short in plain.items()}
+        self._aliases, self._base = aliases, base
+
+    def __getitem__(self, name: str) -> Tensor:
+        name = self._aliases.get(name, name)
+        if name not in self._names:
+            return self._base[name]
+        tensor: Tensor = self._file.get_tensor(self._names[name])
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        plain = self._aliases.get(str(name), name)
+        return plain in self._names or plain in self._base
+
+    def __iter__(self) -> Iterator[str]:
+        names = dict.fromkeys([*self._names, *self._base])
+        return iter(names | {a: None for a, name in self._aliases.items() if name in names})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def file_sha256(path: Path) -> str:
@@ -222,6 +280,10 @@ class Checkpoint:
     def weights(self) -> dict[str, Tensor]:
         """The whole state dict, buffers and tied names included, on the CPU. Verified first."""
         return self.files.load()
+
+    def opened(self) -> Mapping[str, Tensor]:
+        """The same; each tensor is read when it is asked for."""
+        return self.files.open()
 
     def second_moments(self) -> dict[str, Tensor] | None:
         """{parameter: v̂}, bias-corrected for Adam; None for an optimizer that keeps none."""

@@ -212,7 +212,7 @@ def _changed_untrained(run: RunData, stage: Stage, parameters: Iterable[str]) ->
         checkpoints.insert(0, run.initial)
     if not others or len(checkpoints) < 2:
         return []
-    first, last = checkpoints[0].weights(), checkpoints[-1].weights()
+    first, last = checkpoints[0].opened(), checkpoints[-1].opened()
     return [
         name
         for name in others

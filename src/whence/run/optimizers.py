@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from whence.run.checkpoint import plain_names
 from whence.run.smooth_adamw import SmoothAdamW
+from whence.world import part_of
 
 NAMES: dict[type[Optimizer], str] = {
     SGD: "sgd",
@@ -131,12 +132,13 @@ def load_state(
     optimizer: Optimizer, names: Mapping[int, list[str]], flat: Mapping[str, Tensor]
 ) -> None:
     """Load a flat state. Learning rates and other settings of the groups do not change."""
+    parameters = {name: parameter for name, parameter, _ in _named(optimizer, names)}
     states: dict[str, dict[str, Any]] = {}
     for key, tensor in flat.items():
         name, entry = key.rsplit("/", 1)
         is_number = entry.endswith(NUMBER)
         states.setdefault(name, {})[entry.removesuffix(NUMBER)] = (
-            tensor.item() if is_number else tensor.clone()
+            tensor.item() if is_number else part_of(tensor.clone(), parameters[name])
         )
     packed = optimizer.state_dict()["param_groups"]
     numbered = {

@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from whence.errors import InvalidInput, warn
 from whence.run import optimizers
-from whence.run.checkpoint import RunError, parameters_sha256
+from whence.run.checkpoint import RunError, parameters_sha256, plain_state
 from whence.run.format import RunData, checked_indices, checked_subset
+from whence.run.gather import assist, divided, leading
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
 from whence.run.watch import WeightWatch
@@ -34,7 +35,8 @@ from whence.run.writer import RunWriter
 #
 # restore() keeps Fresh and Attached, and makes a Finished recorder Fresh. An Attached recorder
 # becomes Finished when the `with` ends before an update. A Finished one may enter another `with`.
-# On ranks other than 0 the `with` is Observing: nothing is written.
+# On ranks other than 0 the `with` is Observing: nothing is written. They assist rank 0 if the model
+# is divided among them.
 
 
 @dataclass
@@ -51,6 +53,12 @@ class Observing:
 
     when: ClassVar[str] = "inside the recorder's `with`"
     restored: RestoredCheckpoint | None = None
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    updated: bool = False  # whether the first update has begun
+
+    def remove_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,8 @@ class Recorder:
 
     The recorder counts updates with the optimizer's hooks, so gradient accumulation, schedulers and
     updates skipped by an AMP scaler need no extra code. It always saves the weights before the
-    first update and the final model. In distributed training (replicated models) rank 0 writes.
+    first update and the final model. In distributed training rank 0 writes: whole weights, also of
+    a model that FSDP2 (`fully_shard`) divides.
 
     If you rerun an interrupted program, it records the training from the start. To resume from the
     last checkpoint instead, with bit-identical results:
@@ -286,9 +295,12 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         state = self._finish()
+        if isinstance(state, Observing) and kind is None:
+            self._assist()
         if isinstance(state, Writing):
             try:
-                self._end(state, kind)
+                with leading(self._sharded and kind is None):
+                    self._end(state, kind)
             finally:
                 state.writer.release()
 
@@ -342,14 +354,18 @@ class Recorder:
         self._check_legal("recorder.stage(...)")
         state = self._state
         if isinstance(state, Recording):
-            state.finish()
-            state.writer.save_checkpoint(self.optimizer, self._parameter_names)
+            with leading(self._sharded):
+                state.finish()
+                state.writer.save_checkpoint(self.optimizer, self._parameter_names)
+        elif isinstance(state, Observing) and state.updated:
+            self._assist()
         if optimizer is not None:
             self.optimizer = optimizers.unwrap(optimizer)
         self._parameter_names = self._name_parameters()
-        if isinstance(state, Writing):
+        if isinstance(state, (Writing, Observing)):
             state.remove_hooks()
             state.hooks = self._register_hooks()
+        if isinstance(state, Writing):
             state.declare(DeclaredStage(name, _checked_size(size), schedule), self.optimizer)
         restored = state.restored if isinstance(state, (Attached, Observing)) else None
         if optimizer is not None and restored and restored.stage == name:
@@ -379,7 +395,10 @@ class Recorder:
         """Announce that a trainer is about to save its own checkpoint. If training resumes from
         that checkpoint, the run resumes there too."""
         if isinstance(self._state, Recording) and self.updates:
-            self._state.writer.mark()
+            with leading(self._sharded):
+                self._state.writer.mark()
+        elif isinstance(self._state, Observing) and self._state.updated:
+            self._assist()
 
     def restore(self) -> int:
         """Load the last checkpoint into model and optimizer, and return its step. Returns 0 if
@@ -416,13 +435,17 @@ class Recorder:
     def _attach(self, restored: RestoredCheckpoint | None) -> None:
         """Enter the `with`, or attach again after restore(): find the model's weights in the run
         that the folder holds."""
+        if isinstance(self._state, (Attached, Observing)):
+            self._state.remove_hooks()
         if not writes_run():
-            self._state = Observing(restored)
+            self._state = Observing(restored, self._register_hooks())
+            self._assist()
             return
         earlier, weights_at_attach = None, None
-        if self._may_resume:
-            earlier = resumed_run(self.path, self.model)
-            weights_at_attach = parameters_sha256(self.model)
+        with leading(self._sharded):
+            if self._may_resume:
+                earlier = resumed_run(self.path, self.model)
+                weights_at_attach = parameters_sha256(self.model)
         provenance = self._provenance
         data = provenance.resume(earlier) if earlier is not None else provenance.start()
         data.warnings += [m for m in self._messages if m not in data.warnings]
@@ -433,8 +456,6 @@ class Recorder:
             weights_at_attach=weights_at_attach,
         )
         attached.declare(self._first_stage, self.optimizer)
-        if isinstance(self._state, Attached):
-            self._state.remove_hooks()
         attached.hooks = self._register_hooks()
         self._state = attached
 
@@ -452,7 +473,7 @@ class Recorder:
     def _finish(self) -> State:
         """Leave the `with`, and return the state in which it ended."""
         ended, self._state = self._state, Finished()
-        if isinstance(ended, Writing):
+        if isinstance(ended, (Writing, Observing)):
             ended.remove_hooks()
         return ended
 
@@ -472,9 +493,13 @@ class Recorder:
     def _before_update(self, *_: Any) -> None:
         if _inside_another_step(self.optimizer):
             return
+        if isinstance(self._state, Observing) and not self._state.updated:
+            self._state.updated = True
+            self._assist()
         if isinstance(self._state, Attached):
-            self._check_first_update(self._state)
-            self._start_recording(self._state)
+            with leading(self._sharded):
+                self._check_first_update(self._state)
+                self._start_recording(self._state)
         if isinstance(self._state, Recording):
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             if list(map(id, parameters)) != self._optimized:  # a head was replaced
@@ -482,10 +507,32 @@ class Recorder:
             self._state.begin_update()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if _inside_another_step(self.optimizer):
+        if _inside_another_step(self.optimizer) or optimizers.skipped(optimizer):
             return
-        if isinstance(self._state, Recording) and not optimizers.skipped(optimizer):
-            self._state.update(optimizer, self._parameter_names, self._every_step)
+        if isinstance(self._state, Observing):
+            self._assist()
+        if isinstance(self._state, Recording):
+            with leading(self._sharded):
+                self._state.update(optimizer, self._parameter_names, self._every_step)
+
+    # --- a model that is divided among ranks ----------------------------------------------------
+
+    @property
+    def _sharded(self) -> bool:
+        return divided(self.model)
+
+    def _assist(self) -> None:
+        """Help rank 0 to gather what it writes."""
+        if self._sharded:
+            of_optimizer = self.optimizer, self._parameter_names
+            assist(
+                {
+                    "weights": lambda: plain_state(self.model),
+                    "parameters": lambda: dict(self.model.named_parameters()),
+                    "moments": lambda: optimizers.second_moments(*of_optimizer),
+                    "state": lambda: optimizers.flat_state(*of_optimizer),
+                }
+            )
 
     def _check_first_update(self, state: Attached) -> None:
         stages, name = [s.name for s in state.writer.data.stages], state.stage.name

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, plain_names, weights_sha256
 from whence.run.format import RunData
+from whence.world import gathered, part_of
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,10 @@ def _has_parameters(model: nn.Module, initial: Mapping[str, Tensor]) -> bool:
     """Whether the model's parameters are the initial ones. Buffers may differ: the initial weights
     are saved after the first forward pass, which changes batch normalisation's statistics."""
     plain = plain_names(model.state_dict())
+    parameters = gathered("parameters", dict(model.named_parameters()))
     return all(
         plain[name] in initial and torch.equal(parameter.detach().cpu(), initial[plain[name]])
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
     )
 
 
@@ -115,9 +117,12 @@ class RestoredCheckpoint:
         if not data.checkpoints:
             return None
         last = data.checkpoints[-1]
-        weights, plain = last.weights(), plain_names(model.state_dict())
+        weights, state_dict = last.opened(), model.state_dict()
+        plain = plain_names(state_dict)
         try:
-            model.load_state_dict({n: weights[p] for n, p in plain.items() if p in weights})
+            model.load_state_dict(
+                {n: part_of(weights[p], state_dict[n]) for n, p in plain.items() if p in weights}
+            )
         except RuntimeError as error:
             raise RunError(f"{last.path} is a checkpoint of another model: {error}") from error
         state = last.optimizer_state() or {}

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whence.persist.arrays import serialize
+from whence.persist.files import FolderLock
 from whence.persist.identity import sha256_of
-from whence.persist.locks import FolderLock
-from whence.persist.tensors import serialize
 from whence.run import optimizers
 from whence.run.checkpoint import Checkpoint, RunError, model_weights, weights_sha256
 from whence.run.format import RunData, write_checkpoint
 from whence.run.segments import Stage
+from whence.world import gathered
 
 
 class RunWriter:
@@ -149,7 +150,8 @@ class RunWriter:
         state = optimizers.flat_state(optimizer, names) if data.resumable else None
         data.resumable = state is not None
         moments = optimizers.second_moments(optimizer, names)
-        data.checkpoints.append(self._write_checkpoint(moments, state or None))
+        state, moments = gathered("state", state or {}), gathered("moments", moments or {})
+        data.checkpoints.append(self._write_checkpoint(moments or None, state or None))
         data.between = [c for c in data.between if c.step != step]
         self.write()
 

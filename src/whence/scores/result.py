@@ -39,6 +39,7 @@ Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
 BY_SEGMENT, BY_LAYER = "by_segment", "by_layer"  # parts that scores are the sums of
+BY_HEAD = "heads"  # as by layer, with attention projections cut into their heads
 
 # Every array that a Scores folder may contain, each as NAME.npy.
 ARRAYS = (
@@ -128,23 +129,7 @@ class Scores:
         excluded: Sequence[Mapping[str, Any]] | None = None,
         calculation: Mapping[str, Any] | None = None,
     ) -> None:
-        if (values is None) == (top is None):
-            raise InvalidInput("Scores need either values or top: give exactly one of them")
-        if values is not None:
-            if values.ndim not in (1, 2) or 0 in values.shape:
-                raise InvalidInput(
-                    f"values has shape {values.shape}: give (q, n), or (n,) for self-influence"
-                )
-            self.shape: tuple[int, ...] = values.shape
-        elif top is not None:
-            if train_ids is None:
-                raise InvalidInput("top without train_ids: the number of examples is not known")
-            if top.values.shape != top.columns.shape or top.values.ndim not in (2, 3):
-                raise InvalidInput(
-                    f"top.values {top.values.shape} and top.columns {top.columns.shape}: "
-                    "both must be (2, q, k), or (2, k) for self-influence"
-                )
-            self.shape = (*top.values.shape[1:-1], np.size(np.asarray(train_ids)))
+        self.shape = _shape(values, top, train_ids)
         self._values = values
         self.method = method
         self.settings: dict[str, Any] = _plain("settings", settings or {})
@@ -261,7 +246,8 @@ class Scores:
         if self.strongest is None:
             values = self._row(row)[columns]
         else:
-            by_column = self._top_by_column(row)
+            kept, where = self.row_scores(query)
+            by_column = dict(zip(where.tolist(), kept.tolist(), strict=True))
             lost = [int(c) for c in columns if int(c) not in by_column]
             if lost:
                 raise InvalidInput(
@@ -298,19 +284,9 @@ class Scores:
         Args:
             changes: arguments of `Scores` that differ.
         """
-        same: dict[str, Any] = {
-            "method": self.method,
-            "settings": self.settings,
-            "measurement": self.measurement,
-            "unit": self.unit,
-            "higher_is_better": self.higher_is_better,
-            "query_ids": None if self.is_self_influence else self.query_ids,
-            "train_ids": self.train_ids,
-            "stage": self.stage,
-            "diagnostics": self.diagnostics,
-            "provenance": self.provenance,
-            "excluded": self.excluded,
-        }
+        same: dict[str, Any] = {name: getattr(self, name) for name in _METADATA}
+        same["query_ids"] = None if self.is_self_influence else self.query_ids
+        same |= {"train_ids": self.train_ids, "stage": self.stage}
         return Scores(values, **(same | changes))
 
     def to_numpy(self) -> Floats:
@@ -342,17 +318,18 @@ class Scores:
             self.to_numpy(), index=pd.Index(self.query_ids, name="query"), columns=examples
         )
 
-    def ranking(self, study: Any = None, query: int | None = None, **display: Any) -> Any:
+    def ranking(self, study: Any = None, query: int | None = None, **options: Any) -> Any:
         """A DataFrame of the training examples, the most helpful first, with score, label and text.
 
         Args:
             study: whose training data has the labels and texts.
             query: whose scores to rank by (default: the mean over all queries).
-            display: `classes`, `columns`, `tokenizer`: as in `whence.report.write`.
+            options: `duplicates=True` names the example that each nearly duplicates; `classes`,
+                `columns`, `tokenizer`: as in `whence.report.write`.
         """
         from whence import report
 
-        return report.ranking(self, study, query, **display)
+        return report.ranking(self, study, query, **options)
 
     def show(self, query: int, **options: Any) -> Any:
         """Show one query with its most helpful and harmful examples, in a notebook or as text.
@@ -362,6 +339,15 @@ class Scores:
         from whence import report
 
         return report.show(self, query, **options)
+
+    def card(self, query: int, **options: Any) -> Any:
+        """Draw one query's story as an SVG picture to share: `scores.card(3).save("card.svg")`.
+
+        The options are those of `whence.report.card`.
+        """
+        from whence import report
+
+        return report.card(self, query, **options)
 
     def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write one HTML file that shows each query with its most helpful and harmful examples.
@@ -525,14 +511,11 @@ class Scores:
         return np.asarray(self.values[...] if self.is_self_influence else self.values[row])
 
     def _top_row(self, row: int, end: int) -> tuple[Floats, Ints]:
-        assert self.strongest is not None
-        return np.atleast_2d(self.strongest.values[end])[row], np.atleast_2d(
-            self.strongest.columns[end]
-        )[row]
-
-    def _top_by_column(self, row: int) -> dict[int, float]:
-        ends = [self._top_row(row, end) for end in (0, 1)]
-        return {int(c): float(v) for values, cs in ends for v, c in zip(values, cs, strict=True)}
+        """The kept values of a query at one end (0 has the highest), and their columns, (k,)."""
+        top = self.strongest
+        assert top is not None
+        values, columns = np.atleast_2d(top.values[end]), np.atleast_2d(top.columns[end])
+        return values[row], columns[row]
 
     @cached_property
     def _by_id(self) -> Ints:
@@ -599,6 +582,26 @@ def read_description(folder: Path) -> dict[str, Any]:
         what = "has no scores.json" if folder.is_dir() else "does not exist"
         raise MissingFile(f"{folder} {what}: give a folder that Scores.save wrote")
     return read_json(file, schema=SCHEMA)
+
+
+def _shape(values: Floats | None, top: Top | None, train_ids: ArrayLike | None) -> tuple[int, ...]:
+    """(q, n), or (n,) for self-influence, also where only the top is kept."""
+    if values is not None and top is None:
+        if values.ndim not in (1, 2) or 0 in values.shape:
+            raise InvalidInput(
+                f"values has shape {values.shape}: give (q, n), or (n,) for self-influence"
+            )
+        return values.shape
+    if values is not None or top is None:
+        raise InvalidInput("Scores need either values or top: give exactly one of them")
+    if train_ids is None:
+        raise InvalidInput("top without train_ids: the number of examples is not known")
+    if top.values.shape != top.columns.shape or top.values.ndim not in (2, 3):
+        raise InvalidInput(
+            f"top.values {top.values.shape} and top.columns {top.columns.shape}: "
+            "both must be (2, q, k), or (2, k) for self-influence"
+        )
+    return (*top.values.shape[1:-1], np.size(np.asarray(train_ids)))
 
 
 def _ids(name: str, given: ArrayLike | None, count: int) -> Ints:

@@ -27,10 +27,9 @@ from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import InvalidInput, MissingFile, warn
 from whence.layers.passes import Signal, Weights
 from whence.operators import Basis, accumulator
+from whence.persist.cache import FactorCache, shared
 from whence.persist.files import make_folder, write_json
 from whence.persist.identity import key_of
-from whence.persist.shared import shared
-from whence.persist.tensors import FactorCache
 from whence.projections import Eigenbasis, Projection, projected
 from whence.projections.eigenbasis import LeadingEntries
 from whence.run import Run

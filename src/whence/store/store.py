@@ -27,8 +27,7 @@ from whence.errors import InvalidInput, collect_warnings, collected_warnings, wa
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
-from whence.persist.locks import NAME as LOCK
-from whence.persist.locks import FolderLock
+from whence.persist.files import LOCK, FolderLock
 from whence.projections import projected
 from whence.scores import Scores
 from whence.scores.result import BY_SEGMENT

@@ -19,7 +19,7 @@ from whence.engine.workspace import Columns, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
-from whence.persist.tried import Tried
+from whence.persist.cache import Tried
 from whence.store.contents import StoreContents
 from whence.store.rows import inner
 from whence.study import task_identity

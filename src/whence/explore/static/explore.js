@@ -6,7 +6,7 @@
 
 (() => {
   const V = Whence.views;
-  const { el, svg, bdi, number, signed, count } = V;
+  const { el, svg, bdi, unseen, number, signed, count } = V;
   const TOKEN = document.querySelector('meta[name="whence-token"]').content;
   const PAGE = 50;
   let overview = null;
@@ -123,13 +123,13 @@
 
   function exampleCell(example) {
     return el("td", { class: "example-cell" }, el("button", {
-      type: "button", class: "example-button", onclick: () => openExample(example.place), "aria-label": `training example ${naming(example)}`,
-    }, example.kind === "missing" && !example.note ? null : V.example(example), el("span", { class: "muted small" }, naming(example))));
+      type: "button", class: "example-button", onclick: () => openExample(example.place),
+    }, unseen("training example "), example.kind === "missing" && !example.note ? null : V.example(example), el("span", { class: "muted small" }, naming(example))));
   }
 
   function queryCell(item) {
     return el("td", { class: "example-cell" }, el("button", {
-      type: "button", class: "example-button", onclick: () => go({ page: "queries", row: item.row, scores: scoresName() }), "aria-label": `query ${item.id}`,
+      type: "button", class: "example-button", onclick: () => go({ page: "queries", row: item.row, scores: scoresName() }),
     }, item.query.kind === "missing" ? null : V.example(item.query), el("span", { class: "muted small" }, `query ${item.id}`)));
   }
 
@@ -145,7 +145,7 @@
   }
 
   const ctxOf = (name, byColumn, more = {}) => ({
-    overview: overview.about[name], examples: byColumn, onExample: (column) => openExample(column),
+    overview: overview.about[name], examples: byColumn, onExample: (column, entry, query) => openExample(column, entry, query, byColumn),
     onQuery: (row) => { dialog.close(); go({ page: "queries", row, scores: name }); }, ...more,
   });
 
@@ -159,22 +159,15 @@
     if (!dialog.open) dialog.showModal();
   }
 
-  async function openExample(place) {
+  // others: examples at hand, by place, for the ranges of their columns.
+  async function openExample(place, entry = null, query = null, others = {}) {
     const name = overview.sets.length ? scoresName() : "";
     try {
-      const answer = await get("/api/example", { place, scores: name });
-      const example = answer.example;
-      const related = (title, rows) => (rows && rows.length ? el("section", {}, el("h4", {}, title),
-        el("ul", { class: "related" }, rows.map(([row, value]) => el("li", {},
-          el("button", { type: "button", class: "link", onclick: () => { dialog.close(); go({ page: "queries", row, scores: name }); } }, `query ${row}`),
-          " ", valueOf(value, overview.about[name].higher_is_better))))) : null);
-      inDialog(el("div", { class: "detail" },
-        el("h2", {}, `Training example ${naming(example)}`), V.example(example, { large: true }),
-        el("dl", { class: "facts" }, example.label === null ? null : fact("label", bdi(example.label)),
-          example.prediction ? fact("prediction", bdi(example.prediction),
-            example.comparable && example.label !== null && example.label !== example.prediction ? el("span", { class: "wrong" }, "✗ differs") : null) : null),
-        tickBox(example, "leave it out in What if"),
-        related(`▲ Queries it helped most, by ${name}`, answer.helped), related("▼ Queries it harmed most", answer.harmed)));
+      const { example, helped = [], harmed = [] } = await get("/api/example", { place, scores: name });
+      const ctx = ctxOf(name || overview.self_influence[0], { ...others, [place]: example });
+      const detail = V.detail(place, [...helped, ...harmed], ctx, entry, query);
+      detail.querySelector(".facts").after(tickBox(example, "leave it out in What if"));
+      inDialog(detail);
     } catch (error) { inDialog(notice(error.message)); }
   }
 
@@ -234,11 +227,10 @@
     const prediction = item.prediction ? ` → ${item.prediction}` : "";
     return el("li", { "data-row": item.row }, el("button", {
       type: "button", class: "query-item", onclick: () => go({ ...here(), page: "queries", row: item.row }),
-      "aria-label": `query ${item.id}${item.label === null ? "" : `, label ${item.label}`}${item.wrong ? ", wrong prediction" : ""}`,
     },
       item.query.kind === "image" ? V.example(item.query) : null,
       el("span", { class: "query-words" },
-        el("span", { class: "query-name" }, `${item.id}`, item.wrong ? el("span", { class: "wrong" }, "✗") : null),
+        V.queryName(item.id, item.wrong),
         item.query.kind === "text" ? bdi(item.query.text.slice(0, 90), { class: "clip small" }) : null,
         item.label === null && !prediction ? null : bdi(`${item.label === null ? "" : item.label}${prediction}`, { class: "clip small muted" }))));
   }
@@ -272,13 +264,28 @@
     const k = Number(where.k || 10);
     const view = await get("/api/query", { scores: name, row: current, k });
     const ctx = ctxOf(name, view.examples, { extra: (entry) => tickBox(view.examples[entry.column]) });
-    const ends = (which) => view[which].map((entry) => entry.column);
+    const ends = (which) => view[which].flatMap((entry) => [entry.column, ...(entry.also || [])]);
     return el("div", {},
       V.query(view, ctx),
       el("div", { class: "row-of-actions" },
         field("show", choose("k", "how many examples at either end", [10, 25, 50, 100].map((n) => [String(n), `${n} each`]), String(k), (v) => go({ ...here(), k: v }))),
         button("Tick the helpful ones", () => tick(ends("helpful"), true)), button("Tick the harmful ones", () => tick(ends("harmful"), true)),
+        el("a", { class: "action", href: cardOf(name, current), download: "" }, "⤓ Card (SVG)"), button("⤓ Card (PNG)", () => savePng(name, current)),
         ticked.size ? button("What if they were missing? →", () => go({ page: "whatif", scores: name }), { class: "action primary" }) : null));
+  }
+
+  const cardOf = (name, row) => `/api/card.svg?${new URLSearchParams({ scores: name, row })}`;
+
+  // The query's card as a PNG file, drawn by the browser.
+  async function savePng(name, row) {
+    try {
+      const picture = new Image();
+      picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(await ask(cardOf(name, row)))}`;
+      await picture.decode();
+      const canvas = el("canvas", { width: 2 * picture.width, height: 2 * picture.height });
+      canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+      el("a", { href: canvas.toDataURL("image/png"), download: `query-${row}.png` }).click();
+    } catch (error) { inDialog(notice(`The card could not be drawn: ${error.message}`)); }
   }
 
   // -- training data -----------------------------------------------------------------------------
@@ -346,7 +353,7 @@
       actions.replaceChildren(...(places.length ? [button("Tick them", () => tick(places, true)),
         button("What if they were missing? →", () => { tick(places, true); go({ page: "whatif", scores: name }); }, { class: "action primary" })] : []));
     };
-    const map = Whence.map.create(Whence.map.floats(drawn.points), { onOpen: openExample, onSelect: said,
+    const map = Whence.map.create(Whence.map.floats(drawn.points), { onOpen: (place) => openExample(place), onSelect: said,
       onMove: (place, value, rank) => { status.textContent = `Example at place ${place}: rank ${count(rank)} by strength, ${value >= 0 ? "helped" : "harmed"}. Enter opens it, x selects it.`; } });
     const mode = button("Move", () => {
       const on = mode.getAttribute("aria-pressed") !== "true";
@@ -506,7 +513,7 @@
     try {
       for (let first = true; first || spot.isConnected; first = false) {
         const answer = await get("/api/compare/overall", { a, b, k });
-        const strip = el("div", { class: "strip", role: "img", "aria-label": `${answer.what} of ${answer.done} queries` });
+        const strip = el("div", { class: "strip", role: "group", "aria-label": `${answer.what} of ${answer.done} queries` });
         const wide = answer.per_query.length > 400 ? Math.ceil(answer.per_query.length / 400) : 1;
         answer.per_query.forEach((value, row) => {
           if (row % wide) return;
@@ -587,8 +594,8 @@
   async function chips(places, away = false) {
     const items = places.length ? await get("/api/chosen", { places: places.slice(0, 60).join(",") }) : [];
     return el("ul", { class: "chips" }, items.map((one) => el("li", { class: "chip" },
-      el("button", { type: "button", class: "chip-face", onclick: () => openExample(one.place), "aria-label": `training example ${naming(one)}` },
-        one.kind === "image" ? V.example(one) : el("span", { class: "clip small" }, bdi(one.text || (one.row || []).map((cell) => cell.join(" ")).join(", ") || `#${one.id}`)),
+      el("button", { type: "button", class: "chip-face", onclick: () => openExample(one.place) },
+        unseen(`training example ${naming(one)} `), one.kind === "image" ? V.example(one) : el("span", { class: "clip small" }, bdi(one.text || (one.row || []).map((cell) => cell.join(" ")).join(", ") || `#${one.id}`)),
         el("span", { class: "small" }, one.label === null ? naming(one) : bdi(one.label))),
       away ? el("button", { type: "button", class: "chip-away", "aria-label": `keep training example ${naming(one)}`, onclick: () => tick([one.place], false) }, "×") : null)),
     places.length > 60 ? el("li", { class: "muted small" }, `and ${count(places.length - 60)} more`) : null);

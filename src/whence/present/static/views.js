@@ -43,6 +43,9 @@ Whence.views = (() => {
   const svg = (tag, attributes, ...children) =>
     add(set(document.createElementNS(SVG, tag), attributes), children);
 
+  // Text for screen readers, before what is seen.
+  const unseen = (text) => el("span", { class: "unseen" }, text);
+
   // Text of unknown direction, isolated so that it cannot reorder the text around it.
   const bdi = (text, attributes) => el("bdi", { dir: "auto", ...attributes }, text);
 
@@ -80,7 +83,8 @@ Whence.views = (() => {
   // -- examples ------------------------------------------------------------------------------
 
   // An example: large for a query or a dialog, otherwise a thumbnail.
-  function example(rendered, { large = false, lazy = false, entry = null, ctx = null } = {}) {
+  // beside: another example; words and cells that both have are marked.
+  function example(rendered, { large = false, lazy = false, entry = null, ctx = null, beside = null } = {}) {
     const box = el("div", { class: `example ${rendered.kind}${large ? " large" : ""}` });
     if (entry && entry.tokens && rendered.pieces) {
       box.classList.add("text");
@@ -94,11 +98,13 @@ Whence.views = (() => {
       });
       add(box, [image]);
     } else if (rendered.kind === "text") {
-      add(box, [el("p", { class: "words", dir: "auto" }, rendered.text || "(empty text)")]);
+      const text = beside && beside.kind === "text" ? marked(rendered.text, sharedWords(rendered.text, beside.text)) : rendered.text;
+      add(box, [el("p", { class: "words", dir: "auto" }, text.length ? text : "(empty text)")]);
     } else if (rendered.kind === "row") {
       const rows = large ? rendered.row : rendered.row.slice(0, 12);
+      const other = new Map(beside && beside.kind === "row" ? beside.row : []);
       add(box, [el("dl", { class: "cells" }, rows.map(([name, value]) =>
-        el("div", {}, el("dt", {}, bdi(name)), el("dd", {}, bdi(value)))))]);
+        el("div", { class: other.get(name) === value ? "shared" : null }, el("dt", {}, bdi(name)), el("dd", {}, bdi(value)))))]);
       if (rows.length < rendered.row.length) {
         add(box, [el("p", { class: "muted small" }, `and ${rendered.row.length - rows.length} more values`)]);
       }
@@ -130,6 +136,89 @@ Whence.views = (() => {
       text.append(piece.slice(0, piece.length - word.length), mark);
     });
     return text;
+  }
+
+  // -- two examples side by side ---------------------------------------------------------------
+
+  const LONG = 5, RUN = 3; // a shared word is marked if it is this long, or in a run of so many
+
+  // [{text, key}]: the text in parts; a word has a key, and what is between words has none.
+  function partsOf(text) {
+    if (typeof Intl !== "undefined" && Intl.Segmenter) {
+      const parts = new Intl.Segmenter(undefined, { granularity: "word" }).segment(text);
+      return Array.from(parts, (part) => ({ text: part.segment, key: part.isWordLike ? part.segment.toLowerCase() : null }));
+    }
+    return (text.match(/[\p{L}\p{N}]+|[^\p{L}\p{N}]+/gu) || []).map((part) =>
+      ({ text: part, key: /^[\p{L}\p{N}]/u.test(part) ? part.toLowerCase() : null }));
+  }
+
+  function sharedWords(a, b) {
+    const others = new Set(partsOf(b).map((part) => part.key));
+    return new Set(partsOf(a).map((part) => part.key).filter((key) => key !== null && others.has(key)));
+  }
+
+  // The text as nodes, with shared words marked; short ones only in a run of shared words.
+  function marked(text, shared) {
+    const nodes = [];
+    let run = [], between = [];
+    const flush = () => {
+      const whole = run.map((part) => part.text).join(""), words = run.filter((part) => part.key !== null);
+      const worth = words.length >= RUN || words.some((part) => part.key.length >= LONG);
+      if (whole) nodes.push(worth ? el("mark", {}, whole) : whole);
+      nodes.push(...between.map((part) => part.text));
+      run = [];
+      between = [];
+    };
+    for (const part of partsOf(text)) {
+      if (part.key === null) between.push(part); // in the run only if it goes on
+      else if (shared.has(part.key)) {
+        if (run.length) run.push(...between, part); else { flush(); run = [part]; }
+        between = [];
+      } else { flush(); nodes.push(part.text); }
+    }
+    flush();
+    return nodes;
+  }
+
+  // A query beside a training example: what they share, and where they differ.
+  function beside(query, rendered, ctx, entry) {
+    const side = (title, what, content) => el("figure", {}, el("figcaption", {}, el("span", { class: "muted small" }, title),
+      what === null || what === undefined ? null : [" ", el("strong", {}, bdi(what))]), content);
+    const colored = entry && entry.tokens && rendered.pieces;
+    const pair = [side(`query ${query.id}`, query.label, example(query, { large: true, beside: rendered })),
+      side(`training example ${naming(rendered)}`, rendered.label, example(rendered, { large: true, beside: query, entry, ctx }))];
+    if (query.kind === "row" && rendered.kind === "row") return columns(query, rendered, ctx);
+    if (query.kind === "image" && rendered.kind === "image") {
+      const difference = el("div", { class: "example image large difference", role: "img", "aria-label": "difference of the two pictures" },
+        [query, rendered].map((one) => el("img", { src: one.image, alt: "", "aria-hidden": "true" })));
+      pair.push(side("difference", null, difference));
+    }
+    const common = query.kind === "text" && rendered.kind === "text" && !colored
+      ? el("p", { class: "muted small" }, `Marked: words that both have (${count(sharedWords(query.text, rendered.text).size)} different ones).`) : null;
+    return el("div", {}, el("div", { class: `pair ${rendered.kind}` }, pair), common);
+  }
+
+  // Two rows of a table, column by column. A bar is the difference, relative to the range of the column
+  // in what is at hand.
+  function columns(query, rendered, ctx) {
+    const theirs = new Map(rendered.row);
+    const atHand = [query, ...Object.values(ctx.examples)].filter((one) => one.row).map((one) => new Map(one.row));
+    const numeric = (value) => (value !== undefined && value.trim() !== "" && Number.isFinite(Number(value)) ? Number(value) : null);
+    const line = ([name, value]) => {
+      const other = theirs.get(name), same = other === value;
+      const [a, b] = [numeric(value), numeric(other)];
+      const every = atHand.map((row) => numeric(row.get(name))).filter((x) => x !== null);
+      const range = Math.max(...every, a, b) - Math.min(...every, a, b);
+      const share = a === null || b === null ? Number(!same) : range ? Math.abs(a - b) / range : 0;
+      const bar = el("span", { class: "bar neutral", "aria-hidden": "true" });
+      bar.style.setProperty("--length", `${(100 * share).toFixed(1)}%`);
+      return el("tr", { class: same ? "shared" : null }, el("th", { scope: "row" }, bdi(name)), el("td", {}, bdi(value)),
+        el("td", {}, other === undefined ? "–" : bdi(other)),
+        el("td", { class: "bar-cell" }, same ? el("span", { class: "muted small" }, "same") : el("span", { class: "track" }, bar)));
+    };
+    const label = query.label === null && rendered.label === null ? null : el("tr", { class: query.label === rendered.label ? "shared" : null },
+      el("th", { scope: "row" }, "label"), el("td", {}, bdi(query.label ?? "–")), el("td", {}, bdi(rendered.label ?? "–")), el("td", {}, query.label === rendered.label ? el("span", { class: "muted small" }, "same") : ""));
+    return table(["", `query ${query.id}`, `example ${naming(rendered)}`, "difference"], [label, query.row.map(line)], "query and training example, column by column");
   }
 
   function renderedOf(column, ctx) {
@@ -168,15 +257,14 @@ Whence.views = (() => {
   function card(entry, rank, strongest, ctx) {
     const rendered = renderedOf(entry.column, ctx);
     const which = side(entry.value, ctx);
-    const size_ = ctx.overview.calibrated ? `score ${signed(entry.value)}` : `rank ${rank}`;
     const open = ctx.onExample && (() => ctx.onExample(entry.column, entry));
     return el("li", { class: `card ${rendered.kind}` },
       el(open ? "button" : "div", {
         class: "card-face", type: open ? "button" : null, onclick: open || null,
-        "aria-label": `training example ${naming(rendered)}, ${which === "helpful" ? "helped" : "harmed"}, `
-          + `${size_}${rendered.label === null ? "" : `, label ${rendered.label}`}`,
       },
-        known(rendered) ? example(rendered, { entry, ctx }) : null,
+        unseen(`training example ${naming(rendered)}, ${which === "helpful" ? "helped" : "harmed"}`
+          + `${entry.also ? `, with ${plural(entry.also.length, "near-duplicate")}` : ""}: `),
+        known(rendered) ? example(rendered, { entry, ctx, beside: ctx.beside }) : null,
         el("span", { class: "card-facts" },
           el("span", { class: "card-line" },
             rendered.label === null ? el("span", { class: "muted" }, naming(rendered))
@@ -184,7 +272,8 @@ Whence.views = (() => {
             size(entry, rank, ctx)),
           track(entry.value, strongest, ctx),
           entry.segments ? timeline(entry.segments, ctx) : null,
-          rendered.label === null ? null : el("span", { class: "card-id muted" }, naming(rendered)))),
+          rendered.label === null ? null : el("span", { class: "card-id muted" }, naming(rendered)),
+          entry.also ? el("span", { class: "also-like small", title: `near-duplicates in this list: ${entry.also.map((one) => naming(renderedOf(one, ctx))).join(", ")}` }, `+ ${entry.also.length} alike`) : null)),
       ctx.extra ? ctx.extra(entry) : null);
   }
 
@@ -274,12 +363,17 @@ Whence.views = (() => {
     return el("div", { class: "mixes" }, half("helpful", first), half("harmful", second));
   }
 
-  // How much all examples together helped and harmed in each segment.
-  function when(parts, ctx) {
-    const width = 320, height = 130, top = 2, bottom = 30;
+  // How much all examples together helped and harmed in each segment. With `curve`, [update, value]
+  // pairs of the query's measurement, segments are as wide as they are long, and the curve is over them.
+  function when(parts, ctx, curve) {
+    const width = 320, top = curve ? 62 : 2, height = 128 + top, bottom = 30;
     const middle = (height - bottom + top) / 2;
     const most = Math.max(...parts.flat().map((part) => Math.abs(part || 0))) || 1;
-    const step = width / parts.length;
+    const { segments } = ctx.overview;
+    const last = segments[segments.length - 1].end;
+    const timed = last > 0 && segments.every((segment) => segment.start !== null && segment.end !== null);
+    const left = (k) => (timed ? (segments[k].start / last) : k / parts.length) * width;
+    const right = (k) => (timed ? (segments[k].end / last) : (k + 1) / parts.length) * width;
     const chart = svg("svg", {
       class: "when", viewBox: `0 0 ${width} ${height}`, role: "img",
       "aria-label": parts.map(([helped, harmed], k) =>
@@ -287,7 +381,8 @@ Whence.views = (() => {
     });
     parts.forEach(([helped, harmed], k) => {
       const segment = ctx.overview.segments[k];
-      const bar = Math.min(Math.max(step - 6, step / 2), 64), x = k * step + (step - bar) / 2;
+      const step = right(k) - left(k), centre = (left(k) + right(k)) / 2;
+      const bar = Math.min(Math.max(step - 6, step / 2), curve ? step : 64), x = centre - bar / 2;
       const title = () => svg("title", {}, `${segment.name}${segment.stage ? ` (${segment.stage})` : ""}\n`
         + `helped ${signed(helped)}, harmed ${signed(harmed)}`);
       const up = (Math.abs(helped || 0) / most) * (middle - top);
@@ -298,14 +393,29 @@ Whence.views = (() => {
       const words = segment.end === null ? String(k + 1)
         : segment.start === null ? `to ${segment.end}` : `${segment.start}–${segment.end}`;
       if (step >= 50) {
-        chart.append(svg("text", { x: k * step + step / 2, y: height - 16, "text-anchor": "middle" }, words));
+        chart.append(svg("text", { x: centre, y: height - 16, "text-anchor": "middle" }, words));
         if (segment.stage) {
-          chart.append(svg("text", { x: k * step + step / 2, y: height - 3, "text-anchor": "middle" }, segment.stage));
+          chart.append(svg("text", { x: centre, y: height - 3, "text-anchor": "middle" }, segment.stage));
         }
       }
     });
     chart.append(svg("line", { class: "axis", x1: 0, x2: width, y1: middle, y2: middle }));
+    if (curve && timed) chart.append(...line(curve, ctx, (update) => (update / last) * width, top - 6));
     return chart;
+  }
+
+  // The measurement of a query during training, in the upper `height` of a chart.
+  function line(curve, ctx, across, height) {
+    const values = curve.map(([, value]) => value).filter((value) => value !== null);
+    if (!values.length) return [];
+    const low = Math.min(...values), span = Math.max(...values) - low || 1;
+    const at = ([update, value]) => [across(update), height - 2 - ((value - low) / span) * (height - 18)];
+    const known = curve.filter(([, value]) => value !== null);
+    const word = ctx.overview.measurement.replaceAll("_", " ");
+    return [svg("text", { x: 0, y: 10 }, `${word} of the query: ${number(known[0][1])} → ${number(known[known.length - 1][1])}`),
+      svg("polyline", { class: "curve", points: known.map((pair) => at(pair).map((x) => x.toFixed(1)).join(",")).join(" ") }),
+      ...known.map((pair) => svg("circle", { class: "curve-dot", cx: at(pair)[0], cy: at(pair)[1], r: 2.5 },
+        svg("title", {}, `${word} after update ${pair[0]}: ${number(pair[1])}`)))];
   }
 
   function charts(view, ctx) {
@@ -314,7 +424,7 @@ Whence.views = (() => {
       panels.push(panel("Distribution of scores", "training examples by score (log scale)", histogram(view.histogram, ctx)));
     }
     if (view.segments) {
-      panels.push(panel("When it mattered", "sum over all training examples, per segment", when(view.segments, ctx)));
+      panels.push(panel("When it mattered", `sum over all training examples, per segment of training${view.curve ? ", under the query's own curve" : ""}`, when(view.segments, ctx, view.curve)));
     }
     if (view.classes) {
       panels.push(panel("Classes", "labels of the displayed examples", mix(view.classes, ctx)));
@@ -334,6 +444,7 @@ Whence.views = (() => {
   // One query: the query itself, the examples that helped it, those that harmed it.
   function query(view, ctx) {
     const { overview } = ctx;
+    const ranked = { ...ctx, beside: view.query, onExample: ctx.onExample && ((column, entry) => ctx.onExample(column, entry, view.query)) };
     const facts = el("dl", { class: "facts" });
     if (view.label !== null) add(facts, [fact("label", bdi(view.label))]);
     if (view.prediction !== null && view.prediction !== undefined) {
@@ -354,8 +465,8 @@ Whence.views = (() => {
         known(view.query) ? example(view.query, { large: true }) : null,
         el("div", { class: "query-about" }, el("h2", {}, `Query ${view.id}`), facts, bad)),
       el("div", { class: "rankings" },
-        ranking("Most helpful", "▲", "helpful", view.helpful, "No training example helped this query.", ctx),
-        ranking("Most harmful", "▼", "harmful", view.harmful, "No training example harmed this query.", ctx)),
+        ranking("Most helpful", "▲", "helpful", view.helpful, "No training example helped this query.", ranked),
+        ranking("Most harmful", "▼", "harmful", view.harmful, "No training example harmed this query.", ranked)),
       overview.calibrated ? null : el("p", { class: "muted small sizes" },
         "Bars are relative to the strongest of each list. How large the changes are is only known for calibrated scores (whence.evaluate.calibrate)."),
       charts(view, ctx));
@@ -396,8 +507,7 @@ Whence.views = (() => {
   function exampleCell(entry, rendered, ctx) {
     return el("td", { class: "example-cell" }, el("button", {
       type: "button", class: "example-button", onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
-      "aria-label": `training example ${naming(rendered)}`,
-    }, known(rendered) ? example(rendered) : null, el("span", { class: "muted small" }, naming(rendered))));
+    }, unseen("training example "), known(rendered) ? example(rendered) : null, el("span", { class: "muted small" }, naming(rendered))));
   }
 
   function table(heads, rows, caption) {
@@ -472,9 +582,8 @@ Whence.views = (() => {
   function suspect(entry, ctx) {
     const rendered = renderedOf(entry.column, ctx);
     return el("li", { class: `card ${rendered.kind}` }, el("button", { class: "card-face", type: "button",
-      onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
-      "aria-label": `training example ${naming(rendered)}, label ${rendered.label}, predicted ${rendered.prediction}` },
-    known(rendered) ? example(rendered) : null,
+      onclick: () => ctx.onExample && ctx.onExample(entry.column, entry) },
+    unseen(`training example ${naming(rendered)}, label `), known(rendered) ? example(rendered) : null,
     el("span", { class: "card-facts" }, el("span", { class: "card-line" }, el("span", { class: "label" }, bdi(rendered.label))),
       el("span", { class: "small" }, "predicted ", bdi(rendered.prediction)), el("span", { class: "card-id muted" }, naming(rendered)))),
     ctx.extra ? ctx.extra(entry) : null);
@@ -535,8 +644,10 @@ Whence.views = (() => {
   }
 
   // One training example, large, with the queries it appears in. related: [[row, value], ...]
-  function detail(column, related, ctx, entry = null) {
+  // query: the rendered query to compare it with (optional).
+  function detail(column, related, ctx, entry = null, query = null) {
     const rendered = renderedOf(column, ctx);
+    const also = (entry && entry.also) || [];
     const link = ([row, value]) => el("li", {},
       el("button", { type: "button", class: "link", onclick: () => ctx.onQuery(row) }, `query ${row}`),
       el("span", { class: `value ${side(value, ctx)}` }, ` ${signed(value)}`));
@@ -544,16 +655,21 @@ Whence.views = (() => {
       ["▼ Among the most harmful for", related.filter(([, v]) => !helps(v, ctx))]];
     return el("div", { class: "detail" },
       el("h2", {}, `Training example ${naming(rendered)}`),
-      known(rendered) ? example(rendered, { large: true, entry, ctx }) : null,
+      !known(rendered) ? null : query && known(query) ? beside(query, rendered, ctx, entry) : example(rendered, { large: true, entry, ctx }),
       el("dl", { class: "facts" },
         rendered.label === null ? null : fact("label", bdi(rendered.label)),
         rendered.prediction ? fact("prediction", predictionOf(rendered)) : null,
-        entry ? fact("score", el("span", { class: `value ${side(entry.value, ctx)}` }, signed(entry.value))) : null),
+        entry ? fact("score", el("span", { class: `value ${side(entry.value, ctx)}` }, signed(entry.value))) : null,
+        also.length ? fact("near-duplicates", also.slice(0, 12).map((one, k) => [k ? ", " : "", el("button", { type: "button", class: "link",
+          onclick: () => ctx.onExample(one, null, query) }, naming(renderedOf(one, ctx)))]), also.length > 12 ? ` and ${also.length - 12} more` : null) : null),
       groups.map(([title, rows]) => (rows.length && ctx.onQuery
         ? el("section", {}, el("h4", {}, `${title} ${plural(rows.length, "query")}`),
           el("ul", { class: "related" }, rows.slice(0, 60).map(link)),
           rows.length > 60 ? el("p", { class: "muted small" }, `and ${rows.length - 60} more`) : null) : null)));
   }
+
+  const queryName = (id, isWrong) => el("span", { class: "query-name" }, unseen("query "), `${id}`,
+    isWrong ? el("span", { class: "wrong" }, "✗", unseen(" wrong prediction")) : null);
 
   // -- the list of queries -------------------------------------------------------------------
 
@@ -586,11 +702,10 @@ Whence.views = (() => {
       const arrow = item.prediction === null || item.prediction === undefined ? "" : ` → ${item.prediction}`;
       const node = el("li", {}, el("button", {
         type: "button", class: "query-item", onclick: () => select(item.row),
-        "aria-label": `query ${item.id}${item.label === null ? "" : `, label ${item.label}`}${wrong(item) ? ", wrong prediction" : ""}`,
       },
         item.query.kind === "image" ? example(item.query, { lazy: true }) : null,
         el("span", { class: "query-words" },
-          el("span", { class: "query-name" }, `${item.id}`, wrong(item) ? el("span", { class: "wrong" }, "✗") : null),
+          queryName(item.id, wrong(item)),
           item.query.kind === "text" ? bdi(item.query.text.slice(0, 90), { class: "clip small" }) : null,
           item.label === null && !arrow ? null : bdi(`${item.label === null ? "" : item.label}${arrow}`, { class: "clip small muted" }))));
       buttons.set(item.row, node);
@@ -656,6 +771,6 @@ Whence.views = (() => {
     return button;
   }
 
-  return { el, svg, bdi, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
+  return { el, svg, bdi, unseen, queryName, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
     charts, query, summary, audit, harmful, about, warnings, detail, queryList, themeButton, renderedOf };
 })();

@@ -29,10 +29,10 @@
     return appearances.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
   }
 
-  function open(column, entry) {
+  function open(column, entry, query) {
     const close = V.el("button", { type: "button", class: "close", "aria-label": "close", onclick: () => dialog.close() }, "×");
-    dialog.replaceChildren(close, V.detail(column, related(column), ctx, entry));
-    dialog.showModal();
+    dialog.replaceChildren(close, V.detail(column, related(column), ctx, entry, query));
+    if (!dialog.open) dialog.showModal();
   }
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
 

@@ -1,12 +1,15 @@
-"""What model and task compute for every example, stored to notice a change of either.
+"""Fitted factors on disk, and the losses they belong to.
 
-Losses differ in their last bits with batch size and device, so they are compared with a tolerance,
-not by a digest.
+`FactorCache` holds entries under a key of everything they depend on: weights, data, task, layers
+and settings. So nothing stale is ever reused. What model and task compute for every example is one
+of these things. Losses differ in their last bits with batch size and device, so they are compared
+with a tolerance, not by a digest: `Tried` has the losses that a stored result must agree with, and
+`Version` names those of a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,136 @@ import torch
 from torch import Tensor
 
 from whence.errors import FolderConflict
+from whence.persist.arrays import load_tensors, save_tensors
+from whence.persist.files import Throttle, make_folder
 from whence.persist.identity import key_of, sha256_of, tensors_sha256
-from whence.persist.tensors import FactorCache, load_tensors, save_tensors
+from whence.world import Owner, World, everyone
 
+SNAPSHOT_SECONDS = 20.0
+REFIT = "delete it to fit it again"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest output
 ROUNDED = 2e-2  # with bfloat16 or TF32 products
 VERSIONS = 16  # of losses at one checkpoint that a cache tells apart
+
+
+class FactorCache:
+    """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder.
+
+    A pass over the data leaves snapshots, from which the same call resumes.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._memory: dict[str, dict[str, Tensor]] = {}
+        self._throttle = Throttle(SNAPSHOT_SECONDS)
+        self.before_saving: dict[str, Callable[[], None]] = {}  # what entries depend on, by its key
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        if self.folder is None:
+            return self._memory.get(key)
+        entry = self._load(self._path(key))
+        return None if entry is None else entry[0]
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+        self._save_dependencies()
+        if self.folder is None:
+            self._memory[key] = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            return
+        self._save(self._path(key), tensors, {"settings": settings})
+        self._partial(key).unlink(missing_ok=True)
+
+    def drop(self, key: str) -> None:
+        self._memory.pop(key, None)
+        if self.folder is not None:
+            self._path(key).unlink(missing_ok=True)
+
+    def snapshot(self, key: str) -> tuple[dict[str, Tensor], dict[str, int]] | None:
+        """The totals of a pass that was interrupted, and how far it had come."""
+        entry = None if self.folder is None else self._load(self._partial(key))
+        return None if entry is None else (entry[0], entry[1]["position"])
+
+    def offer_snapshot(
+        self, key: str, tensors: Mapping[str, Tensor], position: dict[str, int]
+    ) -> None:
+        """Save the totals of a pass if it is time to."""
+        if self.folder is not None and self._throttle.due():
+            with self._throttle.saving():
+                self._save_dependencies()
+                self._save(self._partial(key), tensors, {"position": position})
+
+    @staticmethod
+    def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        try:
+            return load_tensors(path, remedy=REFIT)
+        except FileNotFoundError:  # not there yet, or another process has just removed it
+            return None
+
+    def _save_dependencies(self) -> None:
+        for save in list(self.before_saving.values()):
+            save()
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
+        make_folder(path.parent)
+        save_tensors(path, tensors, about)
+
+    def _path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{key}.safetensors"
+
+    def _partial(self, key: str) -> Path:
+        return self._path(key + ".partial")
+
+
+class SharedCache(FactorCache):
+    """The cache of one process, for all ranks. Each makes the same calls in the same order.
+
+    Args:
+        owner: the rank that gives and gets a tensor, by its name. In memory, without a folder, each
+            rank holds its own. In a file are those of all ranks, so that the number of ranks may
+            change.
+    """
+
+    def __init__(self, cache: FactorCache, world: World, owner: Owner = everyone) -> None:
+        super().__init__(cache.folder)
+        self.cache, self.world, self.owner = cache, world, owner
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        if self.folder is None:
+            return self.cache.get(key)
+        return self.world.hand_out(self.cache.get(key) if self.world.first else None, self.owner)
+
+    def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+        if self.folder is None:
+            self.cache.put(key, tensors, settings)
+            return
+        whole = self.world.collect(tensors, self.owner)
+        if self.world.first:
+            self.cache.put(key, whole, settings)
+        self._partial(self._part(key)).unlink(missing_ok=True)
+
+    def drop(self, key: str) -> None:
+        if self.folder is None or self.world.first:
+            self.cache.drop(key)
+
+    def snapshot(self, key: str) -> tuple[dict[str, Tensor], dict[str, int]] | None:
+        return super().snapshot(self._part(key))
+
+    def offer_snapshot(
+        self, key: str, tensors: Mapping[str, Tensor], position: dict[str, int]
+    ) -> None:
+        super().offer_snapshot(self._part(key), tensors, position)
+
+    def _part(self, key: str) -> str:
+        """Of the sums of this rank's share."""
+        return f"{key}-{self.world.rank}-of-{self.world.size}"
+
+
+def shared(cache: FactorCache, world: World, owner: Owner = everyone) -> FactorCache:
+    """The cache for all ranks; a world of one process needs no other."""
+    if world.size == 1:
+        return cache
+    plain = cache.cache if isinstance(cache, SharedCache) else cache
+    return SharedCache(plain, world, owner)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,311 @@
+"""A published truth, and where new scores stand among the methods that were judged by it.
+
+    FOLDER/
+      benchmark.json            what it is, how to make its runs, its methods, and its files
+      truth/                    a `Truth`: truth.json, masks.npy (M, n), measurements.npy (M, R, q)
+      predictions/0.npy, ...    of each method, (K, q, M): sums of K runs' scores over the subsets
+
+Nothing in it is unpickled. A folder may be on a web server: `Benchmark.download` fetches the files
+that benchmark.json names, and compares their checksums.
+
+Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``R`` seeds, ``K`` runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.errors import InvalidInput, MissingFile
+from whence.evaluate.groups import Given
+from whence.evaluate.lds import LDS, Comparison, Difference, described, lds
+from whence.persist.arrays import load_array, save_array
+from whence.persist.files import (
+    check_types,
+    make_folder,
+    parsing,
+    read_json,
+    write_bytes,
+    write_json,
+)
+from whence.retrain import Truth
+from whence.retrain.truth import FIELDS
+from whence.table import Table, Tabled, estimate
+
+SCHEMA = 1
+DESCRIPTION = "benchmark.json"
+LIMIT = 2**28  # bytes of a download
+DESCRIPTION_LIMIT = 2**20
+TIMEOUT = 60.0  # seconds without an answer
+REMEDY = "publish the benchmark again, or delete the downloaded folder"
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """A method that was judged by the truth.
+
+    Attributes:
+        predictions: (K, q, M), sums of its scores over the subsets, up to a constant of the query.
+        settings: the method with its settings, as text.
+        seconds: what the scores of one run took.
+    """
+
+    predictions: NDArray[np.floating[Any]]
+    settings: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Standing(Tabled):
+    """The LDS of new scores, and how far it is above each published method's.
+
+    Attributes:
+        result: of the new scores.
+        published: the LDS of every method, each of one run: the mean over its runs.
+        seconds: of every method, where they are known.
+        name: of the benchmark.
+    """
+
+    result: LDS
+    published: Comparison
+    seconds: Mapping[str, float | None]
+    name: str
+
+    @property
+    def differences(self) -> dict[str, Difference]:
+        """The new LDS minus each published one, on the same resamples of the subsets."""
+        return {name: self.result.minus(other) for name, other in self.published.items()}
+
+    def table(self) -> Table:
+        """The new scores among the published ones, best first."""
+        rows: list[tuple[float, list[object]]] = []
+        for name, one in self.published.items():
+            seconds = self.seconds.get(name)
+            cells = [name, estimate(one.value, one.interval), self.differences[name]]
+            rows.append((one.value, [*cells, None if seconds is None else f"{seconds:.1f}"]))
+        mine = estimate(self.result.value, self.result.interval)
+        rows.append((self.result.value, [f"→ {self.result.method}", mine, None, None]))
+        rows.sort(key=lambda row: -row[0])
+        ceiling = self.result.ceiling
+        top = "not known" if ceiling is None else f"{ceiling:.3f}"
+        return Table(
+            ["method", "LDS [95 %]", "→ minus it [95 %]", "seconds"],
+            [cells for _, cells in rows],
+            title=f"{self.name}: {described(self.result)}, {self.result.queries} queries",
+            note=f"ceiling {top}. A difference whose interval contains 0 is not certain.",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Benchmark:
+    """A truth that scores of any method can be judged by, and the methods that were.
+
+    Attributes:
+        name: in one word.
+        truth: the retrained models.
+        published: the methods, by name.
+        about: text by name. "title", "setting" (model, data, training), "how" (how to make the
+            runs), "source" (who made it, and when) are usual.
+    """
+
+    name: str
+    truth: Truth
+    published: Mapping[str, Published] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        subsets, _, queries = self.truth.measurements.shape
+        for name, one in self.published.items():
+            shape = one.predictions.shape
+            if len(shape) != 3 or shape[1:] != (queries, subsets):
+                raise InvalidInput(
+                    f"the predictions of {name} have shape {shape}: give (K, {queries}, {subsets}),"
+                    " for the truth's queries and subsets"
+                )
+            if not np.isfinite(one.predictions).all():
+                raise InvalidInput(f"some predictions of {name} are not finite numbers")
+
+    # -- judging ---------------------------------------------------------------------------------
+
+    def score(
+        self, scores: Given | Sequence[Given], *, bootstrap: int = 1000, seed: int = 0
+    ) -> Standing:
+        """Where scores stand among the published methods.
+
+        Trainings that diverged are left out.
+
+        Args:
+            scores: of the benchmark's queries and training examples, in its order: a method's
+                Scores, an array (q, n), or a list of them, one of each run; then the mean LDS of
+                the runs counts.
+            bootstrap, seed: as in `lds`.
+        """
+        how: Any = {"bootstrap": bootstrap, "seed": seed, "exclude_diverged": True}
+        result = lds(scores, self.truth, **how)
+        # a subset that contains one stand-in example: its prediction is that example's score
+        about = {name: getattr(self.truth, name) for name in FIELDS}
+        measurements = self.truth.measurements
+        stand_in = Truth(np.eye(len(measurements), dtype=bool), measurements, **about)
+        published = {}
+        for name, one in self.published.items():
+            each = lds(list(np.asarray(one.predictions, np.float64)), stand_in, **how)
+            published[name] = replace(each.single or each, method=name)
+        seconds = {name: one.seconds for name, one in self.published.items()}
+        return Standing(result.single or result, Comparison(published), seconds, self.name)
+
+    # -- folders ---------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a folder that `open` reads, and that a web server may offer."""
+        folder = Path(path)
+        make_folder(folder / "predictions")
+        self.truth.save(folder / "truth")
+        methods: dict[str, dict[str, Any]] = {}
+        for k, (name, one) in enumerate(self.published.items()):
+            file = f"predictions/{k}.npy"
+            entry = save_array(folder / file, np.asarray(one.predictions, np.float32))
+            about = {"settings": one.settings, "seconds": one.seconds}
+            methods[name] = about | {"file": file, "array": entry}
+        truth = [f"truth/{name}" for name in ("truth.json", "masks.npy", "measurements.npy")]
+        names = [*truth, *(method["file"] for method in methods.values())]
+        files = {name: _identity((folder / name).read_bytes()) for name in names}
+        content = {"schema": SCHEMA, "name": self.name, "protocol": self.truth.protocol}
+        sizes = {"examples": self.truth.masks.shape[1]}
+        sizes |= dict(
+            zip(("subsets", "seeds", "queries"), self.truth.measurements.shape, strict=True)
+        )
+        content |= {"sizes": sizes, "about": dict(self.about), "methods": methods, "files": files}
+        write_json(folder / DESCRIPTION, content)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Benchmark:
+        """Open what `save` wrote."""
+        folder = Path(path)
+        file = folder / DESCRIPTION
+        if not file.is_file():
+            raise MissingFile(
+                f"{folder} has no {DESCRIPTION}: give a folder that Benchmark.save wrote"
+            )
+        content = read_json(file, schema=SCHEMA, remedy=REMEDY)
+        with parsing(file, REMEDY):
+            check_types(content, name=str, about=dict, methods=dict, files=dict)
+            published = {}
+            for name, one in content["methods"].items():
+                check_types(one, settings=str, seconds=(int, float, type(None)), array=dict)
+                place = folder / _inside(one["file"])
+                predictions = load_array(place, one["array"], remedy=REMEDY)
+                published[name] = Published(predictions, one["settings"], one["seconds"])
+            about = {str(name): str(text) for name, text in content["about"].items()}
+        return cls(content["name"], Truth.load(folder / "truth"), published, about)
+
+    @classmethod
+    def download(
+        cls,
+        url: str,
+        cache: str | os.PathLike[str] | None = None,
+        *,
+        limit: int = LIMIT,
+    ) -> Benchmark:
+        """Fetch a benchmark's folder from a web server, and open it.
+
+        The files go to a folder of the cache, named by what benchmark.json says. Files that are
+        there already, with the right checksum, are not fetched again.
+
+        Args:
+            url: of the folder that contains benchmark.json; http or https.
+            cache: folder (default: whence in $XDG_CACHE_HOME, or in ~/.cache).
+            limit: bytes that all files together may have.
+        """
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise InvalidInput(f"url={url!r} must start with https:// or http://")
+        address = url.removesuffix(DESCRIPTION).rstrip("/")
+        raw = _fetched(f"{address}/{DESCRIPTION}", DESCRIPTION_LIMIT)
+        base = Path(cache) if cache is not None else _cache() / "benchmarks"
+        folder = base / hashlib.sha256(raw).hexdigest()[:16]
+        make_folder(folder)
+        write_bytes(folder / DESCRIPTION, raw)
+        content = read_json(folder / DESCRIPTION, schema=SCHEMA, remedy=REMEDY)
+        with parsing(folder / DESCRIPTION, REMEDY):
+            files = {_inside(name): dict(one) for name, one in content["files"].items()}
+            total = sum(int(one["bytes"]) for one in files.values())
+        if total > limit:
+            raise InvalidInput(
+                f"{url} has {total:,} bytes, and limit={limit:,}: raise the limit if you trust it"
+            )
+        for name, expected in files.items():
+            place = folder / name
+            if place.is_file() and _identity(place.read_bytes()) == expected:
+                continue
+            data = _fetched(f"{address}/{name}", int(expected["bytes"]))
+            if _identity(data) != expected:
+                raise InvalidInput(
+                    f"{address}/{name} is not what {DESCRIPTION} describes (its size or checksum "
+                    "differs): it was changed, or damaged on the way"
+                )
+            make_folder(place.parent)
+            write_bytes(place, data)
+        return cls.open(folder)
+
+
+def score_against(
+    source: str | os.PathLike[str],
+    scores: Given | Sequence[Given],
+    *,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    limit: int = LIMIT,
+) -> Standing:
+    """Judge scores by a published benchmark.
+
+    Args:
+        source: a folder that `Benchmark.save` wrote, or the URL of one (http or https), which is
+            then downloaded.
+        scores, bootstrap, seed: as in `Benchmark.score`.
+        limit: bytes of a download.
+    """
+    text = os.fspath(source)
+    if urlsplit(text).scheme in ("http", "https"):
+        benchmark = Benchmark.download(text, limit=limit)
+    else:
+        benchmark = Benchmark.open(text)
+    return benchmark.score(scores, bootstrap=bootstrap, seed=seed)
+
+
+def _identity(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _inside(name: Any) -> str:
+    """A name of a file in the folder; refuses one that leads out of it."""
+    path = PurePosixPath(str(name))
+    plain = all(part not in ("", ".", "..") for part in str(name).split("/"))
+    if path.is_absolute() or not plain or "\\" in str(name) or ":" in str(name):
+        raise InvalidInput(f"{name!r} is not the name of a file in the benchmark's folder")
+    return str(name)
+
+
+def _cache() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "whence"
+
+
+def _fetched(url: str, most: int) -> bytes:
+    """What a URL has, of at most this many bytes."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+            data: bytes = answer.read(most + 1)
+    except (URLError, OSError) as error:
+        raise MissingFile(f"{url} cannot be read ({error}): check the address") from error
+    if len(data) > most:
+        raise InvalidInput(f"{url} has more than the {most:,} bytes that it may have")
+    return data

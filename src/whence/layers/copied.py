@@ -1,0 +1,95 @@
+"""Any other module, computed with one copy of its parameters for each example.
+
+This is exact for every module whose forward `torch.vmap` can follow: weights with a parametrization
+(weight norm, spectral norm), layers with a forward of their own, scales of channels. Its price is
+a copy of the parameters per example, and a curvature that is diagonal.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from whence.errors import InvalidInput
+from whence.layers.kind import Kind, Notes, same_forward
+from whence.layers.parameter import Direct, one_for_all
+
+MOST = 2**22  # numbers in a parameter, above which copies take too much memory
+
+
+class Copied(Direct):
+    """A parameter of a module `host`, or of its parametrizations."""
+
+    seen = "forward"
+
+    def __init__(self, attribute: str, host: nn.Module) -> None:
+        super().__init__(attribute)
+        self._host = host
+
+    def host(self, module: Any) -> nn.Module:
+        return self._host
+
+    def refusal(self, module: nn.Module) -> str | None:
+        parameter = module._parameters[self.attribute]
+        assert parameter is not None
+        if parameter.numel() <= MOST:
+            return None
+        return f"a copy of its {parameter.numel():,} numbers for each example takes too much memory"
+
+    def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        which = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        shapes = [tuple(leaves[k].shape) for k in which if leaves[k].shape[:1] != (note.n,)]
+        if shapes:
+            raise InvalidInput(f"an input {shapes[0]} does not have the {note.n} examples in front")
+        inside, parameters = _Inside(host, note.forward), dict(host.named_parameters())
+        copies = {}
+        for name in note.names:
+            weight = parameters[name]
+            copies[f"host.{name}"] = copy = weight.unsqueeze(0).expand(note.n, *weight.shape)
+            note(name, weight.new_ones(note.n, 1), copy)
+
+        def alone(copies: dict[str, Tensor], inputs: list[Tensor]) -> Any:
+            every = list(leaves)
+            for k, x in zip(which, inputs, strict=True):
+                every[k] = x.unsqueeze(0)
+            args, kwargs = tree_unflatten(every, structure)
+            outputs = functional_call(inside, copies, args, kwargs)
+            return tree_map(lambda y: y.squeeze(0), outputs)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, in a loop
+            return torch.vmap(alone)(copies, [leaves[k] for k in which])
+
+
+class _Inside(nn.Module):
+    """A module with the forward it has without us."""
+
+    def __init__(self, host: nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.host, self._forward = host, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def copyable(module: nn.Module, kind: Kind | None) -> bool:
+    """Whether a module of this kind, if any, can be computed with copies, and has no other way."""
+    if isinstance(module, (parametrize.ParametrizationList, nn.ParameterList, nn.ParameterDict)):
+        return False
+    if parametrize.is_parametrized(module):
+        return True
+    if any(True for child in module.children() for _ in child.parameters()):
+        return False
+    if kind is None:
+        return not all(one_for_all(p) for p in module.parameters())
+    known = kind.module  # the class whose forward the kind knows
+    if kind.form != "matrix" or not isinstance(known, type) or known is nn.Module:
+        return False
+    return not same_forward(module, known)

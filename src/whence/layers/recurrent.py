@@ -1,0 +1,204 @@
+"""`nn.RNN`, `nn.LSTM`, `nn.GRU` with all their layers and directions, and the cells of the three.
+
+Their kernels hide the products of single steps. So the recurrence is computed step by step, from
+the same weights, and the operands and results of its products are noted. A study checks that the
+model's outputs stay the same. Dropout between layers is off, as the whole model is in eval mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from whence.errors import InvalidInput
+from whence.layers.kind import Kind, Notes, Part, Places, refused_subclass, register
+
+State = tuple[Tensor, ...]  # h, and c of an LSTM
+
+
+class Recurrent(Kind):
+    """One weight of a recurrent module; the prototype, without a name, stands for all of them."""
+
+    seen = "forward"
+    kind: ClassVar[str]
+
+    def __init__(self, weight: str = "") -> None:
+        self.weight = weight
+
+    def refusal(self, module: nn.Module) -> str | None:
+        assert isinstance(self.module, type)
+        return refused_subclass(module, self.module)
+
+    def parts(self, module: Any) -> list[Part]:
+        weights = [name for name in module._parameters if name.startswith("weight")]
+        pairs = [(name, name.replace("weight", "bias", 1)) for name in weights]
+        mine = type(self)
+        return [
+            (mine(w), w, b) if module._parameters.get(b) is not None else (mine(w), w)
+            for w, b in pairs
+        ]
+
+    def shape(self, module: Any) -> tuple[int, int, int]:
+        o, i = module._parameters[self.weight].shape
+        return 1, o, i
+
+    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
+        return [x.reshape(len(x), -1, x.shape[-1])]
+
+    def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
+        return [gradient.reshape(len(gradient), -1, gradient.shape[-1])]
+
+    def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
+        return _sequence(host, note, self.kind, *args, **kwargs)
+
+
+class RNN(Recurrent):
+    module, kind = nn.RNN, "rnn"
+
+
+class LSTM(Recurrent):
+    module, kind = nn.LSTM, "lstm"
+
+
+class GRU(Recurrent):
+    module, kind = nn.GRU, "gru"
+
+
+class Cell(Recurrent):
+    def forward(
+        self, host: Any, note: Notes, input: Tensor, hx: Any = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        products = _Products(host, note, "")
+        if input.dim() != 2:
+            raise InvalidInput(f"an input of shape {tuple(input.shape)}: it must be (n, i)")
+        zeros = input.new_zeros(len(input), host.hidden_size)
+        state = _initial(hx, lambda _: zeros, self.kind)
+        h, *rest = _step(self.kind, products, products("weight_ih", input), state, None)
+        return (h, rest[0]) if rest else h
+
+
+class RNNCell(Cell):
+    module, kind = nn.RNNCell, "rnn"
+
+
+class LSTMCell(Cell):
+    module, kind = nn.LSTMCell, "lstm"
+
+
+class GRUCell(Cell):
+    module, kind = nn.GRUCell, "gru"
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Products with the weights of one layer and direction: "weight_ih" + "_l0_reverse"."""
+
+    module: Any
+    note: Notes
+    suffix: str
+
+    def __call__(self, weight: str, x: Tensor, places: Places | None = None) -> Tensor:
+        name = weight + self.suffix
+        parameters = self.module._parameters
+        y = F.linear(x, parameters[name], parameters.get(name.replace("weight", "bias", 1)))
+        self.note(name, x, y, places)
+        return y
+
+
+def _step(kind: str, products: _Products, x: Tensor, state: State, places: Places | None) -> State:
+    """The next state (n, ...) from x = W_ih x + b_ih and the state before."""
+    y = products("weight_hh", state[0], places)
+    if kind == "rnn":
+        relu = products.module.nonlinearity == "relu"
+        return (torch.relu(x + y) if relu else torch.tanh(x + y),)
+    if kind == "gru":
+        (r, z, new), (r_h, z_h, new_h) = x.chunk(3, 1), y.chunk(3, 1)
+        z, new = torch.sigmoid(z + z_h), torch.tanh(new + torch.sigmoid(r + r_h) * new_h)
+        return (new + z * (state[0] - new),)
+    enter, forget, cell, leave = (x + y).chunk(4, 1)
+    c = torch.sigmoid(forget) * state[1] + torch.sigmoid(enter) * torch.tanh(cell)
+    h = torch.sigmoid(leave) * torch.tanh(c)
+    if getattr(products.module, "proj_size", 0):
+        h = products("weight_hr", h, places)
+    return h, c
+
+
+def _initial(hx: Any, zeros: Callable[[str], Tensor], kind: str) -> State:
+    """The state (n, ...) to begin with: of zeros, unless one is given."""
+    if kind == "lstm":
+        return (zeros("h"), zeros("c")) if hx is None else tuple(hx)
+    return (zeros("h") if hx is None else hx,)
+
+
+def _sequence(
+    module: Any, note: Notes, kind: str, input: Tensor | PackedSequence, hx: Any = None
+) -> tuple[Any, Any]:
+    """All layers and directions over a sequence, as the module's own forward returns them."""
+    if isinstance(input, PackedSequence):
+        x, lengths = pad_packed_sequence(input, batch_first=True)
+    else:
+        x, lengths = input if module.batch_first else input.transpose(0, 1), None
+    if x.dim() != 3 or len(x) != note.n:
+        raise InvalidInput(
+            f"its input has the shape {tuple(x.shape)}, not a sequence for each of {note.n} "
+            "examples"
+        )
+    numbers = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+    if lengths is not None:
+        numbers = numbers.where(numbers < lengths.to(x.device).unsqueeze(1), -1)
+    directions, ends = 1 + module.bidirectional, []
+    whole = _initial(hx, partial(_zeros, module, x, directions), kind)
+    for layer in range(module.num_layers):
+        outputs = []
+        for backward in range(directions):
+            products = _Products(module, note, f"_l{layer}" + "_reverse" * backward)
+            state = tuple(part[len(ends)] for part in whole)
+            y, end = _along(kind, products, x, state, numbers, bool(backward))
+            outputs.append(y)
+            ends.append(end)
+        x = torch.cat(outputs, 2)
+    final = tuple(torch.stack(part) for part in zip(*ends, strict=True))
+    last = final if kind == "lstm" else final[0]
+    if isinstance(input, PackedSequence):
+        return _packed(x, numbers, input), last
+    return x if module.batch_first else x.transpose(0, 1), last
+
+
+def _zeros(module: Any, x: Tensor, directions: int, part: str) -> Tensor:
+    width = getattr(module, "proj_size", 0) if part == "h" else 0
+    return x.new_zeros(module.num_layers * directions, len(x), width or module.hidden_size)
+
+
+def _along(
+    kind: str, products: _Products, x: Tensor, state: State, numbers: Tensor, backward: bool
+) -> tuple[Tensor, State]:
+    """One layer in one direction: its outputs (n, t, o), and its last state."""
+    each = products("weight_ih", x, Places(numbers, x.shape[1])).unbind(1)
+    outputs = []
+    for t in reversed(range(len(each))) if backward else range(len(each)):
+        here = numbers[:, t : t + 1]
+        after = _step(kind, products, each[t], state, Places(here, len(each)))
+        pairs = zip(after, state, strict=True)  # a sequence that has ended keeps its state
+        state = tuple(torch.where(here >= 0, new, old) for new, old in pairs)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backward else outputs, 1), state
+
+
+def _packed(x: Tensor, numbers: Tensor, like: PackedSequence) -> PackedSequence:
+    """Outputs (n, t, o), in the order that the input was packed in."""
+    order = like.sorted_indices
+    lengths = (numbers >= 0).sum(1)
+    x, lengths = (x, lengths) if order is None else (x[order], lengths[order])
+    data = pack_padded_sequence(x, lengths.cpu(), batch_first=True).data
+    return like._replace(data=data)
+
+
+for kind in (RNN, LSTM, GRU, RNNCell, LSTMCell, GRUCell):
+    register(kind())
