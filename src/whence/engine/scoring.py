@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
+from whence.engine.costs import queries_at_once
 from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, Columns, Term, Workspace
@@ -159,8 +160,11 @@ class Scoring:
         if query.rank is None:
             return None
         account, terms = self.writer.account, 1 if self.shared else len(self.terms)
-        known = self.workspace.world.of_first(account.get("query_rank"))
-        chosen = plan(self.workspace, query, terms, known)
+        workspace, blocks = self.workspace, self.workspace.blocks.values()
+        known = workspace.world.of_first(account.get("query_rank"))
+        rank = query.rank if known is None or query.rank is None else known
+        size = workspace.accumulator.itemsize
+        chosen = plan(blocks, size, workspace.memory, len(query), rank, terms)
         if chosen is not None:
             account["query_rank"] = chosen.rank
         return chosen
@@ -335,8 +339,8 @@ class Scoring:
         return self._fitting(1 if self.shared else len(self.terms)) >= queries
 
     def _fitting(self, sets: int) -> int:
-        size = self._vector() * self.workspace.accumulator.itemsize
-        return int(self.workspace.memory // 2 // ((sets + 2) * size))
+        size = self.workspace.accumulator.itemsize
+        return queries_at_once(self._vector(), size, self.workspace.memory, sets)
 
     def _vector(self) -> int:
         """Numbers in a query's vector."""

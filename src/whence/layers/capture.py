@@ -83,7 +83,7 @@ class ParameterBlock:
         return _narrowed(rows, 1, self.column, self.width)
 
 
-def _narrowed(x: Any, axis: int, start: int, length: int) -> Any:
+def _narrowed(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     """A part of a tensor; a tensor that is the part, as it is."""
     return x if x.shape[axis] == length else x.narrow(axis, start, length)
 
