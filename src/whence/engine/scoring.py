@@ -162,7 +162,7 @@ class Scoring:
         account, terms = self.writer.account, 1 if self.shared else len(self.terms)
         workspace, blocks = self.workspace, self.workspace.blocks.values()
         known = workspace.world.of_first(account.get("query_rank"))
-        rank = query.rank if known is None or query.rank is None else known
+        rank = query.rank if known is None else known
         size = workspace.accumulator.itemsize
         chosen = plan(blocks, size, workspace.memory, len(query), rank, terms)
         if chosen is not None:

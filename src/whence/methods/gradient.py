@@ -112,7 +112,9 @@ class GradientMethod(Method):
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
             passes[kind] *= work.factor_groups
         size, vector = work.accumulator.itemsize, cost.vector_numbers(tracked, self._factored)
-        low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
+        low_rank = None
+        if work.query_rank is not None:
+            low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
