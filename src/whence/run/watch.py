@@ -191,7 +191,7 @@ def _measured(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         for names in by_device.values():
             each = [_numbers(parameters[name]) for name in names]
             sizes = [len(numbers) for numbers in each]
-            measured |= zip(names, torch.cat(each).cpu().split(sizes), strict=True)
+            measured |= zip(names, torch.split(torch.cat(each).cpu(), sizes), strict=True)
     return measured
 
 
@@ -210,7 +210,7 @@ def _differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]
     same = torch.isclose(a, b, rtol=ROUNDING, atol=0.0, equal_nan=True)
     if bool(same.all()):
         return []
-    each = same.split([len(numbers) for numbers in before.values()])
+    each = torch.split(same, [len(numbers) for numbers in before.values()])
     return [name for name, unchanged in zip(before, each, strict=True) if not unchanged.all()]
 
 
