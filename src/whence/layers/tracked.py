@@ -359,9 +359,10 @@ def _each_gradient(
         if len(gradients[layer]) == len(parameters[layer]):
             use(layer, gradients.pop(layer))
 
-    handles = [p.register_post_accumulate_grad_hook(arrived) for p in places]
+    leaves: list[Any] = list(places)  # its type lacks the hook
+    handles = [p.register_post_accumulate_grad_hook(arrived) for p in leaves]
     try:
-        torch.autograd.backward(total, inputs=list(places), retain_graph=True)
+        torch.autograd.backward(total, inputs=leaves, retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()

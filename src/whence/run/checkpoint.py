@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -198,7 +199,7 @@ class OpenedTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, aliases: Mapping[str, str], base: Mapping[str, Tensor]) -> None:
         try:
-            self._file = safe_open(path, framework="pt")
+            self._file: Any = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise RunError(str(damaged(path, error, REMEDY))) from error
         plain = plain_names(self._file.keys())
