@@ -133,6 +133,21 @@ def test_sampled_curvature_does_not_depend_on_batches(curvature: str) -> None:
     np.testing.assert_allclose(every[0], every[1], rtol=1e-8)
 
 
+def test_representations_are_means_over_draws() -> None:
+    model, task = network(), whence.Averaged(whence.Classification())
+    train = whence.Augmented(labelled(7, 2, 5), noisy, draws=3)
+    query = whence.Augmented(labelled(2, 2, 5, seed=1), draws=1)
+    study = whence.Study(model, task, train, once(model))
+    with pytest.warns(UserWarning, match="left out"):
+        scores = whence.RepSim().attribute(study, query, **EXACT)
+    body = copy.deepcopy(model).eval()[:-1]
+    x, y = (
+        torch.stack([body(each[k].rows[0]).mean(0) for k in range(len(each))]).detach()
+        for each in (query, train)
+    )
+    close(scores.values, F.cosine_similarity(x[:, None], y[None], dim=2).numpy(), 1e-6)
+
+
 def test_draws_are_the_same_again_and_leave_generators_alone() -> None:
     data = whence.Augmented(labelled(3, 2, 5), noisy, draws=4, seed=5)
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
@@ -253,6 +268,21 @@ def test_documents_in_packed_rows(reduction: str) -> None:
         whence.unpacked(rows, numbers[:2])
 
 
+def test_tokens_of_queries_add_up() -> None:
+    """One query for each token of a document: its share of the document's measurement."""
+    g = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.tensor(tokens(g, 3, 6))} for _ in range(5)]
+    train = [whence.RowSet([row], torch.ones(1)) for row in rows]
+    document = {"input_ids": torch.tensor([1, 4, 2, 3])}
+    model, task = language(), whence.Averaged(whence.LanguageModeling())
+    study = whence.Study(model, task, train, once(model), collate=whence.padded, layers="all")
+    whole = whence.Source().attribute(study, [whence.RowSet([document], torch.ones(1))], **EXACT)
+    each = whence.unpacked([document], [range(4)])
+    by_token = whence.Source().attribute(study, each, **EXACT).values
+    assert by_token.shape == (4, 5) and not by_token[0].any()  # no token predicts the first
+    np.testing.assert_allclose(by_token.sum(0), whole.values[0], rtol=1e-8)
+
+
 # --- lists of items -------------------------------------------------------------------------------
 
 
@@ -314,8 +344,9 @@ def test_wrong_sets_are_refused() -> None:
     study = whence.Study(model, whence.Averaged(whence.Classification()), wrong, once(model))
     with pytest.raises(ValueError, match="for 3 weights"):
         whence.TracIn().attribute(study, wrong, **EXACT)
-    lists = TensorDataset(torch.randn(7, 4).double(), torch.zeros(7).long())
-    flat = nn.Linear(4, 2).double()
-    with pytest.raises(ValueError, match="one score for every item|lists of items"):
+    for shape, message in (((7, 4, 3), "one score for every item"), ((7,), "needs lists of items")):
+        lists = TensorDataset(torch.randn(shape).double(), torch.zeros(7).long())
+        flat = nn.Linear(3, 2).double()
         study = whence.Study(flat, whence.Ranking(), lists, once(flat))
-        whence.TracIn().attribute(study, lists, **EXACT)
+        with pytest.raises(ValueError, match=message):
+            whence.TracIn().attribute(study, lists, **EXACT)

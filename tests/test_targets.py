@@ -239,6 +239,26 @@ def test_a_wrong_target_is_named(name: str, fisher: str) -> None:
         whence.Source(2).attribute(study, data, **EXACT)
 
 
+@pytest.mark.parametrize(
+    ("task", "shape"),
+    [
+        (whence.Classification(), (12,)),
+        (whence.MultiLabel(), (12, 3)),
+        (whence.Regression(), (12, 3)),
+        (whence.LanguageModeling(), (12, 4)),
+    ],
+)
+def test_targets_that_are_no_real_numbers_are_refused(
+    task: whence.Task, shape: tuple[int, ...]
+) -> None:
+    outputs = torch.zeros(12, 3) if shape != (12, 4) else torch.zeros(12, 4, 3)
+    with pytest.raises(whence.WhenceError, match=r"targets are torch\.complex64"):
+        task.losses(outputs, (outputs, torch.zeros(shape, dtype=torch.complex64)))
+    if shape != (12, 4):
+        with pytest.raises(whence.WhenceError, match="labels are str \\('cat'\\), not numbers"):
+            task.losses(outputs, (outputs, ["cat"] * 12))
+
+
 SHAPES: dict[str, tuple[whence.Task, tuple[int, ...], tuple[int, ...]]] = {
     "another number of classes": (whence.Classification(), (12, 3), (12, 4)),
     "several targets, one logit": (whence.Classification(), (12, 1), (12, 2)),

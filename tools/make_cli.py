@@ -64,6 +64,8 @@ $ whence report scores/source --study study.py -o report.html
 $ whence card scores/source --query 3 --study study.py -o card.svg
 $ whence explore scores/source --study study.py
 $ whence whatif scores/source --examples 3,14,159 --study study.py --retrain 5
+$ whence audit study.py scores/source -o audit.csv
+$ whence select study.py scores/source --drop 5%
 $ whence truth study.py --subsets 100 --seeds 10 --out truth/0
 $ whence lds scores/* --truth truth/0
 ```

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from whence.errors import InvalidInput, InvalidType, warn
+from whence.errors import InvalidInput, InvalidType, examples_of, warn
 from whence.persist.identity import digest, sha256_of
 from whence.task import Classification, Task
 
@@ -44,6 +44,7 @@ class Batches:
         self.name, self.dataset, self.collate = name, dataset, collate
         self._fingerprint: str | None = None
         self._moving = ""
+        self._read: tuple[np.ndarray, str] | None = None  # some of the examples, and their digest
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -57,9 +58,18 @@ class Batches:
                 where = slice(int(order[0]), int(order[-1]) + 1)
             # a copy, because a model may change its input in place
             return tuple(tensor[where].clone() for tensor in self.dataset.tensors)
-        rows = [self.dataset[int(k)] for k in indices]
-        if self.collate is not None:
-            return self.collate(rows)
+        with examples_of(self.name, indices, "the dataset or its collate function"):
+            rows = [self.dataset[int(k)] for k in indices]
+            batch = self._collated(rows) if self.collate is None else self.collate(rows)
+        for tensor in _tensors(batch):
+            if not _plain(tensor):
+                raise InvalidType(
+                    f"{self.name} batches have a tensor that is {_kind(tensor)}: give "
+                    "Study(collate=...) that makes it dense"
+                )
+        return batch
+
+    def _collated(self, rows: list[Any]) -> Any:
         fields = rows[0].items() if isinstance(rows[0], Mapping) else ()
         lists = [name for name, value in fields if isinstance(value, list)]
         if lists:
@@ -70,18 +80,25 @@ class Batches:
             )
         try:
             return default_collate(rows)
-        except RuntimeError as error:
-            if "equal size" not in str(error):
-                raise
-            raise InvalidInput(
-                f"{self.name} examples have different sizes, which torch cannot collate: give "
-                "Study(collate=...), such as whence.padded for documents of tokens"
+        except (TypeError, RuntimeError) as error:
+            if "equal size" in str(error):
+                raise InvalidInput(
+                    f"{self.name} examples have different sizes, which torch cannot collate: give "
+                    "Study(collate=...), such as whence.padded for documents of tokens"
+                ) from error
+            raise InvalidType(
+                f"torch cannot collate {self.name} examples ({error}): give Study(collate=...) "
+                "that makes tensors of them"
             ) from error
 
     @property
     def sliceable(self) -> bool:
         """Whether many examples are read as fast as one, and batched without a collate function."""
-        return type(self.dataset) is TensorDataset and self.collate is None
+        return (
+            type(self.dataset) is TensorDataset
+            and self.collate is None
+            and all(map(_plain, self.dataset.tensors))
+        )
 
     def stream(
         self,
@@ -107,7 +124,7 @@ class Batches:
 
     def refresh(self) -> None:
         """Discard the cached fingerprint, because the data may have changed."""
-        self._fingerprint = None
+        self._fingerprint = self._read = None
 
     def fingerprint(self) -> str:
         """SHA-256 of every example; warns if examples differ between two reads.
@@ -121,6 +138,19 @@ class Batches:
             if self._moving:
                 warn(self._moving)
         return self._fingerprint
+
+    def check_unchanged(self) -> None:
+        """Warn if some examples are no longer those that the fingerprint was taken of."""
+        if self._read is None or self._moving:
+            return
+        block, before = self._read
+        if self._digests([block]) != [before]:
+            self._moving = (
+                f"{self.name}[{block[0]}] to [{block[-1]}] are not what they were when they were "
+                "first read: the data changes with time, or with the number of reads. Scores are a "
+                "mixture; give the dataset in a fixed state"
+            )
+            warn(self._moving)
 
     @property
     def moving(self) -> str:
@@ -149,6 +179,7 @@ class Batches:
             sample = [order[block] for block in cut(READ_TWICE, HASH_BATCH)]
             first = self._digests(sample)
         digests = self._digests(blocks)
+        self._read = blocks[-1], digests[-1]
         len(self)  # between two passes, as a loader asks for it: some datasets then shuffle
         second = self._digests(sample)
         for block, before, after in zip(sample, first or digests, second, strict=True):
@@ -204,6 +235,8 @@ class Contrast:
 def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """The batch with its tensors on the device and its floating tensors in the dtype."""
     if isinstance(batch, Tensor):
+        if batch.is_complex():
+            return batch.to(device, torch.complex128 if dtype == torch.float64 else torch.complex64)
         return batch.to(device, dtype if batch.is_floating_point() else None)
     if isinstance(batch, Mapping):
         return {key: place(value, device, dtype) for key, value in batch.items()}
@@ -230,6 +263,21 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, Collection) and not isinstance(batch, (str, bytes)):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors(value)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is an array of numbers: not sparse, nested, quantized, or without data."""
+    strided = tensor.layout == torch.strided
+    return strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def _kind(tensor: Tensor) -> str:
+    kinds = {
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        "on the meta device": tensor.is_meta,
+    }
+    return next((name for name, true in kinds.items() if true), "sparse")
 
 
 def structure(batch: Any) -> Any:

@@ -97,9 +97,7 @@ def unpacked(
         One example per document, in the order of their numbers.
     """
     if len(rows) != len(documents):
-        raise InvalidInput(
-            f"{len(rows)} rows, but documents of {len(documents)}: give one for each"
-        )
+        raise InvalidInput(f"{len(rows)} rows, but documents of {len(documents)}: give both")
     sets: dict[int, tuple[list[Any], list[float]]] = {}
     for k, (row, numbers) in enumerate(zip(rows, documents, strict=True)):
         ids = torch.as_tensor(row["input_ids"], dtype=torch.long)
@@ -111,7 +109,7 @@ def unpacked(
                 "documents: give one for each token"
             )
         counted = _predicted(labels)
-        for number in of.unique().tolist():
+        for number in sorted(set(of.tolist())):
             its = labels.masked_fill(of != number, IGNORED)
             share = _predicted(its) / max(1, counted) if reduction == "mean" else 1.0
             parts, weights = sets.setdefault(number, ([], []))

@@ -7,8 +7,10 @@ Catch `WhenceError` for anything that whence complains about, or the built-in ty
     except ValueError: ...            # also catches InvalidInput
     except whence.WhenceError: ...    # any complaint of whence, and nothing else
 
-An error of another type that comes out of whence is from your own code, from another library, or a
-bug. This module needs only the standard library, so that every room may use it.
+An error that your model, task or dataset raises becomes the `__cause__` of an `InvalidInput` that
+names the examples. An error of another type that comes out of whence is a bug, or comes from code
+that is not called on examples. This module needs only the standard library, so that every room may
+use it.
 """
 
 from __future__ import annotations
@@ -61,8 +63,9 @@ class InvalidTarget(InvalidInput):
 
 
 @contextmanager
-def examples_of(name: str, indices: Any) -> Iterator[None]:
-    """Name the dataset and the example in errors about a target of a batch of these examples."""
+def examples_of(name: str, indices: Any, code: str = "the model or the task") -> Iterator[None]:
+    """Name the dataset and the examples in an error about a batch of them: which target is wrong,
+    or which of the user's own code failed."""
     try:
         yield
     except InvalidTarget as error:
@@ -70,6 +73,13 @@ def examples_of(name: str, indices: Any) -> Iterator[None]:
             raise
         example = int(indices[error.position])
         raise InvalidTarget(f"{name} example {example} {error.problem}") from None
+    except Exception as error:
+        if isinstance(error, (WhenceError, MemoryError)) or "OutOfMemory" in type(error).__name__:
+            raise
+        shown = ", ".join(str(int(k)) for k in indices[:4]) + (", ..." if len(indices) > 4 else "")
+        raise InvalidInput(
+            f"{code} failed on {name} example {shown}: {type(error).__name__}: {error}"
+        ) from error
 
 
 class InvalidType(WhenceError, TypeError):

@@ -26,7 +26,7 @@ class RowSet(NamedTuple):
     """One example of several rows, or a batch of such examples.
 
     Attributes:
-        rows: what the task's batches are made of, (k, ...) of an example and (n, k, ...) of a batch.
+        rows: as the task's batches, with tensors (k, ...) of an example and (n, k, ...) of a batch.
         weights: of each row, (k,) or (n, k). A row with the weight 0 fills up a set.
     """
 
@@ -68,7 +68,7 @@ class Averaged(Task):
     def outputs(self, model: nn.Module, batch: Any) -> Tensor:
         """(n, k, ...)."""
         outputs = self.task.outputs(model, self._flat(batch))
-        return outputs.unflatten(0, (-1, self.rows(batch)))
+        return outputs.reshape(-1, self.rows(batch), *outputs.shape[1:])
 
     def targets(self, batch: Any) -> Tensor:
         return self.task.targets(self._flat(batch))
@@ -202,24 +202,29 @@ class Augmented:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> RowSet:
+        seeds = keys(self.seed, int(index), torch.arange(self.draws)).tolist()
         rows = []
-        for draw in range(self.draws):
-            with _seeded(int(keys(self.seed, int(index), draw))):
+        with _generators_restored():
+            for seed in seeds:
+                _seed(seed)
                 example = self.dataset[index]
                 rows.append(example if self.transform is None else self.transform(example))
         return RowSet(default_collate(rows), torch.ones(self.draws).double() / self.draws)
 
 
+def _seed(seed: int) -> None:
+    """Seed the generators of torch (on the CPU), NumPy and Python."""
+    torch.default_generator.manual_seed(seed % 2**63)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Generators of torch, NumPy and Python from a seed; as they were afterwards."""
-    before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed % 2**63)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+def _generators_restored() -> Iterator[None]:
+    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared
-from whence.persist.identity import class_sha256, digest, model_sha256, sha256_of
+from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final
@@ -189,6 +190,10 @@ class Study:
             self._evidence[id(run)] = Evidence(run, sizes)
         return self._evidence[id(run)]
 
+    def _trained(self, run: Run, parameter: str) -> bool:
+        """Whether updates of the run changed a parameter."""
+        return run.peak_rate(parameter) > 0 and parameter not in self._of(run).unmoved
+
     def warnings(self, run: Run) -> list[str]:
         """Why scores of a run may be wrong, as its files and its recorder show."""
         evidence = self._of(run)
@@ -208,6 +213,11 @@ class Study:
                 draws = evidence.draws(stage)
                 messages += [] if draws is None else draws.warnings(stage)
                 messages += self._ignored(stage)
+            if any(settings.get("maximize") for settings in run.hyperparameters):
+                messages.append(
+                    "the optimizer maximises (maximize=True): losses of the task must be minus "
+                    "what training maximised, or all scores have the wrong sign"
+                )
             evidence.warnings = messages + self._other_model(run)
         return evidence.warnings
 
@@ -294,7 +304,7 @@ class Study:
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
                 separation.check_losses(compared)
-                trained = None if frozen else (lambda name: run.peak_rate(name) > 0)
+                trained = None if frozen else partial(self._trained, run)
                 untrained = self._of(run).untrained(stage, original)
                 tracked = find(loaded.model, task, several, self.layers, trained, untrained)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
@@ -385,7 +395,7 @@ def task_identity(task: Task, measured: bool = False) -> dict[str, str]:
         measured: with what its measurements depend on.
     """
     names = [name for name in vars(task) if measured or name not in MEASURED]
-    settings = {name: digest(getattr(task, name)) for name in names}
+    settings = {name: setting_sha256(getattr(task, name)) for name in names}
     return {"class": class_sha256(type(task)), **settings}
 
 

@@ -92,9 +92,9 @@ class Task:
                     f"no labels in the batch (it has {sorted(batch)}): name them one of "
                     f"{LABEL_KEYS}, or override targets(batch) in your Task"
                 )
-            return torch.as_tensor(batch[label_keys[0]])
+            return _as_tensor(batch[label_keys[0]])
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
-            return torch.as_tensor(batch[-1])
+            return _as_tensor(batch[-1])
         raise InvalidType(
             f"cannot find labels in a batch of type {type(batch).__name__}: use (inputs, labels) "
             "tuples or mappings, or override targets(batch) in your Task"
@@ -179,6 +179,26 @@ def _sample(logits: Tensor, uniform: Draws) -> Tensor:
     cumulative = logits.detach().softmax(-1, dtype=wide).cumsum_(-1)
     levels = draw(uniform, cumulative[..., 0]).unsqueeze(-1).to(wide) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, levels).squeeze(-1).clamp_(max=cumulative.shape[-1] - 1)
+
+
+def _as_tensor(labels: Any) -> Tensor:
+    try:
+        return torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        first = labels[0] if isinstance(labels, (tuple, list)) and labels else labels
+        raise InvalidType(
+            f"labels are {type(first).__name__} ({str(first)[:40]!r}), not numbers: give class "
+            "numbers, or override targets(batch) in your Task"
+        ) from error
+
+
+def _real(targets: Tensor) -> Tensor:
+    if targets.is_complex():
+        raise InvalidType(
+            f"targets are {targets.dtype}: this loss is not defined for complex numbers. Give real "
+            "and imaginary part as two outputs, or write a Task"
+        )
+    return targets
 
 
 def _readable(targets: Tensor) -> bool:
@@ -340,7 +360,7 @@ class Classification(Task):
     def _given(self, batch: Any) -> Tensor:
         """What a subclass defines: `labels` if it has its own, else `targets`."""
         overridden = type(self).labels is not Classification.labels
-        return self.labels(batch) if overridden else self.targets(batch)
+        return _real(self.labels(batch) if overridden else self.targets(batch))
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         if self.measurement != "margin":
@@ -397,7 +417,7 @@ class MultiLabel(Task):
 
     def _checked(self, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits, targets and which targets are known, (n, labels); which are wrong."""
-        targets = self.targets(batch)
+        targets = _real(self.targets(batch))
         if targets.shape != outputs.shape:
             raise InvalidInput(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
@@ -470,7 +490,7 @@ class Regression(Task):
 
     def residuals(self, outputs: Tensor, batch: Any) -> Tensor:
         """f - y, (n, outputs)."""
-        targets = self.targets(batch)
+        targets = _real(self.targets(batch))
         if targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
             raise InvalidInput(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
@@ -558,7 +578,7 @@ class LanguageModeling(Task):
 
     def _checked(self, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
         """Targets (n, t); and which are wrong, if that is unknown."""
-        targets = self.targets(batch)
+        targets = _real(self.targets(batch))
         if outputs.dim() != 3 or targets.shape != outputs.shape[:2]:
             raise InvalidInput(
                 f"labels of shape {tuple(targets.shape)} do not fit outputs of shape "
@@ -631,7 +651,7 @@ class Preference(Task):
 
     def targets(self, batch: Any) -> Tensor:
         """h_ref of each pair, (n,)."""
-        return torch.as_tensor(batch["reference"])
+        return _real(_as_tensor(batch["reference"]))
 
     def margins(self, outputs: Tensor, batch: Any) -> Tensor:
         """β (h - h_ref), (n,)."""

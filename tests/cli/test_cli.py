@@ -865,3 +865,43 @@ def test_device_auto() -> None:
     device = device_of("auto")
     assert device is not None
     assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_labels_are_audited_in_a_file(
+    small_with_scores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import csv
+
+    scores, file = whence.Scores.load("scores"), load_study("study.py")
+    answer = answered("audit study.py scores --duplicates", capsys)
+    with open("audit.csv", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert answer["examples"] == len(rows) == 60
+    harm = -scores.values.astype("float64").mean(0)
+    assert [int(row["example"]) for row in rows] == (-harm).argsort(kind="stable").tolist()
+    assert [float(row["suspicion"]) for row in rows] == pytest.approx(sorted(harm, reverse=True))
+    (data,), (model,) = file.study.train.values(), file.study.models.values()
+    inputs, _ = data[:]
+    model.load_state_dict(file.study.runs[0].final.weights())
+    expected = [file.shown["classes"][k] for k in model(inputs).argmax(1)]
+    assert [row["prediction"] for row in rows] == [expected[int(r["example"])] for r in rows]
+    differ = [row["differs"] == "True" for row in rows]
+    assert differ == [row["label"] != row["prediction"] for row in rows]
+    assert sum(differ) == answer["differ"]
+
+
+def test_data_is_selected_and_compared_with_chance(
+    small_with_scores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "select study.py scores --drop 10% --seeds 2 --duplicates --no-progress"
+    answer = answered(line, capsys)
+    lines = Path("select/study/selection.csv").read_text().splitlines()
+    assert lines[0] == "example,kept,help,duplicate_of" and len(lines) == 61
+    assert sum(answer["kept"]) == 54 and sum(int(one.split(",")[1]) for one in lines[1:]) == 54
+    assert typed(line) == 0  # again, from the same trainings
+    shown = capsys.readouterr().out
+    assert "as many at random" in shown and "did not choose" in shown
+    assert answered(line, capsys)["measured"] == answer["measured"]
+    for wrong, message in (("", "--drop or --keep"), ("--drop many", "--drop many")):
+        assert typed(f"select study.py scores {wrong}") == 2
+        assert message in capsys.readouterr().err

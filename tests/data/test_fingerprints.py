@@ -261,7 +261,30 @@ def array_of_objects(nodes: Tensor) -> Any:
     return array
 
 
+class Tagged(Tensor):
+    """A tensor with an attribute."""
+
+
+class Labels(list):
+    pass
+
+
+class Named(str):
+    def __repr__(self) -> str:
+        return "Named(...)"
+
+
+def tagged(content: Any, nodes: Tensor) -> Any:
+    content.nodes = nodes
+    return content
+
+
 KINDS: dict[str, Any] = {
+    "tensor with an attribute": lambda nodes: tagged(torch.ones(3).as_subclass(Tagged), nodes),
+    "list with an attribute": lambda nodes: tagged(Labels([1, 2]), nodes),
+    "text with its own repr": lambda nodes: Named(float(nodes.sum())),
+    "record of arrays": lambda nodes: np.array([(nodes.numpy(),)], dtype=[("a", object)])[0],
+    "conjugate": lambda nodes: torch.complex(nodes, nodes).conj(),
     "dataclass": lambda nodes: Graph(nodes, [nodes]),
     "plain": Plain,
     "slots": Slotted,
@@ -298,6 +321,34 @@ def test_a_batch_of_objects_counts() -> None:
 
     prints = [Batches("train", Graphs(last), collate).fingerprint() for last in (0.0, 0.0, 1.0)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_views_are_digested_by_what_they_show() -> None:
+    x = torch.complex(INPUTS, INPUTS)
+    assert digest(x.conj()) == digest(x.conj().resolve_conj()) != digest(x)
+    assert digest(x.conj().imag) == digest(-INPUTS)
+    assert digest(torch.empty(3, device="meta")) == digest(torch.empty(3, device="meta"))
+
+
+class ChangesLater(Watched):
+    """Another brightness after so many reads."""
+
+    reads = 0
+
+    def __getitem__(self, k: int) -> Any:
+        self.reads += 1
+        x, y = super().__getitem__(k)
+        return x * (1 + self.reads // 1700), y
+
+
+def test_data_that_changes_after_it_was_read() -> None:
+    data = Batches("train", ChangesLater())
+    assert not data.moving
+    data.check_unchanged()
+    assert not data.moving
+    data.take(range(600))
+    with pytest.warns(UserWarning, match=r"train\[512\] to \[599\] are not what they were"):
+        data.check_unchanged()
 
 
 def test_a_cycle_ends_and_content_in_it_counts() -> None:

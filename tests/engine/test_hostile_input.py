@@ -115,6 +115,88 @@ def test_complex_numbers(tmp_path: Path) -> None:
         whence.TracIn().attribute(study, TensorDataset(complex_x, Y), progress=False)
 
 
+class OfRealParts(whence.Classification):
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0].real)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_complex_inputs_have_the_precision_of_the_model(tmp_path: Path, dtype: torch.dtype) -> None:
+    run = record(tmp_path)
+    found, wanted = (
+        whence.TracIn().attribute(
+            whence.Study(nn.Linear(4, 3), task, data, run), data, dtype=dtype, progress=False
+        )
+        for task, data in (
+            (OfRealParts(), TensorDataset(torch.complex(X, X), Y)),
+            (whence.Classification(), TensorDataset(X, Y)),
+        )
+    )
+    np.testing.assert_array_equal(found.values, wanted.values)
+
+
+COLLATES: dict[str, tuple[Callable[..., Any], str]] = {
+    "sparse": (lambda x, y: (x.to_sparse(), y), "that is sparse"),
+    "compressed": (lambda x, y: (x.to_sparse_csr(), y), "that is sparse"),
+    "nested": (lambda x, y: (torch.nested.nested_tensor(list(x)), y), "that is nested"),
+    "quantized": (
+        lambda x, y: (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), y),
+        "that is quantized",
+    ),
+    "meta": (lambda x, y: (x.to("meta"), y), "that is on the meta device"),
+    "complex": (lambda x, y: (x + 1j, y), "the model or the task failed on train example 0, 1"),
+    "array": (lambda x, y: (x.numpy(), y), "must be Tensor, not numpy.ndarray"),
+    "none": (lambda x, y: None, "must be Tensor, not NoneType"),
+    "failing": (lambda x, y: 1 / 0, "its collate function failed on train example 0: ZeroDiv"),
+    "too wide": (lambda x, y: (torch.cat([x, x], 1), y), "RuntimeError: mat1 and mat2 shapes"),
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_batches_that_a_model_cannot_take(tmp_path: Path, name: str) -> None:
+    make, message = COLLATES[name]
+    rows = list(TensorDataset(X, Y))
+    study = whence.Study(
+        nn.Linear(4, 3),
+        whence.Classification(),
+        rows,
+        record(tmp_path),
+        collate=lambda examples: make(*map(torch.stack, zip(*examples, strict=True))),
+    )
+    with pytest.raises(whence.WhenceError, match=message):
+        whence.TracIn().attribute(study, rows, progress=False)
+
+
+def test_examples_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    class Broken(list[Any]):
+        def __getitem__(self, k: Any) -> Any:
+            if k == 7:
+                raise OSError("the disk is gone")
+            return super().__getitem__(k)
+
+    run = record(tmp_path)
+    study = whence.Study(nn.Linear(4, 3), whence.Classification(), Broken(TensorDataset(X, Y)), run)
+    with pytest.raises(whence.WhenceError, match="failed on train example 7: OSError") as raised:
+        whence.TracIn().attribute(study, TensorDataset(X, Y), progress=False)
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("nothing", [None, object()])
+def test_examples_that_torch_cannot_collate(tmp_path: Path, nothing: Any) -> None:
+    rows = [(x, nothing) for x in X]
+    study = whence.Study(nn.Linear(4, 3), whence.Classification(), rows, record(tmp_path))
+    with pytest.raises(TypeError, match="torch cannot collate") as raised:
+        whence.TracIn().attribute(study, rows, progress=False)
+    assert isinstance(raised.value, whence.WhenceError)
+
+
+def test_numbers_that_are_too_large_to_be_squared(tmp_path: Path) -> None:
+    data = TensorDataset(1e25 * X, Y)
+    study = whence.Study(nn.Linear(4, 3), whence.Classification(), data, record(tmp_path))
+    with pytest.raises(whence.errors.NotFinite):
+        whence.Influence.published(1e-3).attribute(study, data, progress=False)
+
+
 # --- subsets --------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,49 @@ def with_global(weight: float) -> whence.Task:
     return ByGlobal()
 
 
+class Meta(type):
+    scale = 1.0
+
+
+class OfMeta(whence.Classification, metaclass=Meta):
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Any) -> Tensor:
+        return type(self).scale * super().pseudo_losses(outputs, batch, uniform)
+
+
+def with_metaclass(scale: float) -> whence.Task:
+    Meta.scale = scale
+    return OfMeta()
+
+
+class Helped(whence.Classification):
+    """Pseudo-losses through something that only its code tells apart."""
+
+    def __init__(self, helper: Any) -> None:
+        super().__init__()
+        self.helper = helper
+
+    def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Any) -> Tensor:
+        return self.helper(super().pseudo_losses(outputs, batch, uniform))  # type: ignore[no-any-return]
+
+
+def helper_object(new: bool) -> Any:
+    call = (lambda self, x: 3 * x) if new else (lambda self, x: 1 * x)
+    return type("Helper", (), {"__module__": __name__, "__call__": call})()
+
+
+def helper_inside(losses: Tensor) -> Tensor:
+    return losses
+
+
+def helper_outside(losses: Tensor) -> Tensor:
+    return helper_inside(losses)
+
+
+def helper_function(new: bool) -> Any:
+    globals()["helper_inside"] = (lambda x: 3 * x) if new else (lambda x: 1 * x)
+    return helper_outside
+
+
 #: changes of the study, before and after an edit
 EDITS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "closure": lambda new: {"task": Weighted(by_closure(2.0 if new else 1.0))},
@@ -188,6 +231,9 @@ EDITS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "pseudo-losses": lambda new: {
         "task": class_of(other_pseudo_losses if new else same_pseudo_losses, "pseudo_losses")
     },
+    "metaclass": lambda new: {"task": with_metaclass(1.0 + new)},
+    "class of an object": lambda new: {"task": Helped(helper_object(new))},
+    "function behind a function": lambda new: {"task": Helped(helper_function(new))},
     "forward": lambda new: {"model": edited_net(far_scaled) if new else Net()},
     "attribute of the model": lambda new: {"model": Net(3.0 if new else 1.0)},
     "gradient": lambda new: {"model": edited_net(detached) if new else Net()},

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import whence
 from experiments.engine.rivals import RIVALS, measuring_losses, ridge
-from experiments.studies import single, smooth
+from experiments.studies import peers, single, smooth
 from experiments.studies.publish import benchmark as publishing
 from experiments.studies.publish import publish
 from experiments.studies.sums import Sums
@@ -66,7 +66,9 @@ def test_both_protocols_resume_and_agree_with_lds(
     assert first["single-0.99"][TASK]["methods"]["Random"]["lds"][0] == pytest.approx(value)
 
 
-def test_published_benchmarks_give_the_same_lds(tmp_path: Path, monkeypatch: Any) -> None:
+def test_published_benchmarks_give_the_same_lds(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     board_rows = run(monkeypatch, tmp_path, TASK, "--only", "Random", "TracIn")
     places = publish(tmp_path / "sums", tmp_path / "published")
     assert len(places) == len(board.PROTOCOLS)
@@ -91,10 +93,15 @@ def test_published_benchmarks_give_the_same_lds(tmp_path: Path, monkeypatch: Any
         row = entry["methods"]["Random"]
         assert standing.published["Random"].value == pytest.approx(row["lds"][0])
         assert standing.seconds["Random"] == row["seconds"]
-    saved = Sums.load(next((tmp_path / "sums").rglob("*.npz")))
+    path = next((tmp_path / "sums").rglob("*.npz"))
+    saved = Sums.load(path)
     saved.truth["recipe"] = "of last year"
     with pytest.raises(ValueError, match="another version of the task"):
         publishing(saved)
+    saved.save(path.parent)
+    capsys.readouterr()
+    assert len(publish(tmp_path / "sums", tmp_path / "again")) == len(places) - 1
+    assert "is left out" in capsys.readouterr().out
 
 
 def test_ridge_finds_the_coefficients_of_a_linear_truth() -> None:
@@ -166,3 +173,18 @@ def test_the_search_for_a_smooth_training(tmp_path: Path, monkeypatch: Any, caps
     assert rows[0]["measured"] != rows[1]["measured"]
     smooth.main()
     assert capsys.readouterr().out == ""  # both are there
+
+
+def test_other_libraries_get_rows(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    pytest.importorskip("kronfluence")
+    pytest.importorskip("trak")
+    run(monkeypatch, tmp_path, TASK, "--only", "Random")
+    monkeypatch.setattr(single, "main", peers.main)
+    monkeypatch.setitem(sys.modules, "dattri", None)  # as if it were not installed
+    board_rows = run(monkeypatch, tmp_path, TASK)
+    assert "dattri, CG does not apply: ModuleNotFoundError" in capsys.readouterr().out
+    for tasks in board_rows.values():
+        rows = tasks[TASK]["methods"]
+        assert set(rows) == {"Random", "kronfluence, EK-FAC", "traker, TRAK"}
+        assert rows["kronfluence, EK-FAC"]["agreement"] > 0.99
+        assert "empirical" in rows["kronfluence, EK-FAC"]["remake"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import recipes
-from support.browsing import EVIL, Opened
+from support.browsing import EVIL, Opened, violations
 
 import whence
 from whence.explore import Running, start
@@ -121,7 +121,7 @@ def test_queries_by_keyboard(browser: Any, explorer: Running) -> None:
             visit.until(lambda row=row: visit.text("h2") == f"Query {row}")
         best = made.helpful(1, 10).examples
         shown = page.locator(".ranking.helpful .card-face").evaluate_all(
-            "all => all.map(one => one.getAttribute('aria-label'))"
+            "all => all.map(one => one.innerText)"
         )
         assert [int(one.split("#")[1].split(",")[0]) for one in shown] == best
         page.keyboard.press("/")
@@ -153,7 +153,7 @@ def test_the_explorer_begins_with_an_overview(browser: Any, explorer: Running) -
         visit.until(lambda: visit.text("h2") == "Overview")
         best = int(np.argmax(made.values.mean(0)))
         first = visit.page.locator(".ranking.helpful .card-face").first
-        assert f"#{best}," in str(first.get_attribute("aria-label"))
+        assert f"#{best}," in first.inner_text()
         assert "queries predicted correctly" in visit.text(".summary .facts")
         visit.page.locator(".ranking.harmful .tick input").first.check()
         assert visit.text("#ticked") == "1"
@@ -453,3 +453,14 @@ def test_an_example_is_shown_beside_the_query(browser: Any, explorer: Running) -
         visit.page.locator(".card-face").first.click()
         assert "query 3" in visit.page.locator("dialog thead").inner_text()
         assert visit.page.locator("dialog input[data-place]").count() == 1
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_no_fault(browser: Any, explorer: Running, theme: str) -> None:
+    pages = ("overview", "queries", "examples", "map", "compare", "audit", "whatif", "about")
+    with Visit(browser, explorer, color_scheme=theme, bypass_csp=True) as visit:
+        visit.page.get_by_role("button", name="Tick the helpful ones").click()
+        for key, name in enumerate(pages, 1):
+            visit.page.keyboard.press(str(key))
+            visit.ready(name)
+            assert violations(visit.page) == [], name

@@ -298,7 +298,44 @@ COPIED: Table = {
     "scales": (lambda: headed(Scaled(), after=20), normal, (5, 4)),
     "PReLU": (lambda: headed(nn.PReLU(), after=20), normal, (5, 4)),
 }
-TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION | RECURRENT | COPIED
+
+
+class Crossed(nn.Module):
+    """Attention of one sequence to another, whose weight is cut into rows: two parts if keys are
+    values, else three."""
+
+    def __init__(self, same: bool, first: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=first)
+        self.head, self.same = nn.Linear(4, 3), same
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.attention.batch_first
+        q, k, v = (
+            y if first else y.transpose(0, 1) for y in (x, x.flip(1).sin()[:, 1:], x.cos()[:, 1:])
+        )
+        y = self.attention(q, k, k if self.same else v, need_weights=False)[0]
+        return self.head(y.mean(1 if first else 0))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = (
+            nn.TransformerDecoderLayer(4, 2, 6, batch_first=True),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x[:, :3], x[:, 3:].sin()).mean(1))
+
+
+CROSSED: Table = {
+    "attention to another sequence": (lambda: Crossed(True), normal, (5, 4)),
+    "attention to keys and values": (lambda: Crossed(False, first=False), normal, (5, 4)),
+    "TransformerDecoderLayer": (Decoder, normal, (5, 4)),
+}
+TABLE = LOOKUPS | NORMS | CONVOLUTIONS | ATTENTION | CROSSED | RECURRENT | COPIED
 
 
 def made(name: str) -> tuple[nn.Module, Any, Any]:
@@ -706,22 +743,14 @@ def test_adam_with_all_layers_does_not_depend_on_batches(tmp_path: Any) -> None:
     assert np.isfinite(every[0]).all() and abs(every[0]).max() > 0
 
 
-class Crossed(nn.Module):
-    """Attention of one sequence to another, whose weight is cut into parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x.flip(1).sin(), x.cos(), need_weights=False)[0].mean(1))
-
-
-def test_attention_to_another_sequence_is_left_out_by_name() -> None:
-    torch.manual_seed(0)
-    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
-    scores = check(Crossed().double(), *data, ["attention"], layers="all")
-    assert "never called" in reasons(scores)["attention"]
+def test_heads_of_multihead_attention_add_up() -> None:
+    model, train, query = made("TransformerEncoderLayer")
+    study = whence.Study(model, Squares(), train=train, runs=once(model), layers="all")
+    scores = whence.TracIn().attribute(study, query, by_layer="heads", **EXACT)
+    np.testing.assert_allclose(scores.by_layer.sum(0), scores.values, rtol=1e-9)
+    assert (
+        "0.self_attn, head 1" in scores.layers and "0.self_attn.out_proj, head 0" in scores.layers
+    )
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -747,6 +776,23 @@ def test_embeddings_that_are_left_out_by_name(name: str) -> None:
     assert reason in reasons(scores)["0"]
 
 
+def test_attention_with_weights_of_their_own_is_left_out_by_name() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = x[..., :3]
+            return self.head(self.attention(x, keys, keys, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    scores = check(Wide().double(), *data, ["attention"], layers="all")
+    assert "kdim" in reasons(scores)["attention"]
+
+
 def test_a_norm_without_parameters() -> None:
     torch.manual_seed(0)
     model = headed(nn.Linear(4, 4), nn.LayerNorm(4, elementwise_affine=False), after=4).double()
@@ -767,6 +813,65 @@ def test_a_parameter_of_two_kinds_of_modules_is_left_out_by_name() -> None:
     torch.manual_seed(0)
     scores = check(Odd().double(), normal(7, 4), normal(3, 4, seed=1), ["norm"], layers="all")
     assert "tied to other" in reasons(scores)["norm"] or "tied to norm" in reasons(scores)["norm"]
+
+
+class TwoKinds(nn.Module):
+    """One weight, used as a matrix and as a weight of a recurrence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell = nn.Linear(4, 4, bias=False), nn.RNNCell(4, 4, bias=False)
+        self.cell.weight_hh = self.first.weight
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x, torch.tanh(self.first(x))))
+
+
+class TwoLookups(nn.Module):
+    """One table, of an embedding and of a bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(6, SIZE), nn.EmbeddingBag(6, SIZE)
+        self.bag.weight = self.table.weight
+        self.head = nn.Linear(SIZE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(x).mean(1)) * self.bag(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "left_out"),
+    [(TwoKinds, normal, ["first", "cell"]), (TwoLookups, ids, ["table"])],
+)
+def test_a_weight_of_two_kinds_of_layers_is_left_out_by_name(
+    make: Make, data: Any, left_out: list[str]
+) -> None:
+    torch.manual_seed(0)
+    shape = (4,) if data is normal else (5,)
+    model, train, query = make().double(), data(7, *shape), data(3, *shape, seed=1)
+    scores = check(model, train, query, left_out, layers="all")
+    assert "is tied to" in reasons(scores)[left_out[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recurrent_layers_in_half_precision(dtype: torch.dtype) -> None:
+    """Weights in bfloat16; work in float32, and in bfloat16."""
+    torch.manual_seed(0)
+    model, task, train = Reader().bfloat16(), whence.LanguageModeling(), texts(5, 3, 7, 4)
+    exact, rounded = (
+        whence.TracIn()
+        .attribute(
+            whence.Study(m, task, train, once(m), layers="all", collate=whence.padded),
+            texts(4, 6),
+            dtype=d,
+            progress=False,
+        )
+        .values
+        for m, d in ((copy.deepcopy(model).double(), torch.float64), (model, dtype))
+    )
+    assert abs(rounded - exact).max() < 0.1 * abs(exact).max()
 
 
 def test_a_parameter_that_cannot_have_a_copy_per_example_is_left_out_by_name() -> None:

@@ -741,6 +741,62 @@ def test_parts_add_up() -> None:
     close(parts[0] + parts[1], parts[2], 1e-9)
 
 
+HEADS: dict[Make, dict[str, int]] = {  # per block
+    gpt2: {"attn.c_attn": 2, "attn.c_proj": 2},
+    llama: {f"self_attn.{k}_proj": n for k, n in {"q": 4, "k": 2, "v": 2, "o": 4}.items()},
+    bert: {f"attention.{k}": 2 for k in ("self.query", "self.key", "self.value", "output.dense")},
+    vit: {f"attention.{k}_proj": 2 for k in "qkvo"},
+}
+
+
+@pytest.mark.parametrize("method", ["TracIn", "Influence"])
+@pytest.mark.parametrize("make", HEADS)
+def test_heads_add_up(make: Make, method: str) -> None:
+    """To the layer's score; with TracIn, each is autograd's in its rows or columns."""
+    task, train, query, collate = case(make)
+    model = make().double()
+    study = whence.Study(model, task, train, once(model), collate=collate)
+    settings: Any = {"damping": 0.1} if method == "Influence" else {}
+    chosen = getattr(whence, method)(**settings)
+    layers = quiet(chosen, study, query, by_layer=True)
+    heads = quiet(chosen, study, query, by_layer="heads")
+    close(heads.values, layers.values, 1e-9)
+    close(heads.by_layer.sum(0), layers.values, 1e-9)
+    seen: dict[str, int] = {}
+    for name, whole in zip(layers.layers, layers.by_layer, strict=True):
+        parts = [k for k, part in enumerate(heads.layers) if part.split(", ")[0] == name]
+        close(heads.by_layer[parts].sum(0), whole, 1e-9)
+        count = sum("head" in heads.layers[k] for k in parts)
+        if count:
+            seen[name] = count
+    for end, count in HEADS[make].items():
+        assert count in [n for name, n in seen.items() if name.endswith(end)], (end, seen)
+    assert all("mlp" not in name and "intermediate" not in name for name in seen)
+    if method == "TracIn" and make is gpt2:  # c_attn is (i, 3, heads, d)
+        name, twin = "transformer.h.1.attn.c_attn.weight", model.eval().requires_grad_(True)
+        sides = [
+            rows(twin, [name], data, of, task, collate).view(-1, 8, 3, 2, 4)
+            for data, of in ((query, task.measurements), (train, task.losses))
+        ]
+        bias = [
+            rows(twin, [name.replace("weight", "bias")], data, of, task, collate).view(-1, 3, 2, 4)
+            for data, of in ((query, task.measurements), (train, task.losses))
+        ]
+        for h in range(2):
+            f, g = (side[..., h, :].flatten(1) for side in sides)
+            u, v = (side[..., h, :].flatten(1) for side in bias)
+            index = heads.layers.index(f"transformer.h.1.attn.c_attn, head {h}")
+            close(heads.by_layer[index], -(f @ g.T + u @ v.T).numpy(), 1e-9)
+
+
+def test_heads_of_self_influence_and_of_what_has_none() -> None:
+    study = whence.Study(gpt2(), whence.LanguageModeling(), TRAIN, once(gpt2()), collate=padded())
+    scores = quiet(whence.TracIn(), study, by_layer="heads")
+    close(scores.by_layer.sum(0), scores.values, 1e-9)
+    with pytest.raises(ValueError, match="by_layer='head' must be"):
+        quiet(whence.TracIn(), study, QUERY, by_layer="head")
+
+
 def test_mlps_of_an_encoder_and_decoder() -> None:
     """T5 writes SelfAttention and EncDecAttention."""
     config = hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=6, num_layers=2, num_heads=2)
@@ -817,6 +873,22 @@ def test_adapters_are_tracked_and_what_is_frozen_adds_nothing(peft: Any, make: M
             for layers in (None, ["*.lora_[AB].*"])
         ]
         close(found[0], found[1], exact)
+
+
+def test_adapters_of_a_model_in_half_precision(peft: Any) -> None:
+    """The frozen model is in bfloat16, as it is usually loaded; the adapters are in float32."""
+    task, train, query, collate = case(gpt2)
+    low = adapted(peft)
+    for name, parameter in low.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.bfloat16()
+    scores = []
+    for model in (low, copy.deepcopy(low).float()):
+        run = once(model, groups=[trained(low)])
+        study = whence.Study(model, task, train, run, collate=collate, layers="all")
+        scores.append(quiet(whence.TracIn(), study, query, dtype=torch.float32).values)
+    close(scores[0], scores[1], 1e-5)
+    assert abs(scores[0]).max() > 0
 
 
 def test_adapters_beside_a_head_of_their_own(peft: Any) -> None:

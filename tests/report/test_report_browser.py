@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.browsing import EVIL, Opened
+from support.browsing import EVIL, Opened, violations
 from torch.utils.data import TensorDataset
 
 import whence
-from whence.engine.scoring import Tokens
+from whence.engine.tokens import Tokens
 from whence.report import HTML
 
 pytestmark = pytest.mark.browser
@@ -75,7 +75,7 @@ def test_looking_at_queries_by_keyboard(browser: Any, report: Path) -> None:
             page.keyboard.press(key)
             page.wait_for_selector(f"h2:text-is('Query {expected}')")
         current = page.locator(".query-item[aria-current]")
-        assert current.count() == 1 and "query 1" in str(current.get_attribute("aria-label"))
+        assert current.count() == 1 and "query 1" in current.inner_text()
         page.keyboard.press("/")
         page.keyboard.type("11")  # typed into the filter, not taken for commands
         assert page.locator(".query-item").count() == 1
@@ -145,7 +145,7 @@ def test_the_report_begins_with_an_overview(browser: Any, tmp_path: Path) -> Non
         assert visit.text("h2") == "Overview"
         best = int(np.argmax(scores.values.mean(0)))
         first = visit.page.locator(".ranking.helpful .card-face").first
-        assert f"#{best}" in str(first.get_attribute("aria-label"))
+        assert f"#{best}" in first.inner_text()
         assert visit.page.locator(".heatmap tbody tr").count() == 3
         first.click()
         assert f"Training example #{best}" in visit.text("dialog")
@@ -313,7 +313,7 @@ def test_near_duplicates_are_one_card_and_pictures_grow(browser: Any, tmp_path: 
         cards = page.locator(".ranking.helpful .card")
         assert cards.count() == 9 and "+ 1 alike" in cards.first.inner_text()
         face = cards.first.locator(".card-face")
-        assert "1 near-duplicate" in str(face.get_attribute("aria-label"))
+        assert "1 near-duplicate" in face.inner_text()
         wide = "b => b.querySelector('img').getBoundingClientRect().width"
         before = face.evaluate(wide)
         page.keyboard.press("Tab")
@@ -343,3 +343,44 @@ def test_influence_is_drawn_under_the_curve_of_the_query(browser: Any, tmp_path:
         assert bars.count() == 3
         last = float(bars.nth(2).get_attribute("width"))
         assert last > 1.5 * float(bars.nth(0).get_attribute("width"))  # 20 updates, and 10
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_no_fault(browser: Any, report: Path, tmp_path: Path, theme: str) -> None:
+    rows = [({"age": k, "city": "Rome"}, k % 2) for k in range(60)]
+    of_rows = made().report(tmp_path / "rows.html", train=rows, query=rows[:12])
+    context = {"color_scheme": theme, "bypass_csp": True}
+    for path, place in ((report, "#overview"), (report, "#queries"), (of_rows, "#queries")):
+        with Visit(browser, path, place, **context) as visit:
+            assert violations(visit.page) == []
+            visit.page.locator(".card-face").first.click()
+            assert violations(visit.page) == []
+    for place in ("#harmful", "#about"):
+        with Visit(browser, report, place, **context) as visit:
+            assert violations(visit.page) == []
+
+
+def test_the_focus_goes_through_the_page_in_its_order(browser: Any, report: Path) -> None:
+    regions = ".tabs, .theme, .sidebar-head, .query-list, .ranking.helpful, .ranking.harmful"
+    where = """(regions) => {
+      const at = document.activeElement, region = at.closest(regions);
+      const name = at.innerText || at.ariaLabel, seen = at.getBoundingClientRect().width > 0;
+      return [region ? region.className : at.tagName, seen, name];
+    }"""
+    with Visit(browser, report) as visit:
+        parts, names = [], []
+        for _ in range(4 + 1 + 2 + 12 + 20):
+            visit.page.keyboard.press("Tab")
+            part, seen, name = visit.page.evaluate(where, regions)
+            assert seen
+            parts.append(part)
+            names.append(name)
+        assert list(dict.fromkeys(parts)) == [
+            "tabs",
+            "theme",
+            "sidebar-head",
+            "query-list",
+            "ranking helpful",
+            "ranking harmful",
+        ]
+        assert all(names)  # whatever has the focus has a name

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import whence
-from whence.retrain.compare import differences, other_initial_weights
+from whence.retrain.compare import differences, other_initial_weights, unknown
 
 INPUTS = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
 TRAIN = TensorDataset(INPUTS, torch.arange(50) % 3)
@@ -121,6 +121,32 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_wrong_recipe_is_found_out(wrong: str, run: whence.Run) -> None:
     changes, message = WRONG[wrong]
     assert message in "; ".join(differences(recipe(**changes), run))
+
+
+def half_frozen() -> nn.Module:
+    model = plain()
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_layers_that_both_freeze_are_no_difference(tmp_path: Path) -> None:
+    run = recorded(tmp_path, half_frozen)
+    assert differences(recipe(half_frozen), run) == []
+    assert "only one of recipe and run trains" in "; ".join(differences(recipe(), run))
+    fast = recipe(half_frozen, changed(lr=1.0))
+    assert "learning rate at update 1 was 0.1" in "; ".join(differences(fast, run))
+
+
+def test_clipping_and_transforms(run: whence.Run, tmp_path: Path) -> None:
+    clipped = recipe(clip_norm=0.5)
+    assert differences(clipped, run) == []
+    assert ["clips gradients" in text for text in unknown(clipped, run)] == [True]
+    assert unknown(recipe(), run) == []
+    noted = clipped.run(0, tmp_path)
+    assert differences(clipped, noted) == [] and unknown(clipped, noted) == []
+    assert "clip_norm is 0.5 in the notes of the run, None" in differences(recipe(), noted)[0]
+    moved = recipe(transform=lambda batch, uniform: batch)
+    assert ["transforms examples" in text for text in unknown(moved, run)] == [True]
 
 
 def test_betas_of_adam(tmp_path: Path) -> None:

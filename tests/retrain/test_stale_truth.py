@@ -83,6 +83,20 @@ class Wrapper(Dataset):
         return x, (y * 0 if self.flip and k == 59 else y)
 
 
+class Scaling(torch.optim.SGD):
+    """An optimizer of one's own, whose settings do not show all that it does."""
+
+    def __init__(self, parameters: Any, scale: float) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.scale = scale
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(self.scale)
+        return super().step(closure)
+
+
 EDITS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "closure": lambda new: {"task": Weighted(weight_of(1.0 + new))},
     "forward": lambda new: {"model": lambda: Net(3.0 if new else 1.0)},
@@ -90,15 +104,15 @@ EDITS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "transform": lambda new: {"transform": brightened(1.0 + new)},
     "wrapper": lambda new: {"train": Wrapper(new)},
     "drop_last": lambda new: {"drop_last": new},
+    "own optimizer": lambda new: {"optimizer": lambda p: Scaling(p, 3.0 if new else 1.0)},
     "forward in float32": lambda new: {"model": lambda: SinglePrecision(9.0 if new else 1.0)},
 }
 
 
 def recipe(**changes: Any) -> whence.Recipe:
-    given = {"model": Net, "task": whence.Classification(), "train": TRAIN} | changes
-    return whence.Recipe(
-        **given, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=16, epochs=1
-    )
+    given = {"model": Net, "task": whence.Classification(), "train": TRAIN}
+    given["optimizer"] = lambda p: torch.optim.SGD(p, lr=0.1)
+    return whence.Recipe(**(given | changes), batch_size=16, epochs=1)
 
 
 def truth(of: whence.Recipe, out: Path, query: Any = QUERY) -> Any:

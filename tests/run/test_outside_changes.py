@@ -106,7 +106,17 @@ def reset(model: nn.Module, k: int) -> None:
         model[4].reset_parameters()
 
 
-@pytest.mark.parametrize("change", [clamp, max_norm, averaged, once, reset])
+def permuted(model: nn.Module, k: int) -> None:
+    weight = model[4].weight
+    weight.data = weight.data[[1, 2, 0]]
+
+
+def negated(model: nn.Module, k: int) -> None:
+    with torch.no_grad():
+        model[4].weight.neg_()
+
+
+@pytest.mark.parametrize("change", [clamp, max_norm, averaged, once, reset, permuted, negated])
 def test_weights_changed_between_updates(change: Callable[..., None], tmp_path: Path) -> None:
     model, run, messages = recorded(tmp_path, change)
     assert any("not by the recorded optimizer" in m for m in messages)
@@ -185,6 +195,69 @@ def test_a_second_optimizer_of_the_same_layers(tmp_path: Path) -> None:
     assert any("not by the recorded optimizer" in m for m in messages)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_layers_that_no_gradient_reaches(every: int, tmp_path: Path) -> None:
+    """The optimizer has them, but only every so many updates reach them: `every` = 1, never."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        heard() as messages,
+        whence.Recorder(tmp_path, model, optimizer, checkpoints=4, total_steps=STEPS),
+    ):
+        for k in range(STEPS):
+            optimizer.zero_grad()
+            features = model[:2](X)
+            features = features.detach() if k % every == 0 else features
+            F.cross_entropy(model[2:](features), Y).backward()
+            optimizer.step()
+    scores = attributed(model, whence.Run.open(tmp_path))
+    if every == 1:
+        assert [(part["name"], part["reason"]) for part in scores.excluded] == [
+            ("0", "frozen: no update of the run moved it")
+        ]
+        assert not messages and not scores.warnings
+    else:
+        (message,) = [m for m in scores.warnings if "had no gradient in some of the 20" in m]
+        assert "0.weight (10)" in message and message in messages and not scores.excluded
+
+
+def test_an_optimizer_that_maximises(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
+    with whence.Recorder(tmp_path, model, optimizer, checkpoints=1, total_steps=2):
+        update(model, optimizer)
+        update(model, optimizer)
+    (message,) = attributed(model, whence.Run.open(tmp_path)).warnings
+    assert "maximize=True" in message
+
+
+def test_a_step_that_calls_the_step_of_its_parent_is_one_update(tmp_path: Path) -> None:
+    class Halving(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                p.grad /= 2
+            return super().step(closure)
+
+    torch.optim.SGD(net().parameters(), 0.1)  # torch adds hooks to a class when it is first used
+    model = net()
+    optimizer = Halving(model.parameters(), 0.1)
+    with whence.Recorder(tmp_path, model, optimizer, checkpoints=4, total_steps=STEPS) as recorder:
+        for k in range(STEPS):
+            recorder.step([k])
+            update(model, optimizer, k=k)
+    run = whence.Run.open(tmp_path)
+    assert run.steps == STEPS and [c.step for c in run.checkpoints] == [5, 10, 15, 20]
+    assert not run.warnings
+
+
+def test_settings_without_a_number_are_recorded(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adafactor(model.parameters())  # eps=(None, 0.001)
+    with whence.Recorder(tmp_path, model, optimizer, checkpoints=1, total_steps=1):
+        update(model, optimizer)
+    assert whence.Run.open(tmp_path).hyperparameters[0]["eps"] == [None, 0.001]
+
+
 def test_changes_of_frozen_layers_in_checkpoints_of_any_origin() -> None:
     states = [net().state_dict()]
     for k in range(2):
@@ -254,13 +327,15 @@ def test_a_head_replaced_after_a_stage_is_no_surprise(tmp_path: Path) -> None:
     assert not messages and not whence.Run.open(tmp_path).warnings
 
 
-@pytest.mark.parametrize("other", ["later", "averaged", "clamped"])
+@pytest.mark.parametrize("other", ["later", "averaged", "clamped", "scaled"])
 def test_a_model_that_is_not_the_runs_final_one(other: str, tmp_path: Path) -> None:
     model, run, _ = recorded(tmp_path)
     if other == "later":
         update(model, torch.optim.SGD(model.parameters(), 0.1))
     elif other == "averaged":
         averaged(model, 0)
+    elif other == "scaled":  # further away than the run's first weights
+        model[4].weight.data *= 1.6
     else:
         limit = 0.95 * float(model[0].weight.detach().abs().max())
         model[0].weight.data.clamp_(-limit, limit)
@@ -333,7 +408,7 @@ def test_a_training_of_less_than_an_epoch_is_announced() -> None:
     assert any("12 of 24 examples" in m for m in study.warnings(run))
 
 
-@pytest.mark.parametrize("kind", ["weights", "repeated", "two epochs for some"])
+@pytest.mark.parametrize("kind", ["weights", "repeated", "two epochs for some", "one twice"])
 def test_a_weighted_sampler_is_announced_with_numbers(kind: str) -> None:
     random = np.random.default_rng(0)
     if kind == "weights":
@@ -341,6 +416,8 @@ def test_a_weighted_sampler_is_announced_with_numbers(kind: str) -> None:
         batches = [random.choice(24, 8, p=p / p.sum()) for _ in range(60)]
     elif kind == "repeated":
         batches = epochs(np.r_[np.arange(24), np.repeat(np.arange(4), 20)], 3)
+    elif kind == "one twice":
+        batches = epochs(np.r_[np.arange(24), 7], 20)
     else:
         batches = epochs(np.arange(24), 5) + epochs(np.arange(4), 40)
     run = drawn(batches)
@@ -367,6 +444,28 @@ def test_a_study_holds_the_runs_that_it_knows_something_of() -> None:
     del run
     gc.collect()
     assert known() is not None
+
+
+@pytest.mark.parametrize("indices", [[0.5, 1.0], ["a"], [float("nan")], [-1, 0], [1j]])
+def test_indices_that_make_no_sense_are_refused(indices: Any, tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises(whence.WhenceError, match=r"recorder.step\(indices\) (is|names)"),
+        whence.Recorder(tmp_path, model, optimizer, total_steps=9) as recorder,
+    ):
+        recorder.step(indices)
+    with pytest.raises(whence.WhenceError, match=r"a batch (is|names)"):
+        drawn([np.asarray(indices)] * 4)
+
+
+def test_a_mask_of_a_batch_is_the_examples_it_marks(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with whence.Recorder(tmp_path, model, optimizer, checkpoints=1, total_steps=1) as recorder:
+        recorder.step(torch.arange(24) % 12 == 5)
+        update(model, optimizer)
+    assert [b.tolist() for b in whence.Run.open(tmp_path).batches or ()] == [[5, 17]]
 
 
 def test_batches_of_another_dataset_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Draw the report's screenshot and card, from the demo's pictures: python -m tools.figures.report
+"""Draw the report's screenshot and card, and write the live report of the front page, from the
+demo's pictures: python -m tools.figures.report
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM).
 """
@@ -9,6 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from playwright.sync_api import sync_playwright
 
@@ -17,6 +19,8 @@ from whence.demo import CLASSES, network, pictures, recipe_for
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+LIVE = Path(__file__).parents[2] / "docs/live/report.html"
+SHOWN = 60  # queries of the live report
 WORST = 222  # a shirt that is read as a bag
 
 
@@ -28,13 +32,12 @@ def report(folder: Path) -> Path:
     method = whence.Source(segments=3)
     scores = method.attribute(study, data.query, by_segment=True, progress=False)
     scores.card(WORST, study=study, data=data.query, classes=CLASSES).save(FIGURES / "card.svg")
-    return scores.report(
-        folder / "report.html",
-        query=data.query,
-        study=study,
-        classes=CLASSES,
-        title="Clothes, a fifth mislabelled",
-    )
+    options = {"query": data.query, "study": study, "classes": CLASSES}
+    options["title"] = "Clothes, a fifth mislabelled"
+    hardest = np.argsort([min(scores.values[row].min(), 0.0) for row in range(len(data.query))])
+    LIVE.parent.mkdir(exist_ok=True)
+    scores.report(LIVE, queries=[WORST, *hardest[: SHOWN - 1].tolist()], k=6, **options)
+    return scores.report(folder / "report.html", **options)
 
 
 def main() -> None:

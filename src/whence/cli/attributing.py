@@ -423,7 +423,7 @@ def top(
 
 def _mean(scores: Scores) -> Scores:
     """The mean over the queries, as one row. Its error is not known."""
-    from whence.present.ranking import mean_scores
+    from whence.scores.means import mean_scores
 
     known = {k: v for k, v in scores.diagnostics.items() if k != "calibration"}
     return scores.with_values(mean_scores(scores), query_ids=None, diagnostics=known)

@@ -16,7 +16,7 @@ from whence.cli import settings
 from whence.cli.options import Device, device_of
 from whence.cli.screen import FAILED, FINE, Answer, command
 from whence.errors import WhenceError
-from whence.table import byte_size
+from whence.table import byte_size, duration
 
 if TYPE_CHECKING:
     from whence.cli.studyfile import StudyFile
@@ -187,8 +187,6 @@ def _batch(study: Any) -> Finding:
 
 
 def _cost(file: StudyFile, method: str, device: Any) -> Finding:
-    from whence.engine.ledger import duration
-
     study = file.study
     if not hasattr(settings.method_class(method), "estimate"):
         return NOTE, f"{method} has no estimate"
@@ -215,7 +213,7 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
 
 
 def _recipe(file: StudyFile) -> Finding:
-    from whence.retrain.compare import differences, other_initial_weights
+    from whence.retrain.compare import differences, other_initial_weights, unknown
 
     recipe, study = file.recipe, file.study
     if recipe is None:
@@ -243,7 +241,9 @@ def _recipe(file: StudyFile) -> Finding:
     known = "updates, rates and settings are the run's" + (
         "" if run.batches is None else ", and so are the batch sizes"
     )
-    return SOUND, f"{known}; with seed {seed} it starts from the run's initial weights"
+    known += f"; with seed {seed} it starts from the run's initial weights"
+    doubts = unknown(recipe, run)
+    return (NOTE, "; ".join([known, *doubts])) if doubts else (SOUND, known)
 
 
 def _versions() -> dict[str, str | None]:

@@ -15,7 +15,7 @@ term's are, and they are computed again for each chunk, which is then larger
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -26,19 +26,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
+from whence.engine.costs import queries_at_once
 from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, Columns, Term, Workspace
 from whence.layers.capture import LayerFactors, Outputs, joined
-from whence.layers.kind import Places
+from whence.layers.heads import Head, heads
 from whence.layers.passes import Signal
 from whence.operators import cost
 from whence.operators.operator import rotate
 from whence.operators.products import Readout
 from whence.scores import ScoreWriter
-from whence.scores.result import BY_LAYER, BY_SEGMENT
+from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
 from whence.table import progress_bar
-from whence.world import World
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -51,18 +51,38 @@ VectorsOf = Callable[[Queries], Iterable[tuple[Sequence[int], Any, float]]]
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """One example's score, position by position.
+class Parts:
+    """What the parts of scores are of: layers, or the heads of those that have heads.
 
     Attributes:
-        values: (q, t): what each position of the example did to each query.
-        rest: (q,): what cannot be told apart by position (layers after pooling). A row's values and
-            its rest add up to the example's score.
+        names: of the parts.
+        places: the parts of each block: of its layer, and of each of its heads.
     """
 
-    example: int
-    values: NDArray[np.floating]
-    rest: NDArray[np.floating]
+    names: list[str]
+    places: dict[str, tuple[int | None, list[tuple[int, Head]]]]
+
+    @classmethod
+    def of(cls, workspace: Workspace, by: str | None) -> Parts:
+        """No parts, unless these are of layers or heads."""
+        parts = cls([], {})
+        model = next(iter(workspace.passes.values())).model
+        for layer in workspace.layers if by in (BY_LAYER, BY_HEAD) else []:
+            its_heads = heads(model, layer) if by == BY_HEAD else []
+            numbered = [(len(parts.names) + k, head) for k, head in enumerate(its_heads)]
+            parts.names.extend(f"{layer.name}, head {head.number}" for head in its_heads)
+            whole = None
+            # heads in rows are all of a layer; those in columns leave its bias
+            if not its_heads or (its_heads[0].columns and layer.bias):
+                whole = len(parts.names)
+                parts.names.append(layer.name)
+            parts.places.update({block.name: (whole, numbered) for block in layer.blocks})
+        return parts
+
+    @property
+    def cut(self) -> list[str]:
+        """The blocks that are cut into heads."""
+        return [name for name, (_, its_heads) in self.places.items() if its_heads]
 
 
 @dataclass
@@ -140,8 +160,11 @@ class Scoring:
         if query.rank is None:
             return None
         account, terms = self.writer.account, 1 if self.shared else len(self.terms)
-        known = self.workspace.world.of_first(account.get("query_rank"))
-        chosen = plan(self.workspace, query, terms, known)
+        workspace, blocks = self.workspace, self.workspace.blocks.values()
+        known = workspace.world.of_first(account.get("query_rank"))
+        rank = query.rank if known is None or query.rank is None else known
+        size = workspace.accumulator.itemsize
+        chosen = plan(blocks, size, workspace.memory, len(query), rank, terms)
         if chosen is not None:
             account["query_rank"] = chosen.rank
         return chosen
@@ -185,7 +208,7 @@ class Scoring:
 
     def readouts(self, vectors: Any, scale: float, examples: int) -> Any:
         """The vectors, times `scale`, ready to meet this many examples."""
-        return readouts(self.workspace, vectors, scale, examples)
+        return readouts(self.workspace, vectors, scale, examples, self._parts.cut)
 
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
@@ -193,7 +216,7 @@ class Scoring:
         """Each term's part of the scores: (terms, q, n), or (terms, n) for selves. If the parts of
         layers are kept, they follow."""
         shape = [
-            len(self.terms) + len(set(self._layers.values())),
+            len(self.terms) + len(self._parts.names),
             *([] if queries is None else [queries]),
             len(chunk.indices),
         ]
@@ -205,11 +228,12 @@ class Scoring:
             for here, name, a, s in self._gradients(term, chunk.stage, data, batches):
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
-                if self._layers:
+                if self._parts.names:
                     part = torch.zeros_like(total[..., here])
                     self._add(part, readouts[name], a, s, here)
                     total[..., here] += part
-                    totals[len(self.terms) + self._layers[name]][..., here] += part
+                    parts = totals[len(self.terms) :]
+                    self._add_parts(parts, part, name, readouts[name], a, s, here)
                 else:
                     self._add(total[..., here], readouts[name], a, s, here)
             del readouts  # before the next ones are computed
@@ -225,11 +249,26 @@ class Scoring:
         else:
             readout.add_inner(total, a, s)
 
+    def _add_parts(
+        self, totals: Tensor, part: Tensor, name: str, readout: Any, a: Tensor, s: Any, here: slice
+    ) -> None:
+        """Add a block's part of the scores to those of its heads, and the rest to its layer's."""
+        whole, its_heads = self._parts.places[name]
+        rest = part
+        for number, head in its_heads:
+            inner = torch.zeros_like(part)
+            if head.columns:
+                self._add(inner, readout.of_columns(head.take), head.take(a, 2), s, here)
+            else:
+                self._add(inner, readout.of_rows(head.take), a, head.take(s, 2), here)
+            totals[number][..., here] += inner
+            rest = rest - inner
+        if whole is not None:
+            totals[whole][..., here] += rest
+
     @cached_property
-    def _layers(self) -> dict[str, int]:
-        """The number of each block's layer; empty if the parts of layers are not kept."""
-        layers = self.workspace.layers if self.by == BY_LAYER else []
-        return {block.name: k for k, layer in enumerate(layers) for block in layer.blocks}
+    def _parts(self) -> Parts:
+        return Parts.of(self.workspace, self.by)
 
     def _gradients(
         self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
@@ -276,7 +315,7 @@ class Scoring:
             x + y for x, y in zip(before, sizes.tolist(), strict=True)
         ]
         values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
-        parts = {BY_SEGMENT: contributions, BY_LAYER: layers}.get(self.by or "")
+        parts = {BY_SEGMENT: contributions}.get(self.by or "", layers if len(layers) else None)
         stored = None if parts is None else parts.cpu().numpy()
         self.writer.write(rows, chunk.place, values.cpu().numpy(), stored)
 
@@ -287,7 +326,7 @@ class Scoring:
             queries: whose vectors are computed for each chunk; 0 if they are kept.
         """
         batch, size = self.workspace.batch_size, self.workspace.accumulator.itemsize
-        scores = (len(self.terms) + len(set(self._layers.values()))) * max(1, queries) * size
+        scores = (len(self.terms) + len(self._parts.names)) * max(1, queries) * size
         room = self.workspace.memory // 8 // scores
         return max(CHUNK, 4 * batch, min(EXAMPLES_PER_QUERY * queries, room)) // batch * batch
 
@@ -300,8 +339,8 @@ class Scoring:
         return self._fitting(1 if self.shared else len(self.terms)) >= queries
 
     def _fitting(self, sets: int) -> int:
-        size = self._vector() * self.workspace.accumulator.itemsize
-        return int(self.workspace.memory // 2 // ((sets + 2) * size))
+        size = self.workspace.accumulator.itemsize
+        return queries_at_once(self._vector(), size, self.workspace.memory, sets)
 
     def _vector(self) -> int:
         """Numbers in a query's vector."""
@@ -314,9 +353,11 @@ def _exhaust(vectors: Iterable[Any]) -> None:
         pass
 
 
-def readouts(workspace: Workspace, vectors: Any, scale: float, examples: int) -> Readouts:
+def readouts(
+    workspace: Workspace, vectors: Any, scale: float, examples: int, own: Collection[str] = ()
+) -> Readouts:
     """The vectors, times `scale`, in whichever basis makes the inner products with this many
-    examples cheapest. Their memory is reused."""
+    examples cheapest; of the blocks `own`, in the parameters'. Their memory is reused."""
     if isinstance(vectors, PlainGradients):
         return {k: vectors.readouts.pop(k).scaled(scale) for k in list(vectors.readouts)}
     ready: Readouts = {}
@@ -324,62 +365,10 @@ def readouts(workspace: Workspace, vectors: Any, scale: float, examples: int) ->
         value, basis = vectors.values.pop(name), vectors.bases[name]
         block, t = workspace.blocks[name], workspace.positions[name]
         if basis is not None and (
-            cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
+            name in own
+            or cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
         ):
             value, basis = rotate(value, basis, None), None
         value = value.mul_(scale * vectors.scale(name))
         ready[name] = Readout.of(value, basis, block.bias, workspace.dtype)
     return ready
-
-
-def score_tokens(
-    workspace: Workspace,
-    terms: list[Term],
-    ready: Mapping[int, Readouts],
-    stage: str,
-    example: int,
-) -> Tokens:
-    """What each position of one example of a stage did to each query whose vectors are ready."""
-    data, passes = workspace.scored_data(stage), workspace.passes[stage]
-    parts: dict[int, Tensor] = {}  # by number of positions: (q, t)
-    for which, readouts in ready.items():
-        term = terms[which]
-        for checkpoint in term.checkpoints if term.stage == stage else ():
-            passes.load(checkpoint)
-            for one in passes.backward_passes(data, [np.array([example])], LOSS):
-                for factors in one.factors():
-                    readout = readouts.get(factors.block.name)
-                    if readout is None:
-                        continue
-                    value = readout.by_position(factors.a, factors.s)[:, 0]
-                    if factors.places is not None:
-                        value = _placed(value, factors.places)
-                    elif value.shape[1] % factors.calls == 0:  # the same positions, several calls
-                        value = value.reshape(len(value), factors.calls, -1).sum(1)
-                    t = value.shape[1]
-                    parts[t] = parts[t] + value if t in parts else value
-    # the longest axis is the tokens'; layers without it (a pooled head) are the rest
-    length = max(parts)
-    rest = torch.zeros_like(parts[length][:, 0])
-    for t, part in parts.items():
-        rest = rest if t == length else rest + part.sum(1)
-    return Tokens(int(example), parts[length].cpu().numpy(), rest.cpu().numpy())
-
-
-def _placed(value: Tensor, places: Places) -> Tensor:
-    """Numbers (q, t) of one example at the positions they are for, (q, length)."""
-    numbers, total = places.numbers[0], value.new_zeros(len(value), places.length)
-    return total.index_add_(1, numbers[numbers >= 0], value[:, numbers >= 0])
-
-
-def shared_tokens(world: World, mine: list[Tokens], examples: Sequence[int]) -> list[Tokens]:
-    """The tokens of all examples, of which each rank has its share."""
-    tokens = []
-    for k, example in enumerate(examples):
-        scored = mine[k // world.size] if k % world.size == world.rank else None
-        parts = None if scored is None else {"values": scored.values, "rest": scored.rest}
-        given = None if parts is None else {n: torch.from_numpy(x) for n, x in parts.items()}
-        shared = world.share(given, k % world.size)
-        assert shared is not None
-        tokens.append(Tokens(int(example), shared["values"].numpy(), shared["rest"].numpy()))
-    return tokens

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from whence.data import Batches, cut
+from whence.errors import examples_of
 from whence.layers.passes import Passes, Weights, rounded_products
 from whence.persist.cache import FactorCache, Tried, Version, tolerance
 from whence.task import Task
@@ -104,9 +105,10 @@ class Trials:
         share, rows = self.world.deal(np.arange(len(data))), []
         blocks = [share[block] for block in cut(len(share), self.batch_size)]
         with torch.no_grad():
-            for _, batch in data.stream(blocks, passes.device, passes.dtype, passes.workers):
-                outputs = passes.task.outputs(passes.model, batch)
-                rows.append(_rows(passes.task, outputs, batch, what))
+            for block, batch in data.stream(blocks, passes.device, passes.dtype, passes.workers):
+                with examples_of(data.name, block):
+                    outputs = passes.task.outputs(passes.model, batch)
+                    rows.append(_rows(passes.task, outputs, batch, what))
         return self.world.regather(torch.cat(rows).cpu(), len(data))
 
 

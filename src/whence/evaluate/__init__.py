@@ -8,6 +8,7 @@ from whence.evaluate.lds import LDS, Comparison, Difference, compare, lds
 from whence.evaluate.metasmoothness import Metasmoothness, metasmoothness
 from whence.evaluate.mislabeled import Mislabeled, mislabeled
 from whence.evaluate.removal import SubsetRemoval, subset_removal
+from whence.evaluate.selection import Selection, select
 from whence.retrain import Truth, ground_truth
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Metasmoothness",
     "Mislabeled",
     "Published",
+    "Selection",
     "Standing",
     "SubsetRemoval",
     "Truth",
@@ -31,5 +33,6 @@ __all__ = [
     "metasmoothness",
     "mislabeled",
     "score_against",
+    "select",
     "subset_removal",
 ]

@@ -566,7 +566,7 @@ def page(offset: int, limit: int, total: int) -> tuple[int, int]:
 
 def first(keys: Floats, start: int, stop: int, places: Ints) -> Ints:
     """``places[start:stop]`` in the order of ``keys``, ties to the first; NaN last."""
-    return places[np.argsort(keys, kind="stable")[start:stop]]
+    return places[strongest(np.where(np.isnan(keys), -np.inf, -keys), stop)[start:]]
 
 
 def check_same(sets: Mapping[str, Scores]) -> None:

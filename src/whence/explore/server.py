@@ -13,10 +13,10 @@ import json
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from functools import wraps
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qs, quote
 
 from fastapi import Body, FastAPI, HTTPException, Query, Request
@@ -54,6 +54,7 @@ Sign = Literal["", "helpful", "harmful"]
 Places = Annotated[str, Query(max_length=60000)]  # "3,14,15"
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
+Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 
 def static_file(package: str, name: str) -> str:
@@ -268,8 +269,29 @@ def _pages(app: FastAPI, token: str, cookie: str) -> None:
         return Response(static_file(package, name), media_type=kind)
 
 
+def _answering(add: Callable[..., Any]) -> Callable[[str], Callable[[Answer], Answer]]:
+    """`app.get` or `app.post` for functions that return plain data.
+
+    FastAPI would copy the data piece by piece before it is encoded, which takes longer than both.
+    """
+
+    def route(path: str) -> Callable[[Answer], Answer]:
+        def register(function: Answer) -> Answer:
+            @wraps(function)
+            def answer(**given: Any) -> Response:
+                data = function(**given)
+                return data if isinstance(data, Response) else Json(data)
+
+            add(path, response_model=None)(answer)
+            return function
+
+        return register
+
+    return route
+
+
 def _reading(app: FastAPI, explorer: Explorer) -> None:
-    data, get = explorer.data, partial(app.get, response_model=None)
+    data, get = explorer.data, _answering(app.get)
 
     @get("/api/overview")
     def overview() -> dict[str, Any]:
@@ -384,7 +406,7 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
 
 
 def _retraining(app: FastAPI, explorer: Explorer) -> None:
-    get, post = partial(app.get, response_model=None), partial(app.post, response_model=None)
+    get, post = _answering(app.get), _answering(app.post)
 
     @get("/api/jobs")
     def jobs() -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Hugging Face and Lightning: record their trainers, and read the folders they write."""
+"""Hugging Face and Lightning: record their trainers, and read the folders they write; trackers."""

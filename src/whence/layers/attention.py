@@ -16,13 +16,16 @@ from whence.layers.linear import Linear
 
 
 class Projection(Kind):
-    """Self-attention, where one product gives queries, keys and values."""
+    """The packed projection: of self-attention, one product gives queries, keys and values; of
+    attention to another sequence, products with rows of the weight do."""
 
     module = nn.MultiheadAttention
     attributes = ("in_proj_weight", "in_proj_bias")
     seen = "product"
 
     def refusal(self, module: nn.Module) -> str | None:
+        if module._parameters.get("in_proj_weight") is None:
+            return "it projects queries, keys and values with weights of their own (kdim, vdim)"
         return refused_subclass(module, nn.MultiheadAttention)
 
     def shape(self, module: Any) -> tuple[int, int, int]:

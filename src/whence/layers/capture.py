@@ -83,7 +83,7 @@ class ParameterBlock:
         return _narrowed(rows, 1, self.column, self.width)
 
 
-def _narrowed(x: Any, axis: int, start: int, length: int) -> Any:
+def _narrowed(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     """A part of a tensor; a tensor that is the part, as it is."""
     return x if x.shape[axis] == length else x.narrow(axis, start, length)
 
@@ -92,8 +92,8 @@ class LayerFactors:
     """Inputs `a` (n, t, i) and output gradients `s` (n, t, o) of one block; mask (n, t) or None.
 
     `a` is computed on first access, because a convolution's patches are large and not every use
-    needs them. The positions of several calls (`calls`) follow one another; `places` says which of
-    the example's they are, where that is known.
+    needs them. The positions of several calls follow one another: `calls` is their number, or 0 if
+    they differ in positions; `places` says which of the example's they are, where that is known.
     """
 
     def __init__(
@@ -152,8 +152,7 @@ class TrackedLayer:
         forms, bias = {kind.form for _, kind in self.uses}, self.bias is not None
         if kind.form == "elementwise":  # weight and bias in one column
             o, bias = o * len(self.parameter_names()), False
-        form = {"rows": forms != {"matrix"}, "lookup": forms == {"lookup"}}
-        split = forms == {"matrix"}
+        split, lookup = forms == {"matrix"}, forms == {"lookup"}
         places = [
             (g, row, column)
             for g in range(groups)
@@ -164,8 +163,8 @@ class TrackedLayer:
         for k, (group, (row, height), (column, width)) in enumerate(places):
             name = self.name if len(places) == 1 else f"{self.name}[{k}]"
             last = bias and column + width == i
-            place = {"group": group, "row": row, "column": column}
-            blocks.append(ParameterBlock(name, height, width, last, self.weight, **form, **place))
+            form = self.weight, not split, lookup
+            blocks.append(ParameterBlock(name, height, width, last, *form, group, row, column))
         return blocks
 
     def parameter_names(self) -> list[str]:
@@ -332,11 +331,26 @@ class Tape:
         return note
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear`; products (t, n, o) with tracked weights are noted as (n, t, o)."""
+        """`F.linear`; products with tracked weights, or with rows of them, are noted."""
         y = self._linear(x, weight, bias)
-        if id(weight) not in self._functional:
+        whole = weight if id(weight) in self._functional else weight._base
+        if whole is None or id(whole) not in self._functional:
             return y
-        layer, kind, module = self._functional[id(weight)]
+        layer, kind, module = self._functional[id(whole)]
+        if whole is not weight:  # some rows, where attention is to another sequence
+            first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+            if weight.dim() != 2 or weight.stride() != whole.stride():
+                self._failures[layer.name] = "its weight is used in parts that are no rows"
+                return y
+            padded = F.pad(y, (first, len(whole) - first - len(weight)))
+            noted = self._noted(layer, kind, module, x, padded)
+            return noted.narrow(-1, first, len(weight)).contiguous()
+        return self._noted(layer, kind, module, x, y)
+
+    def _noted(
+        self, layer: TrackedLayer, kind: Kind, module: nn.Module, x: Tensor, y: Tensor
+    ) -> Tensor:
+        """Note a product (t, n, o) as (n, t, o); returns what takes its place."""
         if y.numel() % (self.n * y.shape[-1]) or not y.requires_grad:
             self._failures[layer.name] = "its positions do not come before the examples"
             return y
@@ -449,7 +463,9 @@ class Tape:
             its_mask = _mask_for(its_calls, outputs, mask, like, k, self.examples)
             places = _places(its_calls, k) if self.n == self.examples else None
             s = joined([_folded(part, self.examples) for part in outputs])
-            factors.append(LayerFactors(block, a, s, its_mask, shortcut, len(calls), places))
+            alike = len({part.shape[1] for part in outputs}) == 1
+            count = len(calls) if alike else 0
+            factors.append(LayerFactors(block, a, s, its_mask, shortcut, count, places))
         return factors
 
 
@@ -461,7 +477,7 @@ def _inputs_of(
 
 
 def _folded(x: Any, examples: int) -> Any:
-    """The positions of all rows of an example, one after another: (n k, t, ...) -> (n, k t, ...)."""
+    """The positions of all rows of an example together: (n k, t, ...) -> (n, k t, ...)."""
     if len(x) == examples:
         return x
     return x.folded(examples) if isinstance(x, Rows) else x.reshape(examples, -1, *x.shape[2:])

@@ -48,6 +48,9 @@ def representations(passes: Passes, batch: Any, layer: str | None) -> tuple[Tens
             "is, or override representations(model, batch) in your Task"
         )
     name, inputs = seen[0]
+    rows = task.rows(batch)
+    if rows > 1 and len(inputs) == rows * len(outputs):  # the mean over an example's rows
+        inputs = inputs.view(len(outputs), rows, -1).mean(1)
     if len(inputs) != len(outputs):
         raise InvalidInput(
             f"the input of layer {name} has {len(inputs)} rows for {len(outputs)} examples: name "

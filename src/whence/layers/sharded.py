@@ -38,8 +38,8 @@ def unsharded(model: nn.Module) -> nn.Module:
         return model
     memo: dict[int, Any] = {id(p): _shape_only(p) for p in model.parameters()}
     for module in units:
-        plain: Any = type(module).__mro__[2]  # FSDP's class for it, FSDPModule, the class itself
-        memo[id(module)] = plain.__new__(plain)
+        plain = type(module).__mro__[2]  # FSDP's class for it, FSDPModule, the class itself
+        memo[id(module)] = object.__new__(plain)
     for module in units:
         own = {name: value for name, value in vars(module).items() if not _of_fsdp(name)}
         own |= {name: _other_hooks(hooks) for name, hooks in own.items() if name.endswith("_hooks")}
@@ -187,8 +187,9 @@ class StreamedWeights(WeightLoader):
         parameter = self._present.get(_memory(tensor))
         if parameter is None:
             return tensor
-        offset = int(tensor.storage_offset())
-        return _Note(parameter, self._weights, tensor.shape, tensor.stride(), offset)
+        return _Note(
+            parameter, self._weights, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _unpack(self, saved: Tensor | _Note) -> Tensor:
         if isinstance(saved, Tensor):

@@ -27,7 +27,7 @@ from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.identity import key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
-from whence.scores.result import BY_LAYER, BY_SEGMENT
+from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
 from whence.study import Study
 from whence.table import call_text, defaults_of
 from whence.world import World
@@ -66,7 +66,7 @@ class Method(ABC):
         top: int | None = None,
         progress: bool = True,
         by_segment: bool = False,
-        by_layer: bool = False,
+        by_layer: bool | str = False,
         examples: Any = None,
         workers: int = 0,
         executor: str | None = None,
@@ -90,7 +90,8 @@ class Method(ABC):
             top: keep only the `top` most helpful and most harmful examples of each query.
             progress: show progress bars, and an estimate before long work.
             by_segment: keep the contribution of each segment (TracIn: of each checkpoint).
-            by_layer: keep the contribution of each layer (of methods of gradients).
+            by_layer: keep the contribution of each layer (of methods of gradients); with "heads",
+                of each head of the attention projections.
             examples: score only these training examples, by their indices, or {stage: indices}:
                 for example the candidates that a `GradientStore` ranked first.
             workers: processes that load data.
@@ -101,7 +102,10 @@ class Method(ABC):
         if executor is not None:
             given = {name: x for name, x in locals().items() if name not in ("self", "executor")}
             return self._on_cluster(executor, **given)
-        by = BY_LAYER if by_layer else BY_SEGMENT if by_segment else None
+        if by_layer not in (False, True, BY_HEAD):
+            raise InvalidInput(f"by_layer={by_layer!r} must be True, False or {BY_HEAD!r}")
+        layered = BY_HEAD if by_layer == BY_HEAD else BY_LAYER
+        by = layered if by_layer else BY_SEGMENT if by_segment else None
         if by_segment and by_layer:
             raise InvalidInput("by_segment together with by_layer: ask for one of the two")
         if by_layer and not self._layered:
@@ -238,6 +242,8 @@ class Method(ABC):
     def metadata(self, workspace: Workspace) -> dict[str, Any]:
         """What is stored with the scores, the same in all ranks."""
         study, world = workspace.study, workspace.world
+        for data in study.data.values():
+            data.check_unchanged()
         workspace.ledger.merge(world)
         task = study.tasks[study.stages[-1]]
         diagnostics = workspace.ledger.summary() | {

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.errors import warn
+from whence.errors import NotFinite, warn
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import cost
@@ -124,6 +124,11 @@ class Fitter:
         with self.passes.clock("eigendecomposition"):
             for b in [b for b in self.blocks if f"{b.name}/S" in means]:
                 S, A = (means.pop(f"{b.name}/{key}").to(self.device).double() for key in "SA")
+                if not (S.isfinite().all() and A.isfinite().all()):
+                    raise NotFinite(
+                        f"the covariances of block {b.name} overflow: its inputs or gradients are "
+                        "too large to be squared. Scale the inputs, or use dtype=torch.float64"
+                    )
                 (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
                 Λ_A, Q_A = torch.linalg.eigh(A)
                 eigenvalues[b.name] = Λ_S.to(where), Λ_A.to(where)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -286,6 +287,17 @@ class Readout:
             return cls(values[..., :-1].contiguous(), values[..., -1].contiguous(), None)
         return cls(values.contiguous(), None, basis and basis.to(values.device, dtype))
 
+    def of_rows(self, take: Callable[[Tensor, int], Tensor]) -> Readout:
+        """Of some outputs only; in the parameters' own coordinates."""
+        assert self.basis is None
+        column = None if self.column is None else take(self.column, 1)
+        return Readout(take(self.weight, 1), column, None)
+
+    def of_columns(self, take: Callable[[Tensor, int], Tensor]) -> Readout:
+        """Of some inputs only, without the bias; in the parameters' own coordinates."""
+        assert self.basis is None
+        return Readout(take(self.weight, 2), None, None)
+
     def scaled(self, factor: float) -> Readout:
         column = None if self.column is None else self.column * factor
         return Readout(self.weight * factor, column, self.basis)
@@ -380,6 +392,14 @@ class FactoredReadout:
         if not bias:
             return cls(a, s, False, left.shape[1])
         return cls(a[:, :-1].contiguous(), s, a[:, -1].contiguous(), left.shape[1])
+
+    def of_rows(self, take: Callable[[Tensor, int], Tensor]) -> FactoredReadout:
+        """Of some outputs only."""
+        return replace(self, s=take(self.s, 1))
+
+    def of_columns(self, take: Callable[[Tensor, int], Tensor]) -> FactoredReadout:
+        """Of some inputs only, without the bias."""
+        return replace(self, a=take(self.a, 1), c=False)
 
     def scaled(self, factor: float) -> FactoredReadout:
         return replace(self, s=self.s * factor)

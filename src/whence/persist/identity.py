@@ -21,7 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, complex, str, bytes, np.generic)  # repr shows all of their content
+BUILT_IN = (bool, int, float, complex, str, bytes)
+PLAIN = (*BUILT_IN, np.generic)  # repr shows all of their content
+CONTAINERS = (dict, list, tuple, set, frozenset)
 NAMED = (torch.dtype, torch.device)
 
 OURS = "whence"
@@ -71,7 +73,8 @@ def file_sha256(path: Path) -> str:
 def digest(value: Any) -> str:
     """The digest of a batch or of a setting, by content; dtypes and shapes count.
 
-    An object is digested field by field, a function by its code and by the values it captures.
+    An object is digested field by field, a function by its code and by the values it captures. Of
+    an object that is also a tensor, a number, a text or a container, both parts count.
     Whatever has no readable content (a lock, an open file) counts by its type only.
     """
     return _digest(value, {})
@@ -81,19 +84,43 @@ def _digest(value: Any, known: dict[int, tuple[Any, str]]) -> str:
     """Args:
     known: digests of the objects so far, by id; of one that contains itself, its number.
     """
-    if isinstance(value, Tensor) and not _in_parts(value):
+    fields = _fields(value)
+    if isinstance(value, Tensor) and not _in_parts(value) and not fields:
         return sha256_of(f"{value.dtype}{tuple(value.shape)}", value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return sha256_of(f"{value.dtype}{value.shape}", value)
-    if value is None or isinstance(value, PLAIN):
-        return sha256_of(repr(value))
+    if value is None or (
+        isinstance(value, PLAIN) and not isinstance(value, np.void) and not fields
+    ):
+        return sha256_of(repr(value), *_plain_reprs(value))
     if id(value) not in known:
         known[id(value)] = value, f"object {len(known)}"  # holds the value, so its id stays its own
         known[id(value)] = value, _digest_parts(value, known)
     return known[id(value)][1]
 
 
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The attributes that an object of a subclass has besides its content as a built-in type."""
+    if isinstance(value, Tensor):
+        return None if _in_parts(value) else value.__dict__
+    return getattr(value, "__dict__", None) if isinstance(value, BUILT_IN + CONTAINERS) else None
+
+
+def _plain_reprs(value: Any) -> list[str]:
+    """What the built-in type says of an object whose class may have a repr of its own."""
+    if type(value) in BUILT_IN or not isinstance(value, BUILT_IN) or isinstance(value, np.generic):
+        return []
+    return [kind.__repr__(value) for kind in BUILT_IN if isinstance(value, kind)]
+
+
 def _digest_parts(value: Any, known: dict[int, tuple[Any, str]]) -> str:
+    fields = _fields(value)
+    if fields:
+        return sha256_of(_digest_content(value, known), _digest(fields, known))
+    return _digest_content(value, known)
+
+
+def _digest_content(value: Any, known: dict[int, tuple[Any, str]]) -> str:
     if isinstance(value, Mapping):
         try:
             keys = sorted(value)
@@ -114,8 +141,14 @@ def _in_parts(tensor: Tensor) -> bool:
 def _parts(value: Any) -> list[Any]:
     """What an object consists of, in values that are simpler."""
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    if isinstance(value, Tensor) and not _in_parts(value):
+        return [value.as_subclass(Tensor).detach()]
     if isinstance(value, Tensor) and value.is_quantized:
         return [str(value.dtype), value.dequantize()]
+    if isinstance(value, BUILT_IN):
+        return [repr(value), *_plain_reprs(value)]
+    if isinstance(value, np.void):
+        return [str(value.dtype), value.tolist()]
     if isinstance(value, np.ndarray):  # of objects: its bytes are memory addresses
         return [value.shape, value.ravel().tolist()]
     if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
@@ -150,9 +183,9 @@ def captured(function: FunctionType) -> list[Any]:
 
 
 def _bytes(tensor: Tensor) -> memoryview | bytes:
-    flat = tensor.detach().cpu().contiguous()
-    if not flat.numel():
+    if tensor.is_meta or not tensor.numel():
         return b""
+    flat = tensor.detach().cpu().resolve_conj().contiguous()
     # A row cut out of a strided table counts as contiguous, but its stride is not 1.
     row = flat.as_strided((flat.numel(),), (1,))
     return row.view(torch.uint8).numpy().data
@@ -165,9 +198,16 @@ def _bytes(tensor: Tensor) -> memoryview | bytes:
 
 
 def class_sha256(*classes: type) -> str:
-    """The digest of what these classes define and inherit."""
-    parents = {parent for each in classes for parent in each.__mro__}
+    """The digest of what these classes, and the classes of them, define and inherit."""
+    metaclasses: set[type] = {type(each) for each in classes}
+    parents = {p for each in {*classes, *metaclasses} for p in each.__mro__} - {type}
     return _code_sha256(sorted(parents, key=lambda c: (c.__module__, c.__qualname__)), set())
+
+
+def setting_sha256(value: Any) -> str:
+    """The digest of a value, and of the code that it brings along: a function with what that refers
+    to, or an object with its class."""
+    return _code_sha256(value, set())
 
 
 def model_sha256(model: nn.Module) -> str:
@@ -195,7 +235,8 @@ def _code_sha256(value: Any, seen: set[int]) -> str:
     if isinstance(value, (list, tuple)):
         return sha256_of(*(_code_sha256(item, seen) for item in value))
     if not isinstance(value, (type, FunctionType)):
-        return digest(value)
+        code = [type(value)] if _version(type(value).__module__) is None else []
+        return digest(value) if not code else sha256_of(digest(value), _code_sha256(code, seen))
     name = f"{value.__module__}.{value.__qualname__}"
     version = _version(value.__module__)
     if id(value) in seen or version is not None:

@@ -8,6 +8,7 @@ The first example of a group leads it; the others duplicate their leader, so gro
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
@@ -93,14 +94,17 @@ def _pairs(vectors: NDArray[np.float32], least: float) -> Iterable[tuple[int, in
 
 def _pixels(array: NDArray[Any]) -> NDArray[np.float32]:
     """A picture (c, h, w) without its brightness and contrast, in at most `PIXELS` numbers."""
-    pixels = torch.from_numpy(np.ascontiguousarray(array[:3], dtype=np.float32)).nan_to_num()
+    pixels = np.nan_to_num(np.asarray(array[:3], np.float64))
     side = int((PIXELS / len(pixels)) ** 0.5)
     small = (min(side, pixels.shape[1]), min(side, pixels.shape[2]))
-    flat = adaptive_avg_pool2d(pixels, small).flatten().double()
+    if small != pixels.shape[1:]:
+        pixels = adaptive_avg_pool2d(torch.from_numpy(pixels), small).numpy()
+    flat = pixels.ravel()
     centred = flat - flat.mean()
-    if float(centred.norm()) <= 1e-6 * float(flat.norm()) or not bool(centred.isfinite().all()):
-        centred = torch.ones_like(flat)  # one colour: orthogonal to every other picture
-    return np.asarray((centred / centred.norm()).float().numpy())
+    size = float(np.linalg.norm(centred))
+    if not math.isfinite(size) or size <= 1e-6 * float(np.linalg.norm(flat)):
+        centred = np.ones_like(flat)  # one colour: orthogonal to every other picture
+    return np.asarray(centred / np.linalg.norm(centred), np.float32)
 
 
 def _hashed(features: Iterable[str]) -> NDArray[np.float32]:

@@ -430,32 +430,35 @@ def _image(array: NDArray[Any], size: int, note: str | None = None) -> Rendered:
     Bytes are used unchanged, and values in [0, 1] are multiplied by 255. Other values are scaled
     from their finite minimum and maximum. Values that are not finite are grey.
     """
-    pixels = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
-    finite = pixels.isfinite()
+    pixels = np.asarray(array, dtype=np.float64)
+    finite = np.isfinite(pixels)
+    whole = bool(finite.all())
+    known = pixels if whole else pixels[finite]
     low, high = 0.0, 255.0 if array.dtype == np.uint8 else 1.0
-    if finite.any():
-        least, most = float(pixels[finite].min()), float(pixels[finite].max())
+    if known.size:
+        least, most = float(known.min()), float(known.max())
         if least < 0 or most > high:
             low, high = least, most
     # halves, because the difference of two doubles may overflow
     span = high / 2 - low / 2
-    scaled = (pixels / 2 - low / 2) / span if span > 0 else torch.full_like(pixels, 0.5)
-    scaled = torch.where(finite, scaled, 0.5)
+    with np.errstate(invalid="ignore"):
+        scaled = (pixels / 2 - low / 2) / span if span > 0 else np.full(pixels.shape, 0.5)
     notes = [] if note is None else [note]
-    if not bool(finite.all()):
+    if not whole:
+        scaled = np.where(finite, scaled, 0.5)
         notes.append(f"{int((~finite).sum()):,} values are not finite")
     channels, height, width = scaled.shape
     if channels == 2:
-        scaled = scaled.mean(0, keepdim=True)
+        scaled = scaled.mean(0, keepdims=True)
         notes.append("mean of 2 channels")
     scaled = scaled[:3]
     longer = max(height, width)
     if longer > size:
         small = (max(1, round(height * size / longer)), max(1, round(width * size / longer)))
-        scaled = adaptive_avg_pool2d(scaled, small)
+        scaled = adaptive_avg_pool2d(torch.from_numpy(scaled), small).numpy()
     if longer > 4 * min(height, width) or longer > size:
         notes.append(f"{height} × {width}")
-    data = (scaled * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+    data = (scaled * 255).round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
     uri = "data:image/png;base64," + base64.b64encode(png(data)).decode()
     return {"kind": "image", "image": uri} | ({"note": "; ".join(notes)} if notes else {})
 
@@ -463,13 +466,14 @@ def _image(array: NDArray[Any], size: int, note: str | None = None) -> Rendered:
 def png(pixels: NDArray[np.uint8]) -> bytes:
     """Encode (h, w, 1) or (h, w, 3) as PNG: grey or RGB, 8 bits, the smallest of three filters."""
     height, width, channels = pixels.shape
-    left = np.diff(pixels, axis=1, prepend=np.zeros((height, 1, channels), np.uint8))
-    above = np.diff(pixels, axis=0, prepend=np.zeros((1, width, channels), np.uint8))
+    left, above = pixels.copy(), pixels.copy()
+    left[:, 1:] -= pixels[:, :-1]
+    above[1:] -= pixels[:-1]
     packed = []
     for kind, rows in enumerate((pixels, left, above)):
         lines = np.full((height, 1 + width * channels), kind, np.uint8)
         lines[:, 1:] = rows.reshape(height, -1)
-        packed.append(zlib.compress(lines.tobytes(), 9))
+        packed.append(zlib.compress(lines.tobytes(), 6))
 
     def chunk(name: bytes, data: bytes) -> bytes:
         check = zlib.crc32(name + data)

@@ -10,27 +10,12 @@ from typing import Any
 import numpy as np
 
 from whence.errors import InvalidInput, MissingDependency
-from whence.present.views import Floats, TrainingExamples
+from whence.present.check import by_stage
+from whence.present.predict import predictions
+from whence.present.views import Floats, Ints, TrainingExamples, prediction_view
 from whence.scores import Scores
+from whence.scores.means import mean_scores
 from whence.study import Study
-
-
-def mean_scores(scores: Scores) -> Floats:
-    """(n,) the mean over the queries of their finite scores; the scores of self-influence.
-
-    If only the strongest were kept, the others count as zero.
-    """
-    total, counted = np.zeros((2, scores.shape[-1]))
-    rows = [None] if scores.is_self_influence else range(scores.shape[0])
-    for row in rows:
-        values, columns = scores.row_scores(row)
-        finite = np.isfinite(values)
-        total[columns[finite]] += values[finite]
-        counted[columns[finite]] += 1
-    if scores.strongest is not None:
-        counted[:] = len(rows)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(total / counted)
 
 
 def score_column(scores: Scores, query: int | None) -> Floats:
@@ -47,7 +32,10 @@ def ranked_columns(
     scores: Scores,
     query: int | None = None,
     study: Study | None = None,
+    *,
     duplicates: bool = False,
+    predicted: bool = False,
+    harmful_first: bool = False,
     **display: Any,
 ) -> dict[str, list[Any]]:
     """The training examples as columns of a table, the most helpful first.
@@ -57,17 +45,19 @@ def ranked_columns(
         study: whose training data has the labels and texts.
         duplicates: whether to find near-duplicates (`whence.present.duplicates`), in time quadratic
             in the number of examples. Needs a study.
+        predicted: whether the model predicts the examples. Needs a study.
+        harmful_first: whether to begin with the most harmful.
         display: `classes`, `columns`, `tokenizer`: as in `whence.report.write`.
 
     Returns:
         `example` (training id), `stage` if there are several, `score`; with a study `label`, and
         `content` if the examples have text; `duplicate_of`: the `example` before this one that
-        it nearly equals, or None.
+        it nearly equals, or None; `prediction` of a classification.
     """
-    if duplicates and study is None:
-        raise InvalidInput("duplicates=True compares the training examples: give study=")
+    if (duplicates or predicted) and study is None:
+        raise InvalidInput("duplicates and predictions need the training examples: give study=")
     values = score_column(scores, query)
-    strength = values if scores.higher_is_better else -values
+    strength = values if scores.higher_is_better != harmful_first else -values
     order = np.argsort(np.where(np.isnan(strength), np.inf, -strength), kind="stable")
     table: dict[str, list[Any]] = {"example": scores.train_ids[order].tolist()}
     if scores.stage is not None:
@@ -80,12 +70,59 @@ def ranked_columns(
     table["label"] = [label for label, _ in cells]
     if any(content for _, content in cells):
         table["content"] = [content for _, content in cells]
+    if predicted:
+        table["prediction"] = _predicted(scores, study, examples, order)
     if duplicates:
         leading = examples.leaders(order.tolist()).tolist()
         table["duplicate_of"] = [
             None if leader == place else table["example"][leader]
             for place, leader in enumerate(leading)
         ]
+    return table
+
+
+def _predicted(
+    scores: Scores, study: Study, examples: TrainingExamples, order: Ints
+) -> list[str | None]:
+    """What the final model of each example's stage predicts; None if it is not a classification."""
+    known: dict[int, str | None] = {}
+    for stage, dataset in by_stage(scores, study.train).items():
+        columns = [int(c) for c in order if scores.stage is None or scores.stage[c] == stage]
+        ids = [int(scores.train_ids[c]) for c in columns]
+        model_stage = stage if stage in study.stages else study.stages[-1]
+        outputs = predictions(study, dataset, ids, stage=model_stage)
+        for column, index in zip(columns, ids, strict=True):
+            view = prediction_view(outputs[index], examples.of(column)[0])
+            known[column] = view["prediction"] if view["comparable"] else None
+    return [known[int(c)] for c in order]
+
+
+def audit_columns(
+    scores: Scores, study: Study, duplicates: bool = False, **display: Any
+) -> dict[str, list[Any]]:
+    """The training examples as columns of a table, the most suspicious first.
+
+    Suspicion is the mean harm to the queries, or self-influence: as in `evaluate.mislabeled`.
+
+    Returns:
+        `rank`, then the columns of `ranked_columns` with `suspicion` in place of `score`, and
+        `differs`: whether the prediction differs from the label.
+    """
+    worst = not scores.is_self_influence
+    table = ranked_columns(
+        scores, None, study, duplicates=duplicates, predicted=True, harmful_first=worst, **display
+    )
+    sign = (1.0 if scores.higher_is_better else -1.0) * (-1.0 if worst else 1.0)
+    table = {
+        "rank": list(range(1, scores.shape[-1] + 1)),
+        **{("suspicion" if name == "score" else name): cells for name, cells in table.items()},
+    }
+    table["suspicion"] = [sign * value for value in table["suspicion"]]
+    pairs = zip(table["label"], table["prediction"], strict=True)
+    table["differs"] = [
+        None if prediction is None or not label else label != prediction
+        for label, prediction in pairs
+    ]
     return table
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whence.present.ranking import mean_scores
 from whence.present.views import Floats, Ints, View, number, strongest
 from whence.scores import Scores
+from whence.scores.means import mean_scores
 
 if TYPE_CHECKING:
     from whence.retrain import Truth

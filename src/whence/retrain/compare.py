@@ -34,6 +34,21 @@ def differences(recipe: Recipe, run: Run) -> list[str]:
     return unequal
 
 
+def unknown(recipe: Recipe, run: Run) -> list[str]:
+    """What the recipe does and the run does not show; one sentence each."""
+    sentences = []
+    if any(stage.clip_norm is not None for stage in recipe.stages) and "clip_norm" not in run.notes:
+        sentences.append(
+            "the recipe clips gradients, and the run does not say whether its training did: record "
+            "it with Recorder(notes={'clip_norm': ...})"
+        )
+    if any(stage.transform is not None for stage in recipe.stages):
+        sentences.append(
+            "the recipe transforms examples, and a run does not show whether its training did"
+        )
+    return sentences
+
+
 def other_initial_weights(recipe: Recipe, run: Run, seed: int) -> str | None:
     """The name of a tensor that is not the run's initial one; None if all are.
 
@@ -74,6 +89,10 @@ def _of_stage(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -
     if kind != run.optimizers[recorded.name]:
         yield f"the run's optimizer is {run.optimizers[recorded.name]}, the recipe's {kind}"
         return
+    noted = run.notes.get("clip_norm")
+    noted = noted.get(recorded.name) if isinstance(noted, Mapping) else noted
+    if noted is not None and noted != stage.clip_norm:
+        yield f"clip_norm is {noted!r} in the notes of the run, {stage.clip_norm!r} in the recipe"
     yield from _settings(stage, recorded, run, model)
     yield from _rates(stage, recorded, run, model, examples)
     yield from _batch_sizes(stage, recorded, run, examples)
@@ -84,12 +103,19 @@ def _columns(recorded: Stage, run: Run) -> dict[str, int]:
     return {name: c for c in run.columns[recorded.name] for name in run.groups[c]}
 
 
+def _trained(group: Mapping[str, Any], names: Mapping[int, list[str]]) -> Iterator[str]:
+    """The names of the parameters of a group that it trains."""
+    for parameter in group["params"]:
+        if parameter.requires_grad:
+            yield from names.get(id(parameter), ())
+
+
 def _settings(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -> Iterator[str]:
     optimizer, names = stage.make_optimizer(model), optimizers.names_of(model)
     columns, trained, unequal = _columns(recorded, run), set(), {}
     for group in optimizer.param_groups:
         ours = optimizers.hyperparameters(optimizer, group)
-        for name in (n for p in group["params"] for n in names.get(id(p), ())):
+        for name in _trained(group, names):
             trained.add(name)
             theirs: Mapping[str, Any] = (
                 run.hyperparameters[columns[name]] if name in columns else {}
@@ -110,7 +136,7 @@ def _rates(
 ) -> Iterator[str]:
     columns, names = _columns(recorded, run), optimizers.names_of(model)
     groups = stage.make_optimizer(model).param_groups
-    firsts = [next((n for p in g["params"] for n in names.get(id(p), ())), "") for g in groups]
+    firsts = [next(_trained(group, names), "") for group in groups]
     table = stage.schedule(model, examples)[: recorded.end - recorded.start]
     arrays = {"learning rate": run.learning_rates, "momentum": run.momentums}
     for k, (what, rows) in enumerate(arrays.items()):

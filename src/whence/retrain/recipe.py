@@ -42,6 +42,7 @@ from whence.table import one_line
 from whence.task import Task
 
 SUMS = 8  # of losses that are not known in float64
+UPDATES = 3  # that an optimizer of the user's own is tried for
 MAX_FLOAT64_PARAMETERS = 10**8  # of a model that is also built in float64, for comparisons
 _SEEDING = threading.Lock()  # all threads share torch's default generator
 
@@ -288,7 +289,7 @@ class Recipe:
             "losses": {s.name: precise.tried(s.task, s.data, "losses", s) for s in self.stages},
             "gradients": {s.name: precise._gradients(s) for s in self.stages},
             "stages": {s.name: s.identity(model) for s in self.stages},
-        }
+        } | ({"updates": updates} if (updates := self._own_updates()) else {})
 
     def precise(self) -> Recipe:
         """This recipe in float64, for comparisons; unchanged if its code needs one precision."""
@@ -353,16 +354,34 @@ class Recipe:
     def _gradients(self, stage: StageRecipe) -> list[str]:
         """Norms of the gradient of a few examples' loss: what losses alone do not show, such as a
         `detach` in the model."""
-        model, task, (block,) = self.build(0), copy.copy(stage.task), _few(stage.data)
-        first = next(model.parameters())
-        with torch.enable_grad(), torch.random.fork_rng(cuda_devices(first.device)):
-            reseed(0, first.device)
-            batch = stage.transformed(stage.batch(block, first), 0, 0, block, first)
-            task.losses(task.outputs(model, batch), batch).mean().backward()  # type: ignore[no-untyped-call]
-        digits = 6 if first.dtype == torch.float64 else 2
+        model = self.build(0)
+        _differentiate(model, stage)
+        digits = 6 if next(model.parameters()).dtype == torch.float64 else 2
         norms = [0.0 if p.grad is None else float(p.grad.norm()) for p in model.parameters()]
         largest = max(norms) or 1.0
         return [f"{norm / largest:.{digits}f}" for norm in norms]
+
+    def _own_updates(self) -> dict[str, list[str]]:
+        """How far a few updates move each parameter, of stages whose optimizer is not torch's: what
+        its settings do not show."""
+        updates: dict[str, list[str]] = {}
+        for stage in self.stages:
+            if not type(stage.make_optimizer(self.build(0))).__module__.startswith("torch.optim"):
+                for recipe in (self.precise(), self):  # its code may need one precision
+                    with suppress(Exception):
+                        updates.setdefault(stage.name, recipe._moves(stage))
+        return updates
+
+    def _moves(self, stage: StageRecipe) -> list[str]:
+        model = self.build(0)
+        optimizer, start = stage.make_optimizer(model), copy.deepcopy(list(model.parameters()))
+        for _ in range(UPDATES):
+            model.zero_grad(set_to_none=True)
+            _differentiate(model, stage)
+            optimizer.step()
+        digits = 6 if start[0].dtype == torch.float64 else 2
+        pairs = zip(model.parameters(), start, strict=True)
+        return [f"{float((p.detach() - q.detach()).norm()):.{digits}g}" for p, q in pairs]
 
     @property
     def fingerprint(self) -> str:
@@ -394,6 +413,15 @@ class Recipe:
             for s in self.stages
         ]
         return one_line(f"Recipe({self.task!r}; {'; '.join(parts)})")
+
+
+def _differentiate(model: nn.Module, stage: StageRecipe) -> None:
+    """The gradient of the mean loss of a few examples of a stage."""
+    task, (block,), first = copy.copy(stage.task), _few(stage.data), next(model.parameters())
+    with torch.enable_grad(), torch.random.fork_rng(cuda_devices(first.device)):
+        reseed(0, first.device)
+        batch = stage.transformed(stage.batch(block, first), 0, 0, block, first)
+        task.losses(task.outputs(model, batch), batch).mean().backward()  # type: ignore[no-untyped-call]
 
 
 def _few(data: Batches) -> list[Ints]:

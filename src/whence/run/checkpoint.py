@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -199,10 +198,10 @@ class OpenedTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, aliases: Mapping[str, str], base: Mapping[str, Tensor]) -> None:
         try:
-            self._file: Any = safe_open(path, framework="pt")
+            self._file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise RunError(str(damaged(path, error, REMEDY))) from error
-        plain = plain_names(self._file.keys())
+        plain = plain_names(self._file.keys())  # type: ignore[no-untyped-call]
         self._names = {short: name for name, short in plain.items()}
         self._aliases, self._base = aliases, base
 
@@ -210,7 +209,7 @@ class OpenedTensors(Mapping[str, Tensor]):
         name = self._aliases.get(name, name)
         if name not in self._names:
             return self._base[name]
-        tensor: Tensor = self._file.get_tensor(self._names[name])
+        tensor: Tensor = self._file.get_tensor(self._names[name])  # type: ignore[no-untyped-call]
         return tensor
 
     def __contains__(self, name: object) -> bool:

@@ -17,8 +17,10 @@ from whence.run.format import RunData
 from whence.run.segments import Stage
 
 SURE = 6.0  # standard deviations beyond which chance is no explanation
+EVEN = 0.05  # variance of draws, relative to chance, below which they are of epochs
 MANY = 0.1  # share of examples never drawn that is worth a warning
 NEARER = 0.5  # of the way from the initial to the final weights: trained with the run
+ALIKE = 0.9  # cosine of weights above which one model was made from the other
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,16 @@ class Draws:
         drawn = counts[self.counts > 0] if self.left_out else counts
         free, mean = len(drawn) - 1, max(float(drawn.mean()), 1e-12)
         squares = float(((drawn - mean) ** 2).sum() / mean)
-        return squares > free + SURE * math.sqrt(2 * free)
+        if squares > free + SURE * math.sqrt(2 * free):
+            return True
+        # Most examples may be drawn too equally for chance: in epochs, of which drop_last leaves
+        # out n mod B examples. Then a few that are drawn more often stand out.
+        trimmed = np.sort(drawn)[len(drawn) // 10 : len(drawn) - len(drawn) // 10]
+        if float(trimmed.var()) > EVEN * mean:
+            return False
+        variance = max(float(trimmed.var()), mean * (len(drawn) % self.batch_size) / len(drawn))
+        furthest = float(np.abs(drawn - np.median(drawn)).max())
+        return furthest > 2 + SURE * math.sqrt(variance)
 
     def warnings(self, stage: str) -> list[str]:
         """What scores do not take into account."""
@@ -145,6 +156,7 @@ class Evidence:
         self.warnings: list[str] | None = None  # None: not looked for yet
         self._draws: dict[str, Draws | None] = {}
         self._untrained: dict[str, list[str]] = {}
+        self._unmoved: set[str] | None = None
 
     def declared(self, stage: str) -> NDArray[np.int64]:
         """The examples of a stage's data that the run says it trained on."""
@@ -168,6 +180,18 @@ class Evidence:
             names = [name for name, _ in model.named_parameters()]
             self._untrained[stage] = _changed_untrained(self.run, self._stage(stage), names)
         return self._untrained[stage]
+
+    @property
+    def unmoved(self) -> set[str]:
+        """Parameters that are the same in the run's first and last weights: no gradient reached
+        them, whatever their learning rate. Nothing is known of a run whose weights all stay."""
+        if self._unmoved is None:
+            first = self.run.initial or self.run.checkpoints[0]
+            start, end = first.weights(), self.run.checkpoints[-1].weights()
+            shared = [name for name in start if name in end]
+            same = {name for name in shared if torch.equal(start[name], end[name])}
+            self._unmoved = same if len(same) < len(shared) else set()
+        return self._unmoved
 
     def _stage(self, name: str) -> Stage:
         (stage,) = (s for s in self.run.stages if s.name == name)
@@ -201,27 +225,41 @@ def distance_from_final(
 ) -> tuple[float, float] | None:
     """How far a model is from the run's final weights, and how far the initial weights are.
 
-    None if it has these weights, or is so far from them that it was not trained with the run: then
-    it is only an architecture.
+    None if it has these weights, or is so far from them that it was neither trained with the run
+    nor made from its final weights: then it is only an architecture.
     """
     weights = final.weights()
     names = [n for n, p in parameters.items() if n in weights and p.shape == weights[n].shape]
     if all(_equal(parameters[n], weights[n]) for n in names):
         return None
-    start = initial.weights() if initial is not None else {}
+    if initial is None:
+        away, moved = _distance(parameters, weights, names), _norm(weights, names) / 2
+        return (away, moved) if away < NEARER * moved else None
+    start = initial.weights()
+    names = [n for n in names if n in start and start[n].shape == weights[n].shape]
+    away, moved = (_distance(each, weights, names) for each in (parameters, start))
+    derived = away < _distance(parameters, start, names) and (
+        _product(parameters, weights, names)
+        > ALIKE * _norm(parameters, names) * _norm(weights, names)
+    )
+    return (away, moved) if away < NEARER * moved or derived else None
 
-    def distance(others: Mapping[str, Tensor]) -> float:
-        squares = [
-            float((others[n].detach().double().cpu() - weights[n].double()).square().sum())
-            for n in names
-            if n in others and others[n].shape == weights[n].shape
-        ]
-        return math.sqrt(sum(squares))
 
-    away, moved = distance(parameters), distance(start)
-    if not start:
-        moved = math.sqrt(sum(float(weights[n].double().square().sum()) for n in names)) / 2
-    return (away, moved) if away < NEARER * moved else None
+def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
+    differences = (_numbers(a[n]) - _numbers(b[n]) for n in names)
+    return math.sqrt(sum(float(x @ x) for x in differences))
+
+
+def _norm(a: Mapping[str, Tensor], names: Iterable[str]) -> float:
+    return math.sqrt(_product(a, a, names))
+
+
+def _product(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
+    return sum(float(_numbers(a[n]) @ _numbers(b[n])) for n in names)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double().flatten()
 
 
 def _equal(parameter: Tensor, weight: Tensor) -> bool:

@@ -268,22 +268,30 @@ def _read(path: Path) -> dict[str, Any]:
         return read_json(path, schema=FROZEN_ONCE, remedy=REMEDY)
 
 
-def checked_subset(subset: ArrayLike) -> NDArray[np.int64]:
+def checked_indices(name: str, indices: ArrayLike) -> NDArray[np.int64]:
     """Training indices, from indices or a mask."""
-    chosen = np.asarray(subset)
+    chosen = np.asarray(indices)
     if chosen.dtype == bool and chosen.ndim == 1:
         chosen = np.flatnonzero(chosen)
-    if not chosen.size:
-        raise InvalidInput("subset is empty: name the training examples that were used")
+    if not chosen.size and chosen.ndim == 1:
+        return chosen.astype(np.int64)
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
         raise InvalidType(
-            f"subset is {chosen.dtype} of shape {chosen.shape}: give training indices, or a mask"
+            f"{name} is {chosen.dtype} of shape {chosen.shape}: give training indices, or a mask"
         )
     if int(chosen.min()) < 0:
-        raise InvalidInput(f"subset names example {int(chosen.min())}: count from 0")
+        raise InvalidInput(f"{name} names example {int(chosen.min())}: count from 0")
+    return chosen.astype(np.int64)
+
+
+def checked_subset(subset: ArrayLike) -> NDArray[np.int64]:
+    """Training indices that are used, each once."""
+    chosen = checked_indices("subset", subset)
+    if not chosen.size:
+        raise InvalidInput("subset is empty: name the training examples that were used")
     if len(np.unique(chosen)) != len(chosen):
         raise InvalidInput("subset names an example twice: name each once")
-    return chosen.astype(np.int64)
+    return chosen
 
 
 def write_checkpoint(

@@ -61,7 +61,7 @@ def hyperparameters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str,
         if isinstance(value, Tensor):
             value = value.tolist()
         if isinstance(value, tuple):
-            value = [float(v) for v in value]
+            value = [None if v is None else float(v) for v in value]
         if key != "lr" and isinstance(value, (bool, int, float, str, list, type(None))):
             settings[key] = value
     return settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -21,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from whence.errors import InvalidInput, warn
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256, plain_state
-from whence.run.format import RunData, checked_subset
+from whence.run.format import RunData, checked_indices, checked_subset
 from whence.run.gather import assist, divided, leading
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
@@ -143,7 +144,7 @@ class Recording(Writing):
         self.batch = None
         due = writer.updates in self.due.steps
         if self.watch is not None:
-            self.watch.after_update(writer.updates, due)
+            self.watch.after_update(writer.updates, due, optimizer)
         if due:
             writer.save_checkpoint(optimizer, names)
         elif every_step:
@@ -379,7 +380,8 @@ class Recorder:
                     f"recorder.step(indices) was first called after update {self.updates}: call it "
                     "before every optimizer.step(), starting with the first"
                 )
-            self._state.batch = np.asarray(indices, np.int64).reshape(-1).copy()
+            examples = checked_indices("recorder.step(indices)", np.asarray(indices).reshape(-1))
+            self._state.batch = examples.copy()
 
     def warn(self, message: str) -> None:
         """Warn, and store the message with the run."""
@@ -489,6 +491,8 @@ class Recorder:
         ]
 
     def _before_update(self, *_: Any) -> None:
+        if _inside_another_step(self.optimizer):
+            return
         if isinstance(self._state, Observing) and not self._state.updated:
             self._state.updated = True
             self._assist()
@@ -503,7 +507,7 @@ class Recorder:
             self._state.begin_update()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizers.skipped(optimizer):
+        if _inside_another_step(self.optimizer) or optimizers.skipped(optimizer):
             return
         if isinstance(self._state, Observing):
             self._assist()
@@ -571,6 +575,18 @@ class Recorder:
                 "model and are not recorded"
             )
         return names
+
+
+def _inside_another_step(optimizer: Optimizer) -> bool:
+    """Whether the step of a hook was called by another one of the optimizer, of a subclass that
+    calls super().step(). torch runs the hooks of both, for one update."""
+    step = sys._getframe(2)  # torch's wrapper of step(), which called the hook
+    caller = step.f_back
+    while caller is not None:
+        if caller.f_code is step.f_code and caller.f_locals.get("self") is optimizer:
+            return True
+        caller = caller.f_back
+    return False
 
 
 def writes_run() -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
-from whence.run.format import RunData, checked_subset, write_checkpoint
+from whence.run.format import RunData, checked_indices, checked_subset, write_checkpoint
 from whence.run.segments import Segment, Stage, assign_checkpoints, effective_rates
 from whence.table import one_line
 
@@ -354,4 +354,4 @@ def _stages(
 def _batches(batches: Sequence[ArrayLike], total: int) -> list[NDArray[np.int64]]:
     if len(batches) != total:
         raise InvalidInput(f"{len(batches)} batches for {total} updates: give one per update")
-    return [np.asarray(batch, np.int64).reshape(-1) for batch in batches]
+    return [checked_indices("a batch", np.asarray(batch).reshape(-1)) for batch in batches]

@@ -1,22 +1,26 @@
 """Notices changes of a model's weights that no recorded update made.
 
 Between two updates of the optimizer, parameters must not change. Tensors count writes to them,
-which costs nothing to read. Writes through `.data` are not counted, so norms are compared as well:
-after the first updates, after every `EVERY`-th one, and at checkpoints.
+which costs nothing to read. Writes through `.data` are not counted, so norms and some entries are
+compared as well: after the first updates, after every `EVERY`-th one, and at checkpoints.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from whence.run.checkpoint import plain_names, weights_sha256
 from whence.run.format import RunData
 from whence.table import listed
 
-FIRST, EVERY = 4, 16  # updates whose norms are compared
+FIRST, EVERY = 4, 16  # updates whose weights are measured
+ENTRIES = 64  # of a parameter that are compared, because a permutation has the same norm
 ROUNDING = 1e-6  # relative difference of norms that is no change
 
 
@@ -29,13 +33,15 @@ class WeightWatch:
     def __init__(self, model: nn.Module, data: RunData, stage: str) -> None:
         self.model, self.data, self.stage = model, data, stage
         self._noticed: set[str] = set()
+        self._updates = 0
+        self._without: Counter[int] = Counter()  # updates without a gradient, by id of parameter
         self._begin()
 
     def _begin(self) -> None:
         self._parameters = _parameters(self.model)
-        self._start = _norms(self._parameters)
+        self._start = _measured(self._parameters)
         self._versions: dict[str, int] | None = None  # after the last update
-        self._norms: dict[str, Tensor] | None = None  # after the last update, if it was measured
+        self._last: dict[str, Tensor] | None = None  # after the last update, if it was measured
         self._unsure: dict[str, int] = {}  # written to after this update; perhaps restored
         self._restored: set[str] = set()
 
@@ -46,17 +52,21 @@ class WeightWatch:
             between = f"between updates {updates} and {updates + 1}"
             self._warn_changed(f"weights changed {between}", changed)
 
-    def after_update(self, updates: int, checkpoint: bool) -> None:
+    def after_update(self, updates: int, checkpoint: bool, optimizer: Optimizer) -> None:
         """Note the weights that this many updates led to."""
+        self._updates += 1
+        trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._without.update(id(p) for p in trained if p.grad is None and p.requires_grad)
         self._versions = {name: p._version for name, p in self._parameters.items()}
         due = updates <= FIRST or updates % EVERY == 0
         measured = checkpoint or due or bool(self._unsure)
-        self._norms = _norms(self._parameters) if measured else None
+        self._last = _measured(self._parameters) if measured else None
         if checkpoint:
             self._check_untrained(updates)
 
     def finish(self, updates: int) -> None:
         """At the end of the stage, before its last checkpoint is written."""
+        self._check_gradients()
         if self._versions is None or not self._check_untrained(updates):
             return
         changed = self._changed(updates)
@@ -80,11 +90,11 @@ class WeightWatch:
             return []
         versions = self._versions
         written = [n for n, p in self._parameters.items() if p._version != versions[n]]
-        if self._norms is None:  # perhaps restored, as after an evaluation with other weights
+        if self._last is None:  # perhaps restored, as after an evaluation with other weights
             trained = self._trained if written else set()
             self._unsure |= {n: self._unsure.get(n, updates) for n in written if n in trained}
             return []
-        changed = _differing(self._norms, _norms(self._parameters))
+        changed = _differing(self._last, _measured(self._parameters))
         self._restored |= set(written) - set(changed)
         return [name for name in changed if name in self._trained]
 
@@ -106,7 +116,7 @@ class WeightWatch:
             )
             self._begin()
             return False
-        moved = set(_differing(self._start, _norms(before))) - self._trained
+        moved = set(_differing(self._start, _measured(before))) - self._trained
         if moved:
             self._warn(
                 "untrained",
@@ -115,6 +125,20 @@ class WeightWatch:
                 "scores",
             )
         return True
+
+    def _check_gradients(self) -> None:
+        """Warn of parameters that only some updates changed, because others had no gradient."""
+        counts = {name: self._without[id(p)] for name, p in self._parameters.items()}
+        some = {name: count for name, count in counts.items() if 0 < count < self._updates}
+        if some and 0 in counts.values():  # else gradients are deleted before they can be seen
+            self._warn(
+                "without",
+                f"parameters had no gradient in some of the {self._updates} updates of stage "
+                f"{self.stage!r}, which did not change them: "
+                + listed([f"{name} ({count})" for name, count in sorted(some.items())], 4)
+                + ". Scores count their learning rate in all updates. Set requires_grad to False "
+                "while a layer is not trained",
+            )
 
     def _warn_changed(self, what: str, parameters: Iterable[str]) -> None:
         self._warn(
@@ -157,30 +181,37 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The root of the sum of squares, and the largest entry: (2,) each, on the CPU."""
+def _measured(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The root of the sum of squares, the largest entry, and entries here and there, on the CPU."""
     by_device: dict[torch.device, list[str]] = {}
     for name, parameter in parameters.items():
         by_device.setdefault(parameter.device, []).append(name)
-    norms: dict[str, Tensor] = {}
+    measured: dict[str, Tensor] = {}
     with torch.no_grad():
         for names in by_device.values():
-            each = [
-                torch.linalg.vector_norm(parameters[name].float(), order).double()
-                for name in names
-                for order in (2, torch.inf)
-            ]
-            norms |= zip(names, torch.stack(each).cpu().reshape(-1, 2), strict=True)
-    return norms
+            each = [_numbers(parameters[name]) for name in names]
+            sizes = [len(numbers) for numbers in each]
+            measured |= zip(names, torch.split(torch.cat(each).cpu(), sizes), strict=True)
+    return measured
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    wide = parameter.float()
+    norms = [torch.linalg.vector_norm(wide, order).double() for order in (2, torch.inf)]
+    entries = wide.flatten()[:: max(1, wide.numel() // ENTRIES)].double()
+    return torch.cat([torch.stack(norms), entries])
 
 
 def _differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """The names whose norms differ; NaN equals NaN."""
+    """The names whose numbers differ; NaN equals NaN."""
     if not before:
         return []
-    a, b = (torch.stack([norms[name] for name in before]) for norms in (before, after))
-    same = torch.isclose(a, b, rtol=ROUNDING, atol=0.0, equal_nan=True).all(1).tolist()
-    return [name for name, unchanged in zip(before, same, strict=True) if not unchanged]
+    a, b = (torch.cat([numbers[name] for name in before]) for numbers in (before, after))
+    same = torch.isclose(a, b, rtol=ROUNDING, atol=0.0, equal_nan=True)
+    if bool(same.all()):
+        return []
+    each = torch.split(same, [len(numbers) for numbers in before.values()])
+    return [name for name, unchanged in zip(before, each, strict=True) if not unchanged.all()]
 
 
 def _shape(parameter: nn.Parameter | None) -> str:

@@ -39,6 +39,7 @@ Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
 BY_SEGMENT, BY_LAYER = "by_segment", "by_layer"  # parts that scores are the sums of
+BY_HEAD = "heads"  # as by layer, with attention projections cut into their heads
 
 # Every array that a Scores folder may contain, each as NAME.npy.
 ARRAYS = (

@@ -34,11 +34,10 @@ from whence.scores.result import (
     BY_LAYER,
     BY_SEGMENT,
     Floats,
-    Ints,
     Scores,
-    Top,
     read_description,
 )
+from whence.scores.strongest import Strongest
 from whence.table import byte_size
 from whence.world import World
 
@@ -108,7 +107,6 @@ class ScoreWriter:
         self._self = queries is None
         self._queries = 1 if queries is None else queries
         self._examples = examples
-        self._top = None if top is None else min(top, examples)
         self._shape = (examples,) if queries is None else (queries, examples)
         self._calculation = {
             "key": key,
@@ -128,10 +126,10 @@ class ScoreWriter:
         self._written: list[tuple[ScoreTile, str]] = []  # every block, with its checksums
         self._lock: FolderLock | None = None
         self._throttle = Throttle(0.0)  # a block that is not recorded is computed again
-        if self._top is not None:
-            ends = np.array([-np.inf, np.inf], self._dtype)[:, None, None]
-            self._top_values = np.tile(ends, (1, self._queries, self._top))
-            self._top_columns = np.full(self._top_values.shape, examples, np.int64)
+        self._strongest: Strongest | None = None
+        if top is not None:
+            k = min(top, examples)
+            self._strongest = Strongest(k, self._queries, examples, self._dtype)
         if self._out is None:
             self._data = {
                 name: np.zeros(shape, self._dtype) for name, shape in self._shapes.items()
@@ -173,8 +171,8 @@ class ScoreWriter:
             length = self._shapes[self._parts][0]
             shape = length, r1 - r0, c1 - c0
             arrays[self._parts] = self._checked(self._parts, parts, shape)
-        if self._top is not None:
-            self._keep_strongest(block, scores)
+        if self._strongest is not None:
+            self._strongest.add(slice(r0, r1), c0, scores)
         for part in _missing(block, self._done):
             s0, s1, d0, d1 = part
             here = np.s_[..., s0 - r0 : s1 - r0, d0 - c0 : d1 - c0]
@@ -222,10 +220,7 @@ class ScoreWriter:
                 f"finish() before all blocks were written: queries {r0}..{r1 - 1}, examples "
                 f"{c0}..{c1 - 1} are missing"
             )
-        top = None
-        if self._top is not None:
-            shape = (2, *self._shape[:-1], self._top)
-            top = Top(self._top_values.reshape(shape), self._top_columns.reshape(shape))
+        top = None if self._strongest is None else self._strongest.top(self._shape)
         scores = Scores(
             self._data.get("scores"),
             by_segment=self._data.get(BY_SEGMENT),
@@ -271,12 +266,12 @@ class ScoreWriter:
         for tiles in world.values(self._done):
             for tile in tiles:
                 _add(_tile(tile), self._done)
-        if self._top is not None:
+        if self._strongest is not None:
             for rank in range(world.size):
-                given = {"values": self._top_values, "columns": self._top_columns}
-                arrays = world.share({k: torch.from_numpy(x) for k, x in given.items()}, rank)
-                if arrays is not None and rank != world.rank:
-                    self._merge_top(arrays["values"].numpy(), arrays["columns"].numpy())
+                arrays = self._strongest.arrays.items()
+                shared = world.share({name: torch.from_numpy(x) for name, x in arrays}, rank)
+                if shared is not None and rank != world.rank:
+                    self._strongest.merge({name: x.numpy() for name, x in shared.items()})
         if self._out is None:
             sums = world.total({name: torch.from_numpy(x) for name, x in self._data.items()})
             self._data = {name: x.numpy() for name, x in sums.items()}
@@ -395,11 +390,11 @@ class ScoreWriter:
         account: dict[str, Any] = {}
         for file, progress in parts.items():
             with parsing(file, remedy):
-                if self._top is not None:
-                    forms = {"values": self._top_values, "columns": self._top_columns}
-                    raw = {name: base64.b64decode(progress["top"][name]) for name in forms}
-                    self._merge_top(
-                        *(np.frombuffer(raw[k], x.dtype).reshape(x.shape) for k, x in forms.items())
+                if self._strongest is not None:
+                    arrays = self._strongest.arrays.items()
+                    raw = {name: base64.b64decode(progress["top"][name]) for name, _ in arrays}
+                    self._strongest.merge(
+                        {k: np.frombuffer(raw[k], x.dtype).reshape(x.shape) for k, x in arrays}
                     )
                 written = progress.get("written", [])
                 self._written += [(_tile(block), str(crc32)) for block, crc32 in written]
@@ -443,9 +438,8 @@ class ScoreWriter:
         for data in self._data.values() if self._world.size == 1 else ():
             assert isinstance(data, np.memmap)
             data.flush()
-        state = {}
-        if self._top is not None:  # in the same file, so that both always agree
-            state = {"values": self._top_values, "columns": self._top_columns}
+        # the strongest are in the same file, so that both always agree
+        state = {} if self._strongest is None else self._strongest.arrays
         progress = {
             "calculation": self._calculation,
             "done": self._done,
@@ -480,44 +474,6 @@ class ScoreWriter:
         """The array as (..., q, n), also for self-influence."""
         return self._data[name][..., None, :] if self._self else self._data[name]
 
-    def _merge_top(self, values: Floats, columns: Ints) -> None:
-        """Keep the strongest of these entries and of those here, of which some may be the same."""
-        assert self._top is not None
-        for end, sign in enumerate((1, -1)):
-            both = np.concatenate([self._top_columns[end], columns[end]], 1)
-            strength = sign * np.concatenate([self._top_values[end], values[end]], 1)
-            order = np.argsort(both, 1, kind="stable")
-            ordered = np.take_along_axis(both, order, 1)
-            again = np.diff(ordered, axis=1, prepend=-1) == 0
-            alone = np.where(again, -np.inf, np.take_along_axis(strength, order, 1))
-            np.put_along_axis(strength, order, alone, 1)
-            order = np.lexsort((both, -strength), axis=1)[:, : self._top]
-            self._top_values[end] = sign * np.take_along_axis(strength, order, 1)
-            self._top_columns[end] = np.take_along_axis(both, order, 1)
-
-    def _keep_strongest(self, block: ScoreTile, values: Floats) -> None:
-        assert self._top is not None
-        r0, r1, c0, c1 = block
-        for end, sign in enumerate((1, -1)):
-            strength = sign * values
-            columns = _strongest_columns(strength, min(self._top, c1 - c0))
-            old_values, old_columns = self._top_values[end, r0:r1], self._top_columns[end, r0:r1]
-            # If the block is written again, its earlier entries must not count twice.
-            again = (old_columns >= c0) & (old_columns < c1)
-            strength = np.concatenate(
-                [
-                    np.where(again, -np.inf, sign * old_values),
-                    np.take_along_axis(strength, columns, 1),
-                ],
-                1,
-            )
-            columns = np.concatenate(
-                [np.where(again, self._examples, old_columns), columns + c0], 1
-            )
-            order = np.lexsort((columns, -strength), axis=1)[:, : self._top]
-            self._top_values[end, r0:r1] = sign * np.take_along_axis(strength, order, 1)
-            self._top_columns[end, r0:r1] = np.take_along_axis(columns, order, 1)
-
 
 def merged(left: Any, right: Any) -> Any:
     """The accounts of two ranks as one: the larger of two numbers, the sum of two lists of numbers,
@@ -536,16 +492,6 @@ def _tile(given: Any) -> ScoreTile:
     """A block, as it was written to a file."""
     r0, r1, c0, c1 = map(operator.index, given)
     return r0, r1, c0, c1
-
-
-def _strongest_columns(strength: Floats, k: int) -> Ints:
-    """Columns (r, k) of the k largest entries of each row of (r, m), ties to the lower column."""
-    place = strength.shape[1] - k
-    kth = np.partition(strength, place, axis=1)[:, place, None]
-    above, ties = strength > kth, strength == kth
-    room = k - above.sum(1, keepdims=True)
-    keep = above | (ties & (np.cumsum(ties, 1, dtype=np.int32) <= room))
-    return np.nonzero(keep)[1].reshape(-1, k)
 
 
 def _missing(block: ScoreTile, done: Iterable[ScoreTile]) -> list[ScoreTile]:

@@ -6,7 +6,7 @@
 
 (() => {
   const V = Whence.views;
-  const { el, svg, bdi, number, signed, count } = V;
+  const { el, svg, bdi, unseen, number, signed, count } = V;
   const TOKEN = document.querySelector('meta[name="whence-token"]').content;
   const PAGE = 50;
   let overview = null;
@@ -123,13 +123,13 @@
 
   function exampleCell(example) {
     return el("td", { class: "example-cell" }, el("button", {
-      type: "button", class: "example-button", onclick: () => openExample(example.place), "aria-label": `training example ${naming(example)}`,
-    }, example.kind === "missing" && !example.note ? null : V.example(example), el("span", { class: "muted small" }, naming(example))));
+      type: "button", class: "example-button", onclick: () => openExample(example.place),
+    }, unseen("training example "), example.kind === "missing" && !example.note ? null : V.example(example), el("span", { class: "muted small" }, naming(example))));
   }
 
   function queryCell(item) {
     return el("td", { class: "example-cell" }, el("button", {
-      type: "button", class: "example-button", onclick: () => go({ page: "queries", row: item.row, scores: scoresName() }), "aria-label": `query ${item.id}`,
+      type: "button", class: "example-button", onclick: () => go({ page: "queries", row: item.row, scores: scoresName() }),
     }, item.query.kind === "missing" ? null : V.example(item.query), el("span", { class: "muted small" }, `query ${item.id}`)));
   }
 
@@ -227,11 +227,10 @@
     const prediction = item.prediction ? ` → ${item.prediction}` : "";
     return el("li", { "data-row": item.row }, el("button", {
       type: "button", class: "query-item", onclick: () => go({ ...here(), page: "queries", row: item.row }),
-      "aria-label": `query ${item.id}${item.label === null ? "" : `, label ${item.label}`}${item.wrong ? ", wrong prediction" : ""}`,
     },
       item.query.kind === "image" ? V.example(item.query) : null,
       el("span", { class: "query-words" },
-        el("span", { class: "query-name" }, `${item.id}`, item.wrong ? el("span", { class: "wrong" }, "✗") : null),
+        V.queryName(item.id, item.wrong),
         item.query.kind === "text" ? bdi(item.query.text.slice(0, 90), { class: "clip small" }) : null,
         item.label === null && !prediction ? null : bdi(`${item.label === null ? "" : item.label}${prediction}`, { class: "clip small muted" }))));
   }
@@ -514,7 +513,7 @@
     try {
       for (let first = true; first || spot.isConnected; first = false) {
         const answer = await get("/api/compare/overall", { a, b, k });
-        const strip = el("div", { class: "strip", role: "img", "aria-label": `${answer.what} of ${answer.done} queries` });
+        const strip = el("div", { class: "strip", role: "group", "aria-label": `${answer.what} of ${answer.done} queries` });
         const wide = answer.per_query.length > 400 ? Math.ceil(answer.per_query.length / 400) : 1;
         answer.per_query.forEach((value, row) => {
           if (row % wide) return;
@@ -595,8 +594,8 @@
   async function chips(places, away = false) {
     const items = places.length ? await get("/api/chosen", { places: places.slice(0, 60).join(",") }) : [];
     return el("ul", { class: "chips" }, items.map((one) => el("li", { class: "chip" },
-      el("button", { type: "button", class: "chip-face", onclick: () => openExample(one.place), "aria-label": `training example ${naming(one)}` },
-        one.kind === "image" ? V.example(one) : el("span", { class: "clip small" }, bdi(one.text || (one.row || []).map((cell) => cell.join(" ")).join(", ") || `#${one.id}`)),
+      el("button", { type: "button", class: "chip-face", onclick: () => openExample(one.place) },
+        unseen(`training example ${naming(one)} `), one.kind === "image" ? V.example(one) : el("span", { class: "clip small" }, bdi(one.text || (one.row || []).map((cell) => cell.join(" ")).join(", ") || `#${one.id}`)),
         el("span", { class: "small" }, one.label === null ? naming(one) : bdi(one.label))),
       away ? el("button", { type: "button", class: "chip-away", "aria-label": `keep training example ${naming(one)}`, onclick: () => tick([one.place], false) }, "×") : null)),
     places.length > 60 ? el("li", { class: "muted small" }, `and ${count(places.length - 60)} more`) : null);

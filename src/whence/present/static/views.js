@@ -43,6 +43,9 @@ Whence.views = (() => {
   const svg = (tag, attributes, ...children) =>
     add(set(document.createElementNS(SVG, tag), attributes), children);
 
+  // Text for screen readers, before what is seen.
+  const unseen = (text) => el("span", { class: "unseen" }, text);
+
   // Text of unknown direction, isolated so that it cannot reorder the text around it.
   const bdi = (text, attributes) => el("bdi", { dir: "auto", ...attributes }, text);
 
@@ -254,15 +257,13 @@ Whence.views = (() => {
   function card(entry, rank, strongest, ctx) {
     const rendered = renderedOf(entry.column, ctx);
     const which = side(entry.value, ctx);
-    const size_ = ctx.overview.calibrated ? `score ${signed(entry.value)}` : `rank ${rank}`;
     const open = ctx.onExample && (() => ctx.onExample(entry.column, entry));
     return el("li", { class: `card ${rendered.kind}` },
       el(open ? "button" : "div", {
         class: "card-face", type: open ? "button" : null, onclick: open || null,
-        "aria-label": `training example ${naming(rendered)}, ${which === "helpful" ? "helped" : "harmed"}, `
-          + `${size_}${rendered.label === null ? "" : `, label ${rendered.label}`}`
-          + `${entry.also ? `, with ${plural(entry.also.length, "near-duplicate")}` : ""}`,
       },
+        unseen(`training example ${naming(rendered)}, ${which === "helpful" ? "helped" : "harmed"}`
+          + `${entry.also ? `, with ${plural(entry.also.length, "near-duplicate")}` : ""}: `),
         known(rendered) ? example(rendered, { entry, ctx, beside: ctx.beside }) : null,
         el("span", { class: "card-facts" },
           el("span", { class: "card-line" },
@@ -506,8 +507,7 @@ Whence.views = (() => {
   function exampleCell(entry, rendered, ctx) {
     return el("td", { class: "example-cell" }, el("button", {
       type: "button", class: "example-button", onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
-      "aria-label": `training example ${naming(rendered)}`,
-    }, known(rendered) ? example(rendered) : null, el("span", { class: "muted small" }, naming(rendered))));
+    }, unseen("training example "), known(rendered) ? example(rendered) : null, el("span", { class: "muted small" }, naming(rendered))));
   }
 
   function table(heads, rows, caption) {
@@ -582,9 +582,8 @@ Whence.views = (() => {
   function suspect(entry, ctx) {
     const rendered = renderedOf(entry.column, ctx);
     return el("li", { class: `card ${rendered.kind}` }, el("button", { class: "card-face", type: "button",
-      onclick: () => ctx.onExample && ctx.onExample(entry.column, entry),
-      "aria-label": `training example ${naming(rendered)}, label ${rendered.label}, predicted ${rendered.prediction}` },
-    known(rendered) ? example(rendered) : null,
+      onclick: () => ctx.onExample && ctx.onExample(entry.column, entry) },
+    unseen(`training example ${naming(rendered)}, label `), known(rendered) ? example(rendered) : null,
     el("span", { class: "card-facts" }, el("span", { class: "card-line" }, el("span", { class: "label" }, bdi(rendered.label))),
       el("span", { class: "small" }, "predicted ", bdi(rendered.prediction)), el("span", { class: "card-id muted" }, naming(rendered)))),
     ctx.extra ? ctx.extra(entry) : null);
@@ -669,6 +668,9 @@ Whence.views = (() => {
           rows.length > 60 ? el("p", { class: "muted small" }, `and ${rows.length - 60} more`) : null) : null)));
   }
 
+  const queryName = (id, isWrong) => el("span", { class: "query-name" }, unseen("query "), `${id}`,
+    isWrong ? el("span", { class: "wrong" }, "✗", unseen(" wrong prediction")) : null);
+
   // -- the list of queries -------------------------------------------------------------------
 
   // items: [{row, id, label, prediction, comparable, measurement, harmed, query}]; onSelect(row).
@@ -700,11 +702,10 @@ Whence.views = (() => {
       const arrow = item.prediction === null || item.prediction === undefined ? "" : ` → ${item.prediction}`;
       const node = el("li", {}, el("button", {
         type: "button", class: "query-item", onclick: () => select(item.row),
-        "aria-label": `query ${item.id}${item.label === null ? "" : `, label ${item.label}`}${wrong(item) ? ", wrong prediction" : ""}`,
       },
         item.query.kind === "image" ? example(item.query, { lazy: true }) : null,
         el("span", { class: "query-words" },
-          el("span", { class: "query-name" }, `${item.id}`, wrong(item) ? el("span", { class: "wrong" }, "✗") : null),
+          queryName(item.id, wrong(item)),
           item.query.kind === "text" ? bdi(item.query.text.slice(0, 90), { class: "clip small" }) : null,
           item.label === null && !arrow ? null : bdi(`${item.label === null ? "" : item.label}${arrow}`, { class: "clip small muted" }))));
       buttons.set(item.row, node);
@@ -770,6 +771,6 @@ Whence.views = (() => {
     return button;
   }
 
-  return { el, svg, bdi, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
+  return { el, svg, bdi, unseen, queryName, number, signed, count, example, card, ranking, timeline, histogram, mix, when,
     charts, query, summary, audit, harmful, about, warnings, detail, queryList, themeButton, renderedOf };
 })();
