@@ -113,8 +113,7 @@ class Rank:
         """A free port of this machine."""
         import socket
 
-        import ray
-
+        ray = connect()
         with socket.socket() as free:
             free.bind(("", 0))
             address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
