@@ -664,24 +664,6 @@ def sharded_table() -> list[str]:
     ]
 
 
-def store_rows_table() -> list[str]:
-    """The LDS of SOURCE from a store against the bytes of a row."""
-    study = json.loads((RESULTS / "store_digits.json").read_text())
-    lines = ["| bytes of a row | dimension | rows | LDS of a run |", "|---:|---:|---|---:|"]
-    stored = [r for r in study["rows"] if r["projection"] == "eigenbasis"]
-    for r in sorted(stored, key=lambda r: r["bytes"]):
-        low, high = r["lds"][1:]
-        value = f"{r['lds'][0]:.3f} ({low:.3f} to {high:.3f})"
-        lines.append(f"| {r['bytes']:,} | {r['dimension']:,} | {r['rows']} | {value} |")
-    s = study["settings"]
-    return [
-        *lines,
-        "",
-        f"`python -m experiments.studies.stores`: digits, eigenbasis, {s['subsets']} subsets × "
-        f"{s['seeds']} seeds, {s['queries']} queries.",
-    ]
-
-
 TABLES: dict[str, Callable[[], list[str]]] = {
     "faults": fault_table,
     "default": default_table,
@@ -701,7 +683,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "processes": processes_table,
     "estimated": estimated_table,
     "sharded": sharded_table,
-    "store rows": store_rows_table,
     **scale.TABLES,
 }
 
