@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import whence
-from benchmarks.models import GPT, WORKLOADS, Workload, final_run
+from benchmarks.models import WORKLOADS, Workload, final_run
 from benchmarks.report import RESULTS, write_readme
 from experiments.tasks.machine import machine
 from whence.operators import cost
@@ -41,22 +41,13 @@ def floors(work: Workload, model: nn.Module, train: int, query: int) -> dict[str
     passes = study.passes(
         study.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
     )["train"]
-    positions, blocks = passes.tracked.positions, passes.tracked.blocks
-    both = train * sum(cost.forward_backward(b, positions[b.name]) for b in blocks)
-    if isinstance(model, GPT):  # the tied head is not tracked, but every pass goes through it
-        head, length = model.tokens.weight, model.places.num_embeddings
-        both += train * 4.0 * length * head.numel()
-    scores = both + train * sum(cost.inner(b, positions[b.name], query) for b in blocks)
-    for b in blocks:  # the queries' rotation there and back, or the examples' rotation
-        t = positions[b.name]
-        there = min(cost.rotate_examples(b, t, query), cost.rotate_queries(b, query))
-        back = min(cost.rotate_examples(b, t, train), cost.rotate_queries(b, query))
-        scores += there + back
+    each = cost.pass_operations(passes.tracked, query)
+    sides = [side for b in passes.tracked.blocks for side in cost.sides(b)]
     return {
-        "covariances": both + train * sum(cost.covariance(b, positions[b.name]) for b in blocks),
-        "eigendecomposition": sum(cost.eigenbasis(b) for b in blocks) / 2,
-        "eigenvalues": both + train * sum(cost.squares(b, positions[b.name]) for b in blocks),
-        "scores": scores,
+        "covariances": train * each["covariances"],
+        "eigendecomposition": 9.0 * sum(side**3 for side in sides),
+        "eigenvalues": train * each["eigenvalues"],
+        "scores": train * each["scores"] + cost.rotations(passes.tracked, query, train),
     }
 
 

@@ -29,6 +29,7 @@ from experiments.pages.claims import difference, negated
 from experiments.tasks import RESULTS
 from experiments.tasks.forms import BEST, DEFAULT, DEFAULT_BY_STAGE, INFLUENCE, PUBLISHED
 from experiments.tasks.methods import ARGUMENTS
+from tools import scale
 from whence.layers.capture import ParameterBlock
 from whence.operators import cost
 
@@ -628,6 +629,21 @@ def processes_table() -> list[str]:
     return lines
 
 
+def estimated_table() -> list[str]:
+    """The estimate before an attribution, counted and timed."""
+    lines = [
+        "| | estimated / counted operations | estimated, s | measured, s | estimated / measured |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for what, r in results("estimated")["cases"].items():
+        (guessed, counted), (seconds, measured) = r["operations"], r["seconds"]
+        lines.append(
+            f"| {what} | {guessed / counted:.2f} | {seconds:.2g} | {measured:.2g} "
+            f"| {seconds / measured:.2f} |"
+        )
+    return lines
+
+
 def sharded_table() -> list[str]:
     """A model divided by FSDP2 against the whole one."""
     r = json.loads((ROOT / "benchmarks/results/sharded_model.json").read_text())
@@ -648,6 +664,24 @@ def sharded_table() -> list[str]:
     ]
 
 
+def store_rows_table() -> list[str]:
+    """The LDS of SOURCE from a store against the bytes of a row."""
+    study = json.loads((RESULTS / "store_digits.json").read_text())
+    lines = ["| bytes of a row | dimension | rows | LDS of a run |", "|---:|---:|---|---:|"]
+    stored = [r for r in study["rows"] if r["projection"] == "eigenbasis"]
+    for r in sorted(stored, key=lambda r: r["bytes"]):
+        low, high = r["lds"][1:]
+        value = f"{r['lds'][0]:.3f} ({low:.3f} to {high:.3f})"
+        lines.append(f"| {r['bytes']:,} | {r['dimension']:,} | {r['rows']} | {value} |")
+    s = study["settings"]
+    return [
+        *lines,
+        "",
+        f"`python -m experiments.studies.stores`: digits, eigenbasis, {s['subsets']} subsets × "
+        f"{s['seeds']} seeds, {s['queries']} queries.",
+    ]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "faults": fault_table,
     "default": default_table,
@@ -665,7 +699,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "adam": adam_table,
     "forms": forms_table,
     "processes": processes_table,
+    "estimated": estimated_table,
     "sharded": sharded_table,
+    "store rows": store_rows_table,
+    **scale.TABLES,
 }
 
 

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whence.engine.costs import Workload
 from whence.engine.dynamics import Rates
 from whence.engine.options import check_count
 from whence.engine.queries import Queries
 from whence.engine.workspace import Term, Workspace
 from whence.layers.passes import Weights
-from whence.methods.gradient import SegmentedMethod, Stretch, Vectors, first_scored
+from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import KINDS, BlockDiagonal
 from whence.operators.gauss_newton import GaussNewton
 from whence.run import Segment
@@ -168,11 +169,10 @@ class AstraSource(SegmentedMethod):
                 yield [k], space.vectors(w.clone()), -1.0 / segment.count
             v = v.updated(segment.root * space.vectors(w))
 
-    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
-        some = terms[first_scored(workspace, terms) :]
-        shares = [self.batch / max(self.batch, len(workspace.used(t.stage))) for t in some]
-        products = sum(1 + (self.iterations + POWER_ITERATIONS) * share for share in shares)
-        return super().passes_needed(workspace, terms) | {"products": max(1, round(products))}
+    def passes_needed(self, work: Workload) -> dict[str, int]:
+        share = self.batch / max(self.batch, work.trained)
+        products = work.terms * (1 + (self.iterations + POWER_ITERATIONS) * share)
+        return super().passes_needed(work) | {"products": max(1, round(products))}
 
 
 class AstraInfluence(AstraSource):

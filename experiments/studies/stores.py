@@ -2,8 +2,8 @@
 
     python -m experiments.studies.stores [--task digits] [--device cuda]
 
-SOURCE from stores of several dimensions, on the runs and the truth of `whence reproduce`. With the
-same work folder, nothing is trained twice.
+SOURCE from stores of several dimensions and kinds of rows, on the runs and the truth of `whence
+reproduce`. With the same work folder, nothing is trained twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from experiments.tasks import RESULTS, TASKS
 from experiments.tasks.machine import machine
 from whence.evaluate import lds
 from whence.persist.files import write_json
+from whence.store.rows import FORMS, columns
 
 DIMENSIONS = (64, 256, 1024)
+STORED = {"eigenbasis": tuple(FORMS), "random": ("full",)}
 
 
 def stores(reproduction: Reproduction) -> dict[str, Any]:
@@ -31,12 +34,14 @@ def stores(reproduction: Reproduction) -> dict[str, Any]:
     truth, rows = reproduction.reference(), []
     studies = [reproduction.study(k) for k in range(reproduction.scale.runs)]
     options: dict[str, Any] = {"device": reproduction.device, "progress": False}
-    for projection in ("eigenbasis", "random"):
-        for dimension in DIMENSIONS:
+    for projection, forms in STORED.items():
+        for dimension, form in product(DIMENSIONS, forms):
             scores, seconds = [], []
             for k, study in enumerate(studies):
-                folder = reproduction.work / f"store-{projection}-{dimension}-{k}"
-                store = whence.GradientStore.build(study, folder, dimension, projection, **options)
+                folder = reproduction.work / f"store-{projection}-{dimension}-{form}-{k}"
+                store = whence.GradientStore.build(
+                    study, folder, dimension, projection, rows=form, **options
+                )
                 store.source(reproduction.query, **options)  # warm up
                 start = time.perf_counter()
                 scores.append(store.source(reproduction.query, **options))
@@ -47,12 +52,15 @@ def stores(reproduction: Reproduction) -> dict[str, Any]:
                 {
                     "projection": projection,
                     "dimension": dimension,
+                    "rows": form,
+                    "bytes": columns(form, dimension) * store.dtype.itemsize,
                     "lds": [single.value, *single.interval],
                     "ensemble": [ensemble.value, *ensemble.interval],
                     "seconds": min(seconds),
                 }
             )
-            reproduction.log(f"{projection} {dimension}: {single.value:.3f}, {min(seconds):.2f} s")
+            what = f"{projection} {dimension} {form}"
+            reproduction.log(f"{what}: {single.value:.3f}, {min(seconds):.2f} s")
     return {
         "task": reproduction.experiment.name,
         "settings": {

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
 
 
-@pytest.mark.parametrize("page", ["cost", "distributed", "meaning"])
+@pytest.mark.parametrize("page", ["cost", "distributed", "meaning", "scale"])
 def test_tables_are_made_of_the_results(page: str) -> None:
     text = (ROOT / f"docs/{page}.md").read_text()
     assert tables.MARKED.search(text)
@@ -24,6 +24,18 @@ def test_time_is_as_counted() -> None:
     assert {c.kind for c in costs} == set(tables.AT_MOST)
     for c in costs:
         assert tables.AT_LEAST <= c.ratio <= tables.AT_MOST[c.kind], (c.what, c.ratio)
+
+
+def test_operations_and_seconds_are_as_estimated() -> None:
+    for what, r in tables.results("estimated")["cases"].items():
+        for guessed, measured in r.values():
+            assert 1 / 2 <= guessed / measured <= 2, (what, guessed / measured)
+
+
+def test_one_card_is_predicted() -> None:
+    ratios = [guess / measured for _, guess, measured in tables.scale.comparisons()]
+    assert sum(abs(ratio - 1) <= 0.3 for ratio in ratios) >= 0.7 * len(ratios)
+    assert all(0.4 <= ratio <= 1.5 for ratio in ratios)
 
 
 def test_memory_is_as_counted() -> None:
@@ -54,5 +66,6 @@ def test_the_formulas_on_the_page_are_the_counts() -> None:
         n, r = 16, 3
         assert cost.inner_by_position(n, t, o, i, q, r) == n * 2 * t * q * r * (o + i)
         assert cost.inner_expanded(n, t, o, i, q, r) == 2 * o * i * (n * t + n * q + q * r)
-        assert cost.eigenbasis(block) / 2 == 9 * (i**3 + o**3)
+        assert sorted(cost.sides(block)) == sorted([i, o])
+        assert cost.whole_grams(block, t) == 2 * t * o * i + o * i * (o + i)
         assert 2 * cost.rotate_queries(block, q) == 4 * q * o * i * (i + o)

@@ -13,7 +13,7 @@ from support.browsing import EVIL, Opened, violations
 from torch.utils.data import TensorDataset
 
 import whence
-from whence.engine.scoring import Tokens
+from whence.engine.tokens import Tokens
 from whence.report import HTML
 
 pytestmark = pytest.mark.browser

@@ -35,7 +35,7 @@ from whence.operators import survival as F_S
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.scores import ensemble
 from whence.store import GradientStore
-from whence.store.rows import inner
+from whence.store.rows import encoded, inner
 
 QUIET: Any = {"progress": False}
 BUILD: Any = {"dtype": torch.float64, "progress": False, "fisher": "exact"}
@@ -526,6 +526,54 @@ def test_float32(it: Case, tmp_path: Path) -> None:
     close(single.source(QUERY, **QUIET).values, exact.source(QUERY, **QUIET).values, 1e-3)
 
 
+FULL = {"float16": (1e-3, 2), "int8": (0.02, 1)}  # error of a row, and bytes of an entry
+
+
+@pytest.mark.parametrize("form", FULL)
+def test_smaller_rows(it: Case, tmp_path: Path, form: str) -> None:
+    tolerance, size = FULL[form]
+    full = GradientStore.build(it.study, tmp_path / "full", 40, **BUILD)
+    small = GradientStore.build(it.study, tmp_path / form, 40, rows=form, **BUILD)
+    for checkpoint in it.study.runs[0].checkpoints:
+        exact, stored = (s.rows("train", checkpoint)[:] for s in (full, small))
+        largest = exact.abs().amax(1, keepdim=True)
+        steps = {"float16": 2.0**-11, "int8": 1 / 254}[form]  # half a step of the largest entry
+        assert bool(((stored - exact).abs() <= 1.001 * steps * largest).all())
+        assert not torch.equal(stored.to(exact), exact)
+    file = tmp_path / form / "gradients" / "0-00000014.npy"
+    assert np.load(file).nbytes == 24 * (40 * size + 4)
+    for answer in ("tracin", "influence", "source"):
+        one, other = (getattr(s, answer)(QUERY, **QUIET).values for s in (small, full))
+        assert np.corrcoef(one.ravel(), other.ravel())[0, 1] > 0.99
+    one, other = (s.tracin(QUERY, **QUIET).values for s in (small, full))
+    assert abs(one - other).max() < 3 * tolerance * abs(other).max()
+    again = GradientStore.open(tmp_path / form, it.study)
+    assert (again.source(QUERY, **QUIET).values == small.source(QUERY, **QUIET).values).all()
+    with pytest.raises(ValueError, match=f"rows='{form}', not 'full'"):
+        GradientStore.build(it.study, tmp_path / form, 40, **BUILD)
+    with pytest.raises(ValueError, match=f"rows='full', not '{form}'"):
+        GradientStore.build(it.study, tmp_path / "full", 40, rows=form, **BUILD)
+
+
+def test_smaller_rows_that_grow_are_those_of_one_build(it: Case, tmp_path: Path) -> None:
+    first = TensorDataset(*TRAIN[:15])
+    part = whence.Study(it.model, it.task, train=first, runs=it.history.run)
+    for study in (part, it.study):
+        GradientStore.build(study, tmp_path / "grown", 12, rows="int8", **BUILD)
+    GradientStore.build(it.study, tmp_path / "once", 12, rows="int8", **BUILD)
+    grown, once = (tmp_path / name / "gradients/0-00000014.npy" for name in ("grown", "once"))
+    assert grown.read_bytes() == once.read_bytes()
+
+
+def test_rows_of_zeros_and_of_extreme_sizes() -> None:
+    values = np.array([[0.0, 0.0, 0.0], [1e-30, -5e-31, 0.0], [1e30, 2e29, -1e30]], np.float32)
+    for form in FULL:
+        stored = encoded(values, form)
+        width = values.shape[1]
+        scales = np.ascontiguousarray(stored[:, width:]).view(np.float32)
+        np.testing.assert_allclose(stored[:, :width] * scales, values, rtol=0.02)
+
+
 # --- killed, grown --------------------------------------------------------------------------------
 
 
@@ -691,6 +739,7 @@ def test_a_changed_loss_is_noticed(it: Case, tmp_path: Path) -> None:
         ({"methods": ["hydra"]}, "methods='hydra' is not known"),
         ({"methods": []}, "methods is empty"),
         ({"fisher": "true"}, "fisher='true' is not known"),
+        ({"rows": "int4"}, "rows='int4' is not known: use one of 'full', 'float16', 'int8'"),
         ({"dimension": 65}, "dimension=65, but only 64 parameters are tracked"),
     ],
 )

@@ -15,7 +15,17 @@ import typer.rich_utils
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from whence.cli import attributing, doctor, init, judging, looking, selecting, settings, whatif
+from whence.cli import (
+    attributing,
+    doctor,
+    estimating,
+    init,
+    judging,
+    looking,
+    selecting,
+    settings,
+    whatif,
+)
 from whence.cli.screen import BAD_INPUT, FINE, INTERRUPTED, CommandError, say
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -43,6 +53,7 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
     )
     app.command("init", cls=_Command, rich_help_panel="Start here")(init.init)
     app.command("doctor", cls=_Command, rich_help_panel="Start here")(doctor.doctor)
+    app.command("estimate", cls=_Command, rich_help_panel="Start here")(estimating.estimate)
     layers, fit, attribute, top = attributing.commands(_requested_method(given))
     panels = {
         "Attribute": [layers, fit, attribute],

@@ -16,7 +16,7 @@ from whence.cli import settings
 from whence.cli.options import Device, device_of
 from whence.cli.screen import FAILED, FINE, Answer, command
 from whence.errors import WhenceError
-from whence.table import byte_size
+from whence.table import byte_size, duration
 
 if TYPE_CHECKING:
     from whence.cli.studyfile import StudyFile
@@ -187,8 +187,6 @@ def _batch(study: Any) -> Finding:
 
 
 def _cost(file: StudyFile, method: str, device: Any) -> Finding:
-    from whence.engine.ledger import duration
-
     study = file.study
     if not hasattr(settings.method_class(method), "estimate"):
         return NOTE, f"{method} has no estimate"

@@ -117,7 +117,8 @@ class Rank:
 
         with socket.socket() as free:
             free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+            address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            return f"{address}:{free.getsockname()[1]}"
 
     def run(
         self, call: Callable[[], Any], rank: int, size: int, address: str, kind: str, folder: str

@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from whence.errors import collected_warnings, warn
-from whence.operators import cost
 from whence.run import Segment
 from whence.scores.writer import merged
-from whence.table import byte_size
 from whence.world import World
-
-if TYPE_CHECKING:
-    from whence.engine.workspace import Workspace
 
 FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came before a segment
 LOSES = 0.05  # share of the energy of a query vector that factors may lose before a warning
 SENSITIVE = 0.3  # share of a score vector that may depend on the damping before a warning
-OVERHEAD = 1.5  # time of all work, in units of its matrix products' time
-WORTH_TELLING = 10  # seconds
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -199,41 +191,3 @@ def segment_summary(
     if coupling:
         about["coupling"] = coupling
     return about
-
-
-def announce(
-    what: object,
-    workspace: Workspace,
-    work: Mapping[str, float],
-    passes: Mapping[str, int],
-    numbers: int,
-) -> None:
-    """Note an estimate with the diagnostics, and show it if the work is long.
-
-    Args:
-        work: operations per example of each kind of pass.
-        passes: how many passes of each kind.
-        numbers: in memory at once, besides the model and a batch.
-    """
-    examples = workspace.examples
-    operations = examples * sum(work[kind] * count for kind, count in passes.items())
-    seconds = OVERHEAD * operations / cost.rate(workspace.device, workspace.dtype)
-    tracked = workspace.tracked
-    batch = min(workspace.batch_size, examples) * cost.per_example_numbers(tracked)
-    size = (tracked.parameters + batch + numbers) * workspace.dtype.itemsize
-    estimate = {"seconds": seconds, "bytes": size, "passes": dict(passes)}
-    workspace.ledger.diagnostics["estimate"] = estimate
-    if workspace.progress and seconds > WORTH_TELLING:
-        kinds = ", ".join(f"{count} × {kind}" for kind, count in passes.items())
-        queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
-        tqdm.write(
-            f"{what!r}: {examples:,} examples{queries}; passes: {kinds}; "
-            f"about {duration(seconds)} and {byte_size(size)}"
-        )
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people to read."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

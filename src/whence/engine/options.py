@@ -13,7 +13,7 @@ from whence.errors import InvalidInput
 
 SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
 
-
+FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 QUERY_AT = ("run", "final")  # where query gradients are taken: `Run.query_points`
 
 

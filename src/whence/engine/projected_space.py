@@ -16,6 +16,7 @@ from whence.engine.workspace import MEASUREMENT, Workspace
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Signal, Weights
+from whence.layers.tracked import Tracked
 from whence.operators import BlockVectors, FitData, cost
 from whence.operators.projected import ProjectedVectors
 from whence.persist.identity import key_of
@@ -109,13 +110,9 @@ class ProjectedSpace:
         return BlockVectors(values, dict.fromkeys(values))
 
 
-def projecting(workspace: Workspace, dimension: int) -> float:
+def projecting(tracked: Tracked, dimension: int) -> float:
     """Operations of one example's passes, and of projecting its gradient, for the estimate."""
-    tracked = workspace.tracked
-    return sum(
-        cost.forward_backward(b, tracked.positions[b.name]) + 2.0 * b.size * dimension
-        for b in tracked.blocks
-    )
+    return tracked.operations + 2.0 * dimension * cost.vector_numbers(tracked)
 
 
 def random_projection(workspace: Workspace, dimension: int, joint: bool, seed: int) -> Projection:

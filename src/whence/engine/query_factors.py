@@ -6,14 +6,15 @@ curvature was applied to it. That takes r (o + width) numbers instead of o times
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whence.engine.queries import AUTO, PlainGradients, QuerySet, Readouts
+from whence.engine.costs import Workload
+from whence.engine.queries import AUTO, PlainGradients, Readouts
 from whence.engine.workspace import Workspace
 from whence.layers.capture import ParameterBlock
 from whence.operators import cost
@@ -54,34 +55,40 @@ class Plan:
         )
 
 
-def plan(workspace: Workspace, query: QuerySet, sets: int, rank: int | None = None) -> Plan | None:
+def plan(
+    blocks: Collection[ParameterBlock],
+    size: int,
+    memory: int,
+    queries: int,
+    rank: int | str,
+    sets: int,
+) -> Plan | None:
     """How to take the queries in factors; None for whole vectors.
 
     A quarter of the memory is for the factors, another for whole vectors.
 
     Args:
+        size: bytes of a number.
+        rank: that is asked for, as in `attribute`.
         sets: of vectors that a pass needs, one for each term.
-        rank: that an interrupted call chose.
     """
-    size, blocks = workspace.accumulator.itemsize, workspace.blocks.values()
 
     def fitting(each: int, sets: int) -> int:
-        return max(1, int(workspace.memory // 4 // (sets * each * size)))
+        return max(1, int(memory // 4 // (sets * each * size)))
 
-    whole = fitting(sum(block.size for block in blocks), SETS_ON_THE_WAY)
+    numbers = sum(block.size for block in blocks)
+    whole = fitting(numbers, SETS_ON_THE_WAY)
 
     def of(rank: int) -> Plan:
         rows = fitting(sum(cost.low_rank_numbers(b, rank) for b in blocks), sets)
-        return Plan(rank, min(rows, len(query)), min(whole, len(query)))
+        return Plan(rank, min(rows, queries), min(whole, queries))
 
-    assert query.rank is not None
-    if rank is not None or query.rank != AUTO:
-        return of(int(query.rank if rank is None else rank))
-    numbers = cost.vector_numbers(workspace.tracked)
-    if 2 * fitting(numbers, sets + 2) >= len(query):  # as many as are taken without a rank
+    if rank != AUTO:
+        return of(int(rank))
+    if 2 * fitting(numbers, sets + 2) >= queries:  # as many as are taken without a rank
         return None
     least, most = RANKS
-    fits = (r for r in range(most, least - 1, -1) if of(r).rows == len(query))
+    fits = (r for r in range(most, least - 1, -1) if of(r).rows == queries)
     return of(next(fits, least))
 
 
@@ -172,21 +179,20 @@ def _joined(parts: list[Any]) -> Readout | FactoredReadout:
     return FactoredReadout(a, s, c, first.rank)
 
 
-def operations(workspace: Workspace, query: QuerySet, plan: Plan) -> float:
+def operations(work: Workload, plan: Plan) -> float:
     """Of a term's factors and inner products, per example that is scored."""
-    n, q, r = workspace.batch_size, min(plan.rows, len(query)), plan.rank
-    cut = inner = 0.0
-    for b in workspace.tracked.blocks:
-        t = workspace.tracked.positions[b.name]
-        inner += cost.forward_backward(b, t) * -(-len(query) // q)
+    n, q, r, queries = work.batch_size, plan.rows, plan.rank, work.asked
+    cut, inner = 0.0, work.tracked.operations * -(-queries // q)
+    for b in work.tracked.blocks:
+        t = work.tracked.positions[b.name]
         if cost.low_rank_numbers(b, r) == b.size:
-            inner += cost.inner(b, t, len(query))
+            inner += cost.inner(b, t, queries)
             continue
         ways = cost.inner_by_position, cost.inner_expanded
         each = min(way(n, t, b.o, b.width, q, r) for way in ways) / n
         if b.lookup:  # its outputs are looked up, position by position
             each = cost.inner_by_position(n, t, 0, b.width, q, r) / n
-        inner += each * len(query) / q
+        inner += each * queries / q
         columns = min(r + OVERSAMPLED, b.o, b.width)
-        cut += 2.0 * b.size * columns * (2 * SUBSPACE_ITERATIONS + 3) * len(query)
-    return inner + cut / workspace.examples
+        cut += 2.0 * b.size * columns * (2 * SUBSPACE_ITERATIONS + 3) * queries
+    return inner + cut / work.examples

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
+from whence.engine.costs import batch_size_for
 from whence.engine.ledger import Ledger
-from whence.engine.options import ComputeOptions, allowance
+from whence.engine.options import FACTOR_SHARE, ComputeOptions, allowance
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
 from whence.errors import InvalidIndex, InvalidInput
@@ -32,9 +33,7 @@ from whence.operators import (
     GaussNewton,
     Operator,
     accumulator,
-    cost,
 )
-from whence.operators.fit import grouped
 from whence.persist.cache import Tried
 from whence.persist.identity import sha256_of
 from whence.run import Run, Segment
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from whence.engine.scoring import Scoring
 
 CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
-FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 GAUSS_NEWTON = "gauss-newton"
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
 
@@ -59,6 +57,22 @@ class Term:
     stage: str
     checkpoints: Sequence[Weights]
     segment: Segment | None = None  # of which they are
+
+
+class Outline(Protocol):
+    """Of a workspace, what decides its terms."""
+
+    @property
+    def run(self) -> Run: ...
+
+    @property
+    def stages(self) -> list[str]: ...
+
+    @property
+    def blocks(self) -> dict[str, ParameterBlock]: ...
+
+    @property
+    def positions(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +155,7 @@ class Workspace:
         memory, batch_size = _memory(world, options.memory, device), options.batch_size
         if batch_size is None:
             tracked = passes[study.stages[-1]].tracked
-            bytes_each = cost.per_example_numbers(tracked) * options.dtype.itemsize
-            most, share = (512, 2**28) if device.type == "cpu" else (4096, memory // 2)
-            batch_size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
-            batch_size = 1 << (batch_size.bit_length() - 1)
+            batch_size = batch_size_for(tracked, options.dtype, device.type, memory)
         if world.size > 1:  # a batch for everyone
             most = max(len(data) for data in study.data.values())
             batch_size = max(1, min(batch_size, -(-most // world.size)))
@@ -456,11 +467,6 @@ class Workspace:
         from whence.engine.projected_space import ProjectedSpace
 
         return ProjectedSpace.random(self, dimension, joint, seed)
-
-    @property
-    def factor_groups(self) -> int:
-        """How many groups of layers EK-FAC's factors are fitted in."""
-        return len(grouped(self.blocks.values(), True, self.accumulator, self.room))
 
     # -- columns ---------------------------------------------------------------------------------
 

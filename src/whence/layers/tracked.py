@@ -22,6 +22,7 @@ from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
 from whence.layers.choose import Chooser
 from whence.layers.copied import Copied, copyable
+from whence.layers.counting import OperationCount
 from whence.layers.embedding import Embedding
 from whence.layers.kind import Kind, Part, kind_of, matrices
 from whence.layers.linear import Linear
@@ -56,6 +57,8 @@ class Tracked:
     trained: int  # of these, those that training moved
     positions: dict[str, int]  # t of each block, on the examples that the check used
     outputs: int  # numbers in the model's output for one example
+    operations: float  # of one example's forward and backward pass through the whole model
+    computed: float  # numbers in the results of its products, likewise
     optional: tuple[str, ...] = ()  # parameters that only `layers="all"` tracks
 
     @property
@@ -145,7 +148,7 @@ def find(
         else:
             usable.append(layer)
     usable.sort(key=tape.first_call)
-    verified, positions = _verified(model, task, batch, usable, reasons)
+    verified, positions, count = _verified(model, task, batch, usable, reasons)
     reasons.update(dict.fromkeys(frozen, FROZEN))
     reasons.update({name: UNRECORDED for name in untrained if name in frozen})
     if not verified:
@@ -156,8 +159,17 @@ def find(
     total = sum(p.numel() for p in model.parameters())
     excluded, updated = _excluded(model, verified, reasons)
     optional = tuple(name for name in reasons if reasons[name].endswith(OPTIONAL))
-    numbers = outputs[0].numel()
-    return Tracked(tuple(verified), excluded, total, updated, positions, numbers, optional)
+    return Tracked(
+        tuple(verified),
+        excluded,
+        total,
+        updated,
+        positions,
+        outputs[0].numel(),
+        count.operations / n,
+        count.numbers / n,
+        optional,
+    )
 
 
 def _candidates(
@@ -304,24 +316,30 @@ def _rejected(
 
 def _verified(
     model: nn.Module, task: Task, batch: Any, layers: list[TrackedLayer], reasons: dict[str, str]
-) -> tuple[list[TrackedLayer], dict[str, int]]:
-    """Layers whose captured gradients equal autograd's, per example; and each block's positions.
+) -> tuple[list[TrackedLayer], dict[str, int], OperationCount]:
+    """Layers whose captured gradients equal autograd's, per example; each block's positions; the
+    operations of the batch's forward and backward pass.
 
     The check differentiates a random combination of the outputs, because losses that are nearly
-    zero would prove nothing.
+    zero would prove nothing. On the meta device, where nothing has a value, it is left out.
     """
+    count = OperationCount()
     if not layers:
-        return [], {}
+        return [], {}, count
     weights = [p for layer in layers for p in layer.parameters().values()]
     tape = Tape(model, layers, batch_length(batch), task.rows(batch))
     with torch.enable_grad(), tape:
         for parameter in weights:
             parameter.requires_grad_(True)
-        outputs = task.outputs(model, batch)
+        with count:
+            outputs = task.outputs(model, batch)
         mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
         totals = (outputs * mixture.to(outputs)).reshape(len(outputs), -1).sum(1)
         singles = totals.unbind()
-    captured = dict(tape.backward(totals, torch.ones_like(totals)))
+    captures = tape.backward(totals, torch.ones_like(totals))
+    with count:
+        first = next(captures)  # the backward pass
+    captured = dict([first, *captures])
     tolerance = TOLERANCE.get(totals.dtype, 1e-3)
     wrong: set[TrackedLayer] = set()
 
@@ -332,13 +350,13 @@ def _verified(
             if bool((g - w).norm() > tolerance * w.norm()):
                 wrong.add(layer)
 
-    for k, total in enumerate(singles):
+    for k, total in enumerate(singles if not totals.is_meta else ()):
         _each_gradient(total, layers, partial(compare, k))
     reason = "its gradient is not that of its calls (is its weight used outside the module?)"
     reasons.update({name: reason for layer in wrong for name in layer.parameter_names()})
     verified = [layer for layer in layers if layer not in wrong]
     blocks = [factors for layer in verified for factors in captured[layer]]
-    return verified, {factors.block.name: factors.a.shape[1] for factors in blocks}
+    return verified, {factors.block.name: factors.a.shape[1] for factors in blocks}, count
 
 
 def _each_gradient(
@@ -359,7 +377,10 @@ def _each_gradient(
         if len(gradients[layer]) == len(parameters[layer]):
             use(layer, gradients.pop(layer))
 
-    handles = [p.register_post_accumulate_grad_hook(arrived) for p in places]
+    handles = [
+        p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        for p in places
+    ]
     try:
         torch.autograd.backward(total, inputs=list(places), retain_graph=True)
     finally:

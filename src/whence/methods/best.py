@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from whence.engine.costs import Workload
 from whence.engine.dynamics import Rates
 from whence.engine.options import check_choice, check_count, check_positive
 from whence.engine.queries import Queries
 from whence.engine.solvers import solved_at_once
 from whence.engine.workspace import Term, Workspace
-from whence.methods.gradient import SegmentedMethod, Stretch, Vectors, first_scored
+from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.operator import survival as F_S
@@ -121,7 +122,5 @@ class Best(SegmentedMethod):
                 v = v.updated(survival / segment.root)
                 workspace.ledger.note_survival(k, v.squared_norm() / size)
 
-    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
-        scored = [t for t in terms[first_scored(workspace, terms) :] if t.stage in workspace.stages]
-        products = (self.iterations + 1) * sum(len(term.checkpoints) for term in scored)
-        return super().passes_needed(workspace, terms) | {"products": products}
+    def passes_needed(self, work: Workload) -> dict[str, int]:
+        return super().passes_needed(work) | {"products": (self.iterations + 1) * work.scored}

@@ -18,8 +18,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from whence.engine.costs import SCORED, Cost, Workload, announce, queries_at_once
 from whence.engine.dynamics import Rates
-from whence.engine.ledger import announce, segment_summary
+from whence.engine.ledger import segment_summary
 from whence.engine.options import (
     QUERY_AT,
     ComputeOptions,
@@ -31,8 +32,9 @@ from whence.engine.options import (
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import operations as factor_operations
 from whence.engine.query_factors import plan
-from whence.engine.scoring import Parts, Tokens, readouts, score_tokens, shared_tokens
-from whence.engine.workspace import GAUSS_NEWTON, LOSS, Term, Workspace
+from whence.engine.scoring import Parts, readouts
+from whence.engine.tokens import Tokens, score_tokens, shared_tokens
+from whence.engine.workspace import GAUSS_NEWTON, LOSS, Outline, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
@@ -44,6 +46,7 @@ from whence.study import Study
 from whence.world import World
 
 AUTO, SEGMENTS = "auto", 3  # the choice of `chosen_segments`, and the paper's number
+VECTOR_STEPS = 10  # reads and writes of a query's vector in each segment, for the estimate
 USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
 
 #: for the terms with these numbers: the vectors w of some queries, and a number they are times
@@ -60,7 +63,7 @@ class GradientMethod(Method):
     # -- what a method defines -------------------------------------------------------------------
 
     @abstractmethod
-    def terms(self, workspace: Workspace) -> list[Term]:
+    def terms(self, workspace: Outline) -> list[Term]:
         """Which checkpoints' training gradients count, in the order of training."""
 
     @abstractmethod
@@ -78,34 +81,69 @@ class GradientMethod(Method):
         """What of an example is differentiated, and its weight if any, (n,) per stage."""
         return LOSS, None
 
-    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
+    def passes_needed(self, work: Workload) -> dict[str, int]:
         """How many passes of each kind over the training data, for the estimate."""
-        scored = [term for term in terms if term.stage in workspace.stages]
-        return {"scores": sum(len(term.checkpoints) for term in scored)}
+        return {"scores": work.scored}
 
-    def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
+    def operations(self, work: Workload) -> dict[str, float]:
         """What a pass of each kind costs per example, for the estimate."""
-        work = cost.pass_operations(workspace.tracked, queries, self._factored)
-        if workspace.query is None:  # every example is a query that has to be solved
-            solved = cost.pass_operations(workspace.tracked, workspace.examples, self._factored)
-            work |= {kind: solved[kind] for kind in ("sums", "products")}
-        return work
+        tracked, count = work.tracked, work.asked
+        kind = KINDS.get(getattr(self, "curvature", None) or "ekfac")
+        whole = [] if kind is None else kind.whole_blocks(tracked.positions)
+        columns = tracked.outputs if getattr(self, "fisher", None) == "exact" else 1
+        each = cost.pass_operations(tracked, count, self._factored, whole, columns)
+        if work.queries is None:  # every example is a query that has to be solved
+            solved = cost.pass_operations(tracked, work.examples, self._factored)
+            each |= {kind: solved[kind] for kind in ("sums", "products")}
+        return each
 
-    def fitted_numbers(self, workspace: Workspace, segments: int, passes: dict[str, int]) -> int:
+    def fitted_numbers(self, work: Workload, passes: Mapping[str, int]) -> int:
         """How many numbers of what is fitted are in memory at once, for the estimate."""
         if not passes.get("eigenvalues") and not passes.get("covariances"):
             return 0
-        each = 2 * cost.factor_numbers(workspace.tracked, bool(passes.get("covariances")))
-        if workspace.room is None:
-            return segments * each
-        return min(segments * each, workspace.room // workspace.accumulator.itemsize)
+        each = 2 * cost.factor_numbers(work.tracked, bool(passes.get("covariances")))
+        total = (1 if self._shared else work.terms) * each
+        return total if work.room is None else min(total, work.room // work.accumulator.itemsize)
 
-    def vector_numbers(self, workspace: Workspace, segments: int, queries: int) -> int:
-        """Likewise, of the vectors of all segments and of those on the way to the next. Queries
-        are taken in blocks so that their vectors fit into half of the memory."""
-        vectors = queries * cost.vector_numbers(workspace.tracked, self._factored)
-        most = workspace.memory // 2 // workspace.accumulator.itemsize
-        return min((segments + 1) * vectors, most)
+    def counted(self, work: Workload) -> Cost:
+        """The counts of all its work."""
+        tracked, count, sets = work.tracked, work.asked, 1 if self._shared else work.terms
+        passes, each = self.passes_needed(work), self.operations(work)
+        for kind in passes.keys() & {"covariances", "eigenvalues"}:
+            passes[kind] *= work.factor_groups
+        size, vector = work.accumulator.itemsize, cost.vector_numbers(tracked, self._factored)
+        low_rank = None
+        if work.query_rank is not None:
+            low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
+        fitted = self.fitted_numbers(work, passes)
+        handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
+        if low_rank is None:
+            at_once = queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
+            blocks = -(-count // max(1, at_once))  # each has a pass over the examples
+            each["scores"] += (blocks - 1) * cost.again(tracked)
+            handled["scores"] = blocks * handled.get("scores", 0.0)
+            handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
+            most = max(work.memory // 2 // size, 3 * vector)
+            vectors = min((sets + 1) * count * vector, most)
+        else:
+            each["scores"] = factor_operations(work, low_rank)
+            vectors = low_rank.numbers(tracked.blocks, sets)
+        examples = {k: work.examples if k in SCORED else work.trained for k in passes}
+        operations = {k: examples[k] * passes[k] * each[k] for k in passes}
+        sides: list[int] = []
+        if passes.get("covariances"):
+            solved = work.queries or work.examples
+            rotated = cost.rotations(tracked, solved, work.examples, sets)
+            operations["queries"] = rotated + solved * tracked.operations
+            sides = sets * [side for b in tracked.blocks for side in cost.sides(b)]
+        if low_rank is None and all(t == 1 for t in tracked.positions.values()):
+            # a term's checkpoints meet the queries together
+            meet = work.scored - sets if not self._factored else 0
+            operations["scores"] -= work.examples * meet * (each["scores"] - tracked.operations)
+            handled["scores"] *= sets / max(1, work.scored)
+        touched = {k: examples[k] * passes[k] * handled[k] for k in passes}
+        touched["queries"] = VECTOR_STEPS * sets * count * float(vector)
+        return Cost(passes, operations, touched, fitted, vectors, sides)
 
     # -- what all of them do ---------------------------------------------------------------------
 
@@ -171,21 +209,23 @@ class GradientMethod(Method):
         return dict(workspace.ledger.diagnostics["estimate"])
 
     def _announce(self, workspace: Workspace, terms: list[Term]) -> None:
-        queries = 1 if workspace.query is None else len(workspace.query)
-        passes = self.passes_needed(workspace, terms)
-        for kind in passes.keys() & {"covariances", "eigenvalues"}:
-            passes[kind] *= workspace.factor_groups
-        segments = 1 if self._shared else len(terms)
-        numbers = self.fitted_numbers(workspace, segments, passes)
-        work, low_rank = self.operations(workspace, queries), None
-        if workspace.query is not None and workspace.query.rank is not None:
-            low_rank = plan(workspace, workspace.query, segments)
-        if low_rank is None or workspace.query is None:
-            numbers += self.vector_numbers(workspace, segments, queries)
-        else:
-            numbers += low_rank.numbers(workspace.blocks.values(), segments)
-            work["scores"] = factor_operations(workspace, workspace.query, low_rank)
-        announce(self, workspace, work, passes, numbers)
+        first, query = first_scored(workspace, terms), workspace.query
+        scored = [term for term in terms if term.stage in workspace.stages]
+        work = Workload(
+            workspace.tracked,
+            workspace.examples,
+            sum(len(workspace.used(stage)) for stage in workspace.study.stages),
+            None if query is None else len(query),
+            len(terms),
+            sum(len(term.checkpoints) for term in scored),
+            sum(len(term.checkpoints) for term in terms[first:]),
+            workspace.batch_size,
+            workspace.memory,
+            workspace.room,
+            workspace.dtype,
+            None if query is None else query.rank,
+        )
+        announce(self, workspace, self.counted(work))
 
     def tokens(
         self, study: Study, query: Any, examples: Sequence[int], **options: Unpack[Options]
@@ -266,7 +306,7 @@ class SegmentedMethod(GradientMethod):
         self.weight_decay, self.coupling = weight_decay, bool(coupling)
         self.query_at, self.floor, self.seed = query_at, floor, seed
 
-    def terms(self, workspace: Workspace) -> list[Term]:
+    def terms(self, workspace: Outline) -> list[Term]:
         spec = chosen_segments(workspace) if self.segments == AUTO else self.segments
         segments = workspace.run.segments(spec)
         return [Term(s.stage.name, self.points(s), s) for s in segments]
@@ -324,16 +364,14 @@ class SegmentedMethod(GradientMethod):
         points = workspace.run.query_points(self.query_at)
         return workspace.query_gradients(queries, points, bases)
 
-    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
-        first = first_scored(workspace, terms)
-        fitted = sum(len(term.checkpoints) for term in terms[first:])
-        passes = {"products": USUAL_PRODUCTS * fitted}
+    def passes_needed(self, work: Workload) -> dict[str, int]:
+        passes = {"products": USUAL_PRODUCTS * work.fitted}
         if self.curvature != GAUSS_NEWTON:
-            passes = KINDS[self.curvature].passes_over(fitted)
-        return passes | super().passes_needed(workspace, terms)
+            passes = KINDS[self.curvature].passes_over(work.fitted)
+        return passes | super().passes_needed(work)
 
 
-def chosen_segments(workspace: Workspace) -> int | str:
+def chosen_segments(workspace: Outline) -> int | str:
     """What segments="auto" stands for: three where a single stage trained mostly weights that are
     shared over positions (convolutions, transformers), one for each stage otherwise."""
     sizes = {name: block.size for name, block in workspace.blocks.items()}
@@ -342,6 +380,6 @@ def chosen_segments(workspace: Workspace) -> int | str:
     return SEGMENTS if enough and shared > sum(sizes.values()) / 2 else "stages"
 
 
-def first_scored(workspace: Workspace, terms: list[Term]) -> int:
+def first_scored(workspace: Outline, terms: list[Term]) -> int:
     """The index of the first segment whose examples are scored."""
     return next(k for k, term in enumerate(terms) if term.stage in workspace.stages)

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from whence.engine.costs import Workload
 from whence.engine.queries import Queries
-from whence.engine.workspace import LOSS, Term, Workspace
+from whence.engine.workspace import LOSS, Outline, Term, Workspace
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.methods.similarity import gradient_norms
@@ -35,8 +36,8 @@ class GradientCosine(GradientMethod):
     def __init__(self, stage: str | None = None) -> None:
         self.stage = stage
 
-    def terms(self, workspace: Workspace) -> list[Term]:
-        return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
+    def terms(self, workspace: Outline) -> list[Term]:
+        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[str, Tensor]:
         """1/‖∇L‖ of the examples that are scored, (n,) per stage; 0 where the gradient is 0."""
@@ -61,7 +62,7 @@ class GradientCosine(GradientMethod):
     ) -> tuple[Signal, Mapping[str, Tensor] | None]:
         return LOSS, prepared
 
-    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
+    def passes_needed(self, work: Workload) -> dict[str, int]:
         return {"norms": 1, "scores": 1}
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from whence.engine.costs import Workload
 from whence.engine.dynamics import source_damping
 from whence.engine.options import check_choice
 from whence.engine.queries import Queries
 from whence.engine.solvers import SOLVERS, check_settings
-from whence.engine.workspace import Term, Workspace
+from whence.engine.workspace import Outline, Term, Workspace
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.operators import BlockDiagonal, Inverse
 from whence.operators.datainf import DataInf
@@ -112,8 +113,8 @@ class Influence(GradientMethod):
     def defaults_shown(self) -> dict[str, Any]:
         return super().defaults_shown() | self.defaults(self.solver)
 
-    def terms(self, workspace: Workspace) -> list[Term]:
-        return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
+    def terms(self, workspace: Outline) -> list[Term]:
+        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
         λ, solve = self._damping(workspace), SOLVERS[self.solver].inverse
@@ -144,7 +145,6 @@ class Influence(GradientMethod):
         workspace.ledger.diagnostics["damping"] = summary
         return BlockDiagonal({name: x / P[name] if P else x for name, x in λ.items()})
 
-    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
-        total = sum(len(workspace.used(stage)) for stage in workspace.study.stages)
-        share = (self.settings().get("examples") or total) / total
+    def passes_needed(self, work: Workload) -> dict[str, int]:
+        share = (self.settings().get("examples") or work.trained) / work.trained
         return SOLVERS[self.solver].passes(self.settings(), share) | {"scores": 1}

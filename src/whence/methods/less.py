@@ -71,4 +71,4 @@ class LESS(Similarity):
 
     def passes_needed(self, workspace: Workspace) -> tuple[dict[str, float], dict[str, int]]:
         points = sum(len(self.points(workspace, stage)) for stage in workspace.stages)
-        return {"projection": projecting(workspace, self.dimension)}, {"projection": points}
+        return {"projection": projecting(workspace.tracked, self.dimension)}, {"projection": points}

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.engine.ledger import announce
+from whence.engine.costs import announce, passes_cost
 from whence.engine.queries import Queries
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, Workspace
 from whence.layers.passes import Weights
 from whence.methods.base import Folder, Method
-from whence.operators import cost
 from whence.operators.products import squared_norms
 from whence.scores import Scores
 from whence.table import progress_bar
@@ -96,9 +95,7 @@ class Similarity(Method):
 
     def passes_needed(self, workspace: Workspace) -> tuple[dict[str, float], dict[str, int]]:
         """Operations per example of a pass of each kind, and how many, for the estimate."""
-        tracked = workspace.tracked
-        both = sum(cost.forward_backward(b, tracked.positions[b.name]) for b in tracked.blocks)
-        return {"gradients": both}, {"gradients": 1}
+        return {"gradients": workspace.tracked.operations}, {"gradients": 1}
 
     def width(self, workspace: Workspace) -> int:
         """Numbers in the features of an example, about."""
@@ -112,7 +109,8 @@ class Similarity(Method):
         writer = self.writer(workspace, out, top, 1 if by else None, places, self._depends_on)
         if writer.already is not None:
             return writer.already
-        announce(self, workspace, *self.passes_needed(workspace), 0)
+        passes = self.passes_needed(workspace)
+        announce(self, workspace, passes_cost(workspace.tracked, workspace.examples, *passes))
         prepared, queries = self.prepare(workspace), {}
         with workspace.clock("scores"):
             rows, step = None, SELF_BLOCK

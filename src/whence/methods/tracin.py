@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from whence.engine.queries import Queries
-from whence.engine.workspace import Term, Workspace
+from whence.engine.workspace import Outline, Term, Workspace
 from whence.methods.gradient import GradientMethod, Vectors
 
 
@@ -27,7 +27,7 @@ class TracIn(GradientMethod):
     def __init__(self, stage: str | None = None) -> None:
         self.stage = stage
 
-    def terms(self, workspace: Workspace) -> list[Term]:
+    def terms(self, workspace: Outline) -> list[Term]:
         return [Term(c.stage, [c]) for c in workspace.run.checkpoints]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> None:

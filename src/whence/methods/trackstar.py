@@ -130,6 +130,6 @@ class TrackStar(Similarity):
         return self.dimension
 
     def passes_needed(self, workspace: Workspace) -> tuple[dict[str, float], dict[str, int]]:
-        return {"projection": projecting(workspace, self.dimension)}, {
+        return {"projection": projecting(workspace.tracked, self.dimension)}, {
             "projection": 1 + self.whiten
         }

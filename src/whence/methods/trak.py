@@ -24,11 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from whence.engine.costs import Workload
 from whence.engine.loss_weights import ensemble_weights
 from whence.engine.options import check_count, check_damping
 from whence.engine.projected_space import Space, projecting
 from whence.engine.queries import Queries
-from whence.engine.workspace import LOSS, MEASUREMENT, Term, Workspace
+from whence.engine.workspace import LOSS, MEASUREMENT, Outline, Term, Workspace
 from whence.errors import InvalidInput
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
@@ -73,8 +74,8 @@ class Trak(GradientMethod):
         self.dimension, self.seed, self.stage = dimension, seed, stage
         self.joint, self.damping = bool(joint), float(damping)
 
-    def terms(self, workspace: Workspace) -> list[Term]:
-        return [Term(stage, [workspace.run.final]) for stage in workspace.study.stages]
+    def terms(self, workspace: Outline) -> list[Term]:
+        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
         examples = sum(len(workspace.study.data[stage]) for stage in workspace.study.stages)
@@ -110,14 +111,14 @@ class Trak(GradientMethod):
     ) -> tuple[Signal, Mapping[str, Tensor] | None]:
         return (LOSS, None) if prepared.weights is None else (MEASUREMENT, prepared.weights)
 
-    def passes_needed(self, workspace: Workspace, terms: list[Term]) -> dict[str, int]:
+    def passes_needed(self, work: Workload) -> dict[str, int]:
         return {"projection": 1, "scores": 1}
 
-    def operations(self, workspace: Workspace, queries: int) -> dict[str, float]:
-        work = {"projection": projecting(workspace, self.dimension)}
-        return super().operations(workspace, queries) | work
+    def operations(self, work: Workload) -> dict[str, float]:
+        projection = {"projection": projecting(work.tracked, self.dimension)}
+        return super().operations(work) | projection
 
-    def fitted_numbers(self, workspace: Workspace, segments: int, passes: dict[str, int]) -> int:
+    def fitted_numbers(self, work: Workload, passes: Mapping[str, int]) -> int:
         return 3 * self.dimension**2
 
     def key(self, workspace: Workspace) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from whence.data import cut
-from whence.engine.ledger import announce
+from whence.engine.costs import Cost, announce
 from whence.engine.options import ComputeOptions
 from whence.engine.queries import Queries
 from whence.engine.workspace import Workspace
@@ -233,12 +233,11 @@ class Unrolling(Method):
 
     def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
         queries = max(len(block.indices) for block in blocks)
-        examples = workspace.examples
-        work = sum(self.operations(workspace, len(block.indices)) for block in blocks)
+        operations = sum(self.operations(workspace, len(block.indices)) for block in blocks)
         numbers = queries * (2 * workspace.replay.slots + 10) * workspace.replay.numbers
         steps = workspace.replay.steps * len(blocks)
-        per_update = work / steps / examples if examples else 0.0
-        announce(self, workspace, {"updates": per_update}, {"updates": steps}, numbers)
+        counts = Cost({"updates": steps}, {"updates": operations}, vector_numbers=numbers)
+        announce(self, workspace, counts)
 
     def _note_deviations(self, workspace: ReplayWorkspace) -> None:
         deviations = workspace.ledger.tallies.setdefault("deviations", {})

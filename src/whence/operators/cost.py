@@ -7,6 +7,7 @@ long work.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from functools import cache
 
 import torch
@@ -25,6 +26,14 @@ def basis_numbers(block: ParameterBlock) -> int:
 def covariance(block: ParameterBlock, t: int) -> float:
     """Operations of both covariances of one example; symmetry halves them."""
     return t * basis_numbers(block)
+
+
+def whole_grams(block: ParameterBlock, t: int) -> float:
+    """Operations of G Gᵀ and Gᵀ G of one example, its gradient G included."""
+    o, i = block.o, block.width
+    if block.lookup:
+        return float(t * i * i)
+    return float(2 * t * o * i + o * i * (i + (0 if block.rows else o)))
 
 
 def squares(block: ParameterBlock, t: int) -> float:
@@ -83,9 +92,20 @@ def rotate_queries(block: ParameterBlock, queries: int) -> float:
     return 2.0 * queries * block.size * ((0 if block.rows else block.o) + block.width)
 
 
-def eigenbasis(block: ParameterBlock) -> float:
-    """Operations of the two eigendecompositions (about 9 d³, in float64, at half the rate)."""
-    return 18.0 * ((0 if block.rows else block.o**3) + block.width**3)
+def rotations(tracked: Tracked, queries: int, examples: int, sets: int = 1) -> float:
+    """Operations of the queries' rotations: into the eigenbases of the last segment, from one
+    segment's to the next one's, and in each of the `sets` segments back, or the examples' there."""
+    total = 0.0
+    for b in tracked.blocks:
+        t, whole = tracked.positions[b.name], rotate_queries(b, queries)
+        total += min(rotate_examples(b, t, queries), whole) + (sets - 1) * whole
+        total += sets * min(rotate_examples(b, t, examples), whole)
+    return total
+
+
+def sides(block: ParameterBlock) -> list[int]:
+    """Of the two matrices that are decomposed: about 9 d³ operations each, in float64."""
+    return [] if block.diagonal else [block.width] if block.rows else [block.o, block.width]
 
 
 def products_along(block: ParameterBlock, t: int, queries: int) -> float:
@@ -102,12 +122,19 @@ def products_by_columns(block: ParameterBlock, t: int, queries: int, outputs: in
     return 4.0 * block.size * outputs * (t + queries)
 
 
+def _captures(tracked: Tracked) -> int:
+    return sum(tracked.positions[b.name] * (b.i + (0 if b.lookup else b.o)) for b in tracked.blocks)
+
+
+def handled_numbers(tracked: Tracked) -> float:
+    """Numbers that a pass handles of one example: layer inputs and output gradients that are
+    captured, and results of the model's products."""
+    return _captures(tracked) + tracked.computed
+
+
 def per_example_numbers(tracked: Tracked) -> int:
     """Numbers in memory for one example during a pass: captures, temporaries, and outputs."""
-    captures = sum(
-        3 * tracked.positions[b.name] * (b.i + (0 if b.lookup else b.o)) for b in tracked.blocks
-    )
-    return captures + 6 * tracked.outputs
+    return 3 * _captures(tracked) + 6 * tracked.outputs
 
 
 def factor_numbers(tracked: Tracked, bases: bool = True) -> int:
@@ -126,23 +153,48 @@ def vector_numbers(tracked: Tracked, factored: bool = False) -> int:
     )
 
 
-def pass_operations(tracked: Tracked, queries: int, factored: bool = False) -> dict[str, float]:
-    """Operations per example of each kind of pass."""
-    work = dict.fromkeys(
-        ("covariances", "eigenvalues", "scores", "norms", "sums", "products", "steps"), 0.0
-    )
+def again(tracked: Tracked) -> float:
+    """Operations of one example in each further pass, for queries that did not fit into the first:
+    a forward and backward pass, and its gradient."""
+    return tracked.operations + sum(inner(b, tracked.positions[b.name], 0) for b in tracked.blocks)
+
+
+def meeting_numbers(tracked: Tracked, queries: int, factored: bool = False) -> int:
+    """Numbers on the way to one example's inner products, where a layer has one position: W a of
+    every query, and its product with s."""
+    single = (b for b in tracked.blocks if tracked.positions[b.name] == 1 and not b.lookup)
+    return 0 if factored else 2 * queries * sum(b.o for b in single)
+
+
+def pass_operations(
+    tracked: Tracked,
+    queries: int,
+    factored: bool = False,
+    whole: Collection[str] = (),
+    columns: int = 1,
+) -> dict[str, float]:
+    """Operations per example of each kind of pass, the model's untracked parts included.
+
+    Args:
+        factored: whether queries' vectors are plain gradients.
+        whole: blocks whose covariances are those of whole gradients.
+        columns: backward passes of an example in the passes that fit curvature.
+    """
+    plain = tracked.operations
+    statistics = dict.fromkeys(("covariances", "eigenvalues"), 0.0)
+    products = dict.fromkeys(("scores", "sums", "products", "steps"), plain)
     for b in tracked.blocks:
         t = tracked.positions[b.name]
-        work["norms"] += forward_backward(b, t)
-        work["sums"] += forward_backward(b, t) + 2 * inner(b, t, queries)
+        statistics["covariances"] += (whole_grams if b.name in whole else covariance)(b, t)
+        statistics["eigenvalues"] += squares(b, t)
+        products["sums"] += 2 * inner(b, t, queries)
         for kind, count in (("products", queries), ("steps", 1)):
-            work[kind] += forward_backward(b, t) + min(
+            products[kind] += min(
                 products_along(b, t, count), products_by_columns(b, t, count, tracked.outputs)
             )
-        work["covariances"] += forward_backward(b, t) + covariance(b, t)
-        work["eigenvalues"] += forward_backward(b, t) + squares(b, t)
-        work["scores"] += forward_backward(b, t) + inner(b, t, queries, factored)
-    return work
+        products["scores"] += inner(b, t, queries, factored)
+    fitting = {k: plain / 2 + columns * (plain / 2 + x) for k, x in statistics.items()}
+    return {"norms": plain} | fitting | products
 
 
 @cache
@@ -156,6 +208,18 @@ def rate(device: torch.device, dtype: torch.dtype) -> float:
         float((x @ x)[0, 0])
         best = min(best, time.perf_counter() - start)
     return 2.0 * d**3 / best
+
+
+@cache
+def bandwidth(device: torch.device) -> float:
+    """Measured bytes per second of a copy, read and written, in a few hundredths of a second."""
+    x = torch.full((2**24,), 0.5, device=device)
+    y, best = torch.empty_like(x), float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        float(y.copy_(x)[0])
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * x.nbytes / best
 
 
 def table(tracked: Tracked, examples: int, title: str) -> Table:

@@ -13,7 +13,7 @@ in place of K-FAC's S and A.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -32,14 +32,10 @@ class EKFAC(Factored):
     def compute(
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
-        bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(fitter))
+        positions = {block.name: fitter.positions[block.name] for block in fitter.blocks}
+        bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(positions))
         moments = fitter.second_moments(cls.kind, checkpoints, bases, diagonal)
         return moments | fitter.as_tensors(bases)
-
-    @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        """The blocks whose bases come from whole gradients."""
-        return []
 
 
 class Shampoo(EKFAC):
@@ -48,8 +44,8 @@ class Shampoo(EKFAC):
     kind = "shampoo"
 
     @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        return [block.name for block in fitter.blocks]
+    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
+        return list(positions)
 
 
 class Automatic(Shampoo):
@@ -59,5 +55,5 @@ class Automatic(Shampoo):
     kind = "auto"
 
     @classmethod
-    def whole_blocks(cls, fitter: Fitter) -> list[str]:
-        return [block.name for block in fitter.blocks if fitter.positions[block.name] > 1]
+    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
+        return [name for name, t in positions.items() if t > 1]

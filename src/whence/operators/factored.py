@@ -134,6 +134,11 @@ class Factored(Operator[BlockVectors]):
         work = ("covariances", "eigenvalues")
         return {kind: checkpoints * (kind in cls.passes) for kind in work}
 
+    @classmethod
+    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
+        """Of the blocks with these positions, those whose bases come from whole gradients."""
+        return []
+
     @property
     def bases(self) -> Mapping[str, Basis | None]:
         """The eigenbases, if they are on the device."""

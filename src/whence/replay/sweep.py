@@ -202,6 +202,5 @@ class SweepSnapshot:
 
 
 def forward_operations(workspace: Workspace) -> float:
-    """Operations of one example's forward pass through the tracked layers."""
-    tracked = workspace.tracked
-    return sum(cost.forward_backward(b, tracked.positions[b.name]) / 2 for b in tracked.blocks)
+    """Operations of one example's forward pass, about."""
+    return workspace.tracked.operations / 2

@@ -517,10 +517,6 @@ class Recorder:
 
     # --- a model that is divided among ranks ----------------------------------------------------
 
-    @property
-    def _sharded(self) -> bool:
-        return divided(self.model)
-
     def _assist(self) -> None:
         """Help rank 0 to gather what it writes."""
         if self._sharded:
@@ -563,6 +559,7 @@ class Recorder:
 
     def _name_parameters(self) -> dict[int, list[str]]:
         """{id of a parameter: its names in the model}."""
+        self._sharded = divided(self.model)
         names = optimizers.names_of(self.model)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._optimized = list(map(id, parameters))

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import cut
-from whence.engine.ledger import announce
-from whence.engine.projected_space import try_out
+from whence.engine.costs import announce, passes_cost
+from whence.engine.projected_space import projecting, try_out
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import DiskFull, NotFinite
 from whence.layers.passes import Signal
@@ -28,7 +28,7 @@ from whence.persist.identity import key_of
 from whence.projections import moments, projected
 from whence.projections.eigenbasis import leading
 from whence.store.contents import StoreContents, Unit
-from whence.store.rows import Rows, StoredRows, finished
+from whence.store.rows import Rows, StoredRows, columns, finished
 from whence.table import listed
 
 PROGRESS_SECONDS = 5.0  # between two records of progress
@@ -85,13 +85,14 @@ class Builder:
     def _write_rows(self, unit: Unit) -> None:
         store, workspace, partial = self.store, self.workspace, self.store.description["partial"]
         path, data = store.rows_path(unit.name), store.study.data[unit.stage]
-        if store.world.of_first(finished(path, store.dimension, store.dtype) == len(data)):
+        form = store.rows_form(len(data))
+        if store.world.of_first(finished(path, form["shape"][1], store.dtype) == len(data)):
             return
         known, entries, rows = partial.get(unit.name), store.description["rows"], None
         if isinstance(known, int):  # earlier versions kept no checksums
             known = {"rows": known}
         if store.world.first:
-            rows = Rows(path, store.rows_form(len(data)), known, entries.get(unit.name))
+            rows = Rows(path, form, known, entries.get(unit.name), store.form)
         passes, throttle = workspace.passes[unit.stage], Throttle(PROGRESS_SECONDS)
         passes.load(unit.checkpoint)
         left = np.arange(store.world.of_first(rows and rows.start), len(data))
@@ -199,23 +200,27 @@ class Builder:
         store.place_eigenbasis(workspace, tensors)
 
     def _announce(self) -> None:
-        workspace, s, blocks = self.workspace, self.store.settings, self.workspace.tracked.blocks
-        forward = sum(cost.forward_backward(b, workspace.positions[b.name]) for b in blocks)
-        work = 2.0 * sum(b.size for b in blocks) * s["dimension"]
+        workspace, s, tracked = self.workspace, self.store.settings, self.workspace.tracked
+        work = projecting(tracked, s["dimension"])
         if s["projection"] == "eigenbasis":
-            work = sum(cost.rotate_examples(b, workspace.positions[b.name], 1) for b in blocks)
+            rotated = (
+                cost.rotate_examples(b, tracked.positions[b.name], 1) for b in tracked.blocks
+            )
+            work = tracked.operations + sum(rotated)
         passes = {
             "gradients": len(self._units),
             "second moments": sum(signal != LOSS for _, signal in self._moments()),
         }
-        each = dict.fromkeys(passes, forward + work)
-        announce(self.store, workspace, each, passes, 3 * s["dimension"] ** 2)
+        numbers, each = 3 * s["dimension"] ** 2, dict.fromkeys(passes, work)
+        announce(
+            self.store, workspace, passes_cost(tracked, workspace.examples, each, passes, numbers)
+        )
 
     def _check_room(self) -> None:
         store, d = self.store, self.store.dimension
         missing = [u for u in self._units if not store.rows_path(u.name).exists()]
         rows = sum(len(store.study.data[u.stage]) for u in missing)
-        needed = rows * d * store.dtype.itemsize + 8 * d * d
+        needed = rows * columns(store.form, d) * store.dtype.itemsize + 8 * d * d
         free = shutil.disk_usage(store.path).free
         if needed > free:
             raise DiskFull(

@@ -34,7 +34,7 @@ from whence.projections import Eigenbasis, Projection, projected
 from whence.projections.eigenbasis import LeadingEntries
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
-from whence.store.rows import StoredRows
+from whence.store.rows import FORMS, StoredRows, columns
 from whence.study import Study, task_identity
 from whence.world import World
 
@@ -105,12 +105,18 @@ class StoreContents:
         if name not in self._rows:
             about = self.description["rows"].get(name, {})
             form = self.rows_form(self.description["data"][stage]["examples"])
-            self._rows[name] = StoredRows(self.rows_path(name), {**about, **form})
+            self._rows[name] = StoredRows(self.rows_path(name), {**about, **form}, self.form)
         return self._rows[name]
 
     def rows_form(self, examples: int) -> dict[str, Any]:
         """Shape and dtype of a matrix of rows."""
-        return {"shape": [examples, self.dimension], "dtype": str(self.dtype)}
+        shape = [examples, columns(self.form, self.dimension)]
+        return {"shape": shape, "dtype": str(self.dtype)}
+
+    @property
+    def form(self) -> str:
+        """What rows are stored in, of `FORMS`."""
+        return str(self.settings.get("rows", "full"))
 
     def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
         """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""
@@ -261,7 +267,11 @@ class StoreContents:
         return LOSS if s["fisher"] == "empirical" else Signal(s["fisher"], s["seed"])
 
     @property
-    def dtype(self) -> np.dtype[np.floating]:
+    def dtype(self) -> np.dtype[Any]:
+        """Of the stored entries."""
+        stored = FORMS[self.form]
+        if stored is not None:
+            return stored
         wide = accumulator(getattr(torch, self.description["settings"]["dtype"]))
         return np.dtype(np.float64 if wide == torch.float64 else np.float32)
 

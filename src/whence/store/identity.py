@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.operators import FISHERS
 from whence.persist.files import check_types, parsing, read_json
 from whence.run import Run
+from whence.store.rows import FORMS
 from whence.study import Study, model_identity, task_identity
 
 SCHEMA = 2
@@ -23,6 +24,7 @@ REMEDY = "delete the store, and build it again"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("tracin", "influence", "trak", "source")
 PROJECTIONS = ("random", "eigenbasis")
+DEFAULTS: dict[str, dict[str, Any]] = {"settings": {"rows": "full"}}  # which are not written
 
 
 def only_run(study: Study) -> Run:
@@ -35,8 +37,12 @@ def only_run(study: Study) -> Run:
     return study.runs[0]
 
 
-def check_choices(projection: str, fisher: str, methods: Sequence[str]) -> None:
-    given = [("projection", projection, PROJECTIONS), ("fisher", fisher, FISHERS)]
+def check_choices(projection: str, fisher: str, rows: str, methods: Sequence[str]) -> None:
+    given: list[tuple[str, str, Iterable[str]]] = [
+        ("projection", projection, PROJECTIONS),
+        ("fisher", fisher, FISHERS),
+        ("rows", rows, FORMS),
+    ]
     given += [("methods", name, METHODS) for name in methods]
     for choice in given:
         check_choice(*choice)
@@ -74,6 +80,8 @@ def read(folder: Path) -> dict[str, Any]:
         check_types(description["settings"], fisher=str, seed=int, dtype=str)
         if description["settings"]["dtype"] not in DTYPES:
             raise InvalidInput(f"dtype is {description['settings']['dtype']!r}")
+        if description["settings"].get("rows", "full") not in FORMS:
+            raise InvalidInput(f"rows is {description['settings']['rows']!r}")
         for known_data in description["data"].values():
             check_types(known_data, examples=int, sha256=str)
         for entry in description.setdefault("rows", {}).values():
@@ -99,11 +107,12 @@ def check_same(
     }
     for group, values in wanted.items():
         expected = json.loads(json.dumps(values))
-        differs = [k for k in expected if description[group].get(k) != expected[k]]
+        built: dict[str, Any] = DEFAULTS.get(group, {}) | description[group]
+        expected = DEFAULTS.get(group, {}) | expected
+        differs = [k for k in expected if built.get(k) != expected[k]]
         if differs:
             differences = [
-                words.get(k, f"{k}={description[group].get(k)!r}, not {expected[k]!r}")
-                for k in differs
+                words.get(k, f"{k}={built.get(k)!r}, not {expected[k]!r}") for k in differs
             ]
             raise InvalidInput(
                 f"the store in {folder} was built with {'; '.join(differences)}. Choose another "

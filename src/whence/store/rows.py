@@ -2,6 +2,9 @@
 
 NAME.npy is a finished matrix. While it is written or extended, NAME.npy.partial holds the new one.
 The store's own file records how many of its rows are complete, and the checksums of all.
+
+Rows of float16 and int8 are divided by their largest entry, which follows them in the same matrix
+as four bytes of float32 (`encoded`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,30 @@ from whence.persist.files import move_into_place
 
 CACHE_BYTES = 8 * 2**20  # of rows per product, so that they stay in the processor's cache
 REMEDY = "delete it, and build the store again"
+
+
+#: what rows are stored in; None is the precision of the passes, float32 or float64
+FORMS = {"full": None, "float16": np.dtype(np.float16), "int8": np.dtype(np.int8)}
+STEPS = {"float16": 1.0, "int8": 127.0}  # the largest stored entry
+ERRORS = {"full": 0.0, "float16": 1e-3, "int8": 0.1}  # relative, of a row, at most
+
+
+def columns(form: str, dimension: int) -> int:
+    """Columns of the stored matrix, those of the scale included."""
+    dtype = FORMS[form]
+    return dimension if dtype is None else dimension + 4 // dtype.itemsize
+
+
+def encoded(values: NDArray[Any], form: str) -> NDArray[Any]:
+    """Rows (n, d) as they are stored."""
+    dtype = FORMS[form]
+    if dtype is None:
+        return values
+    values = values.astype(np.float32, copy=False)
+    scales = np.abs(values).max(1, keepdims=True) / np.float32(STEPS[form])
+    quotients = np.divide(values, scales, out=np.zeros_like(values), where=scales > 0)
+    entries = np.rint(quotients) if form == "int8" else quotients
+    return np.concatenate([entries.astype(dtype), scales.astype(np.float32).view(dtype)], 1)
 
 
 def finished(path: Path, dimension: int, dtype: np.dtype[np.floating]) -> int:
@@ -43,9 +70,11 @@ class StoredRows:
 
     Args:
         entry: shape, dtype and checksums of the matrix.
+        form: of `FORMS`.
     """
 
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, entry: Mapping[str, Any], form: str = "full") -> None:
+        self.form = form
         examples, dimension = entry["shape"]
         if not path.exists():
             raise MissingFile(f"{path} is missing, so the store is incomplete: build it again")
@@ -58,7 +87,24 @@ class StoredRows:
         self.array = load_array(path, entry, mode="c", remedy=REMEDY)
 
     def __getitem__(self, rows: slice | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self.array[rows])
+        entries, scales = self._parts(rows)
+        return entries if scales is None else entries.float() * scales[:, None]
+
+    def inner(self, rows: slice, vectors: Tensor) -> Tensor:
+        """Inner products (q, n) of vectors (q, d) with these rows."""
+        entries, scales = (x if x is None else x.to(vectors.device) for x in self._parts(rows))
+        assert entries is not None
+        products = inner(entries, vectors)
+        return products if scales is None else products * scales
+
+    def _parts(self, rows: slice | NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
+        """Stored entries (n, d), and the scale of each row."""
+        stored = self.array[rows]
+        if self.form == "full":
+            return torch.from_numpy(stored), None
+        d = stored.shape[1] - 4 // stored.itemsize
+        scales = np.ascontiguousarray(stored[:, d:]).view(np.float32)[:, 0]
+        return torch.from_numpy(stored[:, :d]), torch.from_numpy(scales)
 
 
 class Rows:
@@ -67,13 +113,20 @@ class Rows:
     Args:
         path: of the finished matrix. An existing one with fewer rows is extended.
         form: shape and dtype that it will have.
+        encoding: of its rows, of `FORMS`.
         partial: how many rows of a partial matrix are complete, and their checksums.
         entry: of the existing matrix.
     """
 
     def __init__(
-        self, path: Path, form: Entry, partial: Mapping[str, Any] | None, entry: Entry | None
+        self,
+        path: Path,
+        form: Entry,
+        partial: Mapping[str, Any] | None,
+        entry: Entry | None,
+        encoding: str = "full",
     ) -> None:
+        self.encoding = encoding
         self.path, self.partial, self.form = path, path.with_name(path.name + ".partial"), form
         shape, dtype = (int(form["shape"][0]), int(form["shape"][1])), np.dtype(form["dtype"])
         old = finished(path, shape[1], dtype)
@@ -107,7 +160,7 @@ class Rows:
     def write(self, values: Tensor) -> None:
         """Write the next rows."""
         assert self.array is not None
-        rows = values.cpu().numpy().astype(self.array.dtype, copy=False)
+        rows = encoded(values.cpu().numpy(), self.encoding).astype(self.array.dtype, copy=False)
         self.array[self.start : self.start + len(rows)] = rows
         self.checksums.add(rows)
         self.start += len(rows)
@@ -129,11 +182,12 @@ class Rows:
 
 
 def inner(rows: Tensor, vectors: Tensor) -> Tensor:
-    """Inner products (q, n) of vectors (q, d) with rows (n, d)."""
-    if rows.device.type != "cpu" or len(vectors) == 1:
+    """Inner products (q, n) of vectors (q, d) with rows (n, d) of any dtype."""
+    if rows.dtype == vectors.dtype and (rows.device.type != "cpu" or len(vectors) == 1):
         return vectors @ rows.T
     products = vectors.new_empty(len(vectors), len(rows))
-    step = max(1, CACHE_BYTES // (rows.shape[1] * rows.element_size()))
+    step = max(1, CACHE_BYTES // (rows.shape[1] * vectors.element_size()))
     for start in range(0, len(rows), step):
-        products[:, start : start + step] = vectors @ rows[start : start + step].T
+        part = rows[start : start + step].to(vectors.dtype)
+        products[:, start : start + step] = vectors @ part.T
     return products

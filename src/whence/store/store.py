@@ -44,6 +44,7 @@ from whence.store.identity import (
     only_run,
     read,
 )
+from whence.store.rows import ERRORS
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
 from whence.table import one_line
@@ -91,6 +92,7 @@ class GradientStore(StoreContents):
         *,
         joint: bool = True,
         fisher: str = "empirical",
+        rows: str = "full",
         seed: int = 0,
         methods: Sequence[str] = METHODS,
         device: torch.device | str | None = None,
@@ -111,6 +113,8 @@ class GradientStore(StoreContents):
             joint: one curvature matrix (and random projection) for all layers, or one for each.
             fisher: how to measure the curvature. "empirical" uses the rows and needs no further
                 pass; "sampled" and "exact" are as in `Source`.
+            rows: what gradients are stored in: "full" precision, "float16" (half the bytes) or
+                "int8" (a quarter), each row with a scale. Second moments are of what is stored.
             seed: of the random signs, and of the pseudo-targets.
             methods: the methods that the store can answer. "tracin" and "source" need all
                 checkpoints, "influence" and "trak" only the last; all but "tracin" need second
@@ -118,7 +122,7 @@ class GradientStore(StoreContents):
             device, dtype, batch_size, memory, progress, workers: as in `Method.attribute`.
         """
         run = only_run(study)
-        check_choices(projection, fisher, methods)
+        check_choices(projection, fisher, rows, methods)
         folder = Path(path)
         with (
             World.together() as world,
@@ -140,6 +144,7 @@ class GradientStore(StoreContents):
             }
             rounded = rounded_products(dtype, workspace.device)
             settings |= {"rounded": rounded} if rounded else {}
+            settings |= {"rows": rows} if rows != "full" else {}
             identity = identity_of(workspace)
             world.agree({"path": folder, "settings": settings, "methods": list(methods)})
             if (folder / "store.json").exists():
@@ -332,7 +337,8 @@ class GradientStore(StoreContents):
         )
         stored = self.rows(unit.stage, unit.checkpoint)[:1][0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
-        if not off < max(ROW_TOLERANCE, 8 * torch.finfo(workspace.dtype).eps):
+        rounding = max(8 * torch.finfo(workspace.dtype).eps, ERRORS[self.form])
+        if not off < max(ROW_TOLERANCE, rounding):
             raise InvalidInput(
                 f"the store in {self.path} does not belong to this study: example 0 of {data.name} "
                 f"at step {unit.checkpoint.step} has another gradient now (off by {off:.1e})"

@@ -21,7 +21,6 @@ from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.persist.cache import Tried
 from whence.store.contents import StoreContents
-from whence.store.rows import inner
 from whence.study import task_identity
 from whence.table import listed
 
@@ -151,10 +150,10 @@ class StoredScoring(Scoring):
         for which, vectors in ready:
             term, total = self.terms[which], totals[which]
             for checkpoint in term.checkpoints if term.stage == chunk.stage else ():
-                rows = workspace.store.rows(chunk.stage, checkpoint)[here]
-                total += inner(rows.to(workspace.device), vectors)
+                rows = workspace.store.rows(chunk.stage, checkpoint)
+                total += rows.inner(here, vectors)
                 if not bool(total.sum().isfinite()):
-                    self._refuse(rows, chunk, checkpoint)
+                    self._refuse(rows[here], chunk, checkpoint)
         return totals
 
     @staticmethod

@@ -1,0 +1,209 @@
+"""What an attribution costs, counted before it starts: from shapes and counts, without weights.
+
+    seconds = operations / (ATTAINED · rate) + TOUCHED · numbers / bandwidth + eigendecompositions
+
+`operations` are those of the products (`operators/cost.py`), in tracked layers and all others.
+`numbers` are what a pass handles: layer inputs, output gradients, results of products. Activations,
+losses and copies read and write TOUCHED bytes for each. Both constants were fitted to the
+measurements of `benchmarks/`; docs/scale.md compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from whence.layers.tracked import Tracked
+from whence.operators import cost
+from whence.operators.fit import accumulator, grouped
+from whence.table import byte_size, duration
+
+if TYPE_CHECKING:
+    from whence.engine.workspace import Workspace
+
+ATTAINED = 0.85  # of the rate of one large product, by all products of a pass
+# bytes read or written for each number that a pass handles; a CPU has larger caches
+TOUCHED = {"cpu": 60.0, "cuda": 55.0}
+SIDE_SECONDS = 1e-5  # of an eigendecomposition on a GPU, for each row, besides its operations
+EIGEN_SHARE = 0.2  # of a GPU's float32 rate that float64 eigendecompositions attain
+WORTH_TELLING = 10  # seconds
+SCORED = ("scores", "norms")  # kinds of passes over the examples that are scored
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device.
+
+    Attributes:
+        rate: operations per second of a large product.
+        bandwidth: bytes per second of its memory.
+        memory: bytes.
+        network: bytes per second that it sends to other devices.
+        eigen_rate, side_seconds: of eigendecompositions, operations per second and seconds a row.
+        touched: bytes for each number that a pass handles.
+    """
+
+    rate: float
+    bandwidth: float
+    memory: float = 0.0
+    network: float = 50e9
+    eigen_rate: float = 0.0
+    side_seconds: float = 0.0
+    touched: float = TOUCHED["cuda"]
+
+    @classmethod
+    def here(cls, device: torch.device, dtype: torch.dtype) -> Machine:
+        """This one, measured."""
+        rate, bandwidth = cost.rate(device, dtype), cost.bandwidth(device)
+        if device.type == "cpu":  # float64 at half the rate
+            return cls(rate, bandwidth, eigen_rate=rate / 2, touched=TOUCHED["cpu"])
+        single = cost.rate(device, torch.float32)
+        return cls(rate, bandwidth, eigen_rate=EIGEN_SHARE * single, side_seconds=SIDE_SECONDS)
+
+    def seconds(self, counts: Cost) -> dict[str, float]:
+        """By kind of work."""
+        seconds = {
+            kind: operations / (ATTAINED * self.rate)
+            + self.touched * counts.touched.get(kind, 0.0) / self.bandwidth
+            for kind, operations in counts.operations.items()
+        }
+        if counts.sides:
+            cubes = 9.0 * sum(side**3 for side in counts.sides)
+            eigen = cubes / self.eigen_rate + self.side_seconds * sum(counts.sides)
+            seconds["eigendecomposition"] = eigen
+        return seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the cost of an attribution depends on.
+
+    Attributes:
+        examples: that are scored.
+        trained: that curvature is fitted on.
+        queries: None where every example is its own.
+        terms: sets of query vectors, such as segments.
+        scored, fitted: checkpoints at which examples are scored, and curvature is fitted.
+        memory: bytes that a process may use.
+        room: of these, for factors; None for as many as they need.
+    """
+
+    tracked: Tracked
+    examples: int
+    trained: int
+    queries: int | None
+    terms: int
+    scored: int
+    fitted: int
+    batch_size: int
+    memory: int
+    room: int | None
+    dtype: torch.dtype
+    query_rank: int | str | None = None
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulator(self.dtype)
+
+    @property
+    def asked(self) -> int:
+        """Queries that share a pass of products: one where every example is its own."""
+        return self.queries or 1
+
+    @property
+    def factor_groups(self) -> int:
+        """How many groups of layers EK-FAC's factors are fitted in."""
+        return len(grouped(self.tracked.blocks, True, self.accumulator, self.room))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An attribution in counts.
+
+    Attributes:
+        passes: over the data, of each kind.
+        operations: of all examples, by kind.
+        touched: numbers that are handled, likewise.
+        fitted_numbers, vector_numbers: in memory at once besides the model and a batch: of what is
+            fitted, and of query vectors.
+        sides: of all matrices that are decomposed.
+    """
+
+    passes: Mapping[str, int]
+    operations: Mapping[str, float]
+    touched: Mapping[str, float] = field(default_factory=dict)
+    fitted_numbers: int = 0
+    vector_numbers: int = 0
+    sides: Sequence[int] = ()
+
+
+def batch_size_for(tracked: Tracked, dtype: torch.dtype, device: str, memory: int) -> int:
+    """Examples per pass that fit, a power of two."""
+    bytes_each = cost.per_example_numbers(tracked) * dtype.itemsize
+    most, share = (512, 2**28) if device == "cpu" else (4096, memory // 2)
+    size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
+    return 1 << (size.bit_length() - 1)
+
+
+def queries_at_once(numbers: int, size: int, memory: int, sets: int) -> int:
+    """Queries whose vectors fit into half the memory: those of `sets` terms, and two sets on the
+    way to the next. 0 if not even one's do.
+
+    Args:
+        numbers: in a vector.
+        size: bytes of each.
+    """
+    return int(memory // 2 // ((sets + 2) * numbers * size))
+
+
+def announce(what: object, workspace: Workspace, counts: Cost) -> None:
+    """Note an estimate with the diagnostics, and show it if the work is long."""
+    seconds = Machine.here(workspace.device, workspace.dtype).seconds(counts)
+    examples, total = workspace.examples, sum(seconds.values())
+    batch = min(workspace.batch_size, examples)
+    numbers = counts.fitted_numbers + counts.vector_numbers
+    size = workspace.accumulator.itemsize * numbers + workspace.dtype.itemsize * (
+        workspace.tracked.parameters + batch * cost.per_example_numbers(workspace.tracked)
+    )
+    workspace.ledger.diagnostics["estimate"] = {
+        "seconds": total,
+        "bytes": size,
+        "operations": sum(counts.operations.values()),
+        "passes": dict(counts.passes),
+    }
+    if workspace.progress and total > WORTH_TELLING:
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.passes.items())
+        queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
+        tqdm.write(
+            f"{what!r}: {examples:,} examples{queries}; passes: {kinds}; "
+            f"about {duration(total)} and {byte_size(size)}",
+            file=sys.stderr,
+        )
+
+
+def passes_cost(
+    tracked: Tracked,
+    examples: int,
+    work: Mapping[str, float],
+    passes: Mapping[str, int],
+    numbers: int = 0,
+) -> Cost:
+    """The cost of plain passes.
+
+    Args:
+        work: operations per example of each kind of pass.
+        passes: how many of each kind.
+        numbers: in memory at once, besides the model and a batch.
+    """
+    each = cost.handled_numbers(tracked)
+    return Cost(
+        passes,
+        {kind: examples * count * work[kind] for kind, count in passes.items()},
+        {kind: examples * count * each for kind, count in passes.items()},
+        numbers,
+    )

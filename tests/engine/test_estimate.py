@@ -1,0 +1,96 @@
+"""The estimate of a model that was not trained: the counts of the one before an attribution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import whence
+from benchmarks.models import GPT, documents
+from whence.engine.estimate import GPUS, Gpu, estimate
+from whence.errors import InvalidInput
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
+TASK = whence.LanguageModeling()
+
+
+def _gpt(device: str, width: int = 32) -> tuple[nn.Module, Any]:
+    with torch.device(device):
+        model = GPT(depth=2, width=width, vocabulary=50, length=16)
+        return model, torch.zeros(2, 16, dtype=torch.long)
+
+
+def _of(method: Any = None, device: str = "meta", width: int = 32, **settings: Any) -> Any:
+    model, batch = _gpt(device, width)
+    settings = {"examples": 64, "queries": 5} | settings
+    return estimate(model, TASK, batch, method or whence.Source(), **settings)
+
+
+@pytest.mark.parametrize(
+    "method", [whence.Source(), whence.FastSource(), whence.Influence(), whence.TracIn()]
+)
+def test_counts_are_those_before_an_attribution(method: Any) -> None:
+    model, _ = _gpt("cpu")
+    weights = model.state_dict()
+    run = whence.Run.from_checkpoints([weights] * 6, range(1, 7), 0.1)
+    study = whence.Study(model, TASK, documents(64, 0, 50, 16), run)
+    query = TensorDataset(documents(5, 1, 50, 16).tensors[0])
+    known = method.estimate(study, query)
+    planned = _of(method, "cpu")
+    assert planned.passes == known["passes"]
+    assert planned.operations == pytest.approx(known["operations"])
+
+
+def test_weights_are_not_needed() -> None:
+    assert _of().operations == pytest.approx(_of(device="cpu").operations, rel=0.02)
+
+
+def test_gpus_share_the_time_and_send() -> None:
+    one, eight = _of(examples=10**6), _of(examples=10**6, gpus=8)
+    assert one.network == 0 < eight.network
+    for kind in ("covariances", "scores"):
+        assert eight.seconds[kind] == pytest.approx(one.seconds[kind] / 8)
+    assert _of(examples=10**6, gpus=8, sharded=True).memory["weights"] < one.memory["weights"] / 7
+
+
+def test_a_setting_that_makes_it_fit() -> None:
+    card = Gpu(60, 400, 900, 3.0, memory=0.02)
+    large = _of(gpu=card, width=128, queries=40, batch_size=64)
+    assert not large.fits and large.limit.startswith("memory")
+    assert large.fixes
+    changes: dict[str, dict[str, Any]] = {
+        "query_rank='auto'": {"query_rank": "auto"},
+        "dtype bfloat16": {"dtype": "bfloat16"},
+        "batch_size=1": {"batch_size": 1},
+    }
+    settings = {"batch_size": 64} | {k: v for name in large.fixes for k, v in changes[name].items()}
+    assert _of(gpu=card, width=128, queries=40, **settings).fits
+    tiny = _of(gpu=Gpu(60, 400, 900, 3.0, memory=0.0001), width=128)
+    assert not tiny.fits and not tiny.fixes
+    assert "more memory" in str(tiny)
+
+
+def test_low_precision_and_faster_cards_take_less() -> None:
+    hours = [_of(examples=10**6, gpu=g, dtype=d).hours for g in GPUS for d in ("float32",)]
+    assert len(set(hours)) == len(GPUS)
+    assert _of(examples=10**6, dtype="bfloat16").hours < _of(examples=10**6).hours
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"examples": 0}, "examples=0"),
+        ({"gpus": 0}, "gpus=0"),
+        ({"queries": 0}, "queries=0"),
+        ({"gpu": "h900"}, "a100.*h900|h900.*a100"),
+        ({"dtype": "int4"}, "int4"),
+        ({"sharded": True}, "several GPUs"),
+    ],
+)
+def test_bad_input(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        _of(**settings)
