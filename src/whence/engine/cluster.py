@@ -116,7 +116,7 @@ class Rank:
         ray = connect()
         with socket.socket() as free:
             free.bind(("", 0))
-            address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            address = ray.util.get_node_ip_address()
             return f"{address}:{free.getsockname()[1]}"
 
     def run(
