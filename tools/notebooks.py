@@ -37,8 +37,8 @@ def notebook(text: str) -> dict[str, Any]:
             _add(cells, "code", piece["code"].rstrip())
         end = piece.end()
     _add(cells, "markdown", _prose(text[end:]))
-    about = {"language_info": {"name": "python"}}
-    about["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}  # type: ignore[dict-item]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    about = {"kernelspec": kernel, "language_info": {"name": "python"}}
     return {"cells": cells, "metadata": about, "nbformat": 4, "nbformat_minor": 5}
 
 

@@ -13,21 +13,19 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 import whence
 from experiments.engine.trainings import Trainings
 from experiments.studies.options import SIZES
 from experiments.tasks import RESULTS, TASKS
+from experiments.tasks.forms import of_form
 from experiments.tasks.machine import machine
 from whence import evaluate
-from whence.layers.choose import everything, matrices
-from whence.layers.kind import kind_of
+from whence.layers.choose import everything
+from whence.layers.kind import matrices
 from whence.persist.files import write_json
 
 METHODS = {
@@ -38,21 +36,10 @@ METHODS = {
 }
 
 
-def _with(form: str) -> Any:
-    """The matrices, and the layers of one more form."""
-
-    def choose(layers: Mapping[str, nn.Module]) -> set[str]:
-        kinds = {name: kind_of(module) for name, module in layers.items()}
-        more = {name for name, kind in kinds.items() if kind is not None and kind.form == form}
-        return matrices(layers) | more
-
-    return choose
-
-
 CHOICES: dict[str, Any] = {
     "matrices": matrices,
-    "matrices and embeddings": _with("lookup"),
-    "matrices and norms": _with("elementwise"),
+    "matrices and embeddings": of_form("lookup"),
+    "matrices and norms": of_form("elementwise"),
     "all": everything,
 }
 

@@ -109,7 +109,7 @@ def unpacked(
                 "documents: give one for each token"
             )
         counted = _predicted(labels)
-        for number in of.unique().tolist():
+        for number in sorted(set(of.tolist())):
             its = labels.masked_fill(of != number, IGNORED)
             share = _predicted(its) / max(1, counted) if reduction == "mean" else 1.0
             parts, weights = sets.setdefault(number, ([], []))

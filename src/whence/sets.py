@@ -68,7 +68,7 @@ class Averaged(Task):
     def outputs(self, model: nn.Module, batch: Any) -> Tensor:
         """(n, k, ...)."""
         outputs = self.task.outputs(model, self._flat(batch))
-        return outputs.unflatten(0, (-1, self.rows(batch)))
+        return outputs.reshape(-1, self.rows(batch), *outputs.shape[1:])
 
     def targets(self, batch: Any) -> Tensor:
         return self.task.targets(self._flat(batch))

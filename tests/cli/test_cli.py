@@ -880,9 +880,9 @@ def test_labels_are_audited_in_a_file(
     harm = -scores.values.astype("float64").mean(0)
     assert [int(row["example"]) for row in rows] == (-harm).argsort(kind="stable").tolist()
     assert [float(row["suspicion"]) for row in rows] == pytest.approx(sorted(harm, reverse=True))
-    inputs, _ = file.study.train[:]
-    model = file.study.model
-    model.load_state_dict(file.study.runs[0].final.load())
+    (data,), (model,) = file.study.train.values(), file.study.models.values()
+    inputs, _ = data[:]
+    model.load_state_dict(file.study.runs[0].final.weights())
     expected = [file.shown["classes"][k] for k in model(inputs).argmax(1)]
     assert [row["prediction"] for row in rows] == [expected[int(r["example"])] for r in rows]
     differ = [row["differs"] == "True" for row in rows]

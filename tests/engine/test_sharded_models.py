@@ -105,6 +105,21 @@ def test_a_recorded_run_has_whole_weights(pair: Path, whole: dict[str, torch.Ten
 
 
 @pytest.mark.slow
+def test_one_process_restores_what_two_have_recorded(
+    pair: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    model = sharded.net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    recorder = whence.Recorder(pair / "run", model, optimizer, checkpoints=[4])
+    assert recorder.restore() == sharded.STEPS
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.items())
+    state = whence.Run.open(pair / "run").final.optimizer_state()
+    assert state is not None
+    for name, parameter in model.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], state[f"{name}/exp_avg"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sharded.METHODS)
 def test_a_sharded_model_has_the_scores_of_the_whole_one(
     name: str, pair: Path, tmp_path: Path

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import whence
 from experiments.engine.rivals import RIVALS, measuring_losses, ridge
-from experiments.studies import single, smooth
+from experiments.studies import peers, single, smooth
 from experiments.studies.publish import benchmark as publishing
 from experiments.studies.publish import publish
 from experiments.studies.sums import Sums
@@ -173,3 +173,18 @@ def test_the_search_for_a_smooth_training(tmp_path: Path, monkeypatch: Any, caps
     assert rows[0]["measured"] != rows[1]["measured"]
     smooth.main()
     assert capsys.readouterr().out == ""  # both are there
+
+
+def test_other_libraries_get_rows(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    pytest.importorskip("kronfluence")
+    pytest.importorskip("trak")
+    run(monkeypatch, tmp_path, TASK, "--only", "Random")
+    monkeypatch.setattr(single, "main", peers.main)
+    monkeypatch.setitem(sys.modules, "dattri", None)  # as if it were not installed
+    board_rows = run(monkeypatch, tmp_path, TASK)
+    assert "dattri, CG does not apply: ModuleNotFoundError" in capsys.readouterr().out
+    for tasks in board_rows.values():
+        rows = tasks[TASK]["methods"]
+        assert set(rows) == {"Random", "kronfluence, EK-FAC", "traker, TRAK"}
+        assert rows["kronfluence, EK-FAC"]["agreement"] > 0.99
+        assert "empirical" in rows["kronfluence, EK-FAC"]["remake"]

@@ -21,7 +21,7 @@ from support import models
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import whence
-from whence.engine.scoring import Tokens
+from whence.engine.tokens import Tokens
 from whence.present.predict import predictions
 from whence.present.views import harmful_overall, overview, query_view
 from whence.report import HTML, check_data, page

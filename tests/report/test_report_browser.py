@@ -13,7 +13,7 @@ from support.browsing import EVIL, Opened, violations
 from torch.utils.data import TensorDataset
 
 import whence
-from whence.engine.scoring import Tokens
+from whence.engine.tokens import Tokens
 from whence.report import HTML
 
 pytestmark = pytest.mark.browser
@@ -75,7 +75,7 @@ def test_looking_at_queries_by_keyboard(browser: Any, report: Path) -> None:
             page.keyboard.press(key)
             page.wait_for_selector(f"h2:text-is('Query {expected}')")
         current = page.locator(".query-item[aria-current]")
-        assert current.count() == 1 and "query 1" in current.inner_text()
+        assert current.count() == 1 and "query 1" in str(current.text_content())
         page.keyboard.press("/")
         page.keyboard.type("11")  # typed into the filter, not taken for commands
         assert page.locator(".query-item").count() == 1
@@ -361,7 +361,9 @@ def test_axe_finds_no_fault(browser: Any, report: Path, tmp_path: Path, theme: s
 
 
 def test_the_focus_goes_through_the_page_in_its_order(browser: Any, report: Path) -> None:
-    regions = ".tabs, .theme, .sidebar-head, .query-list, .ranking.helpful, .ranking.harmful"
+    regions = (
+        ".brand, .tabs, .theme, .sidebar-head, .query-list, .ranking.helpful, .ranking.harmful"
+    )
     where = """(regions) => {
       const at = document.activeElement, region = at.closest(regions);
       const name = at.innerText || at.ariaLabel, seen = at.getBoundingClientRect().width > 0;
@@ -369,13 +371,14 @@ def test_the_focus_goes_through_the_page_in_its_order(browser: Any, report: Path
     }"""
     with Visit(browser, report) as visit:
         parts, names = [], []
-        for _ in range(4 + 1 + 2 + 12 + 20):
+        for _ in range(1 + 4 + 1 + 2 + 12 + 20):
             visit.page.keyboard.press("Tab")
             part, seen, name = visit.page.evaluate(where, regions)
             assert seen
             parts.append(part)
             names.append(name)
         assert list(dict.fromkeys(parts)) == [
+            "brand",
             "tabs",
             "theme",
             "sidebar-head",

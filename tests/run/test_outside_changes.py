@@ -231,6 +231,25 @@ def test_an_optimizer_that_maximises(tmp_path: Path) -> None:
     assert "maximize=True" in message
 
 
+def test_a_step_that_calls_the_step_of_its_parent_is_one_update(tmp_path: Path) -> None:
+    class Halving(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                p.grad /= 2
+            return super().step(closure)
+
+    torch.optim.SGD(net().parameters(), 0.1)  # torch adds hooks to a class when it is first used
+    model = net()
+    optimizer = Halving(model.parameters(), 0.1)
+    with whence.Recorder(tmp_path, model, optimizer, checkpoints=4, total_steps=STEPS) as recorder:
+        for k in range(STEPS):
+            recorder.step([k])
+            update(model, optimizer, k=k)
+    run = whence.Run.open(tmp_path)
+    assert run.steps == STEPS and [c.step for c in run.checkpoints] == [5, 10, 15, 20]
+    assert not run.warnings
+
+
 def test_settings_without_a_number_are_recorded(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.Adafactor(model.parameters())  # eps=(None, 0.001)

@@ -65,6 +65,7 @@ def main() -> None:
         page.locator(".query-item").first.click()
         page.wait_for_timeout(600)
         page.get_by_role("button", name="Tick the helpful ones").click()
+        page.evaluate("scrollTo(0, 0)")
         page.wait_for_timeout(600)
         page.screenshot(path=FIGURES / "explore.png")
         open_view(page, "6", "audit")

@@ -174,4 +174,5 @@ def _duplicates(shown: StudyExamples, stage: str | None) -> list[int]:
     if isinstance(train, dict):
         train = train[stage or next(iter(train))]
     examples = Examples(train, **shown.options)
-    return leaders([sketch(examples.content(m)) for m in range(len(examples))]).tolist()
+    leading = leaders([sketch(examples.content(m)) for m in range(len(examples))])
+    return [int(m) for m in leading]

@@ -113,11 +113,11 @@ class Rank:
         """A free port of this machine."""
         import socket
 
-        import ray
-
+        ray = connect()
         with socket.socket() as free:
             free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+            address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            return f"{address}:{free.getsockname()[1]}"
 
     def run(
         self, call: Callable[[], Any], rank: int, size: int, address: str, kind: str, folder: str

@@ -10,6 +10,7 @@ measurements of `benchmarks/`; docs/scale.md compares.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -180,7 +181,8 @@ def announce(what: object, workspace: Workspace, counts: Cost) -> None:
         queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
         tqdm.write(
             f"{what!r}: {examples:,} examples{queries}; passes: {kinds}; "
-            f"about {duration(total)} and {byte_size(size)}"
+            f"about {duration(total)} and {byte_size(size)}",
+            file=sys.stderr,
         )
 
 

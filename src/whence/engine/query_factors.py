@@ -60,7 +60,7 @@ def plan(
     size: int,
     memory: int,
     queries: int,
-    rank: int | str | None,
+    rank: int | str,
     sets: int,
 ) -> Plan | None:
     """How to take the queries in factors; None for whole vectors.
@@ -83,8 +83,6 @@ def plan(
         rows = fitting(sum(cost.low_rank_numbers(b, rank) for b in blocks), sets)
         return Plan(rank, min(rows, queries), min(whole, queries))
 
-    if rank is None:
-        return None
     if rank != AUTO:
         return of(int(rank))
     if 2 * fitting(numbers, sets + 2) >= queries:  # as many as are taken without a rank

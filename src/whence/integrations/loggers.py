@@ -106,7 +106,8 @@ def _table(scores: Scores, k: int) -> dict[str, list[Any]]:
     """Columns: the k most helpful and the k most harmful training examples over all queries."""
     means = mean_scores(scores)
     known = np.flatnonzero(np.isfinite(means))
-    order = known[np.argsort(-means[known] if scores.higher_is_better else means[known])]
+    help_ = means[known] if scores.higher_is_better else -means[known]
+    order = known[np.argsort(-help_, kind="stable")]
     shown = order if len(order) <= 2 * k else np.concatenate([order[:k], order[len(order) - k :]])
     table: dict[str, list[Any]] = {"example": scores.train_ids[shown].tolist()}
     if scores.stage is not None:

@@ -154,7 +154,7 @@ def _refuse_shards(model: nn.Module) -> None:
         if sharded or "_fsdp_wrapped_module" in name or "_flat_param" in name:
             raise InvalidInput(
                 f"{name} is sharded over processes (FSDP, ZeRO-3 or tensor parallelism), but a run "
-                "needs whole weights, which a trainer's callback cannot gather: train with DDP, in a "
-                "loop of your own with whence.Recorder and fully_shard, or gather checkpoints and "
-                "use Run.from_checkpoints"
+                "needs whole weights, which a trainer's callback cannot gather: train with DDP, in "
+                "a loop of your own with whence.Recorder and fully_shard, or gather checkpoints "
+                "and use Run.from_checkpoints"
             )

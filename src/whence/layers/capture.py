@@ -83,7 +83,7 @@ class ParameterBlock:
         return _narrowed(rows, 1, self.column, self.width)
 
 
-def _narrowed(x: Any, axis: int, start: int, length: int) -> Any:
+def _narrowed(x: Tensor, axis: int, start: int, length: int) -> Tensor:
     """A part of a tensor; a tensor that is the part, as it is."""
     return x if x.shape[axis] == length else x.narrow(axis, start, length)
 
@@ -152,8 +152,7 @@ class TrackedLayer:
         forms, bias = {kind.form for _, kind in self.uses}, self.bias is not None
         if kind.form == "elementwise":  # weight and bias in one column
             o, bias = o * len(self.parameter_names()), False
-        form = {"rows": forms != {"matrix"}, "lookup": forms == {"lookup"}}
-        split = forms == {"matrix"}
+        split, lookup = forms == {"matrix"}, forms == {"lookup"}
         places = [
             (g, row, column)
             for g in range(groups)
@@ -164,8 +163,8 @@ class TrackedLayer:
         for k, (group, (row, height), (column, width)) in enumerate(places):
             name = self.name if len(places) == 1 else f"{self.name}[{k}]"
             last = bias and column + width == i
-            place = {"group": group, "row": row, "column": column}
-            blocks.append(ParameterBlock(name, height, width, last, self.weight, **form, **place))
+            form = self.weight, not split, lookup
+            blocks.append(ParameterBlock(name, height, width, last, *form, group, row, column))
         return blocks
 
     def parameter_names(self) -> list[str]:

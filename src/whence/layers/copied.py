@@ -8,7 +8,7 @@ a copy of the parameters per example, and a curvature that is diagonal.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from whence.errors import InvalidInput
-from whence.layers.kind import Kind, Notes, same_forward
+from whence.layers.kind import Kind, Notes, Seen, same_forward
 from whence.layers.parameter import Direct, one_for_all
 
 MOST = 2**22  # numbers in a parameter, above which copies take too much memory
@@ -26,7 +26,7 @@ MOST = 2**22  # numbers in a parameter, above which copies take too much memory
 class Copied(Direct):
     """A parameter of a module `host`, or of its parametrizations."""
 
-    seen = "forward"
+    seen: ClassVar[Seen] = "forward"
 
     def __init__(self, attribute: str, host: nn.Module) -> None:
         super().__init__(attribute)

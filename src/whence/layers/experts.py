@@ -91,7 +91,7 @@ def _product(host: Any, note: Notes, name: str, x: Tensor, places: Places) -> Te
     n, experts, t, _ = x.shape
     weight = host._parameters[name]
     rows = x.transpose(0, 1).flatten(1, 2) @ (weight if host.is_transposed else weight.mT)
-    y = rows.view(experts, n, t, -1).transpose(0, 1).contiguous()
+    y: Tensor = rows.view(experts, n, t, -1).transpose(0, 1).contiguous()
     if host.has_bias:
         y = y + host._parameters[f"{name}_bias"].view(1, experts, 1, -1)
     note(name, x, y, places)

@@ -3,11 +3,11 @@ column of a matrix."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from whence.layers.kind import Kind
+from whence.layers.kind import Kind, Seen
 
 
 class Bias(Kind):
@@ -36,7 +36,7 @@ class Direct(Kind):
     """A parameter (1, ...) of a module of any class, of which each example gets a copy (n, ...)."""
 
     form = "elementwise"
-    seen = "copies"
+    seen: ClassVar[Seen] = "copies"
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute

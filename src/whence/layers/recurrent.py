@@ -153,7 +153,8 @@ def _sequence(
     numbers = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
     if lengths is not None:
         numbers = numbers.where(numbers < lengths.to(x.device).unsqueeze(1), -1)
-    directions, ends = 1 + module.bidirectional, []
+    directions = 1 + module.bidirectional
+    ends: list[State] = []
     whole = _initial(hx, partial(_zeros, module, x, directions), kind)
     for layer in range(module.num_layers):
         outputs = []

@@ -173,12 +173,13 @@ class Separation:
         try:
             with examples_of(self.data.name, [index]):
                 return value(index)
-        except WhenceError:
-            raise
-        except Exception as error:  # of the user's code
+        except InvalidInput as error:
+            cause = error.__cause__  # of the user's code
+            if cause is None or isinstance(cause, (WhenceError, IndexError)):
+                raise
             raise InvalidInput(
-                f"the model cannot take one example alone ({error}): {REASONS}"
-            ) from error
+                f"the model cannot take one example alone ({cause}): {REASONS}"
+            ) from cause
 
     def _sum_of_losses(self, outputs: Tensor, batch: Any) -> Tensor:
         return self.task.losses(outputs, batch).sum()

@@ -39,7 +39,7 @@ def unsharded(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(p): _shape_only(p) for p in model.parameters()}
     for module in units:
         plain = type(module).__mro__[2]  # FSDP's class for it, FSDPModule, the class itself
-        memo[id(module)] = plain.__new__(plain)
+        memo[id(module)] = object.__new__(plain)
     for module in units:
         own = {name: value for name, value in vars(module).items() if not _of_fsdp(name)}
         own |= {name: _other_hooks(hooks) for name, hooks in own.items() if name.endswith("_hooks")}
@@ -188,7 +188,7 @@ class StreamedWeights(WeightLoader):
         if parameter is None:
             return tensor
         return _Note(
-            parameter, self._weights, tensor.shape, tensor.stride(), tensor.storage_offset()
+            parameter, self._weights, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
 
     def _unpack(self, saved: Tensor | _Note) -> Tensor:

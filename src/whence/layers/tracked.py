@@ -377,7 +377,10 @@ def _each_gradient(
         if len(gradients[layer]) == len(parameters[layer]):
             use(layer, gradients.pop(layer))
 
-    handles = [p.register_post_accumulate_grad_hook(arrived) for p in places]
+    handles = [
+        p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        for p in places
+    ]
     try:
         torch.autograd.backward(total, inputs=list(places), retain_graph=True)
     finally:

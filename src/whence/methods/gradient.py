@@ -32,7 +32,8 @@ from whence.engine.options import (
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import operations as factor_operations
 from whence.engine.query_factors import plan
-from whence.engine.scoring import Parts, Tokens, readouts, score_tokens, shared_tokens
+from whence.engine.scoring import Parts, readouts
+from whence.engine.tokens import Tokens, score_tokens, shared_tokens
 from whence.engine.workspace import GAUSS_NEWTON, LOSS, Outline, Term, Workspace
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.passes import Signal, Weights, precision_as_asked
@@ -111,7 +112,9 @@ class GradientMethod(Method):
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
             passes[kind] *= work.factor_groups
         size, vector = work.accumulator.itemsize, cost.vector_numbers(tracked, self._factored)
-        low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
+        low_rank = None
+        if work.query_rank is not None:
+            low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:

@@ -199,7 +199,8 @@ def _bytes(tensor: Tensor) -> memoryview | bytes:
 
 def class_sha256(*classes: type) -> str:
     """The digest of what these classes, and the classes of them, define and inherit."""
-    parents = {p for each in classes for p in (*each.__mro__, *type(each).__mro__)} - {type}
+    kinds = [kind for each in classes for kind in (each, type(each))]
+    parents = {parent for kind in kinds for parent in kind.__mro__} - {type}
     return _code_sha256(sorted(parents, key=lambda c: (c.__module__, c.__qualname__)), set())
 
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import whence
 from whence.data import Collate
-from whence.engine.scoring import Tokens
+from whence.engine.tokens import Tokens
 from whence.errors import InvalidInput, MissingFile
 from whence.persist.files import write_bytes
 from whence.present.check import by_stage, check_data

@@ -201,7 +201,7 @@ class OpenedTensors(Mapping[str, Tensor]):
             self._file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise RunError(str(damaged(path, error, REMEDY))) from error
-        plain = plain_names(self._file.keys())
+        plain = plain_names(self._file.keys())  # type: ignore[no-untyped-call]
         self._names = {short: name for name, short in plain.items()}
         self._aliases, self._base = aliases, base
 
@@ -209,7 +209,7 @@ class OpenedTensors(Mapping[str, Tensor]):
         name = self._aliases.get(name, name)
         if name not in self._names:
             return self._base[name]
-        tensor: Tensor = self._file.get_tensor(self._names[name])
+        tensor: Tensor = self._file.get_tensor(self._names[name])  # type: ignore[no-untyped-call]
         return tensor
 
     def __contains__(self, name: object) -> bool:

@@ -232,31 +232,34 @@ def distance_from_final(
     names = [n for n, p in parameters.items() if n in weights and p.shape == weights[n].shape]
     if all(_equal(parameters[n], weights[n]) for n in names):
         return None
-    away = _distance(parameters, weights, names)
     if initial is None:
-        moved = _norm(weights, names) / 2
+        away, moved = _distance(parameters, weights, names), _norm(weights, names) / 2
         return (away, moved) if away < NEARER * moved else None
     start = initial.weights()
     names = [n for n in names if n in start and start[n].shape == weights[n].shape]
-    moved = _distance(start, weights, names)
+    away, moved = (_distance(each, weights, names) for each in (parameters, start))
     derived = away < _distance(parameters, start, names) and (
-        _cosine(parameters, weights, names) > ALIKE
+        _product(parameters, weights, names)
+        > ALIKE * _norm(parameters, names) * _norm(weights, names)
     )
     return (away, moved) if away < NEARER * moved or derived else None
 
 
 def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    return _norm({n: a[n].detach().cpu().double() - b[n].cpu().double() for n in names}, names)
+    differences = (_numbers(a[n]) - _numbers(b[n]) for n in names)
+    return math.sqrt(sum(float(x @ x) for x in differences))
 
 
 def _norm(a: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    return math.sqrt(sum(float(a[n].detach().double().square().sum()) for n in names))
+    return math.sqrt(_product(a, a, names))
 
 
-def _cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    products = (a[n].detach().cpu().double().flatten() @ b[n].double().flatten() for n in names)
-    norms = _norm(a, names) * _norm(b, names)
-    return sum(map(float, products)) / norms if norms else 0.0
+def _product(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
+    return sum(float(_numbers(a[n]) @ _numbers(b[n])) for n in names)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double().flatten()
 
 
 def _equal(parameter: Tensor, weight: Tensor) -> bool:

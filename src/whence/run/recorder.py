@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -490,6 +491,8 @@ class Recorder:
         ]
 
     def _before_update(self, *_: Any) -> None:
+        if _inside_another_step(self.optimizer):
+            return
         if isinstance(self._state, Observing) and not self._state.updated:
             self._state.updated = True
             self._assist()
@@ -504,7 +507,7 @@ class Recorder:
             self._state.begin_update()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizers.skipped(optimizer):
+        if _inside_another_step(self.optimizer) or optimizers.skipped(optimizer):
             return
         if isinstance(self._state, Observing):
             self._assist()
@@ -513,10 +516,6 @@ class Recorder:
                 self._state.update(optimizer, self._parameter_names, self._every_step)
 
     # --- a model that is divided among ranks ----------------------------------------------------
-
-    @property
-    def _sharded(self) -> bool:
-        return divided(self.model)
 
     def _assist(self) -> None:
         """Help rank 0 to gather what it writes."""
@@ -560,6 +559,7 @@ class Recorder:
 
     def _name_parameters(self) -> dict[int, list[str]]:
         """{id of a parameter: its names in the model}."""
+        self._sharded = divided(self.model)
         names = optimizers.names_of(self.model)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._optimized = list(map(id, parameters))
@@ -575,6 +575,18 @@ class Recorder:
                 "model and are not recorded"
             )
         return names
+
+
+def _inside_another_step(optimizer: Optimizer) -> bool:
+    """Whether the step of a hook was called by another one of the optimizer, of a subclass that
+    calls super().step(). torch runs the hooks of both, for one update."""
+    step = sys._getframe(2)  # torch's wrapper of step(), which called the hook
+    caller = step.f_back
+    while caller is not None:
+        if caller.f_code is step.f_code and caller.f_locals.get("self") is optimizer:
+            return True
+        caller = caller.f_back
+    return False
 
 
 def writes_run() -> bool:

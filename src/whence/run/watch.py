@@ -8,7 +8,7 @@ compared as well: after the first updates, after every `EVERY`-th one, and at ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -190,8 +190,7 @@ def _measured(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     with torch.no_grad():
         for names in by_device.values():
             each = [_numbers(parameters[name]) for name in names]
-            sizes = [len(numbers) for numbers in each]
-            measured |= zip(names, torch.cat(each).cpu().split(sizes), strict=True)
+            measured |= zip(names, _cut(torch.cat(each).cpu(), each), strict=True)
     return measured
 
 
@@ -210,8 +209,16 @@ def _differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]
     same = torch.isclose(a, b, rtol=ROUNDING, atol=0.0, equal_nan=True)
     if bool(same.all()):
         return []
-    each = same.split([len(numbers) for numbers in before.values()])
+    each = _cut(same, before.values())
     return [name for name, unchanged in zip(before, each, strict=True) if not unchanged.all()]
+
+
+def _cut(together: Tensor, alike: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The parts of a vector, as long as these are."""
+    start = 0
+    for part in alike:
+        yield together[start : start + len(part)]
+        start += len(part)
 
 
 def _shape(parameter: nn.Parameter | None) -> str:
