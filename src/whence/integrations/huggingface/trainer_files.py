@@ -134,6 +134,9 @@ class PretrainedWeights(TensorFile):
         tensors |= {alias: tensors[name] for alias, name in self.aliases.items()}
         return {name: tensor for name, tensor in tensors.items() if name in self.names}
 
+    def open(self) -> Mapping[str, Tensor]:
+        return self.load()
+
 
 def _renamed(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
     """{name in a file: name in the model}, for weights that transformers 5 saves under the names
