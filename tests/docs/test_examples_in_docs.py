@@ -94,7 +94,7 @@ def test_a_page_that_claims_too_much_is_noticed(tmp_path: Path) -> None:
 
 def test_tutorials_end_with_a_proof() -> None:
     tutorials = [name for name in PAGES if name.startswith("tutorials/")]
-    assert len(tutorials) == 6
+    assert len(tutorials) == 7
     for name in tutorials:
         assert "<!-- check:" in PAGES[name], name
         assert re.search(r"ground_truth|Truth\(|measure\(recipe", PAGES[name]), name
