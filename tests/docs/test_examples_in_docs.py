@@ -97,7 +97,7 @@ def test_tutorials_end_with_a_proof() -> None:
     assert len(tutorials) == 7
     for name in tutorials:
         assert "<!-- check:" in PAGES[name], name
-        assert re.search(r"ground_truth|Truth\(|measure\(recipe", PAGES[name]), name
+        assert re.search(r"ground_truth|Truth\(|(measure|select)\(recipe", PAGES[name]), name
 
 
 def test_figures_are_there() -> None:
