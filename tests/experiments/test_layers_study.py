@@ -11,6 +11,7 @@ from torch import nn
 
 from experiments.studies.layers import CHOICES, store
 from experiments.tasks import RESULTS
+from experiments.tasks.forms import DEFAULT_BY_STAGE, read_results
 
 PROTOCOL = {"subsets": 4, "alpha": 0.5, "device": "cpu"}
 
@@ -47,3 +48,12 @@ def test_embeddings_more_than_double_the_lds_of_source() -> None:
     assert rows["all"]["lds"] > 2 * rows["matrices"]["lds"]
     assert rows["all"]["minus matrices"][1] > 0.2  # the lower end of its interval
     assert abs(rows["matrices and norms"]["minus matrices"][0]) < 0.01
+
+
+def test_all_layers_are_as_good_as_matrices_where_an_encoder_is_fine_tuned() -> None:
+    """docs/layers.md says so."""
+    entries = read_results(RESULTS / "forms.json")["tasks"]["rte"]
+    name = f"{DEFAULT_BY_STAGE}, all layers"
+    (row,) = [entry["forms"][name] for entry in entries if name in entry["forms"]]
+    gap, *_ = row["over"][DEFAULT_BY_STAGE]["single"]
+    assert abs(gap) < 0.01
