@@ -78,11 +78,13 @@ def _numbers(single: Any) -> tuple[float, float, float]:
 
 
 def store_table(study: dict[str, Any]) -> str:
-    """LDS in projected space by dimension."""
+    """LDS in projected space by dimension, and by how rows are stored."""
     rows = [
         [
             row["projection"],
             f"{row['dimension']:,}",
+            row["rows"],
+            f"{row['bytes']:,}",
             estimate(row["lds"][0], row["lds"][1:], 2),
             estimate(row["ensemble"][0], row["ensemble"][1:], 2),
             f"{row['seconds']:.2f}",
@@ -90,7 +92,8 @@ def store_table(study: dict[str, Any]) -> str:
         for row in study["rows"]
     ]
     runs = study["settings"]["runs"]
-    heads = ["projection", "dimension", "LDS, one model", f"LDS, {runs} models", "seconds, warm"]
+    heads = ["projection", "dimension", "rows", "bytes of a row", "LDS, one model"]
+    heads += [f"LDS, {runs} models", "seconds, warm"]
     return Table(heads, rows).markdown()
 
 

@@ -308,6 +308,7 @@ except SystemExit as end:
     assert "usage: whence demo" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_answers_machines(tmp_path: Path) -> None:
     code, answer, said = process(tmp_path, "demo --out tour --quiet --json")
     assert code == 0 and "Query" in said and "whence explore tour/scores/source" in said

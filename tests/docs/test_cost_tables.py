@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
 
 
-@pytest.mark.parametrize("page", ["cost", "distributed", "meaning", "scale"])
+@pytest.mark.parametrize(
+    "page",
+    ["cost", "distributed", "meaning", pytest.param("scale", marks=pytest.mark.slow)],
+)
 def test_tables_are_made_of_the_results(page: str) -> None:
     text = (ROOT / f"docs/{page}.md").read_text()
     assert tables.MARKED.search(text)

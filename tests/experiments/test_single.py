@@ -161,6 +161,7 @@ def test_sizes_are_whole_batches(name: str, monkeypatch: Any) -> None:
     assert len(stage.data) % stage.batch_size == 0
 
 
+@pytest.mark.slow
 def test_the_search_for_a_smooth_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ["smooth", "gpt_smooth", "--quick", "--try", "rate=1e-3", "eps_root=1e-6,1e-4", "--lds"]
     words += ["--directions", "3", "--queries", "2", "--subsets", "6"]
@@ -175,6 +176,7 @@ def test_the_search_for_a_smooth_training(tmp_path: Path, monkeypatch: Any, caps
     assert capsys.readouterr().out == ""  # both are there
 
 
+@pytest.mark.slow
 def test_other_libraries_get_rows(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("kronfluence")
     pytest.importorskip("trak")

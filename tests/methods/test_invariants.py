@@ -380,8 +380,9 @@ def test_the_model_comes_back_after_an_error() -> None:
     model, history = trained()
     model.train()
     before, state = portrait(model), copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with pytest.raises(whence.WhenceError, match=r"task failed on train .*on purpose") as caught:
         values(whence.TracIn(), model, history, TRAIN, QUERY, task=Failing())
+    assert isinstance(caught.value.__cause__, RuntimeError)
     assert portrait(model) == before
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 

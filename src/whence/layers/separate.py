@@ -175,7 +175,7 @@ class Separation:
                 return value(index)
         except InvalidInput as error:
             cause = error.__cause__  # of the user's code
-            if cause is None or isinstance(cause, (WhenceError, IndexError)):
+            if cause is None or isinstance(cause, WhenceError):
                 raise
             raise InvalidInput(
                 f"the model cannot take one example alone ({cause}): {REASONS}"
