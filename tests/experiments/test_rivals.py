@@ -60,7 +60,7 @@ def test_astra_source_with_whole_batches() -> None:
     close(scores.values, astra(study, train, query, len(STEPS), final=False))
 
 
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("segments", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_minibatches_and_checkpoints_average_out(segments: int) -> None:
     study, train, query = small()
     expected = astra(study, train, query, segments, final=False)

@@ -254,7 +254,7 @@ def attribute_tokens(task: whence.Task, wobble: float) -> whence.Scores:
     ids = torch.randint(0, 2000, (9, 256), generator=torch.Generator().manual_seed(0))
     run = whence.Run.from_checkpoints([model.state_dict()] * 2, [0, 5], 0.1)
     study = whence.Study(model, task, list(ids), run)
-    return whence.Source().attribute(study, list(ids[:2]), **PROGRESS)
+    return whence.Source(curvature="diagonal").attribute(study, list(ids[:2]), **PROGRESS)
 
 
 def test_rounding_that_changes_a_drawn_token_is_no_mixing(monkeypatch: Any) -> None:
