@@ -636,12 +636,13 @@ def bits(folder: Path) -> dict[str, bytes]:
     ("line", "ticks", "share", "out", "environment"),
     [
         ("attribute study.py --segments 1 --batch-size 256", "reads", 0.9, "scores", {}),
-        (
+        pytest.param(
             "truth study.py --subsets 6 --seeds 2 --engine single",
             "models",
             0.8,
             "truth",
             {"FEW": "1"},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["attribute", "truth"],

@@ -35,6 +35,7 @@ def test_operations_and_seconds_are_as_estimated() -> None:
             assert 1 / 2 <= guessed / measured <= 2, (what, guessed / measured)
 
 
+@pytest.mark.slow
 def test_one_card_is_predicted() -> None:
     ratios = [guess / measured for _, guess, measured in tables.scale.comparisons()]
     assert sum(abs(ratio - 1) <= 0.3 for ratio in ratios) >= 0.7 * len(ratios)

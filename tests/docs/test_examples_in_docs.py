@@ -25,6 +25,7 @@ DOCS = ROOT / "docs"
 
 PAGES = pages.pages()
 RUN = [name for name, text in PAGES.items() if any(marked for marked, _ in pages.blocks(text))]
+LONG = [f"tutorials/{name}" for name in ("language-model", "own-loop", "mislabelled", "table")]
 PEERS = {"coming-from": ("kronfluence", "trak")}
 METHODS = [
     "source",
@@ -59,7 +60,9 @@ def as_before() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:.*left out")
 @pytest.mark.filterwarnings("ignore:.*one at a time")
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in RUN]
+)
 def test_examples_run(page: str, tmp_path: Path, as_before: None) -> None:
     for peer in PEERS.get(page, ()):
         pytest.importorskip(peer)

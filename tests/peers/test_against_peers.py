@@ -192,7 +192,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kronfluence")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(c, marks=[pytest.mark.slow] * (c == "gpt")) for c in CASES]
+)
 def test_influence_against_kronfluence(name: str, folder: Path) -> None:
     it = case(name)
     theirs = -ekfac_peer(name, folder / name)[0] / len(it.train)

@@ -349,7 +349,9 @@ def started(
     )
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_killed_process_goes_on_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
     process = started(tmp_path / "truth", pause=0.2)
     assert process.stdout is not None

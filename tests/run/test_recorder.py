@@ -843,7 +843,7 @@ KILLED = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("way", ["again", "restored"])
+@pytest.mark.parametrize("way", [pytest.param("again", marks=pytest.mark.slow), "restored"])
 def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path: Path, way: str) -> None:
     """SIGKILL just before each file is put in its place, one training for each; then run again."""
     source = Path(whence.run.__file__).parents[2]
