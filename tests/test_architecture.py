@@ -29,6 +29,7 @@ ROOMS = (
     "table",
     "world",
     "persist",
+    "targets",
     "task",
     "sets",
     "documents",

@@ -33,7 +33,8 @@ from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final
 from whence.table import Table, listed, one_line
-from whence.task import IGNORED, Classification, Task
+from whence.targets import IGNORED
+from whence.task import Classification, Task
 from whence.world import World
 
 Runs = Run | str | os.PathLike[str]

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
-from whence.errors import InvalidInput, InvalidTarget, InvalidType, MissingKey
+from whence.errors import InvalidInput, InvalidType, MissingKey
 from whence.table import call_text, defaults_of
+from whence.targets import IGNORED, LABEL_KEYS, as_tensor, check, class_numbers, real, unless
 
-LABEL_KEYS = ("labels", "label", "targets", "target", "y")
-IGNORED = -100  # target without a loss, as in torch.nn.functional.cross_entropy
 SUM_TOLERANCE = 1e-2  # of a target's probabilities, which may be rounded to bfloat16
 EXACT_LIMIT = 4096  # outputs per example above which an output Hessian is refused
 
@@ -92,9 +91,9 @@ class Task:
                     f"no labels in the batch (it has {sorted(batch)}): name them one of "
                     f"{LABEL_KEYS}, or override targets(batch) in your Task"
                 )
-            return _as_tensor(batch[label_keys[0]])
+            return as_tensor(batch[label_keys[0]])
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
-            return _as_tensor(batch[-1])
+            return as_tensor(batch[-1])
         raise InvalidType(
             f"cannot find labels in a batch of type {type(batch).__name__}: use (inputs, labels) "
             "tuples or mappings, or override targets(batch) in your Task"
@@ -181,84 +180,6 @@ def _sample(logits: Tensor, uniform: Draws) -> Tensor:
     return torch.searchsorted(cumulative, levels).squeeze(-1).clamp_(max=cumulative.shape[-1] - 1)
 
 
-def _as_tensor(labels: Any) -> Tensor:
-    try:
-        return torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError) as error:
-        first = labels[0] if isinstance(labels, (tuple, list)) and labels else labels
-        raise InvalidType(
-            f"labels are {type(first).__name__} ({str(first)[:40]!r}), not numbers: give class "
-            "numbers, or override targets(batch) in your Task"
-        ) from error
-
-
-def _real(targets: Tensor) -> Tensor:
-    if targets.is_complex():
-        raise InvalidType(
-            f"targets are {targets.dtype}: this loss is not defined for complex numbers. Give real "
-            "and imaginary part as two outputs, or write a Task"
-        )
-    return targets
-
-
-def _readable(targets: Tensor) -> bool:
-    """Whether reading numbers is possible (not inside torch.vmap) and does not wait for a GPU."""
-    return targets.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(
-        targets
-    )
-
-
-def _check(targets: Tensor, wrong: Tensor, problem: str) -> None:
-    """Raise for the first example (n, ...) that has a wrong target. `problem` says {value}.
-
-    Where numbers cannot be read, losses are NaN instead (`_unless`), and `Passes` asks again.
-    """
-    if _readable(targets) and bool(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
-        raise InvalidTarget(problem.format(value=f"{targets[place].item():g}"), place[0])
-
-
-def _unless(wrong: Tensor | None, losses: Tensor) -> Tensor:
-    """Losses (n,), NaN for examples with a wrong target."""
-    if wrong is None or _readable(wrong):  # then `_check` has raised
-        return losses
-    return torch.where(wrong.reshape(len(wrong), -1).any(1), torch.nan, losses)
-
-
-def _class_numbers(targets: Tensor, classes: int) -> tuple[Tensor, Tensor | None]:
-    """Targets of any shape as class numbers, and which of them are wrong (if that is unknown)."""
-    advice = (
-        f"has the target {{value}}, but the model has {classes} classes: targets must be 0 to "
-        f"{classes - 1}, or {IGNORED} for no loss"
-    )
-    if classes == 2:
-        advice += ". Give labels of -1 and 1 as 0 and 1: (y + 1) // 2"
-    numbers, wrong = targets.long(), None
-    if targets.is_floating_point():
-        if classes > 2 / torch.finfo(targets.dtype).eps:
-            raise InvalidInput(
-                f"targets in {targets.dtype} cannot name {classes} classes: give them as integers"
-            )
-        advice += (
-            ". Give a probability for every class, shape (n, classes), for soft targets, and use "
-            "Regression for numbers"
-        )
-        wrong = numbers != targets  # also for NaN
-        _check(targets, wrong, advice)
-    if _readable(numbers):
-        if numbers.numel():
-            least, most = torch.aminmax(numbers)
-            if int(least) < 0 or int(most) >= classes:
-                _check(targets, _outside(numbers, classes), advice)
-        return numbers, None
-    outside = _outside(numbers, classes)
-    return numbers.masked_fill(outside, IGNORED), outside if wrong is None else outside | wrong
-
-
-def _outside(numbers: Tensor, classes: int) -> Tensor:
-    return ((numbers < 0) | (numbers >= classes)) & (numbers != IGNORED)
-
-
 class Classification(Task):
     """Softmax cross-entropy over two or more logits; with one logit, binary cross-entropy.
 
@@ -290,7 +211,7 @@ class Classification(Task):
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         logits = self.logits(outputs)
         targets, wrong = self._checked(logits, outputs, batch)
-        return _unless(wrong, F.cross_entropy(logits, targets, reduction="none"))
+        return unless(wrong, F.cross_entropy(logits, targets, reduction="none"))
 
     def labels(self, batch: Any) -> Tensor:
         """Targets as class numbers, (n,): of soft targets, the most probable class."""
@@ -321,7 +242,7 @@ class Classification(Task):
             return self._probabilities(targets, logits.dtype)
         targets = targets.flatten()
         if outputs[:1].numel() > 1 or not targets.is_floating_point():
-            return _class_numbers(targets, classes)
+            return class_numbers(targets, classes)
         ignored = targets == IGNORED
         wrong = ~((targets >= 0) & (targets <= 1) | ignored)
         advice = (
@@ -329,14 +250,14 @@ class Classification(Task):
             f"probability of class 1 ({IGNORED} for no loss). Give labels of -1 and 1 as 0 and 1: "
             "(y + 1) / 2"
         )
-        _check(targets, wrong, advice)
+        check(targets, wrong, advice)
         both = torch.stack([1 - targets, targets], 1).to(logits.dtype)
         return both.masked_fill(ignored.unsqueeze(1), 0.0), wrong
 
     @staticmethod
     def _probabilities(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         negative = ~((targets >= 0) & (targets <= 1))
-        _check(
+        check(
             targets,
             negative,
             "has the probability {value} in its target: probabilities must be between 0 and 1",
@@ -344,7 +265,7 @@ class Classification(Task):
         targets = targets.to(dtype)
         sums = targets.sum(1)
         unequal = ~((sums - 1).abs() <= SUM_TOLERANCE)
-        _check(
+        check(
             sums,
             unequal,
             "has a target whose probabilities sum to {value}, not 1: use MultiLabel if an example "
@@ -360,7 +281,7 @@ class Classification(Task):
     def _given(self, batch: Any) -> Tensor:
         """What a subclass defines: `labels` if it has its own, else `targets`."""
         overridden = type(self).labels is not Classification.labels
-        return _real(self.labels(batch) if overridden else self.targets(batch))
+        return real(self.labels(batch) if overridden else self.targets(batch))
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         if self.measurement != "margin":
@@ -372,7 +293,7 @@ class Classification(Task):
         correct = labels.clamp_min(0).unsqueeze(1)
         others = logits.scatter(1, correct, float("-inf"))
         margins = logits.gather(1, correct).squeeze(1) - others.logsumexp(1)
-        return _unless(wrong, margins.masked_fill(self.ignored(batch), 0.0))
+        return unless(wrong, margins.masked_fill(self.ignored(batch), 0.0))
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
         logits = self.logits(outputs)
@@ -417,7 +338,7 @@ class MultiLabel(Task):
 
     def _checked(self, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits, targets and which targets are known, (n, labels); which are wrong."""
-        targets = _real(self.targets(batch))
+        targets = real(self.targets(batch))
         if targets.shape != outputs.shape:
             raise InvalidInput(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
@@ -427,7 +348,7 @@ class MultiLabel(Task):
         targets = targets.reshape(len(outputs), -1)
         known = targets != IGNORED
         wrong = ~((targets >= 0) & (targets <= 1)) & known
-        _check(
+        check(
             targets,
             wrong,
             "has the target {value}: a label must be 0, 1, or the probability of 1 "
@@ -447,7 +368,7 @@ class MultiLabel(Task):
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         logits, targets, known, wrong = self._checked(outputs, batch)
         each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-        return _unless(wrong, self._over_labels(each, known, lambda count: count))
+        return unless(wrong, self._over_labels(each, known, lambda count: count))
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         if self.measurement != "margin":
@@ -455,7 +376,7 @@ class MultiLabel(Task):
             return losses if self.measurement == "loss" else -losses
         logits, targets, known, wrong = self._checked(outputs, batch)
         margins = torch.where(targets >= 0.5, logits, -logits)
-        return _unless(wrong, self._over_labels(margins, known, lambda count: count))
+        return unless(wrong, self._over_labels(margins, known, lambda count: count))
 
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
         logits, _, known, _ = self._checked(outputs, batch)
@@ -490,7 +411,7 @@ class Regression(Task):
 
     def residuals(self, outputs: Tensor, batch: Any) -> Tensor:
         """f - y, (n, outputs)."""
-        targets = _real(self.targets(batch))
+        targets = real(self.targets(batch))
         if targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
             raise InvalidInput(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
@@ -574,18 +495,18 @@ class LanguageModeling(Task):
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         targets, wrong = self._checked(outputs, batch)
-        return _unless(wrong, self._over_tokens(outputs, targets, lambda count: count))
+        return unless(wrong, self._over_tokens(outputs, targets, lambda count: count))
 
     def _checked(self, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
         """Targets (n, t); and which are wrong, if that is unknown."""
-        targets = _real(self.targets(batch))
+        targets = real(self.targets(batch))
         if outputs.dim() != 3 or targets.shape != outputs.shape[:2]:
             raise InvalidInput(
                 f"labels of shape {tuple(targets.shape)} do not fit outputs of shape "
                 f"{tuple(outputs.shape)}: LanguageModeling needs logits (n, t, tokens) and one "
                 "label per position (n, t). Override outputs(model, batch) or targets(batch)"
             )
-        return _class_numbers(targets, outputs.shape[2])
+        return class_numbers(targets, outputs.shape[2])
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         losses = self.losses(outputs, batch)
@@ -651,7 +572,7 @@ class Preference(Task):
 
     def targets(self, batch: Any) -> Tensor:
         """h_ref of each pair, (n,)."""
-        return _real(_as_tensor(batch["reference"]))
+        return real(as_tensor(batch["reference"]))
 
     def margins(self, outputs: Tensor, batch: Any) -> Tensor:
         """β (h - h_ref), (n,)."""

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from whence.errors import InvalidInput
-from whence.layers.kind import Kind, Notes, Seen, same_forward
-from whence.layers.parameter import Direct, one_for_all
+from whence.layers.kind import Notes, Seen
+from whence.layers.parameter import Direct
 
 MOST = 2**22  # numbers in a parameter, above which copies take too much memory
 
@@ -77,19 +76,3 @@ class _Inside(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
-
-
-def copyable(module: nn.Module, kind: Kind | None) -> bool:
-    """Whether a module of this kind, if any, can be computed with copies, and has no other way."""
-    if isinstance(module, (parametrize.ParametrizationList, nn.ParameterList, nn.ParameterDict)):
-        return False
-    if parametrize.is_parametrized(module):
-        return True
-    if any(True for child in module.children() for _ in child.parameters()):
-        return False
-    if kind is None:
-        return not all(one_for_all(p) for p in module.parameters())
-    known = kind.module  # the class whose forward the kind knows
-    if kind.form != "matrix" or not isinstance(known, type) or known is nn.Module:
-        return False
-    return not same_forward(module, known)

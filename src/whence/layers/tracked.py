@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils import parametrize
 
 from whence.data import batch_length
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
 from whence.layers.choose import Chooser
-from whence.layers.copied import Copied, copyable
+from whence.layers.copied import Copied
 from whence.layers.counting import OperationCount
 from whence.layers.embedding import Embedding
-from whence.layers.kind import Kind, Part, kind_of, matrices
+from whence.layers.kind import Kind, Part, kind_of, matrices, same_forward
 from whence.layers.linear import Linear
 from whence.layers.parameter import Bias, Direct, one_for_all
 from whence.table import listed
@@ -221,12 +221,12 @@ def _uses(
 ) -> Iterator[tuple[str, nn.Module, list[Part]]]:
     """(name, module, parts) of what can be chosen: a module, or single parameters of one."""
     kind, prefix = kind_of(module), f"{path}." if path else ""
-    if copyable(module, kind):
+    if _copyable(module, kind):
         for name, _ in module.named_parameters():
             inside, _, attribute = name.rpartition(".")
             copied = Copied(attribute, module)
             yield prefix + name, module.get_submodule(inside), [(copied, attribute)]
-    elif kind is None and not isinstance(module, ParametrizationList):
+    elif kind is None and not isinstance(module, parametrize.ParametrizationList):
         for name, p in module._parameters.items():
             if p is not None and one_for_all(p):
                 yield prefix + name, module, [(Direct(name), name)]
@@ -243,6 +243,22 @@ def _uses(
         yield path, module, [(kind, "weight")]
     else:
         yield path, module, [(kind, "weight"), (Bias(not kind.bias_column), "bias")]
+
+
+def _copyable(module: nn.Module, kind: Kind | None) -> bool:
+    """Whether a module of this kind, if any, can be computed with copies, and has no other way."""
+    if isinstance(module, (parametrize.ParametrizationList, nn.ParameterList, nn.ParameterDict)):
+        return False
+    if parametrize.is_parametrized(module):
+        return True
+    if any(True for child in module.children() for _ in child.parameters()):
+        return False
+    if kind is None:
+        return not all(one_for_all(p) for p in module.parameters())
+    known = kind.module  # the class whose forward the kind knows
+    if kind.form != "matrix" or not isinstance(known, type) or known is nn.Module:
+        return False
+    return not same_forward(module, known)
 
 
 def _refusal(
