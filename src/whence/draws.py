@@ -85,7 +85,7 @@ class Uniform:
         return uniforms(self._keys, positions)
 
     def rows(self, count: int) -> Uniform:
-        """Draws for each of so many rows of every example, (n count, positions)."""
+        """Draws for each of `count` rows of every example, (n count, positions)."""
         each = Uniform.__new__(Uniform)
         rows = torch.arange(count, device=self._keys.device)
         each._keys = mix(self._keys.unsqueeze(-1) + rows).flatten()

@@ -60,7 +60,7 @@ class Study:
             `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
             layers and convolutions, "all" embeddings, norms and tied heads too.
         candidates: data that the run never trained on, for the last stage or `{stage: dataset}`.
-            It is scored in place of the training data: what would each example have done, had it
+            It is scored instead of the training data: what would each example have done, had it
             been one of the N of its stage?
     """
 

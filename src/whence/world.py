@@ -392,7 +392,7 @@ def part_of(whole: Tensor, like: Any) -> Tensor:
 
 
 def gathered(source: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU in place of sharded ones, at rank 0, where the others assist.
+    """Whole tensors on the CPU instead of sharded ones, at rank 0, where the others assist.
 
     Args:
         source: where the other ranks find tensors of these names.

@@ -331,7 +331,7 @@ def test_views_are_digested_by_what_they_show() -> None:
 
 
 class ChangesLater(Watched):
-    """Another brightness after so many reads."""
+    """Another brightness after a number of reads."""
 
     reads = 0
 

@@ -250,7 +250,7 @@ def test_source_exactly_in_single_precision_and_in_blocks() -> None:
     expected = it.dense.source(it.leg.segments(2), exact=True).sum(0)
     found = method.attribute(it.study, it.query, progress=False).values
     close(found, expected, 1e-3)
-    for row in range(3):  # a query's answer does not hang on its neighbours
+    for row in range(3):  # a query's answer does not depend on its neighbours
         one = TensorDataset(*(t[row : row + 1] for t in it.query.tensors))
         close(method.attribute(it.study, one, **EXACT).values, expected[row : row + 1])
 

@@ -166,7 +166,7 @@ def test_stages_go_on_with_the_statistics(stage: str) -> None:
 
 
 class Started(nn.Module):
-    """Statistics that hang on the seed, and a parameter that no layer of torch holds."""
+    """Statistics that depend on the seed, and a parameter that no layer of torch holds."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()

@@ -186,7 +186,7 @@ def test_what_cannot_be_stacked_is_trained_alone_and_said() -> None:
     trainings = [Training(s, sub) for s, sub in enumerate(subsets(2, 24, recipes.N))]
     with pytest.warns(UserWarning, match="one at a time: .*Dropout"):
         found = measure(recipe, QUERY, trainings, progress=False)
-    again = np.concatenate(  # dropout's draws hang on seed and update, not on what was before
+    again = np.concatenate(  # dropout's draws depend on seed and update, not on earlier draws
         [measure(recipe, QUERY, [t], progress=False, engine="single") for t in reversed(trainings)]
     )[::-1]
     assert np.array_equal(found, again)

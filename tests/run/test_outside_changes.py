@@ -197,7 +197,7 @@ def test_a_second_optimizer_of_the_same_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_layers_that_no_gradient_reaches(every: int, tmp_path: Path) -> None:
-    """The optimizer has them, but only every so many updates reach them: `every` = 1, never."""
+    """The optimizer has them, but only some updates reach them: `every` = 1, never."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with (

@@ -168,7 +168,7 @@ def _shape(text: str | None) -> list[int] | None:
 def _gpu(
     name: str, dtype: str, flops: float | None, bandwidth: float | None, memory: str | None
 ) -> Gpu | str:
-    """A known GPU, with what is given in place of its data sheet."""
+    """A known GPU; given numbers replace those of its data sheet."""
     from whence.engine.estimate import DTYPES, GPUS
     from whence.engine.estimate import Gpu as Sheet
     from whence.engine.options import allowance

@@ -33,7 +33,7 @@ def on_ray(call: Callable[[], Any], resumes: bool) -> Any:
     """What `call` returns on the first of all free workers, one for each GPU, or for each core.
 
     Args:
-        resumes: whether a second call goes on where a first one was lost. It is then made as soon
+        resumes: whether a second call resumes where a first one was lost. It is then made as soon
             as a worker dies, with the workers that are left.
     """
     if World.current().size > 1:

@@ -91,7 +91,7 @@ class Explorer:
         self._draw_map()
 
     def _draw_map(self) -> None:
-        """Place the training examples on the map; what is wrong is told on its page."""
+        """Place the training examples on the map; problems are shown on its page."""
         data = self.data
         if data.study is None or data.train_unknown:
             self._map = "the map needs the model and the training data (give study=, or --study)"

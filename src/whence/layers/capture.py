@@ -142,7 +142,7 @@ class TrackedLayer:
 
     @property
     def individual(self) -> bool:
-        """Whether the model computes with one value for each example in place of one for all."""
+        """Whether the model computes with one value for each example instead of one for all."""
         return self.shared or self.uses[0][1].seen in ("copies", "forward")
 
     @property

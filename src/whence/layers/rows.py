@@ -43,7 +43,7 @@ class Rows:
         return self._each(lambda x: x[examples])
 
     def folded(self, examples: int) -> Rows:
-        """With so many examples, each of several of these."""
+        """The same rows, grouped into this many examples."""
         return self._each(lambda x: x.reshape(examples, -1, *x.shape[2:]))
 
     def to(self, *args: Any) -> Rows:

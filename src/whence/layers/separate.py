@@ -69,7 +69,7 @@ def looked_at(data: Batches, examples: Sequence[int]) -> Iterator[Any]:
 
 
 def _extents(batch: Any, count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """How many numbers each of so many examples has, and how large they are (integers: how many
+    """How many numbers each of `count` examples has, and how large they are (integers: how many
     are not 0)."""
     numbers, sizes = np.zeros(count, np.int64), np.zeros(count)
     for tensor in _tensors(batch):

@@ -8,7 +8,7 @@ over them, and the covariances of single positions are the wrong eigenbasis for 
 
     L = Σ_n G_n G_nᵀ / N          R = Σ_n G_nᵀ G_n / N
 
-in place of K-FAC's S and A.
+instead of K-FAC's S and A.
 """
 
 from __future__ import annotations

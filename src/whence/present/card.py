@@ -162,7 +162,7 @@ def _lines(
     colour: str = INK,
     weight: int = 400,
 ) -> list[str]:
-    """A text in at most so many lines, the first at y."""
+    """A text in at most this many lines, the first at y."""
     letters = max(4, int(width / (size * PER_EM)))
     wrapped = textwrap.wrap(_clean(text), letters, max_lines=lines, placeholder=" …")
     style = f'font-size="{size}" font-weight="{weight}" fill="{colour}"'

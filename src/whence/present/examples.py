@@ -102,7 +102,7 @@ class Examples:
         return self._read(index, drawn=True)
 
     def content(self, index: int) -> Rendered:
-        """As `render`, with the `array` (c, h, w) of an image in place of its data URI."""
+        """As `render`, with the `array` (c, h, w) of an image instead of its data URI."""
         return self._read(index, drawn=False)
 
     def _read(self, index: int, drawn: bool) -> Rendered:

@@ -105,7 +105,7 @@ def audit_columns(
     Suspicion is the mean harm to the queries, or self-influence: as in `evaluate.mislabeled`.
 
     Returns:
-        `rank`, then the columns of `ranked_columns` with `suspicion` in place of `score`, and
+        `rank`, then the columns of `ranked_columns` with `suspicion` instead of `score`, and
         `differs`: whether the prediction differs from the label.
     """
     worst = not scores.is_self_influence

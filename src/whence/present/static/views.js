@@ -140,7 +140,7 @@ Whence.views = (() => {
 
   // -- two examples side by side ---------------------------------------------------------------
 
-  const LONG = 5, RUN = 3; // a shared word is marked if it is this long, or in a run of so many
+  const LONG = 5, RUN = 3; // a shared word is marked if it is this long, or in a run of this many words
 
   // [{text, key}]: the text in parts; a word has a key, and what is between words has none.
   function partsOf(text) {
@@ -170,7 +170,7 @@ Whence.views = (() => {
       between = [];
     };
     for (const part of partsOf(text)) {
-      if (part.key === null) between.push(part); // in the run only if it goes on
+      if (part.key === null) between.push(part); // in the run only if the run continues
       else if (shared.has(part.key)) {
         if (run.length) run.push(...between, part); else { flush(); run = [part]; }
         between = [];
