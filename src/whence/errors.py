@@ -16,7 +16,7 @@ use it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -80,6 +80,14 @@ def examples_of(name: str, indices: Any, code: str = "the model or the task") ->
         raise InvalidInput(
             f"{code} failed on {name} example {shown}: {type(error).__name__}: {error}"
         ) from error
+
+
+def check_choice(name: str, value: str, options: Iterable[str]) -> str:
+    """The value of a setting; refuses one that is not among the options."""
+    if value not in (known := list(options)):
+        listed = ", ".join(map(repr, known))
+        raise InvalidInput(f"{name}={value!r} is not known: use one of {listed}")
+    return value
 
 
 class InvalidType(WhenceError, TypeError):

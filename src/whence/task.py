@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
-from whence.errors import InvalidInput, InvalidType, MissingKey
+from whence.errors import InvalidInput, InvalidType, MissingKey, check_choice
 from whence.table import call_text, defaults_of
 from whence.targets import IGNORED, LABEL_KEYS, as_tensor, check, class_numbers, real, unless
 
@@ -194,7 +194,7 @@ class Classification(Task):
     """
 
     def __init__(self, measurement: str = "margin") -> None:
-        self.measurement = _one_of("measurement", measurement, ("margin", "loss", "log_prob"))
+        self.measurement = check_choice("measurement", measurement, ("margin", "loss", "log_prob"))
         self.higher_is_better = measurement != "loss"
         self.unit = {"margin": "logits", "loss": "nats", "log_prob": "nats"}[measurement]
 
@@ -331,8 +331,8 @@ class MultiLabel(Task):
     """
 
     def __init__(self, reduction: str = "mean", measurement: str = "margin") -> None:
-        self.reduction = _one_of("reduction", reduction, ("mean", "sum"))
-        self.measurement = _one_of("measurement", measurement, ("margin", "loss", "log_prob"))
+        self.reduction = check_choice("reduction", reduction, ("mean", "sum"))
+        self.measurement = check_choice("measurement", measurement, ("margin", "loss", "log_prob"))
         self.higher_is_better = measurement != "loss"
         self.unit = {"margin": "logits", "loss": "nats", "log_prob": "nats"}[measurement]
 
@@ -403,9 +403,9 @@ class Regression(Task):
     """
 
     def __init__(self, loss: str = "mse", measurement: str = "absolute_error") -> None:
-        self.loss = _one_of("loss", loss, ("mse", "half_mse"))
+        self.loss = check_choice("loss", loss, ("mse", "half_mse"))
         options = ("absolute_error", "loss", "output")
-        self.measurement = _one_of("measurement", measurement, options)
+        self.measurement = check_choice("measurement", measurement, options)
         self.higher_is_better = measurement == "output"
         self.unit = "squared target units" if measurement == "loss" else "target units"
 
@@ -456,8 +456,8 @@ class LanguageModeling(Task):
     """
 
     def __init__(self, reduction: str = "mean", measurement: str = "loss") -> None:
-        self.reduction = _one_of("reduction", reduction, ("mean", "sum"))
-        self.measurement = _one_of("measurement", measurement, ("loss", "log_prob"))
+        self.reduction = check_choice("reduction", reduction, ("mean", "sum"))
+        self.measurement = check_choice("measurement", measurement, ("loss", "log_prob"))
         self.higher_is_better = measurement == "log_prob"
         self.unit = "nats per token" if reduction == "mean" else "nats per document"
 
@@ -550,7 +550,7 @@ class Preference(Task):
         if isinstance(beta, bool) or not (isinstance(beta, (int, float)) and beta > 0):
             raise InvalidInput(f"beta={beta!r} must be a positive number")
         self.beta = float(beta)
-        self.measurement = _one_of("measurement", measurement, ("margin", "loss"))
+        self.measurement = check_choice("measurement", measurement, ("margin", "loss"))
         self.higher_is_better = measurement == "margin"
         self.unit = "nats"
 
@@ -592,11 +592,3 @@ def _has_table(model: nn.Module, positions: int) -> bool:
     tokens = getattr(model, "get_input_embeddings", lambda: None)()
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
     return any(table.num_embeddings in (positions, positions + 2) for table in tables)
-
-
-def _one_of(name: str, value: str, options: tuple[str, ...]) -> str:
-    if value not in options:
-        raise InvalidInput(
-            f"{name}={value!r} is not known: use one of {', '.join(map(repr, options))}"
-        )
-    return value

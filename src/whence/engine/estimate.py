@@ -29,9 +29,9 @@ from whence.engine.costs import (
     Workload,
     batch_size_for,
 )
-from whence.engine.options import FACTOR_SHARE, SHARE, check_choice, check_count
+from whence.engine.options import FACTOR_SHARE, SHARE, check_count
 from whence.engine.workspace import Outline, Term
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, check_choice
 from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser
 from whence.layers.tracked import Tracked, find

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypedDict
@@ -92,13 +91,6 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
 
 
 # --- checks of settings ---------------------------------------------------------------------------
-
-
-def check_choice(name: str, value: Any, options: Iterable[str]) -> None:
-    """Refuse a value that is not among the options."""
-    if value not in (known := list(options)):
-        listed = ", ".join(map(repr, known))
-        raise InvalidInput(f"{name}={value!r} is not known: use one of {listed}")
 
 
 def check_count(name: str, value: Any) -> None:

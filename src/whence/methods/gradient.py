@@ -25,7 +25,6 @@ from whence.engine.options import (
     QUERY_AT,
     ComputeOptions,
     Options,
-    check_choice,
     check_damping,
     check_share,
 )
@@ -35,7 +34,7 @@ from whence.engine.query_factors import plan
 from whence.engine.scoring import Parts, readouts
 from whence.engine.tokens import Tokens, score_tokens, shared_tokens
 from whence.engine.workspace import GAUSS_NEWTON, LOSS, Outline, Term, Workspace
-from whence.errors import InvalidIndex, InvalidInput
+from whence.errors import InvalidIndex, InvalidInput, check_choice
 from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost

@@ -13,10 +13,10 @@ from typing import Any
 
 from whence.engine.costs import Workload
 from whence.engine.dynamics import source_damping
-from whence.engine.options import check_choice
 from whence.engine.queries import Queries
 from whence.engine.solvers import SOLVERS, check_settings
 from whence.engine.workspace import Outline, Term, Workspace
+from whence.errors import check_choice
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.operators import BlockDiagonal, Inverse
 from whence.operators.datainf import DataInf

@@ -16,11 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from whence.engine.options import check_choice
 from whence.engine.queries import Queries
 from whence.engine.trials import OUTPUTS
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput, NotFinite
+from whence.errors import InvalidInput, NotFinite, check_choice
 from whence.layers.passes import Weights
 from whence.layers.representation import representations
 from whence.methods.similarity import Similarity, cosine, dot

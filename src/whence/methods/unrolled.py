@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from whence.engine.options import QUERY_AT, check_choice, check_damping
+from whence.engine.options import QUERY_AT, check_damping
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, check_choice
 from whence.methods.unrolling import Unrolling
 from whence.replay.expected import ExpectedCredits
 from whence.replay.growth import growth_summary, norms, note_growth

@@ -10,9 +10,8 @@ from typing import Any
 from torch.utils.data import Subset, TensorDataset
 
 from whence.data import Batches
-from whence.engine.options import check_choice
 from whence.engine.workspace import Workspace
-from whence.errors import DamagedFile, InvalidInput, MissingFile
+from whence.errors import DamagedFile, InvalidInput, MissingFile, check_choice
 from whence.operators import FISHERS
 from whence.persist.files import check_types, parsing, read_json
 from whence.run import Run
