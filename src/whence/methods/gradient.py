@@ -223,6 +223,7 @@ class GradientMethod(Method):
             workspace.room,
             workspace.dtype,
             None if query is None else query.rank,
+            workspace.world.size,
         )
         announce(self, workspace, self.counted(work))
 
