@@ -161,7 +161,7 @@ def test_one_stage(trained: Trained, stage: str) -> None:
     assert [a["stage"] for a in about if "duration" in a] == ["before"] * (fitted == 7) * 2 + [
         "after"
     ] * 2
-    assert scores.diagnostics["estimate"]["passes"]["covariances"] == fitted
+    assert method.estimate(trained.study, QUERY)["passes"]["covariances"] == fitted
 
 
 def test_self_influence(trained: Trained) -> None:

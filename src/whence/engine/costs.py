@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -142,46 +142,31 @@ class Cost:
     sides: Sequence[int] = ()
 
 
-def batch_size_for(tracked: Tracked, dtype: torch.dtype, device: str, memory: int) -> int:
-    """Examples per pass that fit, a power of two."""
-    bytes_each = cost.per_example_numbers(tracked) * dtype.itemsize
-    most, share = (512, 2**28) if device == "cpu" else (4096, memory // 2)
-    size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
-    return 1 << (size.bit_length() - 1)
-
-
-def queries_at_once(numbers: int, size: int, memory: int, sets: int) -> int:
-    """Queries whose vectors fit into half the memory: those of `sets` terms, and two sets on the
-    way to the next. 0 if not even one's do.
-
-    Args:
-        numbers: in a vector.
-        size: bytes of each.
-    """
-    return int(memory // 2 // ((sets + 2) * numbers * size))
-
-
-def announce(what: object, workspace: Workspace, counts: Cost) -> None:
-    """Note an estimate with the diagnostics, and show it if the work is long."""
+def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:
+    """What these counts take here: seconds, bytes, operations, and passes over the data."""
     seconds = Machine.here(workspace.device, workspace.dtype).seconds(counts)
-    examples, total = workspace.examples, sum(seconds.values())
-    batch = min(workspace.batch_size, examples)
+    batch = min(workspace.batch_size, workspace.examples)
     numbers = counts.fitted_numbers + counts.vector_numbers
     size = workspace.accumulator.itemsize * numbers + workspace.dtype.itemsize * (
         workspace.tracked.parameters + batch * cost.per_example_numbers(workspace.tracked)
     )
-    workspace.ledger.diagnostics["estimate"] = {
-        "seconds": total,
+    return {
+        "seconds": sum(seconds.values()),
         "bytes": size,
         "operations": sum(counts.operations.values()),
         "passes": dict(counts.passes),
     }
-    if workspace.progress and total > WORTH_TELLING:
-        kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.passes.items())
+
+
+def announce(what: object, workspace: Workspace, counts: Cost) -> None:
+    """Note an estimate with the diagnostics, and show it if the work is long."""
+    about = workspace.ledger.diagnostics["estimate"] = estimated(workspace, counts)
+    if about["seconds"] > WORTH_TELLING:
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in about["passes"].items())
         queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
         tqdm.write(
-            f"{what!r}: {examples:,} examples{queries}; passes: {kinds}; "
-            f"about {duration(total)} and {byte_size(size)}",
+            f"{what!r}: {workspace.examples:,} examples{queries}; passes: {kinds}; "
+            f"about {duration(about['seconds'])} and {byte_size(about['bytes'])}",
             file=sys.stderr,
         )
 

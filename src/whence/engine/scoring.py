@@ -25,8 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.data import Batches, cut
-from whence.engine.costs import queries_at_once
+from whence.data import Batches, cut, progress_bar
 from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, Columns, Term, Workspace
@@ -38,7 +37,6 @@ from whence.operators.operator import rotate
 from whence.operators.products import Readout
 from whence.scores import ScoreWriter
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
-from whence.table import progress_bar
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -340,7 +338,7 @@ class Scoring:
 
     def _fitting(self, sets: int) -> int:
         size = self.workspace.accumulator.itemsize
-        return queries_at_once(self._vector(), size, self.workspace.memory, sets)
+        return cost.queries_at_once(self._vector(), size, self.workspace.memory, sets)
 
     def _vector(self) -> int:
         """Numbers in a query's vector."""

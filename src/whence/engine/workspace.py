@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.costs import batch_size_for
 from whence.engine.ledger import Ledger
 from whence.engine.options import FACTOR_SHARE, ComputeOptions, allowance
 from whence.engine.queries import Queries, QuerySet
@@ -33,6 +32,7 @@ from whence.operators import (
     GaussNewton,
     Operator,
     accumulator,
+    cost,
 )
 from whence.persist.cache import Tried
 from whence.persist.identity import sha256_of
@@ -155,7 +155,7 @@ class Workspace:
         memory, batch_size = _memory(world, options.memory, device), options.batch_size
         if batch_size is None:
             tracked = passes[study.stages[-1]].tracked
-            batch_size = batch_size_for(tracked, options.dtype, device.type, memory)
+            batch_size = cost.batch_size_for(tracked, options.dtype, device.type, memory)
         if world.size > 1:  # a batch for everyone
             most = max(len(data) for data in study.data.values())
             batch_size = max(1, min(batch_size, -(-most // world.size)))

@@ -24,12 +24,11 @@ from whence.engine.trials import LOSSES
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.passes import Weights, precision_as_asked
-from whence.persist.identity import key_of
+from whence.persist.identity import call_text, defaults_of, key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
 from whence.study import Study
-from whence.table import call_text, defaults_of
 from whence.world import World
 
 Folder = str | os.PathLike[str] | None

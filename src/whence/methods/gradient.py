@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from whence.engine.costs import SCORED, Cost, Workload, announce, queries_at_once
+from whence.engine.costs import SCORED, Cost, Workload, announce, estimated
 from whence.engine.dynamics import Rates
 from whence.engine.ledger import segment_summary
 from whence.engine.options import (
@@ -117,7 +117,7 @@ class GradientMethod(Method):
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            at_once = queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
+            at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
             blocks = -(-count // max(1, at_once))  # each has a pass over the examples
             each["scores"] += (blocks - 1) * cost.again(tracked)
             handled["scores"] = blocks * handled.get("scores", 0.0)
@@ -156,8 +156,8 @@ class GradientMethod(Method):
         writer = self.writer(workspace, out, top, segments, places, layers=layers)
         if writer.already is not None:
             return writer.already
-        if workspace.reads_training_data:
-            self._announce(workspace, terms)
+        if workspace.progress and workspace.reads_training_data:
+            announce(self, workspace, self.counted(self.workload(workspace, terms)))
         workspace.in_step = self._factored  # plain gradients are not worth dealing
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
@@ -204,13 +204,14 @@ class GradientMethod(Method):
         with World.together(), torch.no_grad(), precision_as_asked():
             queries = QuerySet.of(study, query, query_weights, query_rank)
             workspace = self.lay_out(study, study.runs[0], queries, ComputeOptions(**options))
-            self._announce(workspace, self.terms(workspace))
-        return dict(workspace.ledger.diagnostics["estimate"])
+            work = self.workload(workspace, self.terms(workspace))
+            return estimated(workspace, self.counted(work))
 
-    def _announce(self, workspace: Workspace, terms: list[Term]) -> None:
+    def workload(self, workspace: Workspace, terms: list[Term]) -> Workload:
+        """What the cost of these terms depends on."""
         first, query = first_scored(workspace, terms), workspace.query
         scored = [term for term in terms if term.stage in workspace.stages]
-        work = Workload(
+        return Workload(
             workspace.tracked,
             workspace.examples,
             sum(len(workspace.used(stage)) for stage in workspace.study.stages),
@@ -224,7 +225,6 @@ class GradientMethod(Method):
             workspace.dtype,
             None if query is None else query.rank,
         )
-        announce(self, workspace, self.counted(work))
 
     def tokens(
         self, study: Study, query: Any, examples: Sequence[int], **options: Unpack[Options]

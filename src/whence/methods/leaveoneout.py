@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from whence.errors import InvalidIndex, InvalidInput, InvalidType, collect_warnings
+from whence.persist.identity import call_text, defaults_of
 from whence.retrain import contrast, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.study import Study
-from whence.table import call_text, defaults_of
 
 
 class LeaveOneOut:

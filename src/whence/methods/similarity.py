@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.engine.costs import announce, passes_cost
+from whence.data import progress_bar
+from whence.engine.costs import Cost, announce, passes_cost
 from whence.engine.queries import Queries
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, Workspace
@@ -27,7 +28,6 @@ from whence.layers.passes import Weights
 from whence.methods.base import Folder, Method
 from whence.operators.products import squared_norms
 from whence.scores import Scores
-from whence.table import progress_bar
 
 SCORES_PER_BLOCK = 2**22
 SELF_BLOCK = 256  # examples compared with each other to find each one's similarity to itself
@@ -97,6 +97,11 @@ class Similarity(Method):
         """Operations per example of a pass of each kind, and how many, for the estimate."""
         return {"gradients": workspace.tracked.operations}, {"gradients": 1}
 
+    def counted(self, workspace: Workspace) -> Cost:
+        """The counts of all its work."""
+        passes = self.passes_needed(workspace)
+        return passes_cost(workspace.tracked, workspace.examples, *passes)
+
     def width(self, workspace: Workspace) -> int:
         """Numbers in the features of an example, about."""
         return 1
@@ -109,8 +114,8 @@ class Similarity(Method):
         writer = self.writer(workspace, out, top, 1 if by else None, places, self._depends_on)
         if writer.already is not None:
             return writer.already
-        passes = self.passes_needed(workspace)
-        announce(self, workspace, passes_cost(workspace.tracked, workspace.examples, *passes))
+        if workspace.progress:
+            announce(self, workspace, self.counted(workspace))
         prepared, queries = self.prepare(workspace), {}
         with workspace.clock("scores"):
             rows, step = None, SELF_BLOCK

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.data import Batches
+from whence.data import Batches, progress_bar
 from whence.errors import InvalidInput, warn
 from whence.retrain.grid import Grid
 from whence.retrain.pool import ENGINES, TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
 from whence.retrain.training import Training
 from whence.retrain.work_queue import units, work
-from whence.table import progress_bar
 
 
 def measure(

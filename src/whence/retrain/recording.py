@@ -13,12 +13,12 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
 
+from whence.data import progress_bar
 from whence.persist.identity import digest
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.stage import Ints, StageRecipe, checked_seed
 from whence.run import Recorder, Run, RunError
-from whence.table import progress_bar
 
 if TYPE_CHECKING:
     from whence.retrain.recipe import Recipe

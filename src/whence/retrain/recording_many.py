@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
 
-from whence.data import Batches
+from whence.data import Batches, progress_bar
 from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidType, warn
 from whence.retrain.callback import Callback, Update
@@ -37,7 +37,6 @@ from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, Unfini
 from whence.retrain.work_queue import units
 from whence.run import Run
 from whence.run.schedule import CheckpointSchedule
-from whence.table import progress_bar
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
