@@ -58,7 +58,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device, dtype: torch.dtype) -> Machine:
-        """This one, measured."""
+        """This machine, whose speed is measured."""
         rate, bandwidth = cost.rate(device, dtype), cost.bandwidth(device)
         if device.type == "cpu":  # float64 at half the rate
             return cls(rate, bandwidth, eigen_rate=rate / 2, touched=TOUCHED["cpu"])
@@ -66,7 +66,7 @@ class Machine:
         return cls(rate, bandwidth, eigen_rate=EIGEN_SHARE * single, side_seconds=SIDE_SECONDS)
 
     def seconds(self, counts: Cost) -> dict[str, float]:
-        """By kind of work."""
+        """Seconds for each kind of work."""
         seconds = {
             kind: operations / (ATTAINED * self.rate)
             + self.touched * counts.touched.get(kind, 0.0) / self.bandwidth
@@ -86,7 +86,7 @@ class Workload:
     Attributes:
         examples: that are scored.
         trained: that curvature is fitted on.
-        queries: None where every example is its own.
+        queries: None for self-influence, where every example is its own query.
         terms: sets of query vectors, such as segments.
         scored, fitted: checkpoints at which examples are scored, and curvature is fitted.
         memory: bytes that a process may use.
@@ -112,12 +112,12 @@ class Workload:
 
     @property
     def asked(self) -> int:
-        """Queries that share a pass of products: one where every example is its own."""
+        """Queries that share a pass of products; 1 for self-influence."""
         return self.queries or 1
 
     @property
     def factor_groups(self) -> int:
-        """How many groups of layers EK-FAC's factors are fitted in."""
+        """The number of groups of layers in which EK-FAC's factors are fitted."""
         return len(grouped(self.tracked.blocks, True, self.accumulator, self.room))
 
 
@@ -128,7 +128,7 @@ class Cost:
     Attributes:
         passes: over the data, of each kind.
         operations: of all examples, by kind.
-        touched: numbers that are handled, likewise.
+        touched: numbers that the passes handle, by kind.
         fitted_numbers, vector_numbers: in memory at once besides the model and a batch: of what is
             fitted, and of query vectors.
         sides: of all matrices that are decomposed.

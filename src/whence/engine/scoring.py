@@ -4,12 +4,12 @@ values[q, m] = Σ_terms Σ_{c in term} ⟨w_{term,q}, ∇L(m, θ_c)⟩
 
 (or the gradient of another signal, times a weight of each example, where a method says so.)
 
-Queries are taken in batches that fit into memory; for each such batch, examples go by in chunks. A
-chunk is written when all its checkpoints are added up, so what is written is final.
+Queries are processed in batches that fit into memory, and for each batch the examples in chunks. A
+chunk is written after all its checkpoints were added up, so written scores are final.
 
-A pass over the examples costs more than the vectors of a few queries, so as many queries as fit
-share one. If the vectors of all terms fit, they are kept while the examples go by. If not, only one
-term's are, and they are computed again for each chunk, which is then larger
+A pass over the examples costs more than the vectors of a few queries, so as many queries as fit in
+memory share a pass. If the vectors of all terms fit, they stay in memory while the examples go by.
+If not, only one term's vectors do, and they are computed again for each chunk, which is then larger
 (EXAMPLES_PER_QUERY).
 """
 
@@ -85,7 +85,7 @@ class Parts:
 
 @dataclass
 class Scoring:
-    """One run's scores on their way into a writer."""
+    """Computes one run's scores, and passes them to a writer."""
 
     workspace: Workspace
     terms: list[Term]

@@ -3,7 +3,7 @@
     values[q, m] = mean over the seeds of f(q; all data, seed) - f(q; all data but m, seed)
 
 This is the definition that other methods approximate. A seed has the same effect with m and without
-it, as far as training is not chaotic. The sign is that of f(with m) - f(without m).
+it, unless training is chaotic. The sign is that of f(with m) - f(without m).
 """
 
 from __future__ import annotations

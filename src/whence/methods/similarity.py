@@ -67,7 +67,7 @@ class Similarity(Method):
     _symmetric = False  # whether an example has the same features as a query
 
     def points(self, workspace: Workspace, stage: str) -> Sequence[tuple[Weights, float]]:
-        """Where a stage's examples are looked at, and the weights of the similarities there."""
+        """The checkpoints at which a stage's examples are compared, and the weight of each."""
         return [(workspace.run.final, 1.0)]
 
     def prepare(self, workspace: Workspace) -> Any:
@@ -83,14 +83,14 @@ class Similarity(Method):
         checkpoint: Weights,
         as_query: bool,
     ) -> Tensor:
-        """Of some examples, (n, r): as queries, or as training examples."""
+        """Features of some examples, (n, r), as queries or as training examples."""
 
     def compare(self, queries: Tensor, examples: Tensor) -> Tensor:
         """(q, r), (n, r) -> (q, n)."""
         return cosine(queries, examples)
 
     def sign(self, workspace: Workspace) -> float:
-        """Of a similarity that does not depend on the measurement."""
+        """The sign of a similarity, which does not depend on the measurement."""
         return 1.0 if workspace.final_passes.task.higher_is_better else -1.0
 
     def passes_needed(self, workspace: Workspace) -> tuple[dict[str, float], dict[str, int]]:
@@ -103,7 +103,7 @@ class Similarity(Method):
         return passes_cost(workspace.tracked, workspace.examples, *passes)
 
     def width(self, workspace: Workspace) -> int:
-        """Numbers in the features of an example, about."""
+        """About how many numbers the features of an example have."""
         return 1
 
     def score(

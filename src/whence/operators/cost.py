@@ -104,7 +104,7 @@ def rotations(tracked: Tracked, queries: int, examples: int, sets: int = 1) -> f
 
 
 def sides(block: ParameterBlock) -> list[int]:
-    """Of the two matrices that are decomposed: about 9 d³ operations each, in float64."""
+    """Sides d of the two matrices that are decomposed: about 9 d³ operations each, in float64."""
     return [] if block.diagonal else [block.width] if block.rows else [block.o, block.width]
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from whence.data import Batches, progress_bar
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidType, warn
+from whence.errors import InvalidInput, InvalidType, check_choice, warn
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
 from whence.retrain.pool import ENGINES, TrainingPool
@@ -79,8 +79,7 @@ def record(
             by one.
         progress: show a progress bar.
     """
-    if engine not in ENGINES:
-        raise InvalidInput(f"engine={engine!r}: choose one of {ENGINES}")
+    check_choice("engine", engine, ENGINES)
     trainings = _trainings(seeds, subsets, stage)
     folders = _folders(out, trainings)
     due = {t: _checkpoint_steps(recipe, checkpoints, t) for t in trainings}
