@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import dense, models
 from support import dense_stages as ds
-from support.comparing import close
+from support.comparing import agree, close
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -104,11 +104,6 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(places: Path) -> Trained:
     return Trained(places / "two-heads")
-
-
-def agree(scores: whence.Scores, expected: np.ndarray) -> None:
-    close(scores.by_segment, expected)
-    close(scores.values, expected.sum(0))
 
 
 # --- SOURCE ---------------------------------------------------------------------------------------

@@ -106,8 +106,7 @@ class Scoring:
             desc="scores",
             unit="score",
             unit_scale=True,
-            disable=not workspace.progress,
-            leave=False,
+            shown=workspace.progress,
         )
         with bar:
             for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
@@ -142,9 +141,7 @@ class Scoring:
             rounds = [(c, c in world.mine(part)) for part in todo.values() for c in part]
         else:  # a round is of one stage, whose layers all ranks then ask for
             rounds = [one for part in todo.values() for one in world.rounds(part)]
-        for chunk, mine in progress_bar(
-            rounds, desc="self-influence", disable=not workspace.progress, leave=False
-        ):
+        for chunk, mine in progress_bar(rounds, desc="self-influence", shown=workspace.progress):
             some = Queries(workspace.scored_data(chunk.stage), chunk.stage, chunk.indices)
             ready = self._ready(some, len(chunk.indices), dealt=False)
             if mine:

@@ -194,10 +194,8 @@ class Passes:
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
     ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label shows a progress bar."""
-        silent = label is None or not self.progress
-        bar = progress_bar(
-            total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False
-        )
+        shown = label is not None and self.progress
+        bar = progress_bar(total=sum(map(len, blocks)), desc=label, unit="ex", shown=shown)
         with bar:
             for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
                 yield from self._batch(data, indices, batch, signal)

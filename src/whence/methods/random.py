@@ -102,8 +102,7 @@ class Random:
             else:
                 train_classes = classes(study.tasks[stage], data[stage])
                 blocks = cut(len(queries), max(1, DRAWS_PER_BLOCK // size // world.size))
-                some, hidden = world.mine(blocks), not progress
-                for rows in progress_bar(some, desc="draws", disable=hidden, leave=False):
+                for rows in progress_bar(world.mine(blocks), desc="draws", shown=progress):
                     values = draws(
                         self.seed, place, rows, query_classes, size, train_classes, where
                     )

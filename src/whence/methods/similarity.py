@@ -128,7 +128,7 @@ class Similarity(Method):
                 step = max(workspace.batch_size, SCORES_PER_BLOCK // count)
             step = min(step, max(1, workspace.memory // 32 // self.width(workspace)))
             chunks = workspace.world.mine(workspace.columns(step))
-            for chunk in progress_bar(chunks, disable=not workspace.progress, leave=False):
+            for chunk in progress_bar(chunks, shown=workspace.progress):
                 if writer.done(rows, chunk.place):
                     continue
                 stage, points = chunk.stage, at[chunk.stage]

@@ -102,12 +102,7 @@ class Unrolling(Method):
             announce(self, workspace, self.counted(workspace, blocks))
         blocks = list(world.mine(blocks))
         length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
-        bar = progress_bar(
-            total=length,
-            desc="updates, backwards",
-            disable=not workspace.progress,
-            leave=False,
-        )
+        bar = progress_bar(total=length, desc="updates, backwards", shown=workspace.progress)
         with bar, workspace.clock("scores"), twice_differentiable():
             for block in blocks:
                 if writer.done(block.rows, block.columns):

@@ -118,8 +118,7 @@ class GaussNewton(Operator[BlockVectors]):
         bar = progress_bar(
             total=sum(len(part.batches(self.batch_size)) for part, _ in pairs),
             desc=f"Gauss-Newton product {self._products}",
-            disable=not self.data[0].passes.progress,
-            leave=False,
+            shown=self.data[0].passes.progress,
         )
         with bar:
             for part, checkpoint in pairs:

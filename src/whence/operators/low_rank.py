@@ -124,8 +124,7 @@ def _iterated(H: GaussNewton, cache: FactorCache, key: str, lanczos: Lanczos) ->
         total=len(lanczos.alpha),
         initial=lanczos.done,
         desc="Arnoldi iterations",
-        disable=not passes.progress,
-        leave=False,
+        shown=passes.progress,
     )
     with passes.clock("iterations"), bar:
         while not lanczos.finished:

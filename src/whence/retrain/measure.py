@@ -115,9 +115,7 @@ def run_grid(
         pool.warn_if_sequential()
         todo = list(units(recipe, trainings, settings["at_once"]))
         done = sum(key in grid for key in keys)
-        bar = progress_bar(
-            total=len(keys), initial=done, unit="training", disable=not progress, leave=False
-        )
+        bar = progress_bar(total=len(keys), initial=done, unit="training", shown=progress)
         with bar:
             if executor == "ray":
                 from whence.retrain.cluster import distribute

@@ -78,7 +78,7 @@ def record_run(
     if ask is not None:
         ask(out)
     clips = {s.name: s.clip_norm for s in recipe.stages if s.clip_norm is not None}
-    bar = progress_bar(total=sum(totals.values()), unit="update", disable=not progress, leave=False)
+    bar = progress_bar(total=sum(totals.values()), unit="update", shown=progress)
     recorder: Recorder | None = None
     start = before = 0  # updates of the whole run: recorded earlier; of the stages so far
     with ExitStack() as stack, torch.random.fork_rng(cuda_devices(device)), bar:

@@ -122,9 +122,7 @@ def record(
     # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
     runs = {t: write(recipe, t, device) for t in trainings if begun(t)}
     missing = [t for t in trainings if t not in runs]
-    bar = progress_bar(
-        total=len(trainings), initial=len(runs), unit="run", disable=not progress, leave=False
-    )
+    bar = progress_bar(total=len(trainings), initial=len(runs), unit="run", shown=progress)
     with ExitStack() as locks, bar:
         if missing:
             for training, run in _record(
