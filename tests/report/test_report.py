@@ -473,7 +473,7 @@ from whence.data import progress_bar
 list(progress_bar(range(3), desc="scores", shown=True))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "scores: 100%" in done.stderr and "3/3" in done.stderr
+    assert "scores:   0%" in done.stderr and "0/3" in done.stderr  # and then removed
 
 
 def test_a_notebook_shows_the_page_and_not_its_path(scores: whence.Scores, tmp_path: Path) -> None:
