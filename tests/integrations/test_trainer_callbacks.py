@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.files import content
 from support.transformers_models import bert, gpt2, llama
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,6 +36,10 @@ SIZE = 18
 def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
     assert a is not None and b is not None
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def by_hand(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
