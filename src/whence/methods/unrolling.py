@@ -190,7 +190,7 @@ class Unrolling(Method):
             if not all(bool(part.isfinite().all()) for part in of_one.values()):
                 raise NotFinite(
                     f"the gradient of the measurement is NaN or infinite for {block.data.name} "
-                    f"example {int(index[0])}: mend or leave out the example"
+                    f"example {int(index[0])}: correct or leave out the example"
                 )
         return gradients
 

@@ -359,7 +359,7 @@ class Replay:
         if not np.isfinite(stray):
             raise NotFinite(
                 f"the replay is NaN or infinite between the updates {before} and {point.step}: "
-                "mend or leave out the examples that cause it, in the data and in the training"
+                "correct or leave out the examples that cause it, in the data and in the training"
             )
         # where training hardly moved, rounding must not look like an error
         return float(np.sqrt(stray) / (np.sqrt(way) + 1e3 * coarse * np.sqrt(size) or 1.0))

@@ -204,9 +204,9 @@ def ground_truth(
 
     Two protocols are in use. By default, a model trains on its subset alone, and the mean over
     seeds is what a training on the subset gives in *expectation*. With `in_place`, the training on
-    all data is repeated, seed, batches and all, and only the losses of the dropped examples count
-    as zero: this measures what the data did to that *single model*. Rank methods under each of
-    them by itself: which method is best depends on the protocol.
+    all data is repeated with the same seed and batches, and only the losses of the dropped examples
+    count as zero: this measures what the data did to that *single model*. Rank methods under each
+    protocol separately: which method is best depends on it.
 
     Args:
         recipe: how to train.
