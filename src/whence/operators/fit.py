@@ -190,7 +190,7 @@ class Fitter:
         return self.world.owners(sizes)
 
     def _owner(self, name: str) -> int:
-        """Of a tensor such as "<block>/A"."""
+        """The owner of a tensor such as "<block>/A"."""
         return self._owners[name.rpartition("/")[0]]
 
     @property
@@ -205,7 +205,7 @@ class Fitter:
         assert given is not None
         return Basis(given.get("/outputs"), given["/inputs"]) if given else None
 
-    # -- what is fitted on what ------------------------------------------------------------------
+    # -- data and precision ----------------------------------------------------------------------
 
     @property
     def passes(self) -> Passes:

@@ -138,7 +138,7 @@ class SharedCache(FactorCache):
         super().offer_snapshot(self._part(key), tensors, position)
 
     def _part(self, key: str) -> str:
-        """Of the sums of this rank's share."""
+        """The key of the sums of this rank's share."""
         return f"{key}-{self.world.rank}-of-{self.world.size}"
 
 

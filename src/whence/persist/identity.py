@@ -1,4 +1,4 @@
-"""Identities: SHA-256 digests of content and of code, and the keys of caches made of them.
+"""Identities: SHA-256 digests of content and of code, keys of caches, and calls as text.
 
 Digests of content are on disk, in run folders, caches and results. They must never change.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -302,3 +303,15 @@ def _version(module: str) -> str | None:
     if not installed & set(Path(file).resolve().parents):
         return None
     return str(getattr(sys.modules[root], "__version__", ""))
+
+
+def call_text(name: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> str:
+    """'Source(segments=3)': a call with the arguments that differ from their defaults."""
+    parts = [f"{k}={v!r}" for k, v in given.items() if k not in defaults or v != defaults[k]]
+    return f"{name}({', '.join(parts)})"
+
+
+def defaults_of(call: Callable[..., object]) -> dict[str, object]:
+    """The defaults of a function's or constructor's arguments, by name."""
+    parameters = inspect.signature(call).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
