@@ -40,7 +40,7 @@ from whence.world import World
 Runs = Run | str | os.PathLike[str]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
-GRADIENTS_COMPARED = 2  # pairs of examples whose gradients are compared alone and together
+GRADIENTS_COMPARED = 1  # pairs of examples whose gradients are compared alone and together
 
 
 class Study:

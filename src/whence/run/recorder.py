@@ -380,8 +380,8 @@ class Recorder:
                     f"recorder.step(indices) was first called after update {self.updates}: call it "
                     "before every optimizer.step(), starting with the first"
                 )
-            examples = checked_indices("recorder.step(indices)", np.asarray(indices).reshape(-1))
-            self._state.batch = examples.copy()
+            flat = np.asarray(indices).reshape(-1)
+            self._state.batch = checked_indices("recorder.step(indices)", flat)
 
     def warn(self, message: str) -> None:
         """Warn, and store the message with the run."""
