@@ -12,7 +12,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from whence.evaluate.groups import Floats, Ints, by_number, columns
 from whence.evaluate.lds import Difference
 from whence.evaluate.plots import StrPath, plot_removal
 from whence.methods.random import draws
+from whence.persist.files import as_path
 from whence.retrain import Training, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
@@ -192,7 +192,7 @@ def subset_removal(
             recipe,
             dataset,
             trainings,
-            out=None if out is None else Path(out) / round_name,
+            out=None if out is None else as_path(out) / round_name,
             device=device,
             memory=memory,
             executor=executor,

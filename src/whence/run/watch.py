@@ -8,7 +8,7 @@ compared as well: after the first updates, after every `EVERY`-th one, and at ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,8 @@ def _measured(parameters: dict[str, nn.Parameter]) -> Measured:
     measured: Measured = {}
     with torch.no_grad():
         for (_, dtype), names in alike.items():
-            each, wide = [parameters[n] for n in names], torch.promote_types(dtype, torch.float32)
+            each: list[Tensor] = [parameters[name] for name in names]
+            wide = torch.promote_types(dtype, torch.float32)
             norms = [x for order in (2, torch.inf) for x in torch._foreach_norm(each, order, wide)]
             entries = [x.flatten()[:: _stride(x)] for x in each]
             measured[tuple(names)] = torch.cat([torch.stack(norms), *entries]).cpu()
@@ -212,9 +213,7 @@ def _stride(parameter: Tensor) -> int:
     return max(1, parameter.numel() // ENTRIES)
 
 
-def _differing(
-    before: Measured, after: Measured, parameters: dict[str, nn.Parameter]
-) -> list[str]:
+def _differing(before: Measured, after: Measured, parameters: dict[str, nn.Parameter]) -> list[str]:
     """The names whose numbers differ; NaN equals NaN."""
     differing = []
     for names, numbers in before.items():
@@ -225,7 +224,7 @@ def _differing(
         )
         norms, entries = close[: 2 * len(names)].view(2, -1), close[2 * len(names) :]
         counts = [-(-parameters[name].numel() // _stride(parameters[name])) for name in names]
-        parts = zip(names, norms.T, entries.split(counts), strict=True)
+        parts = zip(names, norms.T, torch.split(entries, counts), strict=True)
         differing += [name for name, *each in parts if not all(bool(x.all()) for x in each)]
     return differing
 
