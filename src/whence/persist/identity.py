@@ -127,7 +127,9 @@ def _digest_content(value: Any, known: dict[int, tuple[Any, str]]) -> str:
             keys = sorted(value)
         except TypeError:  # keys of several types
             keys = sorted(value, key=repr)
-        return sha256_of(*(f"{key}={_digest(value[key], known)}" for key in keys))
+        names = [key if type(key) is str else _digest(key, known) for key in keys]
+        each = zip(names, keys, strict=True)
+        return sha256_of(*(f"{name}={_digest(value[key], known)}" for name, key in each))
     if isinstance(value, (set, frozenset)):
         return sha256_of("set", *sorted(_digest(item, known) for item in value))
     parts = value if isinstance(value, (tuple, list)) else _parts(value)
