@@ -303,3 +303,12 @@ def classes(task: Task, data: Batches) -> Labels | None:
         return None
     blocks = cut(len(data), READ_AT_ONCE)
     return np.concatenate([task.labels(data.take(block)).cpu().numpy() for block in blocks])
+
+
+def progress_bar(*arguments: Any, shown: bool, **options: Any) -> Any:
+    """A bar of tqdm, on a terminal or in a notebook; none in a log file, which it would fill."""
+    from tqdm.auto import tqdm
+
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    visible = sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
+    return tqdm(*arguments, disable=not (shown and visible), leave=False, **options)

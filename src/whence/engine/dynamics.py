@@ -102,7 +102,7 @@ def known_optimizer(workspace: Workspace, segment: Segment) -> str:
 
 
 def block_durations(workspace: Workspace, segment: Segment) -> dict[str, float]:
-    """η̄K of every block in a segment, from the parameter group its weight and bias are in."""
+    """η̄K of every block in a segment, from the parameter group of its weight and bias."""
     rates = workspace.rates(segment.rate)
     if not any(rates.values()):
         warn(
@@ -130,9 +130,9 @@ def block_decays(workspace: Workspace, segment: Segment) -> dict[str, float]:
 def preconditioner(workspace: Workspace, *segments: Segment, floor: float) -> dict[str, Tensor]:
     """P̄: the mean over the segments' checkpoints of 1/(√v̂ + ε), per block (o, width).
 
-    A parameter whose gradients are rare has hardly any v̂ between them, and 1/√v̂ is what none of its
-    updates saw: v̂ rises with the gradient itself. `floor` is the smallest share of the parameter's
-    root mean v̂ that a root counts as.
+    Between rare gradients a parameter's v̂ decays to almost zero. 1/√v̂ is then a step size that none
+    of its updates had, because v̂ rises with the gradient itself. `floor` is the smallest value that
+    a root √v̂ counts as, as a share of the parameter's root mean v̂.
     """
     checkpoints = [(segment, c) for segment in segments for c in segment.checkpoints]
     mean: dict[str, Tensor] = {}

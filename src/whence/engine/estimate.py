@@ -27,7 +27,6 @@ from whence.engine.costs import (
     Cost,
     Machine,
     Workload,
-    batch_size_for,
 )
 from whence.engine.options import FACTOR_SHARE, SHARE, check_count
 from whence.engine.workspace import Outline, Term
@@ -204,7 +203,9 @@ class _Plan:
     def workload(self) -> Workload:
         terms = self.method.terms(self)
         checkpoints = sum(len(term.checkpoints) for term in terms)
-        batch = self.batch_size or batch_size_for(self.tracked, self.dtype, "cuda", self.memory)
+        batch = self.batch_size or cost.batch_size_for(
+            self.tracked, self.dtype, "cuda", self.memory
+        )
         return Workload(
             self.tracked,
             self.examples,

@@ -146,18 +146,18 @@ class Comparison(dict[str, LDS]):
 
     def table(self) -> Table:
         """One row per method; *behind* is the best one's score minus the row's."""
-        singles = any(found.single is not None for found in self.values())
+        singles = any(result.single is not None for result in self.values())
         heads = ["method", "LDS [95 %]", "behind [95 %]", *(["single run"] if singles else [])]
         heads += ["ceiling", "queries"]
         rows: list[list[object]] = []
         best = max(self, key=lambda name: self[name].value, default="")
-        for name, found in sorted(self.items(), key=lambda item: -item[1].value):
-            single = found.single
-            cells: list[object] = [name, estimate(found.value, found.interval)]
+        for name, result in sorted(self.items(), key=lambda item: -item[1].value):
+            single = result.single
+            cells: list[object] = [name, estimate(result.value, result.interval)]
             cells.append(None if name == best else self.difference(best, name))
             if singles:
                 cells.append(None if single is None else estimate(single.value, single.interval))
-            cells += [None if found.ceiling is None else f"{found.ceiling:.3f}", found.queries]
+            cells += [None if result.ceiling is None else f"{result.ceiling:.3f}", result.queries]
             rows.append(cells)
         return Table(heads, rows)
 

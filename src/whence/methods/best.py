@@ -1,4 +1,4 @@
-"""The truest scores we know from a run's checkpoints: SOURCE's averages, one matrix for all layers.
+"""The most accurate scores from a run's checkpoints: SOURCE's averages, one matrix for all layers.
 
     values[q, m] = -(1/N) ∇f(q)ᵀ (D⁻¹ + H̄/δ)⁻¹ ḡ(m)                D = η̄K P̄
 

@@ -94,7 +94,7 @@ class Trak(GradientMethod):
         return Prepared(space, factors, ensemble_weights(workspace))
 
     def space(self, workspace: Workspace) -> Space:
-        """Where gradients are projected to."""
+        """The space that gradients are projected into."""
         return workspace.projected_space(self.dimension, self.joint, self.seed)
 
     def vectors(self, workspace: Workspace, prepared: Prepared, queries: Queries) -> Vectors:

@@ -199,7 +199,7 @@ class Fitter:
         return self.world.owners(sizes)
 
     def _owner(self, name: str) -> int:
-        """Of a tensor such as "<block>/A"."""
+        """The owner of a tensor such as "<block>/A"."""
         return self._owners[name.rpartition("/")[0]]
 
     @property
@@ -231,7 +231,7 @@ class Fitter:
         inputs, *outputs = (part.view(n, n) for part, n in zip(lent, sides, strict=True))
         return Basis(outputs[0] if outputs else None, inputs)
 
-    # -- what is fitted on what ------------------------------------------------------------------
+    # -- data and precision ----------------------------------------------------------------------
 
     @property
     def passes(self) -> Passes:

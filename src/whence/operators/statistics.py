@@ -157,7 +157,7 @@ class LayerStatistic(Statistic):
 
     @abstractmethod
     def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
-        """Of the totals of a block."""
+        """Shapes of the totals of a block."""
 
     @abstractmethod
     def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:

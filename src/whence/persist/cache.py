@@ -177,7 +177,7 @@ class SharedCache(FactorCache):
         return self.world.either(due) if position.get("divided") else due
 
     def _part(self, key: str) -> str:
-        """Of the sums of this rank's share."""
+        """The key of the sums of this rank's share."""
         return f"{key}-{self.world.rank}-of-{self.world.size}"
 
 

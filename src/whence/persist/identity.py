@@ -1,4 +1,4 @@
-"""Identities: SHA-256 digests of content and of code, and the keys of caches made of them.
+"""Identities: SHA-256 digests of content and of code, keys of caches, and calls as text.
 
 Digests of content are on disk, in run folders, caches and results. They must never change.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -134,7 +135,9 @@ def _digest_content(value: Any, known: dict[int, tuple[Any, str]]) -> str:
             keys = sorted(value)
         except TypeError:  # keys of several types
             keys = sorted(value, key=repr)
-        return sha256_of(*(f"{key}={_digest(value[key], known)}" for key in keys))
+        names = [key if type(key) is str else _digest(key, known) for key in keys]
+        each = zip(names, keys, strict=True)
+        return sha256_of(*(f"{name}={_digest(value[key], known)}" for name, key in each))
     if isinstance(value, (set, frozenset)):
         return sha256_of("set", *sorted(_digest(item, known) for item in value))
     parts = value if isinstance(value, (tuple, list)) else _parts(value)
@@ -310,3 +313,15 @@ def _version(module: str) -> str | None:
     if not installed & set(Path(file).resolve().parents):
         return None
     return str(getattr(sys.modules[root], "__version__", ""))
+
+
+def call_text(name: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> str:
+    """'Source(segments=3)': a call with the arguments that differ from their defaults."""
+    parts = [f"{k}={v!r}" for k, v in given.items() if k not in defaults or v != defaults[k]]
+    return f"{name}({', '.join(parts)})"
+
+
+def defaults_of(call: Callable[..., object]) -> dict[str, object]:
+    """The defaults of a function's or constructor's arguments, by name."""
+    parameters = inspect.signature(call).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

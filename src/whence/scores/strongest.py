@@ -54,7 +54,7 @@ class Strongest:
         return {"values": self.values, "columns": self.columns}
 
     def top(self, shape: tuple[int, ...]) -> Top:
-        """Of scores of this shape: (q, n), or (n,) for self-influence."""
+        """The strongest entries of scores of this shape: (q, n), or (n,) for self-influence."""
         ends = (2, *shape[:-1], self.k)
         return Top(self.values.reshape(ends), self.columns.reshape(ends))
 

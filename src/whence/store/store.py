@@ -28,7 +28,7 @@ from whence.errors import InvalidInput, collect_warnings, collected_warnings, wa
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
-from whence.persist.files import LOCK, FolderLock
+from whence.persist.files import LOCK, FolderLock, as_path
 from whence.projections import projected
 from whence.projections.two_sided import square_ranks
 from whence.scores import Scores
@@ -128,7 +128,7 @@ class GradientStore(StoreContents):
         """
         run = only_run(study)
         check_choices(projection, fisher, rows, methods)
-        folder = Path(path)
+        folder = as_path(path)
         with (
             World.together() as world,
             _locked(folder, world),
@@ -198,7 +198,7 @@ class GradientStore(StoreContents):
         This compares model, task, run, data and the final model's losses of all examples with those
         of the store once. Later queries do not read the training data.
         """
-        folder = Path(path)
+        folder = as_path(path)
         description = read(folder)
         run = only_run(study)
         if not description["complete"]:
