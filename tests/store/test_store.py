@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -25,6 +26,7 @@ import whence
 import whence.persist.files
 import whence.store.building as building
 import whence.store.contents as contents
+import whence.store.index as store_index
 from whence.engine.options import ComputeOptions
 from whence.errors import DamagedFile
 from whence.layers.passes import Passes
@@ -539,6 +541,60 @@ def test_rows_are_read_ahead(form: str, tmp_path: Path, monkeypatch: pytest.Monk
         stored.inner(slice(start, start + 100), vectors)
     with pytest.raises(DamagedFile, match="has another checksum"):
         stored.inner(slice(800, 900), vectors)
+
+
+@pytest.mark.parametrize("method", ["source", "influence", "tracin", "trak"])
+def test_an_index_finds_the_strongest(
+    it: Case, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("faiss")
+    store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    exact = getattr(store, method)(QUERY, top=4, **QUIET)
+    found = getattr(store, method)(QUERY, top=4, index="faiss", **QUIET)
+    np.testing.assert_array_equal(found.strongest.columns, exact.strongest.columns)
+    close(found.strongest.values, exact.strongest.values, 1e-10)
+    assert found.settings["index"] == "faiss"
+    monkeypatch.setattr("whence.store.index.built", lambda *_: 1 / 0)  # it is in the store
+    again = getattr(GradientStore.open(tmp_path / "s", it.study), method)
+    found = again(QUERY, top=4, index="faiss", out=tmp_path / "scores", **QUIET)
+    np.testing.assert_array_equal(found.strongest.columns, exact.strongest.columns)
+
+
+def test_an_index_of_many_rows(tmp_path: Path) -> None:
+    """In cells: most of the strongest are found."""
+    pytest.importorskip("faiss")
+    draw = torch.Generator().manual_seed(0)
+    middles = torch.randn(40, 16, generator=draw)
+    matrices = []
+    for name in "ab":
+        values = middles.repeat(500, 1) + 0.3 * torch.randn(20_000, 16, generator=draw)
+        about = {"shape": [20_000, 16], "dtype": "float32"}
+        rows = Rows(tmp_path / f"{name}.npy", about, None, None)
+        rows.write(values)
+        entry = rows.entry
+        rows.finish()
+        matrices.append(StoredRows(tmp_path / f"{name}.npy", entry))
+    index = store_index.opened(store_index.built(matrices))
+    vectors = torch.randn(5, 32, generator=draw)
+    whole = torch.cat([matrix[:] for matrix in matrices], 1)
+    found = {*store_index.candidates(index, vectors.numpy(), 20).tolist()}
+    scores = vectors @ whole.T
+    strongest = {*scores.topk(20).indices.flatten().tolist()}
+    strongest |= {*scores.topk(20, largest=False).indices.flatten().tolist()}
+    assert len(strongest & found) >= 0.9 * len(strongest) and len(found) < 1000
+
+
+def test_an_index_that_cannot_be(it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    with pytest.raises(ValueError, match="index='annoy'"):
+        store.source(QUERY, top=3, index="annoy", **QUIET)
+    with pytest.raises(ValueError, match="finds the strongest examples only: give top="):
+        store.source(QUERY, index="faiss", **QUIET)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(
+        ImportError, match=r"index='faiss' needs FAISS: pip install 'whence-tda\[faiss"
+    ):
+        store.source(QUERY, top=3, index="faiss", **QUIET)
 
 
 def test_an_ensemble_of_stores(it: Case, tmp_path: Path) -> None:

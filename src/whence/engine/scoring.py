@@ -304,15 +304,19 @@ class Scoring:
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
         terms = len(self.terms)
         contributions, layers = contributions[:terms], contributions[terms:]
+        self._note_sizes(contributions)
+        values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
+        parts = {BY_SEGMENT: contributions}.get(self.by or "", layers if len(layers) else None)
+        stored = None if parts is None else parts.cpu().numpy()
+        self.writer.write(rows, chunk.place, values.cpu().numpy(), stored)
+
+    def _note_sizes(self, contributions: Tensor) -> None:
+        """Add to the account how large each term's part of the scores is."""
         sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
         before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
         self.writer.account["magnitudes"] = [
             x + y for x, y in zip(before, sizes.tolist(), strict=True)
         ]
-        values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
-        parts = {BY_SEGMENT: contributions}.get(self.by or "", layers if len(layers) else None)
-        stored = None if parts is None else parts.cpu().numpy()
-        self.writer.write(rows, chunk.place, values.cpu().numpy(), stored)
 
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress: whole batches.

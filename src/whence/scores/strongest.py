@@ -32,8 +32,9 @@ class Strongest:
     def k(self) -> int:
         return int(self.values.shape[2])
 
-    def add(self, rows: slice, first: int, scores: Floats) -> None:
-        """Take the scores (rows, columns) of a block whose first column is `first`."""
+    def add(self, rows: slice, where: int | Ints, scores: Floats) -> None:
+        """Take the scores (rows, columns) of a block: of the columns `where`, or of those from
+        there on."""
         for end, sign in enumerate(SIGNS):
             weakest = self.values[end, rows, -1:]
             enters = scores >= weakest if sign > 0 else scores <= weakest
@@ -42,7 +43,10 @@ class Strongest:
                 some = scores[:, chosen]
                 columns = _strongest_columns(sign * some, min(self.k, len(chosen)))
                 values = np.take_along_axis(some, columns, 1)
-                self._keep(end, rows, values, chosen[columns] + first)
+                places = chosen[columns]
+                self._keep(
+                    end, rows, values, places + where if isinstance(where, int) else where[places]
+                )
 
     def merge(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
         """Take the entries of another `Strongest` of the same matrix, given as its `arrays`."""

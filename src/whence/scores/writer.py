@@ -184,6 +184,16 @@ class ScoreWriter:
         _add(block, self._done)
         self._note()
 
+    def write_strongest(self, rows: slice, columns: NDArray[np.int64], values: ArrayLike) -> None:
+        """Write ``values`` (q_b, k) of some examples, among which the strongest of these queries
+        are taken to be; for a writer with ``top``."""
+        assert self._strongest is not None and not self._data
+        r0, r1, _, _ = block = self._block(rows, slice(None))
+        scores = self._checked("values", values, (r1 - r0, len(columns)))
+        self._strongest.add(slice(r0, r1), columns, scores)
+        _add(block, self._done)
+        self._note()
+
     def _put(self, name: str, block: ScoreTile, values: Floats) -> None:
         """Store a block's numbers."""
         (r0, r1, c0, c1), data = block, self._data[name]

@@ -6,11 +6,12 @@ store/
   losses/                    of all examples, by stage and step
   factors/                   second moments (d, d), and the eigenbasis
   decompositions/            decompositions of the second moments
+  indexes/                   of FAISS, where one was asked for
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from whence.projections import Eigenbasis, Projection, projected
 from whence.projections.eigenbasis import LeadingEntries
 from whence.run import Run
 from whence.run.checkpoint import Checkpoint
+from whence.store import index
 from whence.store.rows import FORMS, StoredRows, columns
 from whence.study import Study, task_identity
 from whence.world import World
@@ -64,6 +66,8 @@ class StoreContents:
         self.world = World.current()
         self.factors = shared(FactorCache(path / "factors"), self.world)
         self._decompositions = shared(FactorCache(path / "decompositions"), self.world)
+        self._index_files = FactorCache(path / "indexes")
+        self._indexes: dict[str, Any] = {}
         self._projections: dict[str, Projection] = {}
         self._rows: dict[str, StoredRows] = {}
         self._in_memory: dict[str, list[Tensor]] = {}  # recent decompositions
@@ -192,6 +196,27 @@ class StoreContents:
                 "compute it again",
                 stacklevel=2,
             )
+
+    def index(self, stage: str, checkpoints: Sequence[Weights]) -> Any:
+        """An index of a stage's rows at these checkpoints, built once and saved with the store."""
+        steps = [c.step for c in checkpoints]
+        settings = {"what": "index", "stage": stage, "steps": steps, "store": self.fingerprint}
+        key = key_of(settings)
+        if key not in self._indexes:
+            stored = self._index_files.get(key)
+            if stored is None:
+                content = index.built([self.rows(stage, c) for c in checkpoints])
+                stored = {"index": torch.from_numpy(content)}
+                try:
+                    self._index_files.put(key, stored, settings)
+                except PermissionError as error:
+                    warn(
+                        f"an index cannot be saved with the store ({error}): the next process "
+                        "will build it again",
+                        stacklevel=2,
+                    )
+            self._indexes[key] = index.opened(stored["index"].numpy())
+        return self._indexes[key]
 
     def units(self, run: Run) -> list[Unit]:
         """The matrices of rows that the methods need; the last is at the final model."""

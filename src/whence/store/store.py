@@ -24,7 +24,13 @@ from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension
 from whence.engine.queries import QuerySet
 from whence.engine.workspace import LOSS, Workspace, scored_stages
-from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
+from whence.errors import (
+    InvalidInput,
+    check_choice,
+    collect_warnings,
+    collected_warnings,
+    warn,
+)
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
@@ -58,7 +64,11 @@ ROW_TOLERANCE = 1e-3  # relative difference of a recomputed row from the stored 
 
 
 class AnswerOptions(TypedDict, total=False):
-    """The options that every answer takes, as in `Method.attribute`."""
+    """The options that every answer takes, as in `Method.attribute`.
+
+    With `top`, `index="faiss"` searches the strongest examples by an index, which it builds once,
+    instead of reading all rows.
+    """
 
     device: torch.device | str | None
     batch_size: int | None
@@ -69,6 +79,7 @@ class AnswerOptions(TypedDict, total=False):
     by_segment: bool
     workers: int
     query_weights: ArrayLike | None
+    index: str | None
 
 
 class GradientStore(StoreContents):
@@ -306,6 +317,7 @@ class GradientStore(StoreContents):
         compute: dict[str, Any] = dict(options)
         out, top = compute.pop("out", None), compute.pop("top", None)
         by_segment, weights = compute.pop("by_segment", False), compute.pop("query_weights", None)
+        searched = self._searched(compute.pop("index", None), top, by_segment)
         dtype = getattr(torch, self.description["settings"]["dtype"])
         with (
             World.together(),
@@ -318,10 +330,24 @@ class GradientStore(StoreContents):
             queries = QuerySet.of(self.study, query, weights)
             assert queries is not None
             workspace = workspace.for_query(queries, stages)
+            workspace = dataclasses.replace(workspace, searched=searched)
             self.verify(workspace)
             for message in self.description.get("warnings", []):
                 warn(message, stacklevel=3)
             return method.score(workspace, out, top, BY_SEGMENT if by_segment else None)
+
+    def _searched(self, index: str | None, top: int | None, by_segment: bool) -> int | None:
+        """How many strongest examples an index is to find; None if all rows are read."""
+        if index is None:
+            return None
+        check_choice("index", index, ["faiss"])
+        if top is None or by_segment:
+            raise InvalidInput(
+                f"index={index!r} finds the strongest examples only: give top=, and not by_segment"
+            )
+        if self.world.size > 1:
+            raise InvalidInput(f"index={index!r} works in one process, not in {self.world.size}")
+        return top
 
     def _workspace(self, options: ComputeOptions) -> StoreWorkspace:
         """One workspace for all queries, because copying and checking the model takes long."""

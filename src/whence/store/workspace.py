@@ -9,10 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.engine.queries import Queries
+from whence.data import cut
+from whence.engine.queries import Queries, QuerySet
 from whence.engine.scoring import Scoring
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import Columns, Workspace
@@ -21,6 +24,7 @@ from whence.layers.passes import Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.persist.cache import Tried
 from whence.store.contents import StoreContents
+from whence.store.index import candidates
 from whence.study import task_identity
 from whence.table import listed
 
@@ -32,6 +36,7 @@ class StoreWorkspace(Workspace):
     """A workspace that reads training gradients and curvature from a store."""
 
     store: StoreContents = field(kw_only=True)
+    searched: int | None = None  # how many strongest examples an index is asked for
 
     reads_training_data = False
 
@@ -111,7 +116,8 @@ class StoreWorkspace(Workspace):
         return {stage: self.store.data[stage]["sha256"] for stage in self.stages}
 
     def settings(self) -> dict[str, Any]:
-        return self.store.settings | super().settings()
+        how = {} if self.searched is None else {"index": "faiss"}
+        return self.store.settings | super().settings() | how
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,57 @@ class StoredScoring(Scoring):
 
     def readouts(self, vectors: ProjectedVectors, scale: float, examples: int) -> Tensor:
         return (vectors.values * scale).to(self.workspace.accumulator)
+
+    def queries(self, query: QuerySet) -> None:
+        k, workspace = self.workspace.searched, self.workspace
+        if k is None:
+            super().queries(query)
+            return
+        last, stages = workspace.study.stages[-1], workspace.stages
+        for rows in cut(len(query), self._at_once()):
+            ready = list(self._ready(query.some(last, rows), workspace.examples))
+            parts, columns, offset = [], [], 0
+            for stage in stages:
+                examples = self._candidates(ready, stage, k)
+                parts.append(self._of(ready, stage, examples))
+                columns.append(examples + offset)
+                offset += len(workspace.scored(stage))
+            contributions = torch.cat(parts, 2)
+            self._note_sizes(contributions)
+            where = slice(int(rows[0]), int(rows[-1]) + 1)
+            values = contributions.sum(0).cpu().numpy()
+            self.writer.write_strongest(where, np.concatenate(columns), values)
+
+    def _candidates(
+        self, ready: Sequence[tuple[int, Tensor]], stage: str, k: int
+    ) -> NDArray[np.int64]:
+        """The examples of a stage that are probably strongest; all if too few are found."""
+        store, everyone = self.workspace.store, self.workspace.scored(stage)
+        pairs = [
+            (vectors, checkpoint)
+            for which, vectors in ready
+            for checkpoint in self.terms[which].checkpoints
+            if self.terms[which].stage == stage
+        ]
+        if not pairs:
+            return everyone[:k]
+        index = store.index(stage, [checkpoint for _, checkpoint in pairs])
+        side_by_side = torch.cat([vectors for vectors, _ in pairs], 1).float().cpu().numpy()
+        examples = candidates(index, side_by_side, k)
+        return examples if len(examples) >= min(k, len(everyone)) else everyone
+
+    def _of(
+        self, ready: Iterable[tuple[int, Tensor]], stage: str, examples: NDArray[np.int64]
+    ) -> Tensor:
+        """Each term's part of the scores of some examples, (terms, q, n)."""
+        parts = dict(ready)
+        like = next(iter(parts.values()))
+        totals = like.new_zeros(len(self.terms), len(like), len(examples))
+        for which, term in enumerate(self.terms):
+            for checkpoint in term.checkpoints if term.stage == stage else ():
+                rows = self.workspace.store.rows(stage, checkpoint)[examples]
+                totals[which] += parts[which] @ rows.to(like).T
+        return totals
 
     def _contributions(
         self, ready: Iterable[tuple[int, Any]], chunk: Columns, queries: int | None
