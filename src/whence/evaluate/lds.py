@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from whence.errors import InvalidInput, MissingDependency, MissingKey
 from whence.evaluate.groups import Floats, Given, group
 from whence.evaluate.plots import StrPath, plot_lds
+from whence.retrain.contrast import mean_of_sound
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
@@ -414,16 +415,15 @@ def split(
         both = valid[:, first].any(1) & valid[:, second].any(1)
         if both.sum() < 3:
             continue
-        means = []
-        for one in (first, second):
-            place = np.ix_(both, one)
-            here = valid[place][:, :, None]
-            means.append(np.where(here, truth.measurements[place], 0.0).sum(1) / here.sum(1))
-        yield means[0], means[1]
+        a, b = (np.ix_(both, seeds) for seeds in (first, second))
+        yield (
+            mean_of_sound(truth.measurements[a], valid[a]),
+            mean_of_sound(truth.measurements[b], valid[b]),
+        )
 
 
 def reliability(r: float, seeds: int) -> float:
-    """Of the mean over R seeds, when halves of them correlate by r (Spearman and Brown): 2r/(1+r),
-    and a little more for an odd R, whose halves are smaller."""
+    """The reliability of the mean over R seeds, if halves of them correlate by r (Spearman and
+    Brown): 2r/(1+r), and a little more for an odd R, whose halves are smaller."""
     r, times = max(0.0, r), seeds / (seeds // 2)
     return times * r / (1 + (times - 1) * r)
