@@ -124,10 +124,7 @@ class LDS(Tabled):
         left = f"; {self.undefined} of constant measurement left out" if self.undefined else ""
         left += f"; {self.unranked} with constant predictions count as 0" if self.unranked else ""
         facts.append(("queries", f"{self.queries}{left}"))
-        facts.append(("truth", described(self)))
-        if self.diverged:
-            lost = f" and with them {self.lost} subsets" if self.lost else ""
-            facts.append(("left out", f"{self.diverged} diverged trainings{lost}"))
+        facts += [("truth", described(self)), *left_out(self)]
         return Table(None, facts, title=f"LDS of {self.method}{runs}")
 
 
@@ -173,6 +170,12 @@ def described(result: Any) -> str:
     """The truth behind a result, in words."""
     size = f"{result.subsets} subsets × {result.seeds} seeds, α = {result.alpha:.4g}"
     return f"{size}; single model: dropped in place" if result.in_place else size
+
+
+def left_out(result: Any) -> list[tuple[str, str]]:
+    """The row of a table about trainings that diverged, if there are any."""
+    lost = f" and with them {result.lost} subsets" if result.lost else ""
+    return [("left out", f"{result.diverged} diverged trainings{lost}")] if result.diverged else []
 
 
 def lds(
