@@ -28,6 +28,7 @@ from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared
+from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
@@ -40,7 +41,7 @@ from whence.world import World
 Runs = Run | str | os.PathLike[str]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
-GRADIENTS_COMPARED = 2  # pairs of examples whose gradients are compared alone and together
+GRADIENTS_COMPARED = 1  # pairs of examples whose gradients are compared alone and together
 
 
 class Study:
@@ -110,7 +111,7 @@ class Study:
         self._evidence: dict[Run, Evidence] = {}
         for run in self.runs:
             self._check(run)
-        self.cache = None if cache is None else Path(cache).absolute()
+        self.cache = None if cache is None else as_path(cache).absolute()
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 

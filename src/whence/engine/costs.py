@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from whence.layers.tracked import Tracked
 from whence.operators import cost
-from whence.operators.fit import accumulator, grouped
+from whence.operators.fit import accumulator, factor_bytes, grouped
 from whence.table import byte_size, duration
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Workload:
         scored, fitted: checkpoints at which examples are scored, and curvature is fitted.
         memory: bytes that a process may use.
         room: of these, for factors; None for as many as they need.
+        ranks: processes that share the work.
     """
 
     tracked: Tracked
@@ -105,6 +106,7 @@ class Workload:
     room: int | None
     dtype: torch.dtype
     query_rank: int | str | None = None
+    ranks: int = 1
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -118,7 +120,15 @@ class Workload:
     @property
     def factor_groups(self) -> int:
         """The number of groups of layers in which EK-FAC's factors are fitted."""
-        return len(grouped(self.tracked.blocks, True, self.accumulator, self.room))
+        room = None if self.room is None else self.room * self.ranks
+        return len(grouped(self.tracked.blocks, True, self.accumulator, room))
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks exchange what each batch adds to the factors, because no rank has room for
+        those of all layers."""
+        needed = sum(factor_bytes(b, True, self.accumulator) for b in self.tracked.blocks)
+        return self.ranks > 1 and self.room is not None and needed > self.room
 
 
 @dataclass(frozen=True)

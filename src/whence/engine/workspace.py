@@ -116,6 +116,11 @@ class Workspace:
 
     reads_training_data: ClassVar[bool] = True
 
+    @property
+    def preconditioned(self) -> bool:
+        """Whether gradients are multiplied by P̄^½ already."""
+        return False
+
     @classmethod
     def lay_out(
         cls,

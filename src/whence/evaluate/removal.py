@@ -12,7 +12,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -25,6 +24,7 @@ from whence.evaluate.groups import Floats, Ints, by_number, columns
 from whence.evaluate.lds import Difference
 from whence.evaluate.plots import StrPath, plot_removal
 from whence.methods.random import draws
+from whence.persist.files import as_path
 from whence.retrain import Training, measure
 from whence.retrain.measure import TrainingOptions
 from whence.retrain.recipe import Recipe
@@ -185,7 +185,7 @@ def subset_removal(
 
     def margins_of(round_name: str, dataset: Any, trainings: Sequence[Training]) -> Floats:
         """(trainings, q); a training that diverged is NaN throughout."""
-        folder = None if out is None else Path(out) / round_name
+        folder = None if out is None else as_path(out) / round_name
         measurements = measure(recipe, dataset, trainings, out=folder, **options)
         return np.where(np.isfinite(measurements).all(1, keepdims=True), measurements, np.nan)
 

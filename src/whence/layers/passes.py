@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from whence.data import Batches, place, progress_bar
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
-from whence.layers.separate import REDRAWS, Separation
+from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.table import listed
 from whence.task import Task, Uniform
 
@@ -34,6 +34,7 @@ ATTENTION = {
     "aten._scaled_dot_product_fused_attention_overrideable": sdpa_flop,
     "aten._scaled_dot_product_fused_attention_overrideable_backward": sdpa_backward_flop,
 }
+COMPARED = 3  # sizes of batches that are compared with examples alone, of each dataset and signal
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
 
 
@@ -177,7 +178,7 @@ class Passes:
         self.dtype, self.workers, self.progress = dtype, workers, progress
         self.step, self.sha256 = -1, ""  # of the loaded weights
         self.observe: Observer | None = None
-        self._compared: set[tuple[int, str]] = set()  # datasets, by id, and signals
+        self._compared: dict[tuple[int, str], set[int]] = {}  # sizes, by id of dataset and signal
 
     @property
     def arithmetic(self) -> str:
@@ -219,8 +220,7 @@ class Passes:
             else:
                 values = self._values(outputs, batch, indices, signal)
                 directions = [(values.sum(), None)]
-        if signal.name != "exact":
-            self._check_separate(data, indices, values, signal)
+        alone = self._alone(data, indices, values, signal) if signal.name != "exact" else {}
         for layer in self.tracked.layers:
             problem = tape.problem(layer)
             if problem:
@@ -234,20 +234,30 @@ class Passes:
             last = k == len(directions)
             factors = tape.backward(output, gradient, mask, keep=not last)
             diagnosis = partial(self._diagnosis, data, indices, batch, signal)
-            yield BackwardPass(indices, k == 1, last, self._checked(factors, seen, diagnosis))
+            checked = self._checked(factors, seen, diagnosis)
+            if alone:
+                checked = self._separate(checked, data, indices, alone)
+            yield BackwardPass(indices, k == 1, last, checked)
 
-    def _check_separate(
+    def _alone(
         self, data: Batches, indices: np.ndarray, values: Tensor, signal: Signal
-    ) -> None:
-        """Compare the first real batch of a dataset with some of its examples alone."""
-        if (id(data), signal.name) in self._compared or len(indices) < 2:
-            return
-        self._compared.add((id(data), signal.name))
+    ) -> dict[int, Tensor]:
+        """Compare values of the first real batch of every size with those of some of its examples
+        alone. Returns the sketches of these examples' gradients, by place in the batch."""
+        sizes = self._compared.setdefault((id(data), signal.name), set())
         values = values.detach()
+        if len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED:
+            return {}
+        sizes.add(len(indices))
         if not bool(values.isfinite().all()):
-            return  # which is reported later, with the layer
-        rounded = bool(rounded_products(self.dtype, self.device))
-        separation = Separation(self.model, self.task, data, self.device, self.dtype, rounded)
+            return {}  # which is reported later, with the layer
+        separation, drawn = self._separation(data), signal.name == "sampled"
+        sketches: dict[int, Tensor] = {}
+        which = sorted({0, int(values.argmin()), int(values.argmax()), len(indices) - 1})
+
+        def redrawn(k: int) -> tuple[Tensor, Tensor]:
+            seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
+            return computed(indices[k : k + 1], *seeds)[:, 0], computed(indices, *seeds)[:, k]
 
         def computed(examples: np.ndarray, *seeds: int) -> Tensor:
             """(seeds, n)"""
@@ -258,15 +268,37 @@ class Passes:
                 return torch.stack([self._values(outputs, batch, examples, s) for s in signals])
 
         def alone(index: int) -> Tensor:
-            return computed(np.array([index]), signal.seed)[0, 0]
+            example = np.array([index])
+            if drawn:  # the gradient of another draw would be another one
+                return computed(example, signal.seed)[0, 0]
+            value = partial(self._values, indices=example, signal=signal)
+            values, sketches[index] = separation.gradients(self.tracked.layers, [index], value)
+            return values[0]
 
-        def redrawn(k: int) -> tuple[Tensor, Tensor]:
-            seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
-            return computed(indices[k : k + 1], *seeds)[:, 0], computed(indices, *seeds)[:, k]
-
-        which = sorted({0, int(values.argmin()), int(values.argmax()), len(indices) - 1})
-        again = redrawn if signal.name == "sampled" else None
+        again = redrawn if drawn else None
         separation.compare(indices, values, which, alone, NAMES[signal.name], again)
+        return {k: sketches[int(indices[k])][0] for k in which if not drawn}
+
+    def _separate(
+        self,
+        layers: Iterator[tuple[TrackedLayer, list[LayerFactors]]],
+        data: Batches,
+        indices: np.ndarray,
+        alone: Mapping[int, Tensor],
+    ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
+        """Pass every layer's factors on, then raise an error if the gradients of some examples are
+        not those of the examples alone."""
+        parts = []
+        for seed, (layer, blocks) in enumerate(layers):
+            parts += [sketch(factors, seed, list(alone)) for factors in blocks]
+            yield layer, blocks
+        separation, together = self._separation(data), torch.cat(parts, 1)
+        for k, row in zip(alone, together, strict=True):
+            separation.compare_gradients(self.tracked.layers, indices, k, row, alone[k])
+
+    def _separation(self, data: Batches) -> Separation:
+        rounded = bool(rounded_products(self.dtype, self.device))
+        return Separation(self.model, self.task, data, self.device, self.dtype, rounded)
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":

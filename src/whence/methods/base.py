@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from whence.engine.trials import LOSSES
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.passes import Weights, precision_as_asked
+from whence.persist.files import as_path
 from whence.persist.identity import call_text, defaults_of, key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
@@ -120,7 +120,9 @@ class Method(ABC):
 
         def each() -> Iterator[Scores]:
             for k, run in enumerate(study.runs):
-                folder = Path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
+                folder = (
+                    as_path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
+                )
                 with torch.no_grad(), precision_as_asked(), collect_warnings():
                     workspace = self.lay_out(study, run, queries, options, examples)
                     scores = self.score(workspace, folder, top, by)

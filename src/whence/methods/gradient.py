@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from whence.engine.costs import SCORED, Cost, Workload, announce, estimated
-from whence.engine.dynamics import Rates
+from whence.engine.dynamics import FLOOR, Rates
 from whence.engine.ledger import segment_summary
 from whence.engine.options import (
     QUERY_AT,
@@ -225,6 +225,7 @@ class GradientMethod(Method):
             workspace.room,
             workspace.dtype,
             None if query is None else query.rank,
+            workspace.world.size,
         )
 
     def tokens(
@@ -287,7 +288,7 @@ class SegmentedMethod(GradientMethod):
         weight_decay: str = "ignore",
         coupling: bool = True,
         query_at: str = "run",
-        floor: float = 0.1,
+        floor: float = FLOOR,
         seed: int = 0,
     ) -> None:
         check_choice("curvature", curvature, [*KINDS, GAUSS_NEWTON])

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from whence.errors import InvalidIndex, InvalidInput, InvalidType, collect_warnings
+from whence.persist.files import as_path
 from whence.persist.identity import call_text, defaults_of
 from whence.retrain import contrast, measure
 from whence.retrain.recipe import Recipe
@@ -97,7 +97,7 @@ class LeaveOneOut:
             recipe,
             torch.utils.data.Subset(data.dataset, examples.tolist()) if query is None else query,
             contrast.leave_one_out_trainings(self.seeds, examples, len(data), self.stage),
-            out=None if out is None else Path(out) / "trainings",
+            out=None if out is None else as_path(out) / "trainings",
             device=device,
             memory=memory,
             executor=executor,

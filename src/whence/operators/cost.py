@@ -33,7 +33,15 @@ def whole_grams(block: ParameterBlock, t: int) -> float:
     o, i = block.o, block.width
     if block.lookup:
         return float(t * i * i)
+    t = t // 2 if block.tied else t  # the other half are looked up
+    if block.tied and pairs_are_fewer(t, i):
+        return 4.0 * t * t * o
     return float(2 * t * o * i + o * i * (i + (0 if block.rows else o)))
+
+
+def pairs_are_fewer(t: int, i: int) -> bool:
+    """Of a tied head: whether products of all pairs of t positions are less than G and Gᵀ G."""
+    return 4 * t * t < 2 * t * i + i * i
 
 
 def squares(block: ParameterBlock, t: int) -> float:

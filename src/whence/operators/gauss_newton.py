@@ -139,6 +139,9 @@ class GaussNewton(Operator[BlockVectors]):
     def is_diagonal(self, name: str) -> bool:
         return False
 
+    def rows_of(self, name: str) -> None:
+        """No block has rows that do not mix."""
+
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """H v in the parameters' own coordinates: (q, o, width) by block."""
         return self.space.unflatten(self.flat_product(self.space.flatten(values)))

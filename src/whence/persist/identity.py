@@ -12,7 +12,7 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,11 +35,19 @@ INSTRUCTIONS = (
 OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__")
 
 
-def sha256_of(*parts: str | bytes | NDArray[Any] | Tensor) -> str:
+Part = str | bytes | NDArray[Any] | Tensor
+
+
+def sha256_of(*parts: Part) -> str:
     """The digest of all parts, one after another: text as UTF-8, arrays and tensors by their bytes.
 
     Neither lengths, shapes nor dtypes count; see `digest`.
     """
+    return sha256_in_turn(parts)
+
+
+def sha256_in_turn(parts: Iterable[Part]) -> str:
+    """The same of parts that are there one at a time."""
     sha = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -63,7 +71,7 @@ def _as_text(value: Any) -> str:
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     """The digest of named tensors: names and bytes, in the order of the names."""
-    return sha256_of(*(part for name in sorted(tensors) for part in (name, tensors[name])))
+    return sha256_in_turn(part for name in sorted(tensors) for part in (name, tensors[name]))
 
 
 def file_sha256(path: Path) -> str:
@@ -127,7 +135,9 @@ def _digest_content(value: Any, known: dict[int, tuple[Any, str]]) -> str:
             keys = sorted(value)
         except TypeError:  # keys of several types
             keys = sorted(value, key=repr)
-        return sha256_of(*(f"{key}={_digest(value[key], known)}" for key in keys))
+        names = [key if type(key) is str else _digest(key, known) for key in keys]
+        each = zip(names, keys, strict=True)
+        return sha256_of(*(f"{name}={_digest(value[key], known)}" for name, key in each))
     if isinstance(value, (set, frozenset)):
         return sha256_of("set", *sorted(_digest(item, known) for item in value))
     parts = value if isinstance(value, (tuple, list)) else _parts(value)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from whence.data import Batches, progress_bar
 from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidType, check_choice
+from whence.persist.files import as_path
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
 from whence.retrain.pool import ENGINES, TrainingPool, halves
@@ -150,9 +151,9 @@ def _trainings(
 
 def _folders(out: Folder | Sequence[Folder], trainings: list[Training]) -> dict[Training, Path]:
     if isinstance(out, (str, os.PathLike)):
-        folders = [Path(out) / str(t.seed) for t in trainings]
+        folders = [as_path(out) / str(t.seed) for t in trainings]
     else:
-        folders = [Path(folder) for folder in out]
+        folders = [as_path(folder) for folder in out]
     if len(folders) != len(trainings):
         raise InvalidInput(
             f"out has {len(folders)} folders for {len(trainings)} runs: give one per run"

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
-from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -17,7 +16,7 @@ from whence.data import Batches
 from whence.draws import keys, uniforms
 from whence.errors import InvalidInput, MissingFile
 from whence.persist.arrays import load_array, save_array
-from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
+from whence.persist.files import as_path, check_types, make_folder, parsing, read_json, write_json
 from whence.retrain.grid import Grid
 from whence.retrain.measure import TrainingOptions, identity, run_grid
 from whence.retrain.recipe import Recipe, fingerprint_of
@@ -121,7 +120,7 @@ class Truth:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a folder with masks.npy, measurements.npy and, last, truth.json."""
-        folder = Path(path)
+        folder = as_path(path)
         make_folder(folder)
         arrays = {
             "masks": save_array(folder / "masks.npy", self.masks),
@@ -141,7 +140,7 @@ class Truth:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Truth:
         """Open what `save` or `ground_truth(out=...)` wrote."""
-        folder = Path(path)
+        folder = as_path(path)
         file = folder / "truth.json"
         if not file.is_file():
             unfinished = (folder / "grid.json").is_file()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from whence.errors import DamagedFile, InvalidInput, WhenceError
 from whence.persist import identity
 from whence.persist.arrays import load_tensors, serialize
-from whence.persist.files import damaged, refuse_special, write_bytes
+from whence.persist.files import as_path, damaged, refuse_special, write_bytes
 from whence.persist.identity import sha256_of
 from whence.world import gathered, local
 
@@ -128,7 +128,7 @@ class TensorFile:
     def adopt(cls, source: Mapping[str, Tensor] | str | os.PathLike[str]) -> TensorFile:
         """Somebody's state dict (copied, so that training on does not change it) or file."""
         if not isinstance(source, Mapping):
-            path = Path(source)
+            path = as_path(source)
             return cls(file_sha256(path), path)
         strangers = {k: type(v).__name__ for k, v in source.items() if not isinstance(v, Tensor)}
         if strangers:

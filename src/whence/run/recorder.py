@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from whence.errors import InvalidInput, warn
+from whence.persist.files import as_path
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256, plain_state
 from whence.run.format import RunData, checked_indices, checked_subset
@@ -242,7 +242,7 @@ class Recorder:
         resumable: bool = True,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.model, self.optimizer = Path(path), model, optimizers.unwrap(optimizer)
+        self.path, self.model, self.optimizer = as_path(path), model, optimizers.unwrap(optimizer)
         self._schedule = CheckpointSchedule.of(checkpoints, total_steps)
         self._first_stage = DeclaredStage(stage, _checked_size(size), self._schedule)
         self._every_step, self._overwrite = every_step, overwrite
@@ -380,8 +380,8 @@ class Recorder:
                     f"recorder.step(indices) was first called after update {self.updates}: call it "
                     "before every optimizer.step(), starting with the first"
                 )
-            examples = checked_indices("recorder.step(indices)", np.asarray(indices).reshape(-1))
-            self._state.batch = examples.copy()
+            flat = np.asarray(indices).reshape(-1)
+            self._state.batch = checked_indices("recorder.step(indices)", flat)
 
     def warn(self, message: str) -> None:
         """Warn, and store the message with the run."""

@@ -22,6 +22,7 @@ from whence.persist.cache import Tried
 from whence.persist.files import (
     FolderLock,
     Throttle,
+    as_path,
     damaged,
     move_into_place,
     naming_write_errors,
@@ -102,7 +103,7 @@ class ScoreWriter:
         self.of = ""
         self._tried = tried
         self._world = World() if world is None else world
-        self._out = None if out is None else Path(out)
+        self._out = None if out is None else as_path(out)
         self._dtype = np.dtype(dtype)
         self._self = queries is None
         self._queries = 1 if queries is None else queries

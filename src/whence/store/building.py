@@ -203,7 +203,7 @@ class Builder:
     def _counted(self) -> Cost:
         workspace, s, tracked = self.workspace, self.store.settings, self.workspace.tracked
         work = projecting(tracked, s["dimension"])
-        if s["projection"] == "eigenbasis":
+        if s["projection"] != "random":
             rotated = (
                 cost.rotate_examples(b, tracked.positions[b.name], 1) for b in tracked.blocks
             )
