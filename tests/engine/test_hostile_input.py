@@ -337,7 +337,7 @@ def test_paths_that_nothing_can_have(tmp_path: Path, path: Any) -> None:
         calls.append(lambda: whence.TracIn().attribute(study, data, out=given, progress=False))
         calls.append(lambda: whence.Study(study.model, task, data, run, cache=given))
     for call in calls:
-        with pytest.raises(whence.WhenceError, match="not a path|cannot be the name"):
+        with pytest.raises(whence.WhenceError, match=r"not a path|cannot be the name"):
             call()
 
 
