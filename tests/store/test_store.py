@@ -36,7 +36,7 @@ from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.projections import Random
 from whence.scores import ensemble
 from whence.store import GradientStore
-from whence.store.rows import encoded, inner
+from whence.store.rows import FORMS, Rows, StoredRows, columns, encoded, inner
 
 QUIET: Any = {"progress": False}
 BUILD: Any = {"dtype": torch.float64, "progress": False, "fisher": "exact"}
@@ -512,6 +512,35 @@ def test_inner_products(q: int) -> None:
     torch.testing.assert_close(inner(rows, vectors), vectors @ rows.T)
 
 
+@pytest.mark.parametrize("form", ["full", "float16", "int8"])
+def test_rows_are_read_ahead(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, with the same products; damage is reported where the rows are used."""
+    monkeypatch.setattr("whence.persist.arrays.LARGE", 0)
+    monkeypatch.setattr("whence.persist.arrays.BLOCK", 2**12)
+    values = torch.randn(900, 40, generator=torch.Generator().manual_seed(0))
+    dtype = FORMS[form] or np.dtype(np.float32)
+    about = {"shape": [900, columns(form, 40)], "dtype": str(dtype)}
+    rows = Rows(tmp_path / "rows.npy", about, None, None, form)
+    rows.write(values)
+    entry = rows.entry
+    rows.flush()
+    rows.finish()
+    vectors = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    for starts in (range(0, 900, 100), range(0, 900, 300), [800, 0, 500]):
+        stored = StoredRows(tmp_path / "rows.npy", entry, form)
+        for start in starts:
+            here = slice(start, start + 100)
+            close(stored.inner(here, vectors), vectors @ stored[here].T, 1e-5)
+    content = bytearray((tmp_path / "rows.npy").read_bytes())
+    content[-50] ^= 1
+    (tmp_path / "rows.npy").write_bytes(content)
+    stored = StoredRows(tmp_path / "rows.npy", entry, form)
+    for start in range(0, 700, 100):
+        stored.inner(slice(start, start + 100), vectors)
+    with pytest.raises(DamagedFile, match="has another checksum"):
+        stored.inner(slice(800, 900), vectors)
+
+
 def test_an_ensemble_of_stores(it: Case, tmp_path: Path) -> None:
     stores = [GradientStore.build(it.study, tmp_path / f"{k}", 12, seed=k, **BUILD) for k in (0, 1)]
     each = [store.source(QUERY, **QUIET) for store in stores]
@@ -863,9 +892,9 @@ def projection_matrix(store: GradientStore, flat: Flat) -> Tensor:
     options = ComputeOptions(dtype=torch.float64, progress=False)
     projection = store.projection(store._workspace(options))
     every, matrix = torch.eye(store.dimension, dtype=torch.float64), {}
-    for part, columns in zip(projection.parts, projection.columns, strict=True):
+    for part, where in zip(projection.parts, projection.columns, strict=True):
         assert isinstance(part, Random)
-        matrix |= part.lift(every[:, columns])
+        matrix |= part.lift(every[:, where])
     return torch.cat([matrix[name].flatten(1) for name in flat.blocks], 1)
 
 
@@ -953,8 +982,8 @@ def test_two_sided(name: str, joint: bool, tmp_path: Path) -> None:
 def projection_blocks(store: GradientStore) -> Tensor:
     """Which part of the projection each coordinate belongs to."""
     options = ComputeOptions(dtype=torch.float64, progress=False)
-    columns = store.projection(store._workspace(options)).columns
-    return torch.cat([torch.full((c.stop - c.start,), k) for k, c in enumerate(columns)])
+    parts = store.projection(store._workspace(options)).columns
+    return torch.cat([torch.full((c.stop - c.start,), k) for k, c in enumerate(parts)])
 
 
 def test_a_full_disk(it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
+from whence.data import SCORES, expect
 from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.fit import accumulator, factor_bytes, grouped
@@ -179,6 +180,12 @@ def announce(what: object, workspace: Workspace, counts: Cost) -> None:
             f"about {duration(about['seconds'])} and {byte_size(about['bytes'])}",
             file=sys.stderr,
         )
+
+
+def show_progress(workspace: Workspace, counts: Cost) -> None:
+    """Tell the bar of the call what these counts take here."""
+    seconds = Machine.here(workspace.device, workspace.dtype).seconds(counts)
+    expect(seconds, {k: 1 if k == SCORES else n for k, n in counts.passes.items()})
 
 
 def passes_cost(

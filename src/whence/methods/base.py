@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from whence.data import one_bar
 from whence.engine.options import ComputeOptions
 from whence.engine.queries import QuerySet
 from whence.engine.trials import LOSSES
@@ -128,7 +129,10 @@ class Method(ABC):
                     scores = self.score(workspace, folder, top, by)
                 yield scores
 
-        with World.together() as world:
+        with (
+            World.together() as world,
+            one_bar(type(self).__name__, len(study.runs), progress and world.first),
+        ):
             if len(study.runs) == 1:
                 return next(each())
             mean = ensemble(each())

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from whence.engine.costs import SCORED, Cost, Workload, announce, estimated
+from whence.engine.costs import SCORED, Cost, Workload, announce, estimated, show_progress
 from whence.engine.dynamics import FLOOR, Rates
 from whence.engine.ledger import segment_summary
 from whence.engine.options import (
@@ -158,7 +158,9 @@ class GradientMethod(Method):
         if writer.already is not None:
             return writer.already
         if workspace.progress and workspace.reads_training_data:
-            announce(self, workspace, self.counted(self.workload(workspace, terms)))
+            counts = self.counted(self.workload(workspace, terms))
+            announce(self, workspace, counts)
+            show_progress(workspace, counts)
         workspace.in_step = self._factored  # plain gradients are not worth dealing
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
