@@ -154,6 +154,11 @@ class Study:
                     what, "torch.nn.Module"
                 )
                 raise InvalidType(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
+            if isinstance(value, torch.jit.ScriptModule):
+                raise InvalidType(
+                    "model is a torch.jit.ScriptModule, whose layers cannot be seen: give the "
+                    "module that was scripted or traced; its parameters have the same names"
+                )
         return by_stage
 
     def _check(self, run: Run) -> None:

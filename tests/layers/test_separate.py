@@ -96,6 +96,23 @@ def test_a_gradient_that_mixes_examples_is_refused() -> None:
         attribute(net(), TensorDataset(inputs(), LABELS), Hardest())
 
 
+class Alike(whence.Classification):
+    """A few examples of a batch have the mean of their losses."""
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        losses, few = super().losses(outputs, batch), batch[0][:, 1].abs() < 0.08
+        return torch.where(few, (losses * few).sum() / few.sum().clamp(min=1), losses)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_examples_that_see_each_other_are_refused(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(300, 4, generator=random)
+    y = torch.randint(0, 3, (300,), generator=random)
+    with pytest.raises(whence.WhenceError, match=r"loss of train example .*do not mix"):
+        attribute(net(), TensorDataset(x, y), Alike())
+
+
 class LateMixing(torch.autograd.Function):
     """The identity, whose backward pass gives each example some of the next one's gradient, in
     batches of some sizes."""

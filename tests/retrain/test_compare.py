@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,8 @@ def test_drop_last_trains_the_same_alone_and_together() -> None:
 def test_drop_last_is_true_or_false() -> None:
     with pytest.raises(whence.errors.InvalidType, match="drop_last=1"):
         recipe(drop_last=1)
+
+
+def test_batches_that_were_not_recorded(run: whence.Run) -> None:
+    (doubt,) = unknown(recipe(), replace(run, batches=None))
+    assert "does not show the size of its batches" in doubt

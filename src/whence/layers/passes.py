@@ -34,6 +34,7 @@ ATTENTION = {
     "aten._scaled_dot_product_fused_attention_overrideable": sdpa_flop,
     "aten._scaled_dot_product_fused_attention_overrideable_backward": sdpa_backward_flop,
 }
+TOGETHER = 64  # examples of a real batch, at most, that are compared in a smaller one
 COMPARED = 3  # sizes of batches that are compared with examples alone, of each dataset and signal
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
 
@@ -253,7 +254,7 @@ class Passes:
             return {}  # which is reported later, with the layer
         separation, drawn = self._separation(data), signal.name == "sampled"
         sketches: dict[int, Tensor] = {}
-        which = sorted({0, int(values.argmin()), int(values.argmax()), len(indices) - 1})
+        which = {0, int(values.argmin()), int(values.argmax()), len(indices) - 1}
 
         def redrawn(k: int) -> tuple[Tensor, Tensor]:
             seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
@@ -275,9 +276,14 @@ class Passes:
             values, sketches[index] = separation.gradients(self.tracked.layers, [index], value)
             return values[0]
 
+        some = np.linspace(0, len(indices) - 1, min(TOGETHER, len(indices) // 2)).astype(np.int64)
+        if len(some) > 2:  # in another batch: of those that change, one is looked at alone
+            with examples_of(data.name, indices[some]):
+                fewer = computed(indices[some], signal.seed)[0]
+            which |= set(some[separation.differ(fewer, values[some]).cpu().numpy()][:1].tolist())
         again = redrawn if drawn else None
-        separation.compare(indices, values, which, alone, NAMES[signal.name], again)
-        return {k: sketches[int(indices[k])][0] for k in which if not drawn}
+        separation.compare(indices, values, sorted(which), alone, NAMES[signal.name], again)
+        return {k: sketches[int(indices[k])][0] for k in sorted(which) if not drawn}
 
     def _separate(
         self,

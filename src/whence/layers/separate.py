@@ -127,18 +127,22 @@ class Separation:
                 Then the difference is still small beside that of two draws.
         """
         for k in which:
-            tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
-            a, b = float(self._alone(int(indices[k]), value)), float(together[k])
-            if abs(a - b) > tolerance * (1 + max(abs(a), abs(b))):
+            a, b = self._alone(int(indices[k]), value), together[k]
+            if bool(self.differ(a, b)):
                 if redrawn is not None:
                     alone, beside = redrawn(k)
                     if (alone - beside).abs().median() < alone.std() / 2:
                         continue
                 raise InvalidInput(
                     f"the {what} of {self.data.name} example {int(indices[k])} depends on the "
-                    f"rest of its batch ({a:.6g} alone, {b:.6g} beside {_others(indices, k)}): "
-                    + REASONS
+                    f"rest of its batch ({float(a):.6g} alone, {float(b):.6g} beside "
+                    f"{_others(indices, k)}): {REASONS}"
                 )
+
+    def differ(self, a: Tensor, b: Tensor) -> Tensor:
+        """Which values differ by more than rounding."""
+        tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
+        return (a - b).abs() > tolerance * (1 + torch.maximum(a.abs(), b.abs()))
 
     def check_gradients(self, layers: Sequence[TrackedLayer], chosen: Sequence[Pair]) -> None:
         """Refuse gradients that depend on the rest of the batch, though losses do not."""

@@ -44,6 +44,7 @@ class Method(ABC):
     _layered = False  # whether scores are sums over layers of products with query vectors
     _chosen = False  # whether any examples can be scored: some of them, or candidates
     _linear = False  # whether scores are linear in the queries' measurements
+    _fixed: tuple[str, ...] = ()  # settings of a base class that this method does not have
 
     @abstractmethod
     def score(
@@ -279,7 +280,9 @@ class Method(ABC):
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        return {
+            k: v for k, v in vars(self).items() if not k.startswith("_") and k not in self._fixed
+        }
 
     def defaults_shown(self) -> dict[str, Any]:
         """The settings that need not be shown."""

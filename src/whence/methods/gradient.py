@@ -61,9 +61,10 @@ class GradientMethod(Method):
 
     # -- what a method defines -------------------------------------------------------------------
 
-    @abstractmethod
     def terms(self, workspace: Outline) -> list[Term]:
-        """Which checkpoints' training gradients count, in the order of training."""
+        """The checkpoints whose training gradients count, in the order of training; by default the
+        final one, for the examples of every stage."""
+        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     @abstractmethod
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Any:

@@ -49,6 +49,8 @@ class PublishedSource(Source):
             the inverse of Adam's form.
     """
 
+    _fixed = ("coupling", "query_at", "floor")
+
     def __init__(
         self,
         segments: int | str | Sequence[int] = 3,
@@ -68,10 +70,6 @@ class PublishedSource(Source):
     @property
     def name(self) -> str:
         return "Source.published"
-
-    def settings(self) -> dict[str, Any]:
-        fixed = ("coupling", "query_at", "floor")
-        return {k: v for k, v in super().settings().items() if k not in fixed}
 
     def rates(self, workspace: Workspace, segment: Segment) -> Rates:
         optimizer = workspace.run.optimizers[segment.stage.name]

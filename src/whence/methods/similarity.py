@@ -97,7 +97,7 @@ class Similarity(Method):
         """Operations per example of a pass of each kind, and how many, for the estimate."""
         return {"gradients": workspace.tracked.operations}, {"gradients": 1}
 
-    def counted(self, workspace: Workspace) -> Cost:
+    def _cost(self, workspace: Workspace) -> Cost:
         """The counts of all its work."""
         passes = self.passes_needed(workspace)
         return passes_cost(workspace.tracked, workspace.examples, *passes)
@@ -115,7 +115,7 @@ class Similarity(Method):
         if writer.already is not None:
             return writer.already
         if workspace.progress:
-            announce(self, workspace, self.counted(workspace))
+            announce(self, workspace, self._cost(workspace))
         prepared, queries = self.prepare(workspace), {}
         with workspace.clock("scores"):
             rows, step = None, SELF_BLOCK

@@ -29,7 +29,7 @@ from whence.engine.loss_weights import ensemble_weights
 from whence.engine.options import check_count, check_damping
 from whence.engine.projected_space import Space, projecting
 from whence.engine.queries import Queries
-from whence.engine.workspace import LOSS, MEASUREMENT, Outline, Term, Workspace
+from whence.engine.workspace import LOSS, MEASUREMENT, Term, Workspace
 from whence.errors import InvalidInput
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
@@ -73,9 +73,6 @@ class Trak(GradientMethod):
         check_damping(damping)
         self.dimension, self.seed, self.stage = dimension, seed, stage
         self.joint, self.damping = bool(joint), float(damping)
-
-    def terms(self, workspace: Outline) -> list[Term]:
-        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
         examples = sum(len(workspace.study.data[stage]) for stage in workspace.study.stages)

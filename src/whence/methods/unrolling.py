@@ -99,7 +99,7 @@ class Unrolling(Method):
             return writer.already
         blocks = self._blocks(workspace, len(ends) if by else 1)
         if workspace.progress:
-            announce(self, workspace, self.counted(workspace, blocks))
+            announce(self, workspace, self._cost(workspace, blocks))
         blocks = list(world.mine(blocks))
         length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
         bar = progress_bar(total=length, desc="updates, backwards", shown=workspace.progress)
@@ -226,7 +226,7 @@ class Unrolling(Method):
             start += len(indices)
         return blocks
 
-    def counted(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> Cost:
+    def _cost(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> Cost:
         """The counts of all its work on these blocks."""
         queries = max(len(block.indices) for block in blocks)
         operations = sum(self.operations(workspace, len(block.indices)) for block in blocks)

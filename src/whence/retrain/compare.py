@@ -38,6 +38,11 @@ def differences(recipe: Recipe, run: Run) -> list[str]:
 def unknown(recipe: Recipe, run: Run) -> list[str]:
     """What the recipe does and the run does not show; one sentence each."""
     sentences = []
+    if run.batches is None:
+        sentences.append(
+            "the run does not show the size of its batches: record them with "
+            "recorder.step(indices) to compare them with the recipe's"
+        )
     if any(stage.clip_norm is not None for stage in recipe.stages) and "clip_norm" not in run.notes:
         sentences.append(
             "the recipe clips gradients, and the run does not say whether its training did: record "

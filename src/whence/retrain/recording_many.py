@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 
 from whence.data import Batches, progress_bar
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidType, check_choice, warn
+from whence.errors import InvalidInput, InvalidType, check_choice
 from whence.persist.files import as_path
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
-from whence.retrain.pool import ENGINES, TrainingPool
+from whence.retrain.pool import ENGINES, TrainingPool, halves
 from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.recording import MakeUpdates, record_run
 from whence.retrain.stack import Stack, train_stack
@@ -273,10 +273,7 @@ def _record_together(
             played = partial(_play_updates, checkpoints, position)
             yield training, write(pool.recipe, training, torch.device("cpu"), played)
         return
-    torch.cuda.empty_cache()
-    half = len(trainings) // 2
-    warn(f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2)
-    for part in (trainings[:half], trainings[half:]):
+    for part in halves(trainings):
         yield from _record_together(pool, part, due, write, files, locks)
 
 

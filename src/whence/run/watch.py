@@ -1,14 +1,18 @@
-"""Notices changes of a model's weights that no recorded update made.
+"""Notices changes of a model's weights that no recorded update made, and of its gradients.
 
 Between two updates of the optimizer, parameters must not change. Tensors count writes to them,
 which costs nothing to read. Writes through `.data` are not counted, so norms and some entries are
 compared as well: after the first updates, after every `EVERY`-th one, and at checkpoints.
+
+Between a backward pass and its update, gradients must not change. The first updates show it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +23,10 @@ from whence.run.format import RunData
 from whence.table import listed
 
 FIRST, EVERY = 4, 16  # updates whose weights are measured
+GRADIENTS = 8  # parameters whose gradients are measured, at the first updates
 ENTRIES = 64  # of a parameter that are compared, because a permutation has the same norm
 ROUNDING = 1e-6  # relative difference of norms that is no change
+CHANGED = 1e-4  # that of a gradient's norm
 
 Measured = dict[tuple[str, ...], Tensor]
 
@@ -179,6 +185,65 @@ class WeightWatch:
         if kind not in self._noticed:
             self._noticed.add(kind)
             self.data.warn(message)
+
+
+class GradientWatch:
+    """Notices gradients that something changes after the backward pass, such as clipping.
+
+    Every backward pass notes the norms of some gradients, up to the first updates. All of them may
+    be divided by the same whole number: a scaler of mixed precision does so, and accumulation.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms: dict[str, Tensor] = {}
+        trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
+        names = list(trained)[:: max(1, -(-len(trained) // GRADIENTS))]
+        self._parameters = {name: trained[name] for name in names}
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+            for name, p in self._parameters.items()
+        ]
+
+    def _note(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            self._norms[name] = _norm(parameter.grad)
+
+    def before_update(self, updates: int, data: RunData) -> None:
+        """Compare the gradients with those that the last backward pass led to."""
+        norms = {
+            name: (float(_norm(p.grad)), float(self._norms[name]))
+            for name, p in self._parameters.items()
+            if p.grad is not None and name in self._norms
+        }
+        self._norms.clear()  # below: gradients that are 0 were set to 0, before step(closure)
+        ratios = {name: now / before for name, (now, before) in norms.items() if now and before}
+        changed = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > CHANGED}
+        if changed and not _divided(list(ratios.values())):
+            self.remove()
+            each = [f"{name} (norm × {ratio:.3g})" for name, ratio in changed.items()]
+            data.warn(
+                f"gradients were changed between the backward pass and update {updates + 1} "
+                f"(clipping, noise, a mask?): {listed(each, 4)}. Scores take the gradients of the "
+                "loss as they are. If you know the reason, say it in Recorder(notes=...)"
+            )
+        if updates + 1 >= FIRST:
+            self.remove()
+
+    def remove(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._parameters = [], {}
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient.detach().float())
+
+
+def _divided(ratios: Sequence[float]) -> bool:
+    """Whether all are one over the same whole number."""
+    number = round(1 / ratios[0]) if 0 < ratios[0] < math.inf else 0
+    return all(abs(ratio * number - 1) <= CHANGED for ratio in ratios)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
