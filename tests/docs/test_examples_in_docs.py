@@ -26,7 +26,8 @@ DOCS = ROOT / "docs"
 PAGES = pages.pages()
 RUN = [name for name, text in PAGES.items() if any(marked for marked, _ in pages.blocks(text))]
 LONG = [
-    f"tutorials/{name}" for name in ("language-model", "own-loop", "mislabelled", "table", "reviews")
+    f"tutorials/{name}"
+    for name in ("language-model", "own-loop", "mislabelled", "table", "reviews")
 ]
 PEERS = {"coming-from": ("kronfluence", "trak")}
 METHODS = [

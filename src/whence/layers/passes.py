@@ -7,33 +7,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from whence.data import Batches, place, progress_bar
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
+from whence.layers.tracked import Tracked
 from whence.table import listed
 from whence.task import Task, Uniform
 
-if TYPE_CHECKING:
-    from whence.layers.tracked import Tracked
-
 #: sees the data, indices, outputs and batch of every pass
 Observer = Callable[[Batches, np.ndarray, Tensor, Any], None]
-#: which PyTorch does not count: attention as CPUs compute it, and on the meta device
-ATTENTION = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": sdpa_flop,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": sdpa_backward_flop,
-    "aten._scaled_dot_product_fused_attention_overrideable": sdpa_flop,
-    "aten._scaled_dot_product_fused_attention_overrideable_backward": sdpa_backward_flop,
-}
 TOGETHER = 64  # examples of a real batch, at most, that are compared in a smaller one
 COMPARED = 3  # sizes of batches that are compared with examples alone, of each dataset and signal
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
@@ -88,35 +77,6 @@ class Clock:
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside the `with`, adds up the operations of products, convolutions and attention, and the
-    numbers in their results.
-
-    Works without weights, on the meta device. A product of n terms is 2n operations; elementwise
-    work is not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations, self.numbers = 0, 0
-
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        packet = function._overloadpacket
-        count: Any = flop_registry.get(packet) or ATTENTION.get(str(packet))
-        if count is not None:
-            self.operations += int(count(*args, **(kwargs or {}), out_val=result))
-            results = result if isinstance(result, tuple) else (result,)
-            self.numbers += sum(x.numel() for x in results if isinstance(x, Tensor))
-        return result
 
 
 class Weights(Protocol):

@@ -22,11 +22,11 @@ from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
 from whence.layers.choose import Chooser
 from whence.layers.copied import Copied
+from whence.layers.counting import OperationCount
 from whence.layers.embedding import Embedding
 from whence.layers.kind import Kind, Part, kind_of, matrices, same_forward
 from whence.layers.linear import Linear
 from whence.layers.parameter import Bias, Direct, one_for_all
-from whence.layers.passes import OperationCount
 from whence.table import listed
 from whence.task import Task
 
