@@ -29,6 +29,7 @@ from whence.projections import Gradients, Projection, Random, TwoSided
 from whence.projections import random as signs
 from whence.projections.projection import check
 from whence.projections.random import shares
+from whence.projections.two_sided import square_ranks
 
 EXACT: Any = {"dtype": torch.float64, "progress": False}
 CPU = torch.device("cpu")
@@ -656,3 +657,14 @@ def test_a_random_two_sided_projection_keeps_inner_products_on_average() -> None
     many = [matrix(TwoSided.random(BLOCKS, ranks, key, like)) for key in range(3000)]
     mean = torch.stack([one.T @ one for one in many]).mean(0)
     assert float((mean - torch.eye(len(mean))).abs().max()) < 0.35  # E[PᵀP] = I
+
+
+@pytest.mark.parametrize("dimension", range(3, 200, 7))
+def test_the_dimension_of_a_two_sided_projection(dimension: int) -> None:
+    """The largest square that fits; asked for what it has, it stays as it is."""
+    ranks = square_ranks(BLOCKS, dimension)
+    has = sum(k * width for k, width in ranks)
+    assert has <= dimension and square_ranks(BLOCKS, has) == ranks
+    k = max(max(pair) for pair in ranks) + 1
+    larger = sum(min(k, block.o) * min(k, block.width) for block in BLOCKS)
+    assert larger > dimension or has == sum(block.size for block in BLOCKS)

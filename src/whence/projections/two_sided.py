@@ -7,6 +7,7 @@ gradient is ever built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,11 +120,18 @@ class TwoSided(Random):
 
 
 def square_ranks(blocks: Sequence[ParameterBlock], dimension: int) -> list[tuple[int, int]]:
-    """k × k for each block, or less where it is smaller, with about `dimension` for all."""
+    """k × k for each block, or less where it is smaller, with the largest k for which all blocks
+    together have at most `dimension`."""
     if dimension < len(blocks):
         raise InvalidInput(
             f"dimension={dimension} cannot be shared out among {len(blocks)} layers: each gets at "
             "least 1"
         )
-    k = int((dimension / len(blocks)) ** 0.5)
-    return [(min(k, block.o), min(k, block.width)) for block in blocks]
+
+    def ranks(k: int) -> list[tuple[int, int]]:
+        return [(min(k, block.o), min(k, block.width)) for block in blocks]
+
+    k, most = 1, max(max(block.shape) for block in blocks)
+    while k < most and sum(math.prod(pair) for pair in ranks(k + 1)) <= dimension:
+        k += 1
+    return ranks(k)

@@ -305,10 +305,10 @@ class GradientStore(StoreContents):
     ) -> Scores:
         known = self.description["methods"]
         if name not in known:
-            raise InvalidInput(
-                f"the store was built for {', '.join(known)}, not for {name}: build it "
-                f"again with methods=[..., {name!r}] to add what is missing"
-            )
+            how = f"build it again with methods=[..., {name!r}] to add what is missing"
+            if self.preconditioned:
+                how = f"its gradients are preconditioned, so build another one for {name}"
+            raise InvalidInput(f"the store was built for {', '.join(known)}, not for {name}: {how}")
         if query is None:
             raise InvalidInput(
                 "a store answers queries: for self-influence use the method itself, as in "
