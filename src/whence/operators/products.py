@@ -316,13 +316,13 @@ class Readout:
         return cls(values.contiguous(), None, basis and basis.to(values.device, dtype))
 
     def of_rows(self, take: Callable[[Tensor, int], Tensor]) -> Readout:
-        """Of some outputs only; in the parameters' own coordinates."""
+        """The part of some outputs, in the parameters' own coordinates."""
         assert self.basis is None
         column = None if self.column is None else take(self.column, 1)
         return Readout(take(self.weight, 1), column, None)
 
     def of_columns(self, take: Callable[[Tensor, int], Tensor]) -> Readout:
-        """Of some inputs only, without the bias; in the parameters' own coordinates."""
+        """The part of some inputs, without the bias, in the parameters' own coordinates."""
         assert self.basis is None
         return Readout(take(self.weight, 2), None, None)
 
@@ -422,11 +422,11 @@ class FactoredReadout:
         return cls(a[:, :-1].contiguous(), s, a[:, -1].contiguous(), left.shape[1])
 
     def of_rows(self, take: Callable[[Tensor, int], Tensor]) -> FactoredReadout:
-        """Of some outputs only."""
+        """The part of some outputs."""
         return replace(self, s=take(self.s, 1))
 
     def of_columns(self, take: Callable[[Tensor, int], Tensor]) -> FactoredReadout:
-        """Of some inputs only, without the bias."""
+        """The part of some inputs, without the bias."""
         return replace(self, a=take(self.a, 1), c=False)
 
     def scaled(self, factor: float) -> FactoredReadout:

@@ -378,11 +378,11 @@ def unstackable(model: nn.Module) -> str | None:
     return None
 
 
-def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of batch norms, which change during training."""
+def running_statistics(model: nn.Module, norms: type[nn.Module] = _BatchNorm) -> dict[str, Tensor]:
+    """The buffers of batch norms, or other norms, which change during training."""
     buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, norms):
             buffers |= module.named_buffers(path, recurse=False)
     return buffers
 
