@@ -31,6 +31,7 @@ def measure(
     executor: str | None = None,
     engine: str = "auto",
     progress: bool = True,
+    what: Sequence[str] = ("measurements",),
 ) -> NDArray[np.float64]:
     """Measure every query with the model that each training ends in, (T, q).
 
@@ -50,9 +51,14 @@ def measure(
         engine: "auto", or how models train together: "products" or "vmap"; "single" trains them one
             by one.
         progress: show a progress bar.
+        what: the methods of the task that measure, such as "correct"; of several, the results are
+            side by side, (T, k·q).
     """
     data = Batches("query", query, recipe.collate)
-    grid = Grid(out, identity(recipe, data), len(data))
+    about = identity(recipe, data)
+    if tuple(what) != ("measurements",):
+        about["what"] = list(what)
+    grid = Grid(out, about, len(what) * len(data))
     return run_grid(
         recipe,
         data,
@@ -63,6 +69,7 @@ def measure(
         executor=executor,
         engine=engine,
         progress=progress,
+        what=what,
     )
 
 
@@ -87,6 +94,7 @@ def run_grid(
     engine: str,
     progress: bool,
     callback: TrainingsCallback | None = None,
+    what: Sequence[str] = ("measurements",),
 ) -> NDArray[np.float64]:
     """`measure`, with the trainings of a grid.
 
@@ -104,9 +112,9 @@ def run_grid(
         raise InvalidInput(f"{world} processes need a folder to share: give out=")
     keys = [training.key for training in trainings]
     if not keys:
-        return np.empty((0, len(query)))
+        return np.empty((0, len(what) * len(query)))
     if any(key not in grid for key in keys):
-        pool = TrainingPool.open(recipe, query, device, engine, grid.notes.get("engine"))
+        pool = TrainingPool.open(recipe, query, device, engine, grid.notes.get("engine"), what)
         if executor == "ray":
             from whence.retrain.cluster import workers
 
