@@ -28,6 +28,7 @@ from whence.layers.sharded import StreamedWeights, unsharded
 from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared
+from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
@@ -40,7 +41,7 @@ from whence.world import World
 Runs = Run | str | os.PathLike[str]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
-GRADIENTS_COMPARED = 2  # pairs of examples whose gradients are compared alone and together
+GRADIENTS_COMPARED = 1  # pairs of examples whose gradients are compared alone and together
 
 
 class Study:
@@ -60,8 +61,8 @@ class Study:
             `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
             layers and convolutions, "all" embeddings, norms and tied heads too.
         candidates: data that the run never trained on, for the last stage or `{stage: dataset}`.
-            It is scored instead of the training data: what would each example have done, had it
-            been one of the N of its stage?
+            It is scored instead of the training data: the effect that each example would have had
+            as one of the N of its stage.
     """
 
     def __init__(
@@ -107,15 +108,15 @@ class Study:
         }
         self.tasks: dict[str, Task] = self._by_stage("task", task)
         self.candidates = self._candidates(candidates)
-        self._evidence: dict[int, Evidence] = {}  # by the id of the run, which each holds
+        self._evidence: dict[Run, Evidence] = {}
         for run in self.runs:
             self._check(run)
-        self.cache = None if cache is None else Path(cache).absolute()
+        self.cache = None if cache is None else as_path(cache).absolute()
         self._stores: dict[str, FactorCache] = {}
         self._exclusions_reported = False
 
     def _candidates(self, given: Any) -> dict[str, Batches]:
-        """Data outside the run that is scored instead of its own, by stage; empty if none is."""
+        """Data that the run never trained on and that is scored instead, by stage; or empty."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
@@ -129,8 +130,8 @@ class Study:
         """Raise if there are candidates, for a method that only knows what was trained on."""
         if self.candidates:
             raise InvalidInput(
-                f"{method} cannot score candidates, which the run never trained on: use a method "
-                "of gradients, such as Source, or a Study without candidates"
+                f"{method} cannot score candidates, which the run never trained on: use a "
+                "gradient method, such as Source, or a Study without candidates"
             )
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
@@ -153,6 +154,11 @@ class Study:
                     what, "torch.nn.Module"
                 )
                 raise InvalidType(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
+            if isinstance(value, torch.jit.ScriptModule):
+                raise InvalidType(
+                    "model is a torch.jit.ScriptModule, whose layers cannot be seen: give the "
+                    "module that was scripted or traced; its parameters have the same names"
+                )
         return by_stage
 
     def _check(self, run: Run) -> None:
@@ -186,10 +192,10 @@ class Study:
         return self._of(run).declared(stage)
 
     def _of(self, run: Run) -> Evidence:
-        if id(run) not in self._evidence:
+        if run not in self._evidence:
             sizes = {stage: len(data) for stage, data in self.data.items()}
-            self._evidence[id(run)] = Evidence(run, sizes)
-        return self._evidence[id(run)]
+            self._evidence[run] = Evidence(run, sizes)
+        return self._evidence[run]
 
     def _trained(self, run: Run, parameter: str) -> bool:
         """Whether updates of the run changed a parameter."""
@@ -232,7 +238,7 @@ class Study:
         if not count:
             return []
         return [
-            f"stage {stage!r}: {count} of {len(spread)} examples that were looked at have the "
+            f"stage {stage!r}: {count} of {len(spread)} examples that were checked have the "
             f"target {IGNORED}, which has no loss. They count in N: training minimised the sum of "
             "losses divided by all examples. If it divided by the others only, as "
             "nn.CrossEntropyLoss() does, leave them out of the training data"
@@ -401,7 +407,7 @@ def task_identity(task: Task, measured: bool = False) -> dict[str, str]:
 
 
 def model_identity(model: nn.Module) -> list[str]:
-    """Of a model's modules and of their code."""
+    """Digests of a model's modules and of their code."""
     return [architecture_sha256(model), model_sha256(model)]
 
 

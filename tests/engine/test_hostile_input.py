@@ -310,3 +310,41 @@ def test_what_is_escaped() -> None:
     assert "\\u0007" in str(Table(["a"], [["\x07"]], title="\x07")) and "\x07" not in str(
         Table(["a"], [["\x07"]])
     )
+
+
+PATHS = ["a" * 300, "/".join(["a" * 200] * 30), "a\0b", "\ud800", "", 5, True, b"runs", None]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_that_nothing_can_have(tmp_path: Path, path: Any) -> None:
+    run = record(tmp_path / "run")
+    given = tmp_path / path if isinstance(path, str) and path else path
+    data, task = TensorDataset(X, Y), whence.Classification()
+    study = whence.Study(nn.Linear(4, 3), task, data, run)
+    scores = whence.TracIn().attribute(study, data, progress=False)
+    calls: list[Callable[[], Any]] = [
+        lambda: record(given),
+        lambda: Run.open(given),
+        lambda: Scores.load(given),
+        lambda: Truth.load(given),
+        lambda: whence.GradientStore.open(given, study),
+        lambda: whence.GradientStore.build(study, given, progress=False),
+        lambda: scores.save(given),
+        lambda: scores.report(given),
+        lambda: run.save(given),
+    ]
+    if path is not None:  # which is no folder
+        calls.append(lambda: whence.TracIn().attribute(study, data, out=given, progress=False))
+        calls.append(lambda: whence.Study(study.model, task, data, run, cache=given))
+    for call in calls:
+        with pytest.raises(whence.WhenceError, match=r"not a path|cannot be the name"):
+            call()
+
+
+def test_a_name_as_long_as_can_be(tmp_path: Path) -> None:
+    """A temporary name must not be longer."""
+    run, data = record(tmp_path), TensorDataset(X, Y)
+    study = whence.Study(nn.Linear(4, 3), whence.Classification(), data, run)
+    scores = whence.TracIn().attribute(study, data, progress=False)
+    for name in ("a" * 250 + ".html", "漢" * 83 + ".html"):
+        assert scores.report(tmp_path / name).exists()

@@ -445,8 +445,10 @@ def program(rng: Rng, folder: Path) -> None:
         if kind is not torch.optim.RMSprop:
             settings["betas"] = rng.choice([(0.9, 0.999), (0.5, 0.9)])
     rate = rng.uniform(0.02, 0.2) * (1.0 if kind is torch.optim.SGD else 0.1)
-    optimizer = kind(model.parameters(), lr=rate, **settings)
+    optimizer = kind(groups(rng, model, rate), lr=rate, **settings)
     total = rng.randint(4, 12)
+    late = rng.choice([0, 0, rng.randint(1, total - 1)])  # until then, the first layer is frozen
+    late = late if kind is torch.optim.SGD and len(model) > 1 else 0
     schedulers: list[Callable[[], Any]] = [
         lambda: None,
         lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
@@ -471,7 +473,8 @@ def program(rng: Rng, folder: Path) -> None:
     with recorder:
         for _ in range(total):
             chosen = torch.randperm(n)[:batch]
-            rates.append(float(optimizer.param_groups[0]["lr"]))
+            model[0].requires_grad_(len(rates) >= late)
+            rates.append(rates_of(model, optimizer))
             if style == "closure":
 
                 def closure(chosen: Tensor = chosen) -> float:
@@ -491,7 +494,7 @@ def program(rng: Rng, folder: Path) -> None:
             if scheduler is not None:
                 scheduler.step()
             weights.append({k: v.detach().clone() for k, v in model.state_dict().items()})
-            preconditioners.append(preconditioner(model, optimizer, len(rates)))
+            preconditioners.append(preconditioner(model, optimizer))
     run_ = whence.Run.open(folder / "run")
     steps = [c.step for c in run_.checkpoints]
     segments = rng.randint(1, len(steps))
@@ -515,12 +518,27 @@ def program(rng: Rng, folder: Path) -> None:
         effective,
         segments,
     )
-    what = f"{model}, {kind.__name__} {settings}, {type(scheduler).__name__}, {style}"
+    what = f"{model}, {kind.__name__} {settings}, {type(scheduler).__name__}, {style}, {late} late"
     what += f", {segments} of {steps}"
     close(found, wanted, what, 1e-6)
 
 
-def preconditioner(model: nn.Module, optimizer: torch.optim.Optimizer, updates: int) -> Tensor:
+def groups(rng: Rng, model: Any, rate: float) -> list[dict[str, Any]]:
+    """The parameters: in one group, or each layer in its own with its own rate."""
+    if rng.random() < 0.6:
+        return [{"params": list(model.parameters())}]
+    layers = [layer for layer in model if list(layer.parameters())]
+    return [{"params": layer.parameters(), "lr": rate * rng.uniform(0.2, 2)} for layer in layers]
+
+
+def rates_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The rate of every parameter, all in one vector; 0 of a frozen one."""
+    rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    each = [(p.numel(), rates[p] * p.requires_grad) for p in model.parameters()]
+    return torch.cat([torch.full((n,), r, dtype=torch.float64) for n, r in each])
+
+
+def preconditioner(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     """P of appendix C, of all parameters in one vector: 1, or 1/(√v̂ + ε)."""
     settings, parts = optimizer.param_groups[0], []
     for parameter in model.parameters():
@@ -530,7 +548,7 @@ def preconditioner(model: nn.Module, optimizer: torch.optim.Optimizer, updates: 
             parts.append(torch.ones(parameter.numel(), dtype=torch.float64))
             continue
         if "exp_avg_sq" in state:
-            v = v / (1 - settings["betas"][1] ** updates)
+            v = v / (1 - settings["betas"][1] ** float(state["step"]))
         parts.append(1 / (v.sqrt() + settings["eps"]).flatten())
     return torch.cat(parts).clone()
 
@@ -543,7 +561,7 @@ def paper(
     checkpoints: list[dict[str, Tensor]],
     preconditioners: list[Tensor],
     steps: list[int],
-    rates: list[float],
+    rates: list[Tensor],
     effective: float,
     segments: int,
 ) -> np.ndarray:
@@ -590,7 +608,7 @@ def paper(
     score: Any = 0
     for members in reversed(dealt):
         start, end = steps[members[0] - 1] if members[0] else 0, steps[members[-1]]
-        time_ = sum(rates[start:end]) * effective
+        time_ = torch.stack(rates[start:end]).sum(0).clamp(min=1e-12) * effective  # 0 if frozen
         H = torch.stack([curvature(checkpoints[c]) for c in members]).mean(0)
         each = [
             torch.stack([gradient(checkpoints[c], train, k) for k in range(len(train))])

@@ -96,13 +96,71 @@ def test_a_gradient_that_mixes_examples_is_refused() -> None:
         attribute(net(), TensorDataset(inputs(), LABELS), Hardest())
 
 
+class Alike(whence.Classification):
+    """A few examples of a batch have the mean of their losses."""
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        losses, few = super().losses(outputs, batch), batch[0][:, 1].abs() < 0.08
+        return torch.where(few, (losses * few).sum() / few.sum().clamp(min=1), losses)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_examples_that_see_each_other_are_refused(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(300, 4, generator=random)
+    y = torch.randint(0, 3, (300,), generator=random)
+    with pytest.raises(whence.WhenceError, match=r"loss of train example .*do not mix"):
+        attribute(net(), TensorDataset(x, y), Alike())
+
+
+class LateMixing(torch.autograd.Function):
+    """The identity, whose backward pass gives each example some of the next one's gradient, in
+    batches of some sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Any) -> Tensor:
+        ctx.sizes = sizes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        mixed = 0.5 * gradient + 0.5 * gradient.roll(1, 0)
+        return (mixed if ctx.sizes(len(gradient)) else gradient), None
+
+
+class MixesBackward(nn.Module):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__()
+        self.net, self.sizes = net(), sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = LateMixing.apply(self.net[:2](x), self.sizes)
+        return self.net[2:](hidden)
+
+
+@pytest.mark.parametrize(
+    "sizes", [lambda n: n >= 8, lambda n: n == 32, lambda n: n % 2 == 0 and n > 2, lambda n: n == 8]
+)
+def test_a_gradient_that_mixes_in_the_batch_of_some_size_is_refused(sizes: Any) -> None:
+    """Batches have 32 examples, and the last one 8."""
+    with pytest.raises(whence.WhenceError, match=r"gradient of (train|query) example .*do not mix"):
+        attribute(MixesBackward(sizes), TensorDataset(inputs(), LABELS), batch_size=32)
+    attribute(MixesBackward(lambda n: False), TensorDataset(inputs(), LABELS), batch_size=32)
+
+
 def attribute(
-    model: nn.Module, data: Any, task: Any = None, query: Any = None, **options: Any
+    model: nn.Module,
+    data: Any,
+    task: Any = None,
+    query: Any = None,
+    batch_size: int | None = None,
+    **options: Any,
 ) -> whence.Scores:
     state = model.state_dict()
     run = whence.Run.from_checkpoints([state, {k: t * 1.01 for k, t in state.items()}], [0, 5], 0.1)
     study = whence.Study(model, task or whence.Classification(), data, run, **options)
-    return whence.TracIn().attribute(study, data if query is None else query, **PROGRESS)
+    query = data if query is None else query
+    return whence.TracIn().attribute(study, query, batch_size=batch_size, **PROGRESS)
 
 
 HOW = [

@@ -108,6 +108,12 @@ def test_a_digest_counts_dtype_shape_names_and_values() -> None:
     assert digest(strided) == digest(strided.clone(memory_format=torch.contiguous_format))
 
 
+def test_keys_of_another_type_are_other_keys() -> None:
+    ones: list[Any] = [1, "1", 1.5, "1.5", True, "True", None, "None", (1,), "(1,)", b"1", "b'1'"]
+    assert len({digest({key: 0}) for key in ones}) == len(ones)
+    assert digest({1: 0, "1": 1}) != digest({1: 1, "1": 0})
+
+
 def test_a_key_does_not_depend_on_the_order_of_the_settings() -> None:
     assert key_of(dict(reversed(SETTINGS.items()))) == key_of(SETTINGS)
     assert key_of(SETTINGS | {"seed": 4}) != key_of(SETTINGS)

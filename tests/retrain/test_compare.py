@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.recipes import cosine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,10 +35,6 @@ def sgd(p: Any, **changes: Any) -> Any:
 
 def adam(p: Any, **changes: Any) -> Any:
     return torch.optim.AdamW(p, **({"lr": 1e-2, "betas": (0.9, 0.99)} | changes))
-
-
-def cosine(optimizer: Any, total: int) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
 
 
 def recorded(
@@ -194,3 +192,8 @@ def test_drop_last_trains_the_same_alone_and_together() -> None:
 def test_drop_last_is_true_or_false() -> None:
     with pytest.raises(whence.errors.InvalidType, match="drop_last=1"):
         recipe(drop_last=1)
+
+
+def test_batches_that_were_not_recorded(run: whence.Run) -> None:
+    (doubt,) = unknown(recipe(), replace(run, batches=None))
+    assert "does not show the size of its batches" in doubt

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import whence
+from whence.present import views
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (24,), generator=torch.Generator().manual_seed(1))
@@ -162,6 +163,83 @@ def test_best_weights_loaded_at_the_end(steps: Any, tmp_path: Path) -> None:
         assert any(
             "given model has the run's weights after update 10" in m for m in scores.warnings
         )
+
+
+GRADIENTS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "clipped": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05),
+    "clipped by value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01),
+    "noise": lambda parameters: [p.grad.add_(torch.randn_like(p)) for p in parameters],
+    "masked": lambda parameters: parameters[0].grad[0].zero_(),
+    "replaced": lambda parameters: setattr(parameters[0], "grad", torch.ones_like(parameters[0])),
+    "one layer divided": lambda parameters: parameters[0].grad.div_(2),
+}
+
+
+def trained_with(
+    path: Path, change: Callable[[list[Tensor]], Any], **options: Any
+) -> tuple[nn.Module, whence.Run]:
+    """A training that does something between the backward pass and the update."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with whence.Recorder(path, model, optimizer, checkpoints=2, total_steps=6, **options):
+        for _ in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(model(X), Y).backward()
+            change(list(model.parameters()))
+            optimizer.step()
+    return model, whence.Run.open(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", GRADIENTS)
+def test_gradients_changed_before_the_update(how: str, tmp_path: Path) -> None:
+    model, run = trained_with(tmp_path, GRADIENTS[how])
+    (message,) = [m for m in run.warnings if "gradients were changed" in m]
+    assert "update 1" in message and "0.weight (norm × " in message
+    assert message in attributed(model, run).warnings
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e3),
+        lambda parameters: [p.grad.div_(3) for p in parameters],  # accumulation
+        lambda parameters: [p.grad.mul_(2.0**-12) for p in parameters],  # a scaler
+    ],
+)
+def test_gradients_that_may_be_changed(change: Any, tmp_path: Path) -> None:
+    model, run = trained_with(tmp_path, change)
+    assert not run.warnings
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:kept with the run")
+def test_a_change_of_gradients_that_is_noted_has_one_warning(tmp_path: Path) -> None:
+    model, run = trained_with(tmp_path, GRADIENTS["clipped"], notes={"clip_norm": 0.05})
+    assert not run.warnings and any("clip_norm" in m for m in attributed(model, run).warnings)
+
+
+def test_gradients_that_a_closure_computes(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def closure() -> Tensor:
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        return loss
+
+    with whence.Recorder(tmp_path, model, optimizer, checkpoints=2, total_steps=6):
+        for _ in range(6):
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step(closure)
+    assert not whence.Run.open(tmp_path).warnings
+
+
+def test_a_scripted_model_is_refused(tmp_path: Path) -> None:
+    model, run, _ = recorded(tmp_path)
+    with pytest.raises(whence.WhenceError, match="give the module that was scripted"):
+        whence.Study(torch.jit.script(model), whence.Classification(), DATA, run)
 
 
 def test_a_second_optimizer(tmp_path: Path) -> None:
@@ -425,6 +503,20 @@ def test_a_weighted_sampler_is_announced_with_numbers(kind: str) -> None:
     study = whence.Study(net(), whence.Classification(), DATA, run)
     (message,) = [m for m in study.warnings(run) if "weighted sampler" in m]
     assert f"{counts.min()} to {counts.max()} times (mean {counts.mean():.1f})" in message
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_weighted_sampler_is_shown_everywhere(tmp_path: Path) -> None:
+    """Stored with the scores, and first in repr, report and explorer."""
+    run = drawn(epochs(np.r_[np.arange(24), np.repeat(np.arange(4), 20)], 3))
+    study = whence.Study(net(), whence.Classification(), DATA, run)
+    whence.TracIn().attribute(study, DATA, out=tmp_path / "scores", progress=False)
+    scores = whence.Scores.load(tmp_path / "scores")
+    (message,) = [m for m in scores.warnings if "weighted sampler" in m]
+    assert "weighted sampler" in repr(scores)
+    page = scores.report(tmp_path / "report.html", study=study).read_text()
+    assert "weighted sampler" in page
+    assert message in views.overview(scores)["warnings"]
 
 
 def test_a_curriculum_is_announced() -> None:

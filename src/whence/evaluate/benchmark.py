@@ -31,6 +31,7 @@ from whence.evaluate.groups import Given
 from whence.evaluate.lds import LDS, Comparison, Difference, described, lds
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import (
+    as_path,
     check_types,
     make_folder,
     parsing,
@@ -167,7 +168,7 @@ class Benchmark:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a folder that `open` reads, and that a web server may offer."""
-        folder = Path(path)
+        folder = as_path(path)
         make_folder(folder / "predictions")
         self.truth.save(folder / "truth")
         methods: dict[str, dict[str, Any]] = {}
@@ -190,7 +191,7 @@ class Benchmark:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Benchmark:
         """Open what `save` wrote."""
-        folder = Path(path)
+        folder = as_path(path)
         file = folder / DESCRIPTION
         if not file.is_file():
             raise MissingFile(
@@ -230,7 +231,7 @@ class Benchmark:
             raise InvalidInput(f"url={url!r} must start with https:// or http://")
         address = url.removesuffix(DESCRIPTION).rstrip("/")
         raw = _fetched(f"{address}/{DESCRIPTION}", DESCRIPTION_LIMIT)
-        base = Path(cache) if cache is not None else _cache() / "benchmarks"
+        base = as_path(cache) if cache is not None else _cache() / "benchmarks"
         folder = base / hashlib.sha256(raw).hexdigest()[:16]
         make_folder(folder)
         write_bytes(folder / DESCRIPTION, raw)

@@ -20,6 +20,7 @@ from whence.errors import InvalidInput, MissingDependency
 from whence.explore.explorer import Explorer
 from whence.explore.jobs import Jobs
 from whence.explore.scored_data import Given, ScoredData, open_scores
+from whence.persist.files import as_path
 from whence.present.check import check_data
 from whence.scores import Scores
 from whence.table import escaped
@@ -243,7 +244,7 @@ def prepare(
         )
     named = open_scores(scores)
     data = ScoredData(named, train=train, query=query, study=study, **looks)
-    folder = Path(out) if out is not None else default_folder(scores)
+    folder = as_path(out) if out is not None else default_folder(scores)
     jobs, refused = make_jobs(data, recipe, query, folder)
     explorer = Explorer(data, jobs, refused)
     try:

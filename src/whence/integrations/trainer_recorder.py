@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whence.errors import InvalidInput, InvalidType
+from whence.persist.files import as_path
 from whence.run.checkpoint import RunError, weights_sha256
 from whence.run.format import RunData
 from whence.run.recorder import Recorder, writes_run
@@ -49,7 +50,7 @@ class TrainerRecorder:
                 f"RecorderCallback got {', '.join(unknown)}: its options are those of the "
                 f"Recorder: {', '.join(sorted(OPTIONS))}"
             )
-        self.path, self.checkpoints, self.options = Path(path), checkpoints, dict(options)
+        self.path, self.checkpoints, self.options = as_path(path), checkpoints, dict(options)
         self._recorder: Recorder | None = None
 
     def begin(

@@ -13,16 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.data import Batches, place
+from whence.data import Batches, place, progress_bar
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
-from whence.layers.separate import REDRAWS, Separation
+from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
-from whence.table import listed, progress_bar
+from whence.table import listed
 from whence.task import Task, Uniform
 
 #: sees the data, indices, outputs and batch of every pass
 Observer = Callable[[Batches, np.ndarray, Tensor, Any], None]
+TOGETHER = 64  # examples of a real batch, at most, that are compared in a smaller one
+COMPARED = 3  # sizes of batches that are compared with examples alone, of each dataset and signal
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
 
 
@@ -137,7 +139,7 @@ class Passes:
         self.dtype, self.workers, self.progress = dtype, workers, progress
         self.step, self.sha256 = -1, ""  # of the loaded weights
         self.observe: Observer | None = None
-        self._compared: set[tuple[int, str]] = set()  # datasets, by id, and signals
+        self._compared: dict[tuple[int, str], set[int]] = {}  # sizes, by id of dataset and signal
 
     @property
     def arithmetic(self) -> str:
@@ -154,10 +156,8 @@ class Passes:
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
     ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label shows a progress bar."""
-        silent = label is None or not self.progress
-        bar = progress_bar(
-            total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False
-        )
+        shown = label is not None and self.progress
+        bar = progress_bar(total=sum(map(len, blocks)), desc=label, unit="ex", shown=shown)
         with bar:
             for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
                 yield from self._batch(data, indices, batch, signal)
@@ -181,8 +181,7 @@ class Passes:
             else:
                 values = self._values(outputs, batch, indices, signal)
                 directions = [(values.sum(), None)]
-        if signal.name != "exact":
-            self._check_separate(data, indices, values, signal)
+        alone = self._alone(data, indices, values, signal) if signal.name != "exact" else {}
         for layer in self.tracked.layers:
             problem = tape.problem(layer)
             if problem:
@@ -196,20 +195,30 @@ class Passes:
             last = k == len(directions)
             factors = tape.backward(output, gradient, mask, keep=not last)
             diagnosis = partial(self._diagnosis, data, indices, batch, signal)
-            yield BackwardPass(indices, k == 1, last, self._checked(factors, seen, diagnosis))
+            checked = self._checked(factors, seen, diagnosis)
+            if alone:
+                checked = self._separate(checked, data, indices, alone)
+            yield BackwardPass(indices, k == 1, last, checked)
 
-    def _check_separate(
+    def _alone(
         self, data: Batches, indices: np.ndarray, values: Tensor, signal: Signal
-    ) -> None:
-        """Compare the first real batch of a dataset with some of its examples alone."""
-        if (id(data), signal.name) in self._compared or len(indices) < 2:
-            return
-        self._compared.add((id(data), signal.name))
+    ) -> dict[int, Tensor]:
+        """Compare values of the first real batch of every size with those of some of its examples
+        alone. Returns the sketches of these examples' gradients, by place in the batch."""
+        sizes = self._compared.setdefault((id(data), signal.name), set())
         values = values.detach()
+        if len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED:
+            return {}
+        sizes.add(len(indices))
         if not bool(values.isfinite().all()):
-            return  # which is reported later, with the layer
-        rounded = bool(rounded_products(self.dtype, self.device))
-        separation = Separation(self.model, self.task, data, self.device, self.dtype, rounded)
+            return {}  # which is reported later, with the layer
+        separation, drawn = self._separation(data), signal.name == "sampled"
+        sketches: dict[int, Tensor] = {}
+        which = {0, int(values.argmin()), int(values.argmax()), len(indices) - 1}
+
+        def redrawn(k: int) -> tuple[Tensor, Tensor]:
+            seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
+            return computed(indices[k : k + 1], *seeds)[:, 0], computed(indices, *seeds)[:, k]
 
         def computed(examples: np.ndarray, *seeds: int) -> Tensor:
             """(seeds, n)"""
@@ -220,15 +229,42 @@ class Passes:
                 return torch.stack([self._values(outputs, batch, examples, s) for s in signals])
 
         def alone(index: int) -> Tensor:
-            return computed(np.array([index]), signal.seed)[0, 0]
+            example = np.array([index])
+            if drawn:  # the gradient of another draw would be another one
+                return computed(example, signal.seed)[0, 0]
+            value = partial(self._values, indices=example, signal=signal)
+            values, sketches[index] = separation.gradients(self.tracked.layers, [index], value)
+            return values[0]
 
-        def redrawn(k: int) -> tuple[Tensor, Tensor]:
-            seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
-            return computed(indices[k : k + 1], *seeds)[:, 0], computed(indices, *seeds)[:, k]
+        some = np.linspace(0, len(indices) - 1, min(TOGETHER, len(indices) // 2)).astype(np.int64)
+        if len(some) > 2:  # in another batch: of those that change, one is looked at alone
+            with examples_of(data.name, indices[some]):
+                fewer = computed(indices[some], signal.seed)[0]
+            which |= set(some[separation.differ(fewer, values[some]).cpu().numpy()][:1].tolist())
+        again = redrawn if drawn else None
+        separation.compare(indices, values, sorted(which), alone, NAMES[signal.name], again)
+        return {k: sketches[int(indices[k])][0] for k in sorted(which) if not drawn}
 
-        which = sorted({0, int(values.argmin()), int(values.argmax()), len(indices) - 1})
-        again = redrawn if signal.name == "sampled" else None
-        separation.compare(indices, values, which, alone, NAMES[signal.name], again)
+    def _separate(
+        self,
+        layers: Iterator[tuple[TrackedLayer, list[LayerFactors]]],
+        data: Batches,
+        indices: np.ndarray,
+        alone: Mapping[int, Tensor],
+    ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
+        """Pass every layer's factors on, then raise an error if the gradients of some examples are
+        not those of the examples alone."""
+        parts = []
+        for seed, (layer, blocks) in enumerate(layers):
+            parts += [sketch(factors, seed, list(alone)) for factors in blocks]
+            yield layer, blocks
+        separation, together = self._separation(data), torch.cat(parts, 1)
+        for k, row in zip(alone, together, strict=True):
+            separation.compare_gradients(self.tracked.layers, indices, k, row, alone[k])
+
+    def _separation(self, data: Batches) -> Separation:
+        rounded = bool(rounded_products(self.dtype, self.device))
+        return Separation(self.model, self.task, data, self.device, self.dtype, rounded)
 
     def _values(self, outputs: Tensor, batch: Any, indices: np.ndarray, signal: Signal) -> Tensor:
         if signal.name == "loss":

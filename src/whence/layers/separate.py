@@ -2,13 +2,15 @@
 
 Attribution needs examples that do not mix. Pooling over padding, a division by the batch's maximum,
 in-batch negatives, and batch norm without running statistics mix them. Examples spread over the
-data are compared alone and beside others, among them the longest, shortest, largest and smallest.
+data are compared alone and in pairs, among them the longest, shortest, largest and smallest; and
+some examples of the first batch of every size alone and in that batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from whence.task import Task
 
 CANDIDATES = 256  # examples among which the extreme ones are chosen
 REDRAWS = 8  # of a pseudo-loss, where rounding may have changed which label was drawn
-SKETCH = 4  # random directions in which a layer's gradient is compared
+SKETCH = 4  # random directions in which a layer's output gradients are compared
 LOSS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4}  # relative; else:
 GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 ROUNDED = 3e-2, 0.3  # loss and gradient in bfloat16, or with TF32 products
@@ -36,6 +38,7 @@ REASONS = (
 
 Pair = tuple[int, int]
 Indices = Sequence[int] | NDArray[np.int64]
+Values = Callable[[Tensor, Any], Tensor]  # of a model's outputs (n, ...) and a batch
 
 
 def pairs(data: Batches) -> list[Pair]:
@@ -101,10 +104,11 @@ class Separation:
 
     def check_losses(self, chosen: Sequence[Pair]) -> None:
         """Refuse losses that depend on the rest of the batch."""
+        alone = cache(self._loss)
         for pair in chosen:
             together = self._losses(pair)
             if together is not None:
-                self.compare(pair, together, range(2), self._loss)
+                self.compare(pair, together, range(2), alone)
 
     def compare(
         self,
@@ -123,36 +127,53 @@ class Separation:
                 Then the difference is still small beside that of two draws.
         """
         for k in which:
-            tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
-            a, b = float(self._alone(int(indices[k]), value)), float(together[k])
-            if abs(a - b) > tolerance * (1 + max(abs(a), abs(b))):
+            a, b = self._alone(int(indices[k]), value), together[k]
+            if bool(self.differ(a, b)):
                 if redrawn is not None:
                     alone, beside = redrawn(k)
                     if (alone - beside).abs().median() < alone.std() / 2:
                         continue
                 raise InvalidInput(
                     f"the {what} of {self.data.name} example {int(indices[k])} depends on the "
-                    f"rest of its batch ({a:.6g} alone, {b:.6g} beside {_others(indices, k)}): "
-                    + REASONS
+                    f"rest of its batch ({float(a):.6g} alone, {float(b):.6g} beside "
+                    f"{_others(indices, k)}): {REASONS}"
                 )
+
+    def differ(self, a: Tensor, b: Tensor) -> Tensor:
+        """Which values differ by more than rounding."""
+        tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
+        return (a - b).abs() > tolerance * (1 + torch.maximum(a.abs(), b.abs()))
 
     def check_gradients(self, layers: Sequence[TrackedLayer], chosen: Sequence[Pair]) -> None:
         """Refuse gradients that depend on the rest of the batch, though losses do not."""
         for pair in chosen:
-            together = self._sketch(layers, pair, self._sum_of_losses)
+            _, together = self.gradients(layers, pair, self.task.losses)
             for k, example in enumerate(pair):
-                alone = self._sketch(layers, [example], self._sum_of_losses)[0]
-                scale = self._sketch(layers, [example], self._mixed_outputs)[0]
-                tolerance = GRADIENT_TOLERANCE.get(self.dtype, ROUNDED[1])
-                tolerance = ROUNDED[1] if self.rounded else tolerance
-                rounding = 256 * torch.finfo(self.dtype).eps * float(scale.norm())
-                difference, size = float((together[k] - alone).norm()), float(alone.norm())
-                if difference > tolerance * size + rounding:
-                    raise InvalidInput(
-                        f"the gradient of {self.data.name} example {example} depends on the rest "
-                        f"of its batch (it changes by {difference / max(size, 1e-30):.1%} beside "
-                        f"{_others(pair, k)}): {REASONS}"
-                    )
+                _, alone = self.gradients(layers, [example], self.task.losses)
+                self.compare_gradients(layers, pair, k, together[k], alone[0])
+
+    def compare_gradients(
+        self,
+        layers: Sequence[TrackedLayer],
+        indices: Indices,
+        k: int,
+        together: Tensor,
+        alone: Tensor,
+    ) -> None:
+        """Compare the sketch (d,) of one example's gradient in a batch with that of it alone."""
+        tolerance = GRADIENT_TOLERANCE.get(self.dtype, ROUNDED[1])
+        tolerance = ROUNDED[1] if self.rounded else tolerance
+        difference, size = float((together - alone).norm()), float(alone.norm())
+        if difference <= tolerance * size:
+            return
+        # The gradient of a loss that is almost 0 is all rounding, of what this one is made of.
+        _, scale = self.gradients(layers, [int(indices[k])], _mixed)
+        if difference > tolerance * size + 256 * torch.finfo(self.dtype).eps * float(scale.norm()):
+            raise InvalidInput(
+                f"the gradient of {self.data.name} example {int(indices[k])} depends on the rest "
+                f"of its batch (it changes by {difference / max(size, 1e-30):.1%} beside "
+                f"{_others(indices, k)}): {REASONS}"
+            )
 
     def _batch(self, indices: Sequence[int]) -> Any:
         return place(self.data.take(list(indices)), self.device, self.dtype)
@@ -181,53 +202,48 @@ class Separation:
                 f"the model cannot take one example alone ({cause}): {REASONS}"
             ) from cause
 
-    def _sum_of_losses(self, outputs: Tensor, batch: Any) -> Tensor:
-        return self.task.losses(outputs, batch).sum()
-
-    def _mixed_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
-        mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
-        return (outputs * mixture.to(outputs)).sum()
-
-    def _sketch(
-        self,
-        layers: Sequence[TrackedLayer],
-        indices: Sequence[int],
-        total: Callable[[Tensor, Any], Tensor],
-    ) -> Tensor:
-        """Each example's gradient uᵀ G v in a few random directions of every block, (n, d)."""
+    def gradients(
+        self, layers: Sequence[TrackedLayer], indices: Sequence[int], values: Values
+    ) -> tuple[Tensor, Tensor]:
+        """Values (n,) of examples, and the sketches (n, d) of their gradients."""
         batch = self._batch(indices)
         tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), tape:
-            outputs = self.task.outputs(self.model, batch)
-            value = total(outputs, batch)
+            each = values(self.task.outputs(self.model, batch), batch)
+            total = each.sum()
         for layer in layers:
             problem = tape.problem(layer)
             if problem:
                 raise InvalidInput(
                     f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
                 )
-        parts = [
-            _bilinear(factors, seed)
-            for seed, (_, blocks) in enumerate(
-                tape.backward(value, None, self.task.mask(batch), keep=False)
-            )
-            for factors in blocks
-        ]
-        sketch: Tensor = torch.cat(parts, 1).double()
-        return sketch
+        factors = tape.backward(total, None, self.task.mask(batch), keep=False)
+        parts = [sketch(part, seed) for seed, (_, blocks) in enumerate(factors) for part in blocks]
+        return each.detach(), torch.cat(parts, 1)
 
 
-def _bilinear(factors: LayerFactors, seed: int) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
-    like = factors.slopes
-    wide = torch.promote_types(like.dtype, torch.float32)
-    ends = []
-    for x in (factors.s, factors.a):
-        directions = torch.randn(x.shape[-1], SKETCH, generator=random).to(like.device, wide)
-        product = x.lookup(directions) if isinstance(x, Rows) else x.to(wide) @ directions
-        ends.append(product / x.shape[-1] ** 0.5)
-    sketch: Tensor = (ends[0] * ends[1]).sum(1)
-    return sketch
+def sketch(factors: LayerFactors, seed: int, rows: Sequence[int] | None = None) -> Tensor:
+    """What shows a change of a layer's output gradients: of some rows (all if None), in a few
+    random directions, their sum and their norm over positions, (rows, 2 SKETCH). Positions of
+    padding, which have no gradient, do not count, nor does the order."""
+    sides, s = [factors.slopes], factors.s
+    if isinstance(s, Rows) and s.dense is not None:  # a table that is a matrix too
+        sides = [s.split(factors.a)[0], s.dense]
+    parts = []
+    for side in sides:
+        slopes = side if rows is None else side[list(rows)]
+        wide, width = torch.promote_types(slopes.dtype, torch.float32), slopes.shape[-1]
+        random = torch.randn(width, SKETCH, generator=torch.Generator().manual_seed(seed))
+        seen = slopes.to(wide) @ random.to(slopes.device, wide) / width**0.5
+        parts += [seen.sum(1), torch.linalg.vector_norm(seen, dim=1)]
+    return torch.cat(parts, 1).double()
+
+
+def _mixed(outputs: Tensor, _: Any) -> Tensor:
+    """A random combination of each example's outputs, (n,)."""
+    mixture = torch.randn(outputs.shape[1:], generator=torch.Generator().manual_seed(0))
+    mixed: Tensor = (outputs * mixture.to(outputs)).reshape(len(outputs), -1).sum(1)
+    return mixed
 
 
 def _others(indices: Indices, k: int) -> str:

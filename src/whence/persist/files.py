@@ -42,6 +42,7 @@ TEMPORARY = re.compile(
 )
 ABANDONED = 3600.0  # seconds without a change, after which the writer is taken to be dead
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TOO_LONG = errno.ENAMETOOLONG
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # of some network disks
 LOCK = ".lock"  # the name of a folder's lock
@@ -58,6 +59,31 @@ def damaged(path: Path, reason: object, remedy: str = REMEDY) -> DamagedFile:
     elif isinstance(reason, Exception) and not isinstance(reason, WhenceError):
         reason = f"{type(reason).__name__}: {reason}"
     return DamagedFile(f"{path} is damaged ({reason}): {remedy}")
+
+
+def as_path(given: object) -> Path:
+    """A path that somebody gives, refused if no file or folder can have it."""
+    if not isinstance(given, (str, os.PathLike)) or not given:
+        raise InvalidType(f"{given!r} is not a path: give the name of a file or folder")
+    path = Path(given)
+    try:
+        path.exists()
+        os.fsencode(path)
+    except (OSError, ValueError) as error:
+        if not isinstance(error, OSError) or error.errno == TOO_LONG:
+            raise _impossible(path, error) from error
+    if "\0" in str(path):
+        raise _impossible(path, "it has a null character")
+    return path
+
+
+def _impossible(path: Path, reason: object) -> InvalidInput:
+    reason = reason.strerror if isinstance(reason, OSError) else reason
+    shown, letters = ascii(str(path)), len(str(path))
+    shown = shown if letters < 80 else f"{shown[:40]}...{shown[-30:]} ({letters} letters)"
+    return InvalidInput(
+        f"{shown} cannot be the name of a file or folder ({reason}): choose another"
+    )
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -94,6 +120,8 @@ def naming_write_errors(path: Path) -> Iterator[None]:
                 f"{path} cannot be written ({error.strerror}): use a folder that you may write to. "
                 "For factors of a run that is read-only: Study(cache=...)"
             ) from error
+        if isinstance(error, OSError) and error.errno == TOO_LONG:
+            raise _impossible(path, error) from error
         words = str(error)  # safetensors: "(os error 28)"; NumPy: "9 requested and 3 written"
         full = "requested and" in words or any(f"(os error {code})" in words for code in FULL)
         if isinstance(error, OSError) and error.errno is not None:
@@ -156,7 +184,7 @@ def make_folder(path: Path) -> None:
 
 
 class Throttle:
-    """Says when to save: every so often, and less often where saving is slow.
+    """Decides when to save: at intervals, which are longer where saving is slow.
 
     Saving takes at most 3 % of the time.
 
@@ -203,7 +231,7 @@ def remove_abandoned(folder: Path) -> None:
 def _temporary(path: Path) -> Path:
     """A name that no other process, thread or machine uses."""
     writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name}.{writer}.tmp")
+    return path.with_name(f".{path.name[:40]}.{writer}.tmp")  # not longer than a name may be
 
 
 @cache
@@ -356,7 +384,7 @@ def acquire_lock(path: Path, *, wait: bool) -> IO[bytes] | None:
 
 
 def lock_holder(path: Path) -> str:
-    """Who holds a lock, as far as its file tells."""
+    """Who holds a lock, according to its file."""
     try:
         content = path.read_bytes()[:200].decode(errors="replace").strip()
     except OSError:
@@ -397,7 +425,7 @@ class FolderLock:
         self._of_this_process[str(self.path)] = self
 
     def check(self) -> None:
-        """Refuse to go on after another writer of this process took the lock."""
+        """Refuse to continue after another writer of this process took the lock."""
         if not self.held:
             raise FolderConflict(
                 f"a later call in this process {self.doing} in {self.path.parent}: this one stops"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import InvalidInput
-from whence.persist.files import write_bytes
+from whence.persist.files import as_path, write_bytes
 from whence.present.examples import Rendered
 from whence.present.notebook import COLOURS, show
 from whence.present.views import View, fold_query
@@ -36,7 +36,7 @@ class Card(str):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture to a file that ends in `.svg`."""
-        path = Path(path)
+        path = as_path(path)
         if path.suffix != ".svg":
             raise InvalidInput(f"{path}: a card is an SVG picture, give a file such as card.svg")
         write_bytes(path, self.encode())

@@ -21,7 +21,7 @@ import whence
 from whence.data import Collate
 from whence.engine.tokens import Tokens
 from whence.errors import InvalidInput, MissingFile
-from whence.persist.files import write_bytes
+from whence.persist.files import as_path, write_bytes
 from whence.present.check import by_stage, check_data
 from whence.present.examples import QUERY_SIZE, Examples, Renderer
 from whence.present.predict import curves, predictions
@@ -112,7 +112,7 @@ def write(
     Returns:
         The path.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"cannot be written: no folder {path.parent}"
         raise MissingFile(f"{path} {what}: give a file in a folder that exists")

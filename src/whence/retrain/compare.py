@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from whence.retrain.recipe import Recipe
+from whence.retrain.stacked import running_statistics
 from whence.retrain.stage import StageRecipe
 from whence.run import Run, Stage, optimizers
 from whence.table import listed
@@ -37,6 +38,11 @@ def differences(recipe: Recipe, run: Run) -> list[str]:
 def unknown(recipe: Recipe, run: Run) -> list[str]:
     """What the recipe does and the run does not show; one sentence each."""
     sentences = []
+    if run.batches is None:
+        sentences.append(
+            "the run does not show the size of its batches: record them with "
+            "recorder.step(indices) to compare them with the recipe's"
+        )
     if any(stage.clip_norm is not None for stage in recipe.stages) and "clip_norm" not in run.notes:
         sentences.append(
             "the recipe clips gradients, and the run does not say whether its training did: record "
@@ -56,14 +62,9 @@ def other_initial_weights(recipe: Recipe, run: Run, seed: int) -> str | None:
     """
     assert run.initial is not None
     model = recipe.build(seed)
-    statistics = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        for name, _ in module.named_buffers()
-    }
+    statistics = running_statistics(model, nn.modules.batchnorm._NormBase)
     built, initial = model.state_dict(), run.initial.weights()
-    for name in sorted({*initial, *built} - statistics):
+    for name in sorted({*initial, *built} - statistics.keys()):
         if name not in initial or name not in built:
             return name
         ours = built[name].cpu()

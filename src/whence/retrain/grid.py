@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from whence.errors import InvalidInput
 from whence.persist import files
 from whence.persist.arrays import load_tensors, save_tensors
-from whence.persist.files import damaged, make_folder, parsing, read_json, write_json
+from whence.persist.files import as_path, damaged, make_folder, parsing, read_json, write_json
 from whence.persist.identity import sha256_of
 
 SCHEMA = 1
@@ -42,7 +42,7 @@ class Grid:
     def __init__(
         self, out: str | os.PathLike[str] | None, identity: Mapping[str, Any], queries: int
     ) -> None:
-        self.folder = None if out is None else Path(out)
+        self.folder = None if out is None else as_path(out)
         self.queries = queries
         self._rows: dict[str, Rows] = {}
         self._read: set[str] = set()

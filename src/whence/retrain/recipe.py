@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from whence.data import HASH_BATCH, Batches, Collate, cut, place
 from whence.draws import reseed
 from whence.errors import InvalidInput, InvalidType, examples_of
+from whence.persist.files import as_path
 from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
@@ -243,7 +243,7 @@ class Recipe:
         return record_run(
             self,
             seed,
-            Path(out),
+            as_path(out),
             checkpoints,
             subset,
             stage=stage,

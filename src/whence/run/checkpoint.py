@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from whence.errors import DamagedFile, InvalidInput, WhenceError
 from whence.persist import identity
 from whence.persist.arrays import load_tensors, serialize
-from whence.persist.files import damaged, refuse_special, write_bytes
+from whence.persist.files import as_path, damaged, refuse_special, write_bytes
 from whence.persist.identity import sha256_of
 from whence.world import gathered, local
 
@@ -28,7 +28,7 @@ class RunError(WhenceError, RuntimeError):
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Each name without what DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`)
-    put before it. `module.` goes only where every name has it: a layer may be called so."""
+    put before it. `module.` is removed only if every name has it: a layer may have this name."""
     plain = {name: name.replace("_orig_mod.", "") for name in names}
     while plain and all(name.startswith("module.") for name in plain.values()):
         plain = {name: short.removeprefix("module.") for name, short in plain.items()}
@@ -128,7 +128,7 @@ class TensorFile:
     def adopt(cls, source: Mapping[str, Tensor] | str | os.PathLike[str]) -> TensorFile:
         """Somebody's state dict (copied, so that training on does not change it) or file."""
         if not isinstance(source, Mapping):
-            path = Path(source)
+            path = as_path(source)
             return cls(file_sha256(path), path)
         strangers = {k: type(v).__name__ for k, v in source.items() if not isinstance(v, Tensor)}
         if strangers:
@@ -158,7 +158,7 @@ class TensorFile:
         return tensors
 
     def open(self) -> Mapping[str, Tensor]:
-        """The same. A tensor of a safetensors file is read when it is asked for."""
+        """The same tensors; those of a safetensors file are read on access."""
         if self.path is None or self.path.suffix != ".safetensors":
             return self.load()
         return OpenedTensors(self._verified(), self.aliases, self._base())

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -20,13 +19,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from whence.errors import InvalidInput, warn
+from whence.persist.files import as_path
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256, plain_state
 from whence.run.format import RunData, checked_indices, checked_subset
 from whence.run.gather import assist, divided, leading
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
-from whence.run.watch import WeightWatch
+from whence.run.watch import GradientWatch, WeightWatch
 from whence.run.writer import RunWriter
 
 # --- states -------------------------------------------------------------------------------------
@@ -60,6 +60,8 @@ class Observing:
         for hook in self.hooks:
             hook.remove()
 
+    detach = remove_hooks
+
 
 @dataclass(frozen=True)
 class DeclaredStage:
@@ -81,6 +83,7 @@ class Writing:
     batch: NDArray[np.int64] | None = None  # the examples of the next update
     hooks: list[RemovableHandle] = field(default_factory=list)
     watch: WeightWatch | None = None  # from the first update of a stage on
+    gradients: GradientWatch | None = None  # up to the first updates
 
     def declare(self, stage: DeclaredStage, optimizer: Optimizer) -> None:
         """Set the stage of the next update. A resumed loop may name stages that are over, on its
@@ -103,6 +106,12 @@ class Writing:
     def remove_hooks(self) -> None:
         for hook in self.hooks:
             hook.remove()
+
+    def detach(self) -> None:
+        """Remove everything from the optimizer and the model."""
+        self.remove_hooks()
+        if self.gradients is not None:
+            self.gradients.remove()
 
 
 @dataclass(kw_only=True)
@@ -151,7 +160,10 @@ class Recording(Writing):
             writer.save_weights()
 
     def begin_update(self) -> None:
-        """Compare the weights with those after the previous update."""
+        """Compare the weights with those after the previous update, and gradients with those of
+        the backward pass."""
+        if self.gradients is not None:
+            self.gradients.before_update(self.writer.updates, self.writer.data)
         if self.watch is None:
             self.watch = WeightWatch(self.writer.model, self.writer.data, self.stage.name)
         else:
@@ -242,7 +254,7 @@ class Recorder:
         resumable: bool = True,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.model, self.optimizer = Path(path), model, optimizers.unwrap(optimizer)
+        self.path, self.model, self.optimizer = as_path(path), model, optimizers.unwrap(optimizer)
         self._schedule = CheckpointSchedule.of(checkpoints, total_steps)
         self._first_stage = DeclaredStage(stage, _checked_size(size), self._schedule)
         self._every_step, self._overwrite = every_step, overwrite
@@ -380,8 +392,8 @@ class Recorder:
                     f"recorder.step(indices) was first called after update {self.updates}: call it "
                     "before every optimizer.step(), starting with the first"
                 )
-            examples = checked_indices("recorder.step(indices)", np.asarray(indices).reshape(-1))
-            self._state.batch = examples.copy()
+            flat = np.asarray(indices).reshape(-1)
+            self._state.batch = checked_indices("recorder.step(indices)", flat)
 
     def warn(self, message: str) -> None:
         """Warn, and store the message with the run."""
@@ -436,7 +448,7 @@ class Recorder:
         """Enter the `with`, or attach again after restore(): find the model's weights in the run
         that the folder holds."""
         if isinstance(self._state, (Attached, Observing)):
-            self._state.remove_hooks()
+            self._state.detach()
         if not writes_run():
             self._state = Observing(restored, self._register_hooks())
             self._assist()
@@ -457,6 +469,8 @@ class Recorder:
         )
         attached.declare(self._first_stage, self.optimizer)
         attached.hooks = self._register_hooks()
+        if not (provenance.notes or self._sharded or _distributed()):
+            attached.gradients = GradientWatch(self.model)
         self._state = attached
 
     def _start_recording(self, attached: Attached) -> None:
@@ -468,13 +482,14 @@ class Recorder:
             due=attached.due,
             batch=attached.batch,
             hooks=attached.hooks,
+            gradients=attached.gradients,
         )
 
     def _finish(self) -> State:
         """Leave the `with`, and return the state in which it ended."""
         ended, self._state = self._state, Finished()
         if isinstance(ended, (Writing, Observing)):
-            ended.remove_hooks()
+            ended.detach()
         return ended
 
     def _check_legal(self, call: str) -> None:
@@ -591,8 +606,11 @@ def _inside_another_step(optimizer: Optimizer) -> bool:
 
 def writes_run() -> bool:
     """Whether this process writes runs: in distributed training only rank 0 does."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not distributed or torch.distributed.get_rank() == 0
+    return not _distributed() or torch.distributed.get_rank() == 0
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _checked_size(size: int | None) -> int | None:

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from whence.errors import InvalidInput, collect_warnings
+from whence.persist.files import as_path
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
 from whence.run.format import RunData, checked_indices, checked_subset, write_checkpoint
@@ -35,7 +35,7 @@ class Run(RunData):
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open a recorded run. Checkpoints are verified when their weights are loaded."""
         with collect_warnings() as messages:
-            run = cls.read(Path(path).absolute())  # found again from another folder
+            run = cls.read(as_path(path).absolute())  # found again from another folder
         run.warnings += messages
         return run
 
@@ -140,7 +140,7 @@ class Run(RunData):
 
     def save(self, path: str | os.PathLike[str]) -> Self:
         """Write the run to a new folder and return the run stored there."""
-        folder = Path(path)
+        folder = as_path(path)
         if (folder / "run.json").exists():
             raise RunError(f"{folder} already holds a run: save to another folder, or delete it")
 

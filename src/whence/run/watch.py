@@ -1,15 +1,18 @@
-"""Notices changes of a model's weights that no recorded update made.
+"""Notices changes of a model's weights that no recorded update made, and of its gradients.
 
 Between two updates of the optimizer, parameters must not change. Tensors count writes to them,
 which costs nothing to read. Writes through `.data` are not counted, so norms and some entries are
 compared as well: after the first updates, after every `EVERY`-th one, and at checkpoints.
+
+Between a backward pass and its update, gradients must not change. The first updates show it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +23,12 @@ from whence.run.format import RunData
 from whence.table import listed
 
 FIRST, EVERY = 4, 16  # updates whose weights are measured
+GRADIENTS = 8  # parameters whose gradients are measured, at the first updates
 ENTRIES = 64  # of a parameter that are compared, because a permutation has the same norm
 ROUNDING = 1e-6  # relative difference of norms that is no change
+CHANGED = 1e-4  # that of a gradient's norm
+
+Measured = dict[tuple[str, ...], Tensor]
 
 
 class WeightWatch:
@@ -40,8 +47,8 @@ class WeightWatch:
     def _begin(self) -> None:
         self._parameters = _parameters(self.model)
         self._start = _measured(self._parameters)
-        self._versions: dict[str, int] | None = None  # after the last update
-        self._last: dict[str, Tensor] | None = None  # after the last update, if it was measured
+        self._versions: list[int] | None = None  # after the last update
+        self._last: Measured | None = None  # after the last update, if it was measured
         self._unsure: dict[str, int] = {}  # written to after this update; perhaps restored
         self._restored: set[str] = set()
 
@@ -55,9 +62,11 @@ class WeightWatch:
     def after_update(self, updates: int, checkpoint: bool, optimizer: Optimizer) -> None:
         """Note the weights that this many updates led to."""
         self._updates += 1
-        trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        self._without.update(id(p) for p in trained if p.grad is None and p.requires_grad)
-        self._versions = {name: p._version for name, p in self._parameters.items()}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is None and p.requires_grad:
+                    self._without[id(p)] += 1
+        self._versions = self._written()
         due = updates <= FIRST or updates % EVERY == 0
         measured = checkpoint or due or bool(self._unsure)
         self._last = _measured(self._parameters) if measured else None
@@ -88,15 +97,22 @@ class WeightWatch:
         """The trained parameters that changed since the last update."""
         if self._versions is None:
             return []
-        versions = self._versions
-        written = [n for n, p in self._parameters.items() if p._version != versions[n]]
+        versions = self._written()
+        if self._last is None and versions == self._versions:
+            return []
+        both = zip(self._parameters, versions, self._versions, strict=True)
+        written = [name for name, now, before in both if now != before]
         if self._last is None:  # perhaps restored, as after an evaluation with other weights
             trained = self._trained if written else set()
             self._unsure |= {n: self._unsure.get(n, updates) for n in written if n in trained}
             return []
-        changed = _differing(self._last, _measured(self._parameters))
+        changed = _differing(self._last, _measured(self._parameters), self._parameters)
         self._restored |= set(written) - set(changed)
         return [name for name in changed if name in self._trained]
+
+    def _written(self) -> list[int]:
+        """How often each parameter was written to."""
+        return [p._version for p in self._parameters.values()]
 
     def _check_untrained(self, updates: int) -> bool:
         """Warn of parameters that were replaced, or changed without being trained. Returns whether
@@ -116,7 +132,7 @@ class WeightWatch:
             )
             self._begin()
             return False
-        moved = set(_differing(self._start, _measured(before))) - self._trained
+        moved = set(_differing(self._start, _measured(before), before)) - self._trained
         if moved:
             self._warn(
                 "untrained",
@@ -171,6 +187,66 @@ class WeightWatch:
             self.data.warn(message)
 
 
+class GradientWatch:
+    """Notices gradients that something changes after the backward pass, such as clipping.
+
+    Every backward pass notes the norms of some gradients, up to the first updates. All of them may
+    be divided by the same whole number: a scaler of mixed precision does so, and accumulation.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms: dict[str, Tensor] = {}
+        trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
+        names = list(trained)[:: max(1, -(-len(trained) // GRADIENTS))]
+        self._parameters = {name: trained[name] for name in names}
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+            for name, p in self._parameters.items()
+        ]
+
+    def _note(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            self._norms[name] = _norm(parameter.grad)
+
+    def before_update(self, updates: int, data: RunData) -> None:
+        """Compare the gradients with those that the last backward pass led to."""
+        norms = {
+            name: (float(_norm(p.grad)), float(self._norms[name]))
+            for name, p in self._parameters.items()
+            if p.grad is not None and name in self._norms
+        }
+        self._norms.clear()  # below: gradients that are 0 were set to 0, before step(closure)
+        ratios = {name: now / before for name, (now, before) in norms.items() if now and before}
+        changed = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > CHANGED}
+        if changed and not _divided(list(ratios.values())):
+            self.remove()
+            each = [f"{name} (norm × {ratio:.3g})" for name, ratio in changed.items()]
+            data.warn(
+                f"gradients were changed between the backward pass and update {updates + 1} "
+                f"(clipping, noise, a mask?): {listed(each, 4)}. Scores take the gradients of the "
+                "loss as they are. If you know the reason, say it in Recorder(notes=...)"
+            )
+        if updates + 1 >= FIRST:
+            self.remove()
+
+    def remove(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._parameters = [], {}
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach().float())
+    return norm
+
+
+def _divided(ratios: Sequence[float]) -> bool:
+    """Whether all are one over the same whole number."""
+    number = round(1 / ratios[0]) if 0 < ratios[0] < math.inf else 0
+    return all(abs(ratio * number - 1) <= CHANGED for ratio in ratios)
+
+
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     parameters = dict(model.named_parameters())
     plain = plain_names(parameters)
@@ -181,44 +257,42 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _measured(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The root of the sum of squares, the largest entry, and entries here and there, on the CPU."""
-    by_device: dict[torch.device, list[str]] = {}
+def _measured(parameters: dict[str, nn.Parameter]) -> Measured:
+    """Norms of order 2 and ∞, then entries here and there, on the CPU: of the parameters of one
+    device and dtype together, under their names."""
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, parameter in parameters.items():
-        by_device.setdefault(parameter.device, []).append(name)
-    measured: dict[str, Tensor] = {}
+        alike.setdefault((parameter.device, parameter.dtype), []).append(name)
+    measured: Measured = {}
     with torch.no_grad():
-        for names in by_device.values():
-            each = [_numbers(parameters[name]) for name in names]
-            measured |= zip(names, _cut(torch.cat(each).cpu(), each), strict=True)
+        for (_, dtype), names in alike.items():
+            each: list[Tensor] = [parameters[name] for name in names]
+            wide = torch.promote_types(dtype, torch.float32)
+            norms = [x for order in (2, torch.inf) for x in torch._foreach_norm(each, order, wide)]
+            entries = [x.flatten()[:: _stride(x)] for x in each]
+            measured[tuple(names)] = torch.cat([torch.stack(norms), *entries]).cpu()
     return measured
 
 
-def _numbers(parameter: Tensor) -> Tensor:
-    wide = parameter.float()
-    norms = [torch.linalg.vector_norm(wide, order).double() for order in (2, torch.inf)]
-    entries = wide.flatten()[:: max(1, wide.numel() // ENTRIES)].double()
-    return torch.cat([torch.stack(norms), entries])
+def _stride(parameter: Tensor) -> int:
+    """Between the entries that are compared."""
+    return max(1, parameter.numel() // ENTRIES)
 
 
-def _differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+def _differing(before: Measured, after: Measured, parameters: dict[str, nn.Parameter]) -> list[str]:
     """The names whose numbers differ; NaN equals NaN."""
-    if not before:
-        return []
-    a, b = (torch.cat([numbers[name] for name in before]) for numbers in (before, after))
-    same = torch.isclose(a, b, rtol=ROUNDING, atol=0.0, equal_nan=True)
-    if bool(same.all()):
-        return []
-    each = _cut(same, before.values())
-    return [name for name, unchanged in zip(before, each, strict=True) if not unchanged.all()]
-
-
-def _cut(together: Tensor, alike: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The parts of a vector, as long as these are."""
-    start = 0
-    for part in alike:
-        yield together[start : start + len(part)]
-        start += len(part)
+    differing = []
+    for names, numbers in before.items():
+        if torch.equal(numbers, after[names]):
+            continue
+        close = torch.isclose(
+            numbers.double(), after[names].double(), rtol=ROUNDING, atol=0.0, equal_nan=True
+        )
+        norms, entries = close[: 2 * len(names)].view(2, -1), close[2 * len(names) :]
+        counts = [-(-parameters[name].numel() // _stride(parameters[name])) for name in names]
+        parts = zip(names, norms.T, torch.split(entries, counts), strict=True)
+        differing += [name for name, *each in parts if not all(bool(x.all()) for x in each)]
+    return differing
 
 
 def _shape(parameter: nn.Parameter | None) -> str:

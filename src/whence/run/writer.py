@@ -164,9 +164,8 @@ class RunWriter:
 
     def write(self, *, shorter: bool = False) -> None:
         data, groups = self.data, len(self.data.groups)
-        rates = np.zeros((self.updates, groups, 2))
-        for padded_row, row in zip(rates, self.rates, strict=True):
-            padded_row[: len(row)] = np.reshape(row, (-1, 2))
+        rows = [row + [(0.0, 0.0)] * (groups - len(row)) for row in self.rates]
+        rates = np.array(rows, dtype=np.float64).reshape(self.updates, groups, 2)
         data.learning_rates, data.momentums = rates[..., 0].copy(), rates[..., 1].copy()
         if data.stages:
             data.stages[-1] = replace(data.stages[-1], end=self.updates)

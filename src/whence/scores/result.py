@@ -28,9 +28,10 @@ from whence.errors import (
 )
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
-from whence.persist.files import check_types, make_folder, parsing, read_json, write_json
+from whence.persist.files import as_path, check_types, make_folder, parsing, read_json, write_json
+from whence.persist.identity import call_text
 from whence.scores.uncertainty import calibrated, half_widths
-from whence.table import Table, call_text, listed, one_line
+from whence.table import Table, listed, one_line
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"
@@ -400,7 +401,7 @@ class Scores:
         Existing scores in the folder are replaced, one file at a time. This also works for the
         folder from which this object was loaded.
         """
-        path = Path(path)
+        path = as_path(path)
         make_folder(path)
         entries = {n: save_array(path / f"{n}.npy", a) for n, a in self._arrays().items()}
         self._save_json(path, entries)
@@ -414,7 +415,7 @@ class Scores:
 
         Their checksums are verified; those of an array above 64 MiB when a part of it is read.
         """
-        path = Path(path)
+        path = as_path(path)
         meta = read_description(path)
         with parsing(path / "scores.json", "save the scores again"):
             check_types(meta, method=str, measurement=str, unit=str, higher_is_better=bool)

@@ -21,6 +21,7 @@ from whence.integrations.huggingface.trainer_files import (
     relative_rates,
     trainable_parameters,
 )
+from whence.persist.files import as_path
 from whence.run import optimizers
 from whence.run.checkpoint import Checkpoint, RunError
 from whence.run.run import Run
@@ -56,7 +57,7 @@ def from_huggingface(
         size: number of training examples.
         notes: aspects of the training that SOURCE does not model: {"clip_norm": 1.0}.
     """
-    folder = Path(output_dir)
+    folder = as_path(output_dir)
     folders = _folders(folder)
     weights = {step: PretrainedWeights.find(place, model) for step, place in folders.items()}
     state_path = _trainer_state(folder, folders)
