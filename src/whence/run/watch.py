@@ -237,7 +237,8 @@ class GradientWatch:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient.detach().float())
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach().float())
+    return norm
 
 
 def _divided(ratios: Sequence[float]) -> bool:
