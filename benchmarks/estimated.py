@@ -129,14 +129,14 @@ def counted(case: str, method: str, scale: int) -> tuple[float, float]:
     study, query = study_of(case, scale)
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:
-        scores = METHODS[method]().attribute(study, query, progress=False)
+        scores = METHODS[method]().attribute(study, query)
     return scores.diagnostics["estimate"]["operations"], counter.get_total_flops()
 
 
 def timed(case: str, method: str, scale: int) -> tuple[float, float]:
     """(estimated, measured) processor seconds."""
     study, query = study_of(case, scale)
-    about = METHODS[method]().attribute(study, query, progress=False).diagnostics
+    about = METHODS[method]().attribute(study, query).diagnostics
     return about["estimate"]["seconds"], sum(about["cpu_seconds"].values())
 
 

@@ -2,14 +2,16 @@
 
     python -m benchmarks.layers [--width 192] [--layers 6] [--device cpu] [--repeats 3]
 
-The vocabulary keeps GPT-2-small's ratio of the embedding to the blocks (38.6 to 85 million). Prints
-the seconds of `Source` and `TracIn` with the default layers and with `layers="all"`, the best of
-some repeats taken in turn, and their ratio.
+Unless `--vocabulary` is given, it keeps GPT-2-small's ratio of the embedding to the blocks (38.6 to
+85 million). The model is trained for a few updates by `--optimizer`. Prints the seconds of `Source`
+and `TracIn` with the default layers and with `layers="all"`, the best of some repeats taken in
+turn, their ratio, and the seconds of each kind of work.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 import warnings
 
@@ -22,6 +24,21 @@ from experiments.tasks.models import gpt2
 RATIO = 38.6 / 85.0
 
 
+def trained(model: torch.nn.Module, train: TensorDataset, optimizer: str) -> whence.Run:
+    """A run of a few updates, with one checkpoint at the end."""
+    (ids,) = train.tensors
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    updates = kinds[optimizer](model.parameters(), lr={"sgd": 0.1, "adamw": 1e-3}[optimizer])
+    task, batches = whence.LanguageModeling(), torch.split(ids, 8)
+    folder = tempfile.mkdtemp()
+    with whence.Recorder(folder, model, updates, checkpoints=1, total_steps=len(batches)):
+        for batch in batches:
+            updates.zero_grad()
+            torch.autograd.backward(task.losses(task.outputs(model, [batch]), [batch]).mean())
+            updates.step()
+    return whence.Run.open(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=192)
@@ -31,31 +48,43 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vocabulary", type=int)
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
+    parser.add_argument("--only", choices=["TracIn", "Source"])
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    vocabulary = int(RATIO * 12 * options.layers * options.width)
+    vocabulary = options.vocabulary or int(RATIO * 12 * options.layers * options.width)
     torch.manual_seed(0)
     model = gpt2(vocabulary, options.layers, options.width, options.width // 64, options.length)
 
     def documents(n: int) -> TensorDataset:
-        return TensorDataset(torch.randint(0, vocabulary, (n, options.length)))
+        share = 1 / torch.arange(1, vocabulary + 1).double()  # Zipf's law
+        ids = share.multinomial(n * options.length, replacement=True)
+        return TensorDataset(ids.view(n, options.length))
 
     train, query = documents(options.documents), documents(options.queries)
-    run = whence.Run.from_checkpoints([model.state_dict()], [1], 0.1)
+    run = trained(model, train, options.optimizer)
     # other programs do not count on a CPU
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     for method in (whence.TracIn(), whence.Source(segments=1)):
+        if options.only not in (None, type(method).__name__):
+            continue
+        work: dict[str, dict[str, float]] = {}
         seconds = {"default": float("inf"), "all": float("inf")}
         for _ in range(options.repeats):
             for name, layers in (("default", None), ("all", "all")):
                 task = whence.LanguageModeling()
-                study = whence.Study(model, task, train, run, layers=layers)
+                cache = tempfile.mkdtemp()  # nothing is fitted before
+                study = whence.Study(model, task, train, run, layers=layers, cache=cache)
                 start = clock()
-                method.attribute(study, query, device=options.device, progress=False)
+                scores = method.attribute(study, query, device=options.device, progress=False)
                 seconds[name] = min(seconds[name], clock() - start)
+                work[name] = scores.diagnostics["cpu_seconds"]
         ratio = seconds["all"] / seconds["default"]
         times = ", ".join(f"{name} {x:.2f} s" for name, x in seconds.items())
         print(f"{type(method).__name__}: {times}, ratio {ratio:.2f}", flush=True)
+        for name, each in work.items():
+            print(f"  {name}:", ", ".join(f"{kind} {x:.2f}" for kind, x in each.items()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tools.run import DOCS, PIECE, pages
+from tools.run import DATA, DOCS, PIECE, pages
 
 NOTEBOOKS = DOCS / "notebooks"
 SITE_LINK = re.compile(r"\]\((?!https?:)([^)#]+)\.md(#[^)]*)?\)")
@@ -55,6 +55,7 @@ def _prose(text: str) -> str:
     """Text without the page's figures, which the notebook draws, and with links to the pages."""
     text = re.sub(r"^\[As a notebook\]\(.*\)\n+", "", text, flags=re.M)
     text = re.sub(r"^!\[[^]]*\]\(figures/[^)]*\)\n+(\*[^*]+\*\n)?", "", text, flags=re.M)
+    text = DATA.sub("", text)
     return SITE_LINK.sub(r"](../tutorials/\1.md\2)", text).strip()
 
 

@@ -8,6 +8,7 @@ A page controls this by comments, which readers do not see:
     <!-- test -->                before a Python block: run it
     <!-- output -->              before a text block: what was printed since the last one
     <!-- check: expression -->   must be true at this point
+    <!-- data: folder/file -->   what the page reads from $WHENCE_DATA
 
 A page continues from the example of the front page; a tutorial starts with no names. Figures that
 a page shows and its code writes, `figures/*.png`, are copied next to the page.
@@ -41,6 +42,7 @@ PIECE = re.compile(
     r"|<!-- check: (?P<check>.*?) -->",
     re.M | re.S,
 )
+DATA = re.compile(r"<!-- data: (.*?) -->")
 FIGURE = re.compile(r"!\[[^]]*\]\((figures/[^)]+\.png)\)")
 
 
@@ -108,6 +110,12 @@ def shape(text: str) -> str:
     return " ".join(re.sub(r"[-+−]?\b\d+(,\d{3})*(\.\d+)?(e[-+]?\d+)?", "#", text).split())
 
 
+def missing_data(text: str) -> list[str]:
+    """The files that a page reads from $WHENCE_DATA and that are not there."""
+    folder = Path(os.environ.get("WHENCE_DATA", "data"))
+    return [file for file in DATA.findall(text) if not (folder / file).is_file()]
+
+
 def figures(text: str) -> list[str]:
     """The figures that a page shows from its own folder."""
     return FIGURE.findall(text)
@@ -142,7 +150,10 @@ def main() -> None:
     for page, text in pages().items():
         has_output = "<!-- output -->" in text or (figures(text) and page.startswith("tutorials/"))
         if page in chosen or (not chosen and has_output):
-            rewrite(page)
+            if missing := missing_data(text):
+                print(f"{page}: left out, because {missing[0]} is not in $WHENCE_DATA")
+            else:
+                rewrite(page)
 
 
 if __name__ == "__main__":

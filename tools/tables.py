@@ -9,6 +9,7 @@ that counted and measured costs agree as well as the page says.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import warnings
@@ -28,6 +29,7 @@ from experiments import tasks
 from experiments.pages import ours, tables
 from experiments.pages.claims import difference, negated
 from experiments.tasks import RESULTS
+from experiments.tasks.board import SMOOTH
 from experiments.tasks.forms import (
     BEST,
     DEFAULT,
@@ -674,6 +676,34 @@ def sharded_table() -> list[str]:
     ]
 
 
+def smooth_table() -> list[str]:
+    """How smooth trainings of a ResNet-9 are, and how well `Unrolled` predicts them."""
+    file = ROOT / "experiments/results/smooth.jsonl"
+    lines = [
+        "| rate | epochs | metasmoothness | mean margin | LDS of `Unrolled` [95 %] | time |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in sorted(map(json.loads, file.read_text().splitlines()), key=_by_setting):
+        rate, epochs = _by_setting(row)[:2]
+        judged = " | ".join(_judged(row)) if "lds" in row else "– | –"
+        lines.append(
+            f"| {rate:g} | {epochs} | {row['metasmoothness']:.2f} | {row['measured']:.2f} "
+            f"| {judged} |"
+        )
+    return lines
+
+
+def _by_setting(row: Any) -> tuple[float, int, bool]:
+    settings = row["of"]["settings"]
+    epochs = inspect.signature(SMOOTH[row["of"]["task"]]).parameters["epochs"].default
+    return settings["rate"], settings.get("epochs", epochs), "lds" in row
+
+
+def _judged(row: Any) -> tuple[str, str]:
+    value, low, high = row["lds"]
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]", f"{row['times the training']:.1f}×"
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "faults": fault_table,
     "default": default_table,
@@ -693,6 +723,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "processes": processes_table,
     "estimated": estimated_table,
     "sharded": sharded_table,
+    "smooth": smooth_table,
     **scale.TABLES,
 }
 

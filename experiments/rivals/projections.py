@@ -31,7 +31,7 @@ from whence.methods.trak import Prepared, cholesky
 from whence.operators import KINDS
 from whence.operators.fit import accumulator
 from whence.persist.identity import key_of, sha256_of
-from whence.projections import Gradients, Projection, Random, moments
+from whence.projections import Gradients, Projection, Random, TwoSided, moments
 
 LOGRA_DAMPING = 0.1  # × the mean eigenvalue
 
@@ -122,51 +122,6 @@ class SparseTrak(whence.Trak):
         return ProjectedSpace(workspace, Projection([part]))
 
 
-class TwoSided(Random):
-    """P_o ⊗ P_i of one block.
-
-    Args:
-        outputs: P_o, (k, o).
-        inputs: P_i, (l, width).
-        about: what makes it what it is, for the cache.
-    """
-
-    preferred_batch = 1
-
-    def __init__(self, block: ParameterBlock, outputs: Tensor, inputs: Tensor, about: str) -> None:
-        super().__init__([block], len(outputs) * len(inputs), 0, outputs.device, outputs.dtype)
-        self.outputs, self.inputs, self.about = outputs, inputs, about
-
-    def __repr__(self) -> str:
-        shapes = tuple(self.outputs.shape), tuple(self.inputs.shape)
-        return f"TwoSided({self.blocks[0].name}, {shapes}, {self.about})"
-
-    def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
-        (block,) = self.blocks
-        n = max(map(len, gradients.values()))
-        if block.name not in gradients:
-            return self.outputs.new_zeros(n, self.dimension, dtype=accumulator(self.dtype))
-        pieces = [self._piece(a, s, block) for a, s in gradients[block.name].pieces]
-        return torch.cat(pieces).flatten(1).to(accumulator(self.dtype))
-
-    def _piece(self, a: Tensor, s: Any, block: ParameterBlock) -> Tensor:
-        if not (s is None or isinstance(s, Tensor)):  # rows of an embedding
-            whole = Gradients(block, [(a, s)]).rows(0, block.o)
-            return self.outputs @ (whole.to(self.dtype) @ self.inputs.mT)
-        if s is None:  # whole gradients
-            return self.outputs @ (a.to(self.dtype) @ self.inputs.mT)
-        inputs = a.to(self.dtype) @ self.inputs[:, : block.i].mT
-        if block.bias:
-            inputs = inputs + self.inputs[:, block.i]
-        return (s.to(self.dtype) @ self.outputs.mT).mT @ inputs
-
-    def lift(self, values: Tensor) -> dict[str, Tensor]:
-        (block,) = self.blocks
-        small = values.to(self.dtype).view(len(values), len(self.outputs), len(self.inputs))
-        whole = self.outputs.mT @ small @ self.inputs
-        return {block.name: whole.to(accumulator(self.dtype))}
-
-
 class LoGra(whence.Trak):
     """LoGra: influence functions of each layer in a projection of its inputs and outputs.
 
@@ -220,17 +175,7 @@ class LoGra(whence.Trak):
 
     def _random(self, workspace: Workspace, blocks: list[ParameterBlock], k: int) -> list[Random]:
         key, like = key_for(workspace, self.seed), workspace.zero.to(workspace.dtype)
-        parts: list[Random] = []
-        for block in blocks:
-            generator = torch.Generator().manual_seed((key ^ block_key(block)) % 2**63)
-            sides = []
-            for size in block.shape:
-                few = min(k, size)
-                sides.append(torch.randn(few, size, generator=generator, dtype=torch.float64))
-                sides[-1] /= few**0.5
-            outputs, inputs = (side.to(like) for side in sides)
-            parts.append(TwoSided(block, outputs, inputs, f"random {key}"))
-        return parts
+        return [TwoSided.random([b], [(min(k, b.o), min(k, b.width))], key, like) for b in blocks]
 
     def _leading(self, workspace: Workspace, blocks: list[ParameterBlock], k: int) -> list[Random]:
         fitter = workspace.fitter(workspace.study.stages, "empirical", self.seed)
@@ -244,5 +189,5 @@ class LoGra(whence.Trak):
                     vectors = torch.eye(size)
                 sides.append(vectors[:, -min(k, size) :].mT.to(like).contiguous())
             about = f"pca, seed {self.seed}, weights {workspace.run.final.sha256}"
-            parts.append(TwoSided(block, sides[0], sides[1], about))
+            parts.append(TwoSided([block], [(sides[0], sides[1])], about))
         return parts

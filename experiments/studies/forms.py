@@ -148,7 +148,6 @@ def judge(path: Path, file: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     of = parser(__doc__, sorted(TASKS), "runs/forms")
-    of.add_argument("--memory", help="of each training and attribution, such as 40GiB")
     of.add_argument("--alpha", type=float, nargs="+", default=[0.5])
     few = "for calibrate and combine, in groups of " + " and ".join(map(str, RETRAININGS))
     of.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)

@@ -24,6 +24,7 @@ def parser(description: str | None, tasks: Collection[str], work: str) -> argpar
     listed = f"of {', '.join(tasks)}, or all"
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=listed)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", help="of each training and attribution, such as 40GiB")
     parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
     for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help="default: that of the task")

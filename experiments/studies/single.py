@@ -98,6 +98,7 @@ def trainings(task: str, options: argparse.Namespace) -> Trainings:
         scale=replace(experiment.quick if options.quick else experiment.full, **sizes),
         work=options.work,
         device=options.device,
+        memory=options.memory,
     )
 
 
@@ -107,7 +108,7 @@ def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]
     scores, start = [], time.perf_counter()
     options: dict[str, Any] = {"progress": False}
     if type(method).__name__ != "Random":
-        options["device"] = work.device
+        options |= {"device": work.device, "memory": work.memory}
     try:
         for study in studies:
             scores.append(method.attribute(study, work.query, **options))

@@ -154,8 +154,7 @@ def _padded_sets(sets: Sequence[RowSet]) -> RowSet:
 
 
 def _padded(documents: Sequence[Mapping[str, Any]], side: str) -> dict[str, Tensor]:
-    batch: dict[str, list[Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    longest = max(len(document[f"{side}input_ids"]) for document in documents)
+    rows = []
     for document in documents:
         ids = torch.as_tensor(document[f"{side}input_ids"], dtype=torch.long)
         labels = torch.as_tensor(document.get(f"{side}labels", ids), dtype=torch.long)
@@ -164,8 +163,18 @@ def _padded(documents: Sequence[Mapping[str, Any]], side: str) -> dict[str, Tens
                 f"a document has input_ids of shape {tuple(ids.shape)} and labels of shape "
                 f"{tuple(labels.shape)}: both must be lists of the same length"
             )
-        space = 0, longest - len(ids)
-        batch["input_ids"].append(F.pad(ids, space))
-        batch["attention_mask"].append(F.pad(torch.ones_like(ids), space))
-        batch["labels"].append(F.pad(labels, space, value=IGNORED))
-    return {name: torch.stack(rows) for name, rows in batch.items()}
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return filled_up(rows)
+
+
+def filled_up(rows: Sequence[Mapping[str, Any]], pad: int = 0) -> dict[str, Tensor]:
+    """A batch of rows whose lists are padded on the right: `input_ids` with `pad`, `labels` with
+    -100, others with 0."""
+    fill, batch = {"input_ids": pad, "labels": IGNORED}, {}
+    for name in rows[0]:
+        values = [torch.as_tensor(row[name]) for row in rows]
+        if values[0].dim():
+            longest, value = max(map(len, values)), fill.get(name, 0)
+            values = [F.pad(x, (0, longest - len(x)), value=value) for x in values]
+        batch[name] = torch.stack(values)
+    return batch

@@ -61,8 +61,8 @@ class Study:
             `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
             layers and convolutions, "all" embeddings, norms and tied heads too.
         candidates: data that the run never trained on, for the last stage or `{stage: dataset}`.
-            It is scored instead of the training data: what would each example have done, had it
-            been one of the N of its stage?
+            It is scored instead of the training data: the effect that each example would have had
+            as one of the N of its stage.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Study:
         }
         self.tasks: dict[str, Task] = self._by_stage("task", task)
         self.candidates = self._candidates(candidates)
-        self._evidence: dict[int, Evidence] = {}  # by the id of the run, which each holds
+        self._evidence: dict[Run, Evidence] = {}
         for run in self.runs:
             self._check(run)
         self.cache = None if cache is None else as_path(cache).absolute()
@@ -116,7 +116,7 @@ class Study:
         self._exclusions_reported = False
 
     def _candidates(self, given: Any) -> dict[str, Batches]:
-        """Data outside the run that is scored instead of its own, by stage; empty if none is."""
+        """Data that the run never trained on and that is scored instead, by stage; or empty."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
@@ -130,8 +130,8 @@ class Study:
         """Raise if there are candidates, for a method that only knows what was trained on."""
         if self.candidates:
             raise InvalidInput(
-                f"{method} cannot score candidates, which the run never trained on: use a method "
-                "of gradients, such as Source, or a Study without candidates"
+                f"{method} cannot score candidates, which the run never trained on: use a "
+                "gradient method, such as Source, or a Study without candidates"
             )
 
     def _by_stage(self, what: str, given: Any) -> dict[str, Any]:
@@ -192,10 +192,10 @@ class Study:
         return self._of(run).declared(stage)
 
     def _of(self, run: Run) -> Evidence:
-        if id(run) not in self._evidence:
+        if run not in self._evidence:
             sizes = {stage: len(data) for stage, data in self.data.items()}
-            self._evidence[id(run)] = Evidence(run, sizes)
-        return self._evidence[id(run)]
+            self._evidence[run] = Evidence(run, sizes)
+        return self._evidence[run]
 
     def _trained(self, run: Run, parameter: str) -> bool:
         """Whether updates of the run changed a parameter."""
@@ -238,7 +238,7 @@ class Study:
         if not count:
             return []
         return [
-            f"stage {stage!r}: {count} of {len(spread)} examples that were looked at have the "
+            f"stage {stage!r}: {count} of {len(spread)} examples that were checked have the "
             f"target {IGNORED}, which has no loss. They count in N: training minimised the sum of "
             "losses divided by all examples. If it divided by the others only, as "
             "nn.CrossEntropyLoss() does, leave them out of the training data"
@@ -407,7 +407,7 @@ def task_identity(task: Task, measured: bool = False) -> dict[str, str]:
 
 
 def model_identity(model: nn.Module) -> list[str]:
-    """Of a model's modules and of their code."""
+    """Digests of a model's modules and of their code."""
     return [architecture_sha256(model), model_sha256(model)]
 
 

@@ -5,12 +5,9 @@ This module knows nothing else of whence, so every room may use it.
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from whence.errors import InvalidInput, InvalidType
 
@@ -119,27 +116,6 @@ class Tabled:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
-
-
-def call_text(name: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> str:
-    """'Source(segments=3)': a call with the arguments that differ from their defaults."""
-    parts = [f"{k}={v!r}" for k, v in given.items() if k not in defaults or v != defaults[k]]
-    return f"{name}({', '.join(parts)})"
-
-
-def defaults_of(call: Callable[..., object]) -> dict[str, object]:
-    """The defaults of a function's or constructor's arguments, by name."""
-    parameters = inspect.signature(call).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def progress_bar(*arguments: Any, disable: bool, **options: Any) -> Any:
-    """A bar of tqdm, on a terminal or in a notebook; none in a log file, which it would fill."""
-    from tqdm.auto import tqdm
-
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    visible = sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
-    return tqdm(*arguments, disable=disable or not visible, **options)
 
 
 def estimate(value: float, interval: Sequence[float], digits: int = 3) -> str:

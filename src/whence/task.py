@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whence.draws import Uniform as Uniform
 from whence.errors import InvalidInput, InvalidType, MissingKey, check_choice
-from whence.table import call_text, defaults_of
+from whence.persist.identity import call_text, defaults_of
 from whence.targets import IGNORED, LABEL_KEYS, as_tensor, check, class_numbers, real, unless
 
 SUM_TOLERANCE = 1e-2  # of a target's probabilities, which may be rounded to bfloat16

@@ -161,24 +161,34 @@ class World:
             return None if tensors is None else dict(tensors)
         return self._handed("hand out", tensors, 0, owner, CPU)
 
-    def collect(self, tensors: Mapping[str, Tensor], owner: Owner) -> dict[str, Tensor]:
-        """The tensors of all owners, at rank 0; nothing elsewhere."""
-        if self.size == 1:
-            return dict(tensors)
-        forms = [json.loads(text) for text in self.texts(json.dumps(_forms(tensors)))]
-        collected = {}
-        for rank, its_forms in enumerate(forms):
-            for name, form in its_forms.items():
-                if owner(name) is None or rank == 0:
-                    if self.first and name not in collected and name in tensors:
-                        collected[name] = tensors[name].cpu()
-                elif self.rank == rank:
-                    self._exchange(dist.send, self._sent(tensors[name]), 0)
-                elif self.first:
-                    received = self._empty(form, CPU)
+    def collect(
+        self, tensors: Mapping[str, Tensor], owner: Owner
+    ) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Iterator[tuple[str, Tensor]]]:
+        """The forms of the tensors of all owners, and at rank 0 the tensors, one at a time, in the
+        order of their names. Every rank must come to the end of them."""
+        of_ranks = [json.loads(text) for text in self.texts(json.dumps(_forms(tensors)))]
+        forms = {name: form for each in of_ranks for name, form in each.items()}
+        senders = {
+            name: 0 if owner(name) is None else next(r for r, x in enumerate(of_ranks) if name in x)
+            for name in sorted(forms)
+        }
+        return {name: _form(form) for name, form in forms.items()}, self._arriving(
+            tensors, forms, senders
+        )
+
+    def _arriving(
+        self, tensors: Mapping[str, Tensor], forms: Mapping[str, Any], senders: Mapping[str, int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, rank in senders.items():
+            if self.first:
+                if rank == 0:
+                    yield name, tensors[name].cpu()
+                else:
+                    received = self._empty(forms[name], CPU)
                     self._exchange(dist.recv, received, rank)
-                    collected[name] = received.cpu()
-        return collected
+                    yield name, received.cpu()
+            elif self.rank == rank:
+                self._exchange(dist.send, self._sent(tensors[name]), 0)
 
     def regather(self, rows: Tensor, count: int) -> Tensor:
         """The rows (count, ...) of an array that was dealt, from those of each share."""
@@ -231,6 +241,30 @@ class World:
                     f"{_short(everywhere[0][name])}). Start all with the same code, data and "
                     "settings"
                 )
+
+    def either(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        if self.size == 1:
+            return flag
+        self._step("either", None)
+        flags = self._sent(torch.tensor([int(flag)]))
+        self._exchange(dist.all_reduce, flags, dist.ReduceOp.MAX)
+        return bool(flags)
+
+    # Of tensors whose form all ranks know, one after another, with nothing compared in between:
+    # call `either` first, and fail afterwards.
+
+    def add_at(self, owner: int, tensor: Tensor) -> Tensor:
+        """Σ over the ranks at the owner; elsewhere the result means nothing."""
+        sent = self._sent(tensor)
+        self._exchange(dist.reduce, sent, owner)
+        return sent.to(tensor.device)
+
+    def lend(self, owner: int, tensor: Tensor) -> Tensor:
+        """The owner's tensor, of the form of each rank's."""
+        sent = self._sent(tensor)
+        self._exchange(dist.broadcast, sent, owner)
+        return sent.to(tensor.device)
 
     def wait(self) -> None:
         """Until all ranks are here."""
@@ -337,11 +371,8 @@ class World:
         return tensor.detach().to(self._place(tensor.device)).contiguous()
 
     def _empty(self, form: Sequence[Any], device: torch.device) -> Tensor:
-        dtype, shape = form
-        known = getattr(torch, str(dtype), None)
-        if not isinstance(known, torch.dtype):
-            raise RankFailed(f"another process sent {dtype!r}, which is not a dtype")
-        return torch.empty([int(n) for n in shape], dtype=known, device=self._place(device))
+        dtype, shape = _form(form)
+        return torch.empty(shape, dtype=dtype, device=self._place(device))
 
 
 def launched() -> World:
@@ -360,6 +391,14 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         name: [str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()
     }
+
+
+def _form(sent: Sequence[Any]) -> tuple[torch.dtype, list[int]]:
+    dtype, shape = sent
+    known = getattr(torch, str(dtype), None)
+    if not isinstance(known, torch.dtype):
+        raise RankFailed(f"another process sent {dtype!r}, which is not a dtype")
+    return known, [int(n) for n in shape]
 
 
 def _short(text: str, most: int = 120) -> str:

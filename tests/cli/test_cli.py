@@ -416,6 +416,9 @@ def test_from_a_study_to_a_judgement(small: Path, capsys: pytest.CaptureFixture[
     ] == [3, 60]
     paper = answered("attribute study.py --method source.published -o scores/paper", capsys)
     assert paper["method"] == "Source.published" and "floor" not in paper["settings"]
+    answered("attribute study.py --method tracin --by-head -o scores/heads", capsys)
+    heads = whence.Scores.load("scores/heads")
+    assert heads.by_layer is not None and len(heads.by_layer) == len(heads.layers) > 1
     alone = answered("attribute study.py --query self --top 5 --out scores/self", capsys)
     assert alone["self_influence"] and whence.Scores.load("scores/self").strongest is not None
     left = "attribute study.py --method leaveoneout --examples 3,5 --engine single -o scores/loo"

@@ -21,7 +21,8 @@ from torch.utils.data import TensorDataset
 import whence
 from whence.cli import main
 from whence.cli.studyfile import StudyFileError, load_study
-from whence.integrations.study_yaml import KEYS, padded
+from whence.documents import filled_up
+from whence.integrations.study_yaml import KEYS
 
 GOOD = """
 import torch
@@ -168,8 +169,7 @@ def trained(folder: Path, make: Callable[[], Any], rows: list[dict[str, Any]]) -
         use_cpu=True,
         disable_tqdm=True,
     )
-    collate = lambda batch: padded(batch, 0)  # noqa: E731
-    trainer = hf.Trainer(make(), args, train_dataset=rows, data_collator=collate)
+    trainer = hf.Trainer(make(), args, train_dataset=rows, data_collator=filled_up)
     trainer.remove_callback(hf.PrinterCallback)
     trainer.train()
 

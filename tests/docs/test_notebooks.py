@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tools.notebooks import NOTEBOOKS, tutorials, written
-from tools.run import blocks
+from tools.run import blocks, missing_data
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 
@@ -37,6 +37,8 @@ def test_every_notebook_has_a_tutorial() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tutorials())
 def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing := missing_data(tutorials()[name]):
+        pytest.skip(f"{missing[0]} is not in $WHENCE_DATA")
     monkeypatch.chdir(tmp_path)
     cells = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
     names: dict[str, Any] = {"__name__": name}

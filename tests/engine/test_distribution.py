@@ -66,6 +66,18 @@ def test_each_rank_takes_its_share_and_owns_its_blocks(pair: Path) -> None:
     assert max(first["factors"], second["factors"]) < 0.65 * whole
 
 
+@pytest.mark.parametrize("cache", ["memory", "disk", "read"])
+def test_a_rank_needs_about_half_of_the_memory_for_factors(
+    cache: str, pair: Path, tmp_path: Path
+) -> None:
+    """Also while they are fitted, written and read."""
+    one = ranks.factor_bytes(tmp_path)
+    for each in known(pair, "factors"):
+        assert each[cache] <= 0.6 * one[cache]
+        assert each[f"{cache}, left"] <= 0.6 * one[f"{cache}, left"]
+        close(each[f"{cache}, scores"], one[f"{cache}, scores"], 1e-6)
+
+
 @pytest.mark.slow
 def test_three_ranks_and_what_they_fitted(runs: Path, tmp_path: Path) -> None:
     """The same bits again; and their factors serve one process, to the last bit of the file."""
@@ -143,6 +155,16 @@ def test_an_error_of_one_rank_reaches_all(pair: Path) -> None:
     """And the group is of use afterwards, where the error is caught."""
     first, second = known(pair, "failing")
     assert "rank 1 of 2 failed" in first and second == "example 7 is bad"
+
+
+def test_a_pass_that_ranks_add_up_together_resumes(pair: Path) -> None:
+    """In the middle of it, with the same bits."""
+    messages = []
+    for whole, again, message, examples, left in known(pair, "resumed"):
+        assert whole == again
+        messages.append(message)
+        assert left <= examples - 12  # of 12 or 11 in a pass
+    assert "rank 1 of 2 failed" in messages[0] and messages[1] == "a bad example"
 
 
 def test_a_full_disk_of_one_rank_ends_all_and_the_same_call_resumes(pair: Path) -> None:

@@ -11,10 +11,14 @@ import torch
 from scipy.stats import spearmanr
 from support import dense, models, transformers_models
 from support.comparing import close
+from torch import nn
 from torch.utils.data import Subset
 
 import whence
+from benchmarks.models import GPT
+from whence.engine.query_factors import plan
 from whence.errors import FolderConflict
+from whence.layers.capture import ParameterBlock
 from whence.layers.rows import Rows
 from whence.operators.products import FactoredReadout, leading
 
@@ -220,6 +224,25 @@ def test_auto_takes_the_rank_that_fits(small_gpt: Any) -> None:
     ]
     assert estimates[2]["seconds"] > estimates[1]["seconds"]
     assert estimates[1]["bytes"] < estimates[2]["bytes"] < estimates[0]["bytes"]
+
+
+@pytest.mark.parametrize("sets", [1, 3])  # influence; SOURCE with three segments
+def test_many_queries_of_gpt2_small_share_at_most_two_passes(sets: int) -> None:
+    """481 queries on a GPU of which 120 GiB may be used; without weights."""
+    with torch.device("meta"):
+        model = GPT(depth=12, width=768, vocabulary=50257, length=1024, heads=12)
+    blocks = [
+        ParameterBlock(name, layer.out_features, layer.in_features, True, f"{name}.weight")
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    assert len(blocks) == 48 and sum(block.size for block in blocks) == 85_017_600
+    chosen = plan(blocks, 4, 120 * 2**30, 481, "auto", sets)
+    assert chosen is not None and chosen.rank >= 16
+    assert -(-481 // chosen.rows) <= 2
+    assert chosen.numbers(blocks, sets) * 4 <= 120 * 2**30 / 2
+    small = plan(blocks, 4, 16 * 2**30, 481, "auto", sets)
+    assert small is not None and small.rank <= chosen.rank
 
 
 @pytest.mark.parametrize("rank", [None, 2])

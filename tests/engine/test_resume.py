@@ -19,7 +19,7 @@ import pytest
 import torch
 from support import forms, models
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import whence
 import whence.engine.scoring
@@ -575,11 +575,11 @@ def test_factors_of_another_run_are_not_used(
     assert passes() == (1, 1)
 
 
-@pytest.mark.usefixtures("notes_everything")
-def test_a_snapshot_of_other_data_is_not_used(
-    run: whence.Run, monkeypatch: pytest.MonkeyPatch
+def interrupt_source(
+    run: whence.Run, batches: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, left = Passes._batch, [7]
+    """Attribute, and stop after this many batches."""
+    real, left = Passes._batch, [batches]
 
     def interrupted(self: Passes, *arguments: Any) -> Any:
         left[0] -= 1
@@ -590,7 +590,15 @@ def test_a_snapshot_of_other_data_is_not_used(
     with monkeypatch.context() as patch:
         patch.setattr(Passes, "_batch", interrupted)
         with pytest.raises(Interrupted):
-            whence.Source.published(2).attribute(study(run), QUERY, batch_size=2, **EXACT)
+            method = whence.Source.published(2)
+            method.attribute(study(run), QUERY, batch_size=batch_size, **EXACT)
+
+
+@pytest.mark.usefixtures("notes_everything")
+def test_a_snapshot_of_other_data_is_not_used(
+    run: whence.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_source(run, 7, batch_size=2, monkeypatch=monkeypatch)
     assert list((run.path / "factors").glob("*.partial.safetensors"))
     found = whence.Source.published(2).attribute(
         study(run, train=flipped()), QUERY, batch_size=2, **EXACT
@@ -606,18 +614,7 @@ def test_a_snapshot_made_with_other_batches_is_taken_up(
     run: whence.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of 3 up to where it stopped, batches of 3 from there on, whatever is asked now."""
-    real, left = Passes._batch, [4]
-
-    def interrupted(self: Passes, *arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Interrupted
-        return real(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Passes, "_batch", interrupted)
-        with pytest.raises(Interrupted):
-            whence.Source.published(2).attribute(study(run), QUERY, batch_size=3, **EXACT)
+    interrupt_source(run, 4, batch_size=3, monkeypatch=monkeypatch)
     found = whence.Source.published(2).attribute(study(run), QUERY, batch_size=5, **EXACT).values
     fresh = study(recorded(tmp_path / "other"))
     whole = whence.Source.published(2).attribute(fresh, QUERY, batch_size=5, **EXACT).values
@@ -717,27 +714,16 @@ def test_top_is_the_top_of_all(
         _ = top.values
 
 
-class Slow(Dataset):
-    """Not a TensorDataset: every example is fetched by itself."""
-
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
-
-
 def test_workers_give_the_same_bits(tmp_path: Path) -> None:
     found = []
     for workers in (0, 2):
         run = recorded(tmp_path / str(workers))
-        given = study(run, train=Slow(TRAIN))
+        given = study(run, train=models.OneByOne(TRAIN))
         draws = torch.get_rng_state()
         kind = EXACT | {"batch_size": 6, "workers": workers}
-        found.append(whence.Influence.published(1e-3).attribute(given, Slow(QUERY), **kind).values)
+        found.append(
+            whence.Influence.published(1e-3).attribute(given, models.OneByOne(QUERY), **kind).values
+        )
         assert torch.equal(torch.get_rng_state(), draws), (
             "the user's random numbers were drawn from"
         )

@@ -13,6 +13,7 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import t as student
 from sklearn.linear_model import LinearRegression
 from support import judged
+from support.made import ABOUT, masks_of, scores_of
 
 from whence.evaluate import calibrate, calibration, ground_truth, lds
 from whence.retrain import Truth
@@ -20,21 +21,11 @@ from whence.scores import Scores, Top, ensemble
 
 M, Q, N = 12, 5, 40
 Array = NDArray[np.float64]
-ABOUT: dict[str, Any] = {"measurement": "margin", "unit": "logits", "higher_is_better": True}
-
-
-def masks_of(subsets: int = M, examples: int = N, seed: int = 0) -> NDArray[np.bool_]:
-    random = np.random.default_rng(seed)
-    return np.stack([random.permutation(examples) < examples // 2 for _ in range(subsets)])
 
 
 def truth_of(measurements: Array, seed: int = 0, **more: Any) -> Truth:
-    masks = more.pop("masks", masks_of(len(measurements), seed=seed))
+    masks = more.pop("masks", masks_of(len(measurements), N, seed))
     return Truth(masks, measurements, alpha=0.5, **(ABOUT | more))
-
-
-def scores_of(values: Array, **more: Any) -> Scores:
-    return Scores(values, **({"method": "Source"} | ABOUT | more))
 
 
 def simulated(
@@ -158,7 +149,7 @@ def test_residual_and_noise_of_one_training() -> None:
     random = np.random.default_rng(5)
     values, error = random.normal(size=(3, N)), random.normal(size=(3, N))
     scale = np.array([0.5, 1.0, 2.0])  # of the noise, by query
-    masks = masks_of(400)
+    masks = masks_of(400, N)
     shared = 0.5 * scale * random.normal(size=(1, 6, 3))  # of a seed, the same for all subsets
     noise = scale * random.normal(size=(400, 6, 3))
     truth = truth_of((masks @ (values + error).T)[:, None] + shared + noise, masks=masks)
@@ -204,7 +195,7 @@ def test_the_interval_contains_what_retraining_measures() -> None:
     random = np.random.default_rng(8)
     real = random.normal(size=(20, N))
     values = 5 * (real + random.normal(size=real.shape))
-    masks = masks_of(30, seed=4)
+    masks = masks_of(30, N, 4)
     truth = truth_of((masks @ real.T)[:, None] + random.normal(size=(30, 2, 20)), masks=masks)
     result = calibrate(scores_of(values), truth)
     inside = []

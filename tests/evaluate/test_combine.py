@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from sklearn.linear_model import Ridge
 from support import judged
+from support.made import ABOUT, scores_of
 
 import whence
 from whence.evaluate import calibrate, calibration, combine, compare, ground_truth, lds
@@ -20,12 +21,7 @@ from whence.scores import Scores
 
 Q, N = 6, 40
 Array = NDArray[np.float64]
-ABOUT: dict[str, Any] = {"measurement": "margin", "unit": "logits", "higher_is_better": True}
 RIDGES = sys.modules["whence.evaluate.combine"].RIDGES
-
-
-def scores_of(values: Array, **more: Any) -> Scores:
-    return Scores(values, **({"method": "Source"} | ABOUT | more))
 
 
 def world(inputs: int, seed: int = 0, right: float = 1.0) -> tuple[Array, list[Array]]:

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import linregress, spearmanr
 from sklearn.metrics import average_precision_score, r2_score, roc_auc_score
+from support.made import masks_of, scores_of
 
 from whence.evaluate import calibration, compare, lds, mislabeled
 from whence.retrain import Truth
@@ -18,25 +19,10 @@ M, R, Q, N = 12, 4, 5, 20
 Array = NDArray[np.float64]
 
 
-def masks_of(subsets: int = M, examples: int = N, seed: int = 0) -> NDArray[np.bool_]:
-    random = np.random.default_rng(seed)
-    return np.stack([random.permutation(examples) < examples // 2 for _ in range(subsets)])
-
-
 def truth_of(measurements: Array, masks: NDArray[np.bool_] | None = None, **more: Any) -> Truth:
-    masks = masks_of(len(measurements)) if masks is None else masks
+    masks = masks_of(len(measurements), N) if masks is None else masks
     about = {"alpha": 0.5, "measurement": "margin", "unit": "logits"} | more
     return Truth(masks, measurements, seeds=np.arange(measurements.shape[1]), **about)
-
-
-def scores_of(values: Array, **more: Any) -> Scores:
-    about = {
-        "method": "Source",
-        "measurement": "margin",
-        "unit": "logits",
-        "higher_is_better": True,
-    }
-    return Scores(values, **(about | more))
 
 
 @pytest.fixture
@@ -48,7 +34,7 @@ def values() -> Array:
 def truth(values: Array) -> Truth:
     """The scores are half right; rounded, so that there are ties."""
     random = np.random.default_rng(2)
-    signal = masks_of() @ (values + random.normal(size=values.shape)).T
+    signal = masks_of(M, N) @ (values + random.normal(size=values.shape)).T
     return truth_of(np.round(signal[:, None] + random.normal(size=(M, R, Q))))
 
 
@@ -100,7 +86,7 @@ def test_the_interval_is_that_of_drawn_out_resamples(values: Array, subsets: int
 
 
 def test_perfect_scores_and_their_opposite(values: Array) -> None:
-    truth = truth_of(np.repeat((masks_of() @ values.T)[:, None], 2, 1))
+    truth = truth_of(np.repeat((masks_of(M, N) @ values.T)[:, None], 2, 1))
     best, worst = lds(values, truth), lds(-values, truth)
     assert (best.value, worst.value) == (pytest.approx(1), pytest.approx(-1))
     assert best.ceiling == pytest.approx(1)
@@ -352,7 +338,7 @@ def test_the_interval_of_the_slope(values: Array, truth: Truth) -> None:
 
 
 def test_calibrated_and_exaggerated_scores(values: Array) -> None:
-    truth = truth_of(np.repeat((masks_of() @ values.T)[:, None], 2, 1))
+    truth = truth_of(np.repeat((masks_of(M, N) @ values.T)[:, None], 2, 1))
     right, double = calibration(values, truth), calibration([values, 3 * values], truth)
     assert (right.slope, right.r2, right.ceiling) == (pytest.approx(1),) * 3
     assert (double.slope, double.r2_line) == (pytest.approx(0.5), pytest.approx(1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.stats import binomtest, kstest
+from support.made import scores_of
 from support.models import mlp, regression, train_run, vectors
 from torch.utils.data import TensorDataset
 
@@ -43,16 +44,6 @@ def recipe_of(task: whence.Task | None = None, **more: Any) -> Recipe:
         "epochs": 1,
     }
     return Recipe(**(settings | more))
-
-
-def scores_of(values: NDArray[np.float64], **more: Any) -> Scores:
-    about = {
-        "method": "Source",
-        "measurement": "margin",
-        "unit": "logits",
-        "higher_is_better": True,
-    }
-    return Scores(values, **(about | more))
 
 
 class World:

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 from experiments.rivals.astra import AstraInfluence, AstraSource
-from experiments.rivals.projections import LOGRA_DAMPING, LoGra, Sparse, SparseTrak, TwoSided
+from experiments.rivals.projections import LOGRA_DAMPING, LoGra, Sparse, SparseTrak
 from experiments.tasks.board import ENTRIES
 from experiments.tasks.forms import FORMS
 from experiments.tasks.models import ResNet9
@@ -151,22 +151,6 @@ def test_sparse_trak_is_trak_with_another_projection(share: float) -> None:
 def projection(method: Any, study: whence.Study) -> Any:
     options = ComputeOptions(**EXACT)
     return method.space(Workspace.lay_out(study, study.runs[0], options))
-
-
-@pytest.mark.parametrize("t", [1, 3, 40])
-def test_two_sided_projection(t: int) -> None:
-    random = torch.Generator().manual_seed(0)
-    gradients, whole = held(6, t)
-    start = 0
-    for block in BLOCKS:
-        sides = [
-            torch.randn(2, size, generator=random, dtype=torch.float64) for size in block.shape
-        ]
-        part = TwoSided(block, *sides, "")
-        flat = whole[:, start : start + block.size]
-        start += block.size
-        close(part.project({block.name: gradients[block.name]}), flat @ torch.kron(*sides).T)
-        close(matrix(part), torch.kron(*sides))
 
 
 @pytest.mark.parametrize("initialisation", ["pca", "random"])

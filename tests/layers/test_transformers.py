@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from support import dense, models, transformers_models
+from support.autograd import of_module, reasons
 from support.comparing import close
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset, default_collate
@@ -205,10 +206,6 @@ def products(
     return -(left @ rows(model, names, train, task.losses, task, collate).T).numpy()
 
 
-def of_module(name: str) -> str:
-    return name.rpartition(".")[0] or "(model)"
-
-
 def kept(model: nn.Module, left_out: Sequence[str]) -> list[str]:
     return [name for name, _ in model.named_parameters() if of_module(name) not in left_out]
 
@@ -250,10 +247,6 @@ def check(
     expected = products(model, wanted, train, query, task, collate)
     close(scores.values, expected, tolerance)
     return scores
-
-
-def reasons(scores: whence.Scores) -> dict[str, str]:
-    return {part["name"]: part["reason"] for part in scores.excluded}
 
 
 def exactness(make: Make) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import dense, forms, models
 from support import dense_stages as ds
-from support.comparing import close
+from support.comparing import agree, close
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -111,11 +111,6 @@ class Pair:
 def pair(name: str, kind: str) -> Pair:
     torch.manual_seed(0)
     return Pair(*MODELS[name](), kind)
-
-
-def agree(scores: whence.Scores, expected: np.ndarray) -> None:
-    close(scores.by_segment, expected)
-    close(scores.values, expected.sum(0))
 
 
 # --- the oracle itself ----------------------------------------------------------------------------

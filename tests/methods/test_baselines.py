@@ -234,3 +234,36 @@ def test_refused() -> None:
     ):
         with pytest.raises(whence.WhenceError, match=message):
             call()
+
+
+STAGED = {
+    "gradient norm": whence.GradientNorm,
+    "gradient cosine": whence.GradientCosine,
+    "less": lambda **settings: whence.LESS(dimension=10, **settings),
+    "trackstar": lambda **settings: whence.TrackStar(dimension=10, mixing=0.5, **settings),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_stage_is_scored_as_among_all(name: str) -> None:
+    torch.manual_seed(0)
+    model, task = models.mlp().double(), whence.Classification()
+    history = models.train_run(model, task, TRAIN, [2, 4], 0.1)
+    stages = {"before": 2, "after": 4}
+    run = whence.Run.from_checkpoints(history.checkpoints, [2, 4], 0.1, stages=stages)
+    train = {"before": TRAIN, "after": models.vectors(5, seed=2)}
+    study = whence.Study(model, task, train, run)
+    every = STAGED[name]().attribute(study, QUERY, **EXACT)
+    for stage, columns in (("before", slice(0, 12)), ("after", slice(12, 17))):
+        one = STAGED[name](stage=stage).attribute(study, QUERY, **EXACT)
+        assert len(one.train_ids) == len(train[stage])
+        close(one.values, every.values[:, columns], 1e-9)
+
+
+@pytest.mark.parametrize("name", ["less", "trackstar"])
+def test_the_seed_decides_the_projection(name: str) -> None:
+    study, *_ = adam_study()
+    first, again, other = (
+        STAGED[name](seed=seed).attribute(study, QUERY, **EXACT).values for seed in (0, 0, 1)
+    )
+    assert np.array_equal(first, again) and not np.allclose(first, other)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import dense_stages as ds
 from support import models
-from support.comparing import close
+from support.comparing import agree, close
 from torch import Tensor, nn
 
 import whence
@@ -84,11 +84,6 @@ class Pair:
 @cache
 def pair(name: str, kind: str) -> Pair:
     return Pair(name, kind)
-
-
-def agree(scores: whence.Scores, expected: np.ndarray) -> None:
-    close(scores.by_segment, expected)
-    close(scores.values, expected.sum(0))
 
 
 @pytest.mark.parametrize("segments", [1, 2, 4])

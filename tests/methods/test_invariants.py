@@ -16,7 +16,7 @@ from support import dense, models
 from support.comparing import close
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
 
 import whence
 import whence.task
@@ -192,19 +192,6 @@ def test_scaling_the_measurement_scales_the_scores(method: str) -> None:
 # --- how the data is read -----------------------------------------------------------------------
 
 
-class Plain(torch.utils.data.Dataset):
-    """Not a TensorDataset: every example is fetched by itself."""
-
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
-
-
 @pytest.mark.parametrize("fisher", ["exact", "sampled"])
 def test_batches_and_workers_change_nothing(fisher: str) -> None:
     model, history = trained()
@@ -215,7 +202,7 @@ def test_batches_and_workers_change_nothing(fisher: str) -> None:
         close(again, whole, 1e-10)
     for workers in (0, 2):
         kind = {"batch_size": 5, "workers": workers}
-        close(values(method, model, history, Plain(TRAIN), QUERY, **kind), whole, 1e-10)
+        close(values(method, model, history, models.OneByOne(TRAIN), QUERY, **kind), whole, 1e-10)
 
 
 def test_batches_of_documents_change_nothing() -> None:

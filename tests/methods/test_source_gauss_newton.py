@@ -13,7 +13,7 @@ import test_stages
 import torch
 from support import dense, forms
 from support import dense_stages as ds
-from support.comparing import close
+from support.comparing import agree, close
 from test_influence_solvers import flat, gauss_newton
 from torch import Tensor
 
@@ -69,11 +69,6 @@ def whole(
         v = v.clone()
         v[:, place] = v[:, place] @ S.T
     return result.detach().numpy()
-
-
-def agree(scores: whence.Scores, expected: np.ndarray) -> None:
-    close(scores.by_segment, expected)
-    close(scores.values, expected.sum(0))
 
 
 def attribute(it: Any, *args: Any, **settings: Any) -> whence.Scores:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import dense, models
 from support import dense_stages as ds
-from support.comparing import close
+from support.comparing import agree, close
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -106,11 +106,6 @@ def trained(places: Path) -> Trained:
     return Trained(places / "two-heads")
 
 
-def agree(scores: whence.Scores, expected: np.ndarray) -> None:
-    close(scores.by_segment, expected)
-    close(scores.values, expected.sum(0))
-
-
 # --- SOURCE ---------------------------------------------------------------------------------------
 
 
@@ -161,7 +156,7 @@ def test_one_stage(trained: Trained, stage: str) -> None:
     assert [a["stage"] for a in about if "duration" in a] == ["before"] * (fitted == 7) * 2 + [
         "after"
     ] * 2
-    assert scores.diagnostics["estimate"]["passes"]["covariances"] == fitted
+    assert method.estimate(trained.study, QUERY)["passes"]["covariances"] == fitted
 
 
 def test_self_influence(trained: Trained) -> None:

@@ -25,7 +25,7 @@ from whence.engine.projected_space import random_projection
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak
-from whence.projections import Gradients, Projection, Random
+from whence.projections import Gradients, Projection, Random, TwoSided
 from whence.projections import random as signs
 from whence.projections.projection import check
 from whence.projections.random import shares
@@ -631,3 +631,28 @@ def test_the_same_projection_and_scores_on_a_gpu() -> None:
     expected = Trak(12).attribute(study, QUERY, **EXACT)
     again = whence.Study(study.model, study.tasks, train=TRAIN, runs=study.runs)
     close(Trak(12).attribute(again, QUERY, device="cuda", **EXACT).values, expected.values, 1e-8)
+
+
+@pytest.mark.parametrize("t", [1, 3, 40])
+def test_two_sided_projection(t: int) -> None:
+    """Of all blocks together, and of gradients that a diagonal multiplies."""
+    random = torch.Generator().manual_seed(0)
+    gradients, whole = held(6, t)
+    sides = [
+        tuple(torch.randn(2, n, generator=random, dtype=torch.float64) for n in block.shape)
+        for block in BLOCKS
+    ]
+    part = TwoSided(BLOCKS, sides, "")
+    P = torch.block_diag(*(torch.kron(*both) for both in sides))
+    close(matrix(part), P)
+    close(part.project(gradients), whole @ P.T)
+    diagonal = {b.name: torch.rand(b.shape, generator=random).double() for b in BLOCKS}
+    scaled = whole * torch.cat([diagonal[b.name].flatten() for b in BLOCKS])
+    close(Projection([part]).scaled(diagonal).project(gradients), scaled @ P.T)
+
+
+def test_a_random_two_sided_projection_keeps_inner_products_on_average() -> None:
+    like, ranks = torch.zeros(1, dtype=torch.float64), [(2, 2)] * len(BLOCKS)
+    many = [matrix(TwoSided.random(BLOCKS, ranks, key, like)) for key in range(3000)]
+    mean = torch.stack([one.T @ one for one in many]).mean(0)
+    assert float((mean - torch.eye(len(mean))).abs().max()) < 0.35  # E[PᵀP] = I

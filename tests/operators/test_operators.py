@@ -7,22 +7,25 @@ from typing import Any
 import pytest
 import torch
 from support import models
+from support.comparing import close
 from support.flat import Flat
 from torch import Tensor
 
 import whence
 from whence.engine.options import ComputeOptions
 from whence.engine.workspace import Workspace
-from whence.operators import KINDS, BlockDiagonal, BlockSpace, BlockVectors, coupling
+from whence.layers.rows import Rows
+from whence.operators import KINDS, BlockDiagonal, BlockSpace, BlockVectors, cost, coupling
+from whence.operators.products import add_whole_grams
 
 SHIFT, DAMPING = 0.3, 0.05
 
 
-def workspace_of(name: str) -> tuple[Workspace, whence.Study]:
+def workspace_of(name: str, layers: str | None = None) -> tuple[Workspace, whence.Study]:
     torch.manual_seed(0)
     model, task, train, query = models.CASES[name]()
     run = models.train_run(model.double(), task, train, [2, 5, 9], 0.1).run
-    study = whence.Study(model, task, train=train, runs=run)
+    study = whence.Study(model, task, train=train, runs=run, layers=layers)
     options = ComputeOptions(dtype=torch.float64, progress=False)
     return whence.Source().lay_out(study, run, query, options), study
 
@@ -61,9 +64,9 @@ def dense_function(matrix: Tensor, f: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gauss-newton"])
-@pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_an_operator_is_its_matrix(name: str, kind: str) -> None:
-    workspace, _ = workspace_of(name)
+@pytest.mark.parametrize(("name", "layers"), [("mlp", None), ("conv", None), ("gpt", "all")])
+def test_an_operator_is_its_matrix(name: str, layers: str | None, kind: str) -> None:
+    workspace, _ = workspace_of(name, layers)
     H, space = operator_of(workspace, kind), BlockSpace(workspace.blocks.values())
     matrix = written_out(H, space)
     torch.testing.assert_close(matrix, matrix.T, atol=1e-10, rtol=1e-8)
@@ -145,3 +148,19 @@ def test_coupling_is_the_share_of_the_trace() -> None:
     for name, value in c.items():
         assert value == pytest.approx(sum(traces.values()) / traces[name])
     assert coupling(operator_of(workspace, "gauss-newton")) == {}
+
+
+@pytest.mark.parametrize("t", [3, 9])
+def test_grams_of_a_tied_head_are_those_of_its_whole_gradients(t: int) -> None:
+    """Both ways: by pairs of positions where these are few, else by the gradients."""
+    torch.manual_seed(0)
+    n, o, d = 4, 7, 5
+    ids, dense = torch.randint(0, 3, (n, t)), torch.randn(n, t, o, dtype=torch.float64)
+    a, rows = torch.randn(n, 2 * t, d, dtype=torch.float64), Rows(ids, o, None, dense)
+    lookup = torch.nn.functional.one_hot(ids, o).double()
+    G = torch.cat([lookup, dense], 1).mT @ a
+    left, right = torch.zeros(o, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+    add_whole_grams(left, right, a, rows, False)
+    close(left, G.square().sum((0, 2)), 1e-12)
+    close(right.triu(), (G.mT @ G).sum(0).triu(), 1e-12)
+    assert cost.pairs_are_fewer(t, d) == (t == 3)

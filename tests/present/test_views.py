@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.made import scores_of as made
 from torch.utils.data import TensorDataset
 
 import whence
 from whence.present.predict import curves
 from whence.present.summary import summary
 from whence.present.views import harmful_overall, histogram, overview, query_view, strongest
-
-
-def made(values: Any, higher_is_better: bool = True, **more: Any) -> whence.Scores:
-    about = {"method": "Made", "measurement": "margin", "unit": "logits"} | more
-    return whence.Scores(np.asarray(values), higher_is_better=higher_is_better, **about)
 
 
 @pytest.mark.parametrize("higher", [True, False])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from support import models
+from support.made import scores_of as made
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import whence
@@ -44,11 +45,6 @@ QUERY = models.vectors(5, seed=1)
 @pytest.fixture(scope="module")
 def scores(study: whence.Study) -> whence.Scores:
     return whence.Source.published(3).attribute(study, QUERY, by_segment=True, **QUIET)
-
-
-def made(values: Any, higher_is_better: bool = True, **more: Any) -> whence.Scores:
-    about = {"method": "Made", "measurement": "margin", "unit": "logits"} | more
-    return whence.Scores(np.asarray(values), higher_is_better=higher_is_better, **about)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -473,11 +469,11 @@ kernel.get_ipython = lambda: Shell()
 sys.modules["IPython"] = kernel
 for name in ("ipywidgets", "IPython.html.widgets", "IPython.html"):
     sys.modules[name] = None
-from whence.table import progress_bar
-list(progress_bar(range(3), desc="scores", disable=False))
+from whence.data import progress_bar
+list(progress_bar(range(3), desc="scores", shown=True))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "scores: 100%" in done.stderr and "3/3" in done.stderr
+    assert "scores:   0%" in done.stderr and "0/3" in done.stderr  # and then removed
 
 
 def test_a_notebook_shows_the_page_and_not_its_path(scores: whence.Scores, tmp_path: Path) -> None:

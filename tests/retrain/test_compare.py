@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.recipes import cosine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,10 +35,6 @@ def sgd(p: Any, **changes: Any) -> Any:
 
 def adam(p: Any, **changes: Any) -> Any:
     return torch.optim.AdamW(p, **({"lr": 1e-2, "betas": (0.9, 0.99)} | changes))
-
-
-def cosine(optimizer: Any, total: int) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
 
 
 def recorded(

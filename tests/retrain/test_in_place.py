@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import recipes
+from support.recipes import cosine
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,10 +20,6 @@ from whence.retrain import SmoothAdamW, Training, Truth, ground_truth, measure
 from whence.retrain.truth import draw_subsets
 
 QUERY = recipes.dataset(5, seed=9)
-
-
-def cosine(optimizer: Any, total: int) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

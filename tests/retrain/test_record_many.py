@@ -338,7 +338,7 @@ def test_short_of_memory_fewer_are_trained_at_once(
         ([0], {"stage": "tune"}, "stage='tune' is not in the recipe"),
         ([0], {"checkpoints": 100}, "checkpoints=100, but total_steps=14"),
         ([0], {"checkpoints": [5, 3]}, r"checkpoints=\[5, 3\]: give increasing update counts"),
-        ([0], {"engine": "fast"}, "engine='fast': choose one of"),
+        ([0], {"engine": "fast"}, "engine='fast' is not known: use one of"),
         ([-1], {}, "seed=-1: use a number from 0"),
     ],
 )

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support import recipes
+from support.recipes import plainly_trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -34,36 +35,6 @@ QUERY = recipes.dataset(5, seed=9)
 def subsets(count: int, size: int, n: int, seed: int = 0) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
     return [np.sort(random.choice(n, size, replace=False)) for _ in range(count)]
-
-
-def plainly_trained(recipe: whence.Recipe, training: Training) -> nn.Module:
-    """The training as an ordinary loop, written out once more: orders come from the recipe."""
-    with torch.random.fork_rng():
-        torch.manual_seed(training.seed)
-        model = recipe.model()
-    for stage in recipe.stages:
-        own = training.subset if stage.name == recipe.stage(training.stage).name else None
-        examples = np.arange(len(stage.data)) if own is None else own
-        optimizer = stage.optimizer(model.parameters())
-        total = stage.epochs * -(-len(examples) // stage.batch_size)
-        scheduler = stage.scheduler(optimizer, total) if stage.scheduler else None
-        step = 0
-        for epoch in range(stage.epochs):
-            order = stage.order(training.seed, epoch, torch.from_numpy(examples))
-            for rows in order.split(stage.batch_size):
-                batch = tuple(t[rows] for t in stage.data.dataset.tensors)
-                if stage.transform:
-                    batch = stage.transform(batch, stage.draws(training.seed, step, rows, CPU))
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-                loss.backward()
-                if stage.clip_norm:
-                    nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
-                optimizer.step()
-                step += 1
-                if scheduler:
-                    scheduler.step()
-    return model
 
 
 def assert_same_models(

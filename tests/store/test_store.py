@@ -33,9 +33,10 @@ from whence.operators import EKFAC
 from whence.operators import response as F_r
 from whence.operators import survival as F_S
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
+from whence.projections import Random
 from whence.scores import ensemble
 from whence.store import GradientStore
-from whence.store.rows import encoded, inner
+from whence.store.rows import FORMS, Rows, StoredRows, columns, encoded, inner
 
 QUIET: Any = {"progress": False}
 BUILD: Any = {"dtype": torch.float64, "progress": False, "fisher": "exact"}
@@ -511,6 +512,35 @@ def test_inner_products(q: int) -> None:
     torch.testing.assert_close(inner(rows, vectors), vectors @ rows.T)
 
 
+@pytest.mark.parametrize("form", ["full", "float16", "int8"])
+def test_rows_are_read_ahead(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, with the same products; damage is reported where the rows are used."""
+    monkeypatch.setattr("whence.persist.arrays.LARGE", 0)
+    monkeypatch.setattr("whence.persist.arrays.BLOCK", 2**12)
+    values = torch.randn(900, 40, generator=torch.Generator().manual_seed(0))
+    dtype = FORMS[form] or np.dtype(np.float32)
+    about = {"shape": [900, columns(form, 40)], "dtype": str(dtype)}
+    rows = Rows(tmp_path / "rows.npy", about, None, None, form)
+    rows.write(values)
+    entry = rows.entry
+    rows.flush()
+    rows.finish()
+    vectors = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    for starts in (range(0, 900, 100), range(0, 900, 300), [800, 0, 500]):
+        stored = StoredRows(tmp_path / "rows.npy", entry, form)
+        for start in starts:
+            here = slice(start, start + 100)
+            close(stored.inner(here, vectors), vectors @ stored[here].T, 1e-5)
+    content = bytearray((tmp_path / "rows.npy").read_bytes())
+    content[-50] ^= 1
+    (tmp_path / "rows.npy").write_bytes(content)
+    stored = StoredRows(tmp_path / "rows.npy", entry, form)
+    for start in range(0, 700, 100):
+        stored.inner(slice(start, start + 100), vectors)
+    with pytest.raises(DamagedFile, match="has another checksum"):
+        stored.inner(slice(800, 900), vectors)
+
+
 def test_an_ensemble_of_stores(it: Case, tmp_path: Path) -> None:
     stores = [GradientStore.build(it.study, tmp_path / f"{k}", 12, seed=k, **BUILD) for k in (0, 1)]
     each = [store.source(QUERY, **QUIET) for store in stores]
@@ -846,14 +876,114 @@ def test_what_a_store_cannot_do(it: Case, tmp_path: Path) -> None:
         wide.trak(QUERY, **QUIET)
 
 
+def adam(it: Case, seed: int = 0) -> Any:
+    """The run, with second moments, as Adam's."""
+    random = torch.Generator().manual_seed(seed)
+    moments = [
+        {name: torch.rand(x.shape, generator=random).double() for name, x in weights.items()}
+        for weights in it.history.checkpoints
+    ]
+    about: Any = {"optimizer": "adam", "second_moments": moments, "epsilon": 1e-8}
+    return whence.Run.from_checkpoints(it.history.checkpoints, STEPS, 2**-5, **about), moments
+
+
+def projection_matrix(store: GradientStore, flat: Flat) -> Tensor:
+    """P, (d, p), without a preconditioner."""
+    options = ComputeOptions(dtype=torch.float64, progress=False)
+    projection = store.projection(store._workspace(options))
+    every, matrix = torch.eye(store.dimension, dtype=torch.float64), {}
+    for part, where in zip(projection.parts, projection.columns, strict=True):
+        assert isinstance(part, Random)
+        matrix |= part.lift(every[:, where])
+    return torch.cat([matrix[name].flatten(1) for name in flat.blocks], 1)
+
+
+@pytest.mark.parametrize("projection", ["random", "two-sided"])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_source_of_adam(it: Case, tmp_path: Path, projection: str, segments: int) -> None:
+    """Against whole matrices of preconditioned, projected gradients."""
+    run, moments = adam(it)
+    study = changed(it, runs=run)
+    build = {**BUILD, "methods": ["source"]}
+    store = GradientStore.build(study, tmp_path / "s", 40, projection, **build)
+    flat = Flat(study)
+    assert store.dimension == 40 if projection == "random" else 27 <= store.dimension <= 40
+    P, found = projection_matrix(store, flat), study.runs[0].checkpoints
+    mean = torch.stack([roots(flat, v) for v in moments]).mean(0)
+    scale = mean.sqrt() * P
+    columns = [flat.columns(c, it.train) @ scale.T for c in found]
+    rows = [flat.gradients(c, "losses", it.train) @ scale.T for c in found]
+    q = flat.gradients(found[-1], "measurements", it.query) @ scale.T
+    cuts = {1: [slice(0, 4)], 2: [slice(0, 2), slice(2, 4)]}[segments]
+    updates = {1: [14], 2: [6, 8]}[segments]
+    times = [torch.full((store.dimension,), 2**-5 * k).double() for k in updates]
+    expected = joint_source([columns[c] for c in cuts], [rows[c] for c in cuts], q, times)
+    scores = store.source(it.query, segments=segments, by_segment=True, **PAPER, **QUIET)
+    close(scores.by_segment, expected, 1e-8)
+    again = GradientStore.open(tmp_path / "s", study)
+    np.testing.assert_array_equal(
+        again.source(it.query, segments=segments, **PAPER, **QUIET).values, scores.values
+    )
+    with pytest.raises(ValueError, match="built for source, not for tracin"):
+        store.tracin(it.query, **QUIET)
+    with pytest.raises(ValueError, match="preconditioned=True, not False"):
+        GradientStore.build(study, tmp_path / "s", 40, projection, **BUILD)
+
+
+def roots(flat: Flat, moments: Any) -> Tensor:
+    """1/(√v + ε) of every number, with Source's floor, in the order of `Flat`."""
+    inverses = {}
+    for name, v in moments.items():
+        least = 0.1 * float(v.mean().sqrt())
+        inverses[name] = 1 / (v.sqrt().clamp_min(least) + 1e-8)
+    parts = []
+    for layer in flat.sites:
+        weight, bias = (inverses[f"{layer.name}.{key}"] for key in ("weight", "bias"))
+        parts.append(torch.cat([weight, bias[:, None]], 1).flatten())
+    return torch.cat(parts)
+
+
 def test_adam(it: Case, tmp_path: Path) -> None:
     run = whence.Run.from_checkpoints(it.history.checkpoints, STEPS, 1e-3, optimizer="adam")
     store = GradientStore.build(changed(it, runs=run), tmp_path / "s", 12, **BUILD)
-    with pytest.raises(ValueError, match="the store answers for SGD: the preconditioner"):
+    with pytest.raises(ValueError, match=r"the store has plain gradients.*methods=\['source'\]"):
         store.source(QUERY, **QUIET)
-    with pytest.raises(ValueError, match="the store answers for SGD"):
+    with pytest.raises(ValueError, match="the store has plain gradients"):
         store.influence(QUERY, **QUIET)
     assert np.isfinite(store.influence(QUERY, 1e-2, **QUIET).values).all()
+    with pytest.raises(ValueError, match=r"no second moments"):
+        GradientStore.build(
+            changed(it, runs=run), tmp_path / "none", 12, **BUILD, methods=["source"]
+        )
+    with pytest.raises(ValueError, match="'eigenbasis' is of plain gradients"):
+        GradientStore.build(
+            changed(it, runs=run), tmp_path / "e", 12, "eigenbasis", **BUILD, methods=["source"]
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("joint", [True, False])
+def test_two_sided(name: str, joint: bool, tmp_path: Path) -> None:
+    """Every method, against whole matrices of gradients that Kronecker products project."""
+    it = case(name)
+    store = GradientStore.build(it.study, tmp_path / "s", 30, "two-sided", joint=joint, **BUILD)
+    P, found = projection_matrix(store, it.flat), it.study.runs[0].checkpoints
+    rows = [it.flat.gradients(c, "losses", it.train) @ P.T for c in found]
+    q = it.flat.gradients(found[-1], "measurements", it.query) @ P.T
+    columns = it.flat.columns(found[-1], it.train) @ P.T
+    H = columns.T @ columns / len(rows[0]) + 0.1 * torch.eye(store.dimension).double()
+    if not joint:
+        blocks = projection_blocks(store)
+        H = torch.where(blocks[:, None] == blocks[None, :], H, 0.0)
+    expected = -(q @ torch.linalg.solve(H, rows[-1].T)) / len(rows[0])
+    close(store.influence(it.query, 0.1, coupling=False, **QUIET).values, expected, 1e-8)
+
+
+def projection_blocks(store: GradientStore) -> Tensor:
+    """Which part of the projection each coordinate belongs to."""
+    options = ComputeOptions(dtype=torch.float64, progress=False)
+    parts = store.projection(store._workspace(options)).columns
+    return torch.cat([torch.full((c.stop - c.start,), k) for k, c in enumerate(parts)])
 
 
 def test_a_full_disk(it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

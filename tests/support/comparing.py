@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+import whence
+
 
 def close(values: Any, expected: Any, tolerance: float = 1e-6) -> None:
     """Asserts equal shapes, and errors of at most `tolerance` times the largest expected value."""
@@ -13,3 +15,9 @@ def close(values: Any, expected: Any, tolerance: float = 1e-6) -> None:
     assert values.shape == expected.shape
     error, scale = abs(values - expected).max(), abs(expected).max()
     assert error <= tolerance * scale, f"error {error:.2e}, allowed {tolerance * scale:.2e}"
+
+
+def agree(scores: whence.Scores, expected: np.ndarray) -> None:
+    """Asserts that scores and their segments are close to `expected`, (segments, q, n)."""
+    close(scores.by_segment, expected)
+    close(scores.values, expected.sum(0))

@@ -84,7 +84,7 @@ def batch_of(dataset: Any, collate: Callable[..., Any] = default_collate) -> Any
 # --- gradients ---------------------------------------------------------------------------------
 
 
-class _Outputs(nn.Module):
+class Outputs(nn.Module):
     def __init__(self, model: nn.Module, task: Any) -> None:
         super().__init__()
         self.model, self.task = model, task
@@ -97,7 +97,7 @@ def functional(
     model: nn.Module, weights: dict[str, Tensor], task: Any
 ) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor], Any], Tensor]]:
     """Parameters in float64, and the outputs as a function of them and of a batch."""
-    module = _Outputs(copy.deepcopy(model).double().eval(), task)
+    module = Outputs(copy.deepcopy(model).double().eval(), task)
     parameters = {name: weights[name].double() for name, _ in model.named_parameters()}
     buffers = {
         f"model.{name}": weights[name].double() if value.is_floating_point() else weights[name]

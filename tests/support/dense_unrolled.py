@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import default_collate
 
+from support.dense import Outputs
+
 torch.set_num_threads(1)
 
 
@@ -28,18 +30,9 @@ def batch_of(data: Any, indices: Sequence[int]) -> Any:
     return default_collate([data[int(k)] for k in indices])
 
 
-class _Outputs(nn.Module):
-    def __init__(self, model: nn.Module, task: Any) -> None:
-        super().__init__()
-        self.model, self.task = model, task
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.task.outputs(self.model, batch)
-
-
 def outputs(model: nn.Module, task: Any, θ: dict[str, Tensor], batch: Any) -> Tensor:
     renamed = {f"model.{name}": value for name, value in θ.items()}
-    return functional_call(_Outputs(model, task), renamed, (batch,))
+    return functional_call(Outputs(model, task), renamed, (batch,))
 
 
 def slope(

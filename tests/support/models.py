@@ -286,3 +286,16 @@ CASES: dict[str, Any] = {
         documents(3, seed=1),
     ),
 }
+
+
+class OneByOne(Dataset):
+    """Not a TensorDataset: every example is fetched by itself."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]

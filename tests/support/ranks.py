@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import whence
 from support import models
+from support.memory import LiveBytes
 from whence.layers.passes import Passes
 from whence.operators.fit import Fitter
 
@@ -120,10 +122,26 @@ def stored(projection: str, fisher: str) -> Case:
     return case
 
 
+def room_for_all(runs: Path, own: Path) -> Any:
+    """As on a GPU that has room for the factors of all layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whence.engine.workspace.FACTOR_SHARE", {"cpu": 0.5})
+        return scored(whence.Source(segments=2), "gpt", PROMPTS)(runs, own)
+
+
+def room_for_few(runs: Path, own: Path) -> Any:
+    """As on a GPU that has no room for the factors of two layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whence.engine.workspace.FACTOR_SHARE", {"cpu": 1e-8})
+        return scored(whence.Source(segments=2), "gpt", PROMPTS)(runs, own)
+
+
 CASES: dict[str, Case] = {
     "source": scored(whence.Source(segments=2)),
     "source to a folder": scored(whence.Source(segments=2), out=True, by_segment=True),
     "source of a language model": scored(whence.Source(segments=2), "gpt", PROMPTS),
+    "source, room for all factors": room_for_all,
+    "source, room for few factors": room_for_few,
     "source, few queries at a time": scored(whence.Source(segments=3), memory=2**20),
     "source of adam": scored(whence.Source(), "adam"),
     "published source of adam": scored(whence.Source.published(), "adam"),
@@ -343,7 +361,82 @@ def differing(runs: Path, folder: Path, rank: int) -> dict[str, str]:
     return messages
 
 
-FACTS = (shares, failing, full_disk, differing)
+SIDE = 64  # of the layers of `wide`
+
+
+def wide(**changes: Any) -> whence.Study:
+    """A study of twelve layers of one size."""
+    torch.manual_seed(0)
+    model = models.mlp((SIDE,) * 13 + (3,), inplace=False).double()
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(30, SIDE, generator=draw, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(inputs, torch.randint(3, (30,), generator=draw))
+    run = models.train_run(model, TASK, data, [2, 4], 0.1).run
+    return whence.Study(model, TASK, data, run, **changes)
+
+
+def factor_bytes(folder: Path) -> dict[str, float]:
+    """The most that fitting holds at once, and what it leaves: with the cache in memory, with one
+    on disk, and read from it. The sums of scores."""
+    fit, taken = Fitter.fit, {}
+
+    def weighing(self: Any, kind: Any, checkpoints: Any, diagonal: bool) -> Any:
+        self.passes.load(checkpoints[0])
+        with LiveBytes(8 * SIDE**2) as live:
+            factors = fit(self, kind, checkpoints, diagonal)
+        taken[name], taken[f"{name}, left"] = live.peak, live.alive
+        return factors
+
+    for name, cache in {"memory": None, "disk": folder, "read": folder}.items():
+        fresh = wide(**({} if cache is None else {"cache": cache}))
+        query = torch.utils.data.Subset(fresh.data["train"].dataset, [0])
+        try:
+            Fitter.fit = weighing  # type: ignore
+            scores = whence.Influence().attribute(fresh, query, **EXACT)
+        finally:
+            Fitter.fit = fit  # type: ignore
+        taken[f"{name}, scores"] = float(np.abs(scores.values).sum())
+    return taken
+
+
+def resumed(runs: Path, folder: Path, rank: int) -> list[Any]:
+    """Scores; of a call that rank 1 fails in the middle of a pass, and the same call again, the
+    error, the scores, and the examples that it took."""
+    batch, taken, fails = Passes._batch, [0], [False]
+
+    def counting(self: Any, data: Any, indices: Any, *given: Any) -> Any:
+        taken[0] += len(indices)
+        if fails[0] and taken[0] > 30:
+            raise whence.errors.InvalidInput("a bad example")
+        return batch(self, data, indices, *given)
+
+    def scores(name: str) -> Any:
+        taken[0] = 0
+        fresh = study(runs, cache=folder / name)
+        answer = whence.Source(segments=1).attribute(fresh, QUERY, **EXACT)
+        return answer.values.tolist()
+
+    message = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whence.operators.fit.POSITIONS", 1)  # so that a pass has several batches
+        patch.setattr("whence.persist.cache.SNAPSHOT_SECONDS", 0.0)
+        patch.setattr(Passes, "_batch", counting)
+        whole, all_examples = scores("not-failing"), taken[0]
+        fails[0] = rank == 1
+        try:
+            scores("failing-once")
+        except whence.WhenceError as error:
+            message = str(error)
+        fails[0] = False
+        again = scores("failing-once")
+    return [whole, again, message, all_examples, taken[0]]
+
+
+def factors(runs: Path, folder: Path, rank: int) -> dict[str, float]:
+    return factor_bytes(folder / "wide")
+
+
+FACTS = (shares, failing, full_disk, differing, factors, resumed)
 
 
 def everything(runs: Path, folder: Path, rank: int) -> None:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
 from support import models
+from whence.retrain import Training
 
 N, INPUTS, CLASSES = 48, 8, 3
 
@@ -142,3 +144,32 @@ def two_stages(**changes: Any) -> whence.Recipe:
         epochs={"pretrain": 4, "finetune": 3},
         **changes,
     )
+
+
+def plainly_trained(recipe: whence.Recipe, training: Training) -> nn.Module:
+    """The training as an ordinary loop, written out once more: orders come from the recipe."""
+    cpu = torch.device("cpu")
+    with torch.random.fork_rng():
+        torch.manual_seed(training.seed)
+        model = recipe.model().train()
+    for stage in recipe.stages:
+        own = training.subset if stage.name == recipe.stage(training.stage).name else None
+        examples = np.arange(len(stage.data)) if own is None else np.asarray(own)
+        optimizer, step = stage.optimizer(model.parameters()), 0
+        total = stage.epochs * -(-len(examples) // stage.batch_size)
+        scheduler = stage.scheduler(optimizer, total) if stage.scheduler else None
+        for epoch in range(stage.epochs):
+            order = stage.order(training.seed, epoch, torch.from_numpy(examples))
+            for rows in order.split(stage.batch_size):
+                batch: Any = tuple(t[rows] for t in stage.data.dataset.tensors)
+                if stage.transform:
+                    batch = stage.transform(batch, stage.draws(training.seed, step, rows, cpu))
+                optimizer.zero_grad()
+                stage.task.losses(stage.task.outputs(model, batch), batch).mean().backward()
+                if stage.clip_norm:
+                    nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
+                optimizer.step()
+                step += 1
+                if scheduler:
+                    scheduler.step()
+    return model

@@ -1,5 +1,4 @@
-"""Draw the report's screenshot and card, and write the live report of the front page, from the
-demo's pictures: python -m tools.figures.report
+"""Draw the report's screenshot and card, from the demo's pictures: python -m tools.figures.report
 
 Needs Playwright and Chromium (`/usr/bin/chromium`, or set CHROMIUM).
 """
@@ -10,34 +9,21 @@ import os
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from playwright.sync_api import sync_playwright
 
-import whence
-from whence.demo import CLASSES, network, pictures, recipe_for
+from tools.live_report import WORST, demo_scores
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-LIVE = Path(__file__).parents[2] / "docs/live/report.html"
-SHOWN = 60  # queries of the live report
-WORST = 222  # a shirt that is read as a bag
 
 
 def report(folder: Path) -> Path:
-    """The demo's training and SOURCE, by segment; the picture is of the worst query."""
-    data = pictures(0)
-    recipe = recipe_for(data.train)
-    study = whence.Study(network(), recipe.task, data.train, recipe.run(0, folder / "run"))
-    method = whence.Source(segments=3)
-    scores = method.attribute(study, data.query, by_segment=True, progress=False)
-    scores.card(WORST, study=study, data=data.query, classes=CLASSES).save(FIGURES / "card.svg")
-    options = {"query": data.query, "study": study, "classes": CLASSES}
-    options["title"] = "Clothes, a fifth mislabelled"
-    hardest = np.argsort([min(scores.values[row].min(), 0.0) for row in range(len(data.query))])
-    LIVE.parent.mkdir(exist_ok=True)
-    scores.report(LIVE, queries=[WORST, *hardest[: SHOWN - 1].tolist()], k=6, **options)
-    return scores.report(folder / "report.html", **options)
+    """The report; the card is of the worst query."""
+    scores, shown = demo_scores(folder)
+    study, data, classes = (shown[name] for name in ("study", "query", "classes"))
+    scores.card(WORST, study=study, data=data, classes=classes).save(FIGURES / "card.svg")
+    return scores.report(folder / "report.html", **shown)
 
 
 def main() -> None:

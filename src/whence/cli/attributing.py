@@ -299,6 +299,12 @@ def attribute(
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Also keep the contribution of each layer.")
     ] = False,
+    by_head: Annotated[
+        bool,
+        typer.Option(
+            "--by-head", help="Also keep the contribution of each layer and attention head."
+        ),
+    ] = False,
     query_rank: Annotated[
         str | None,
         typer.Option(
@@ -335,7 +341,7 @@ def attribute(
     requested = {
         "top": top,
         "by_segment": by_segment,
-        "by_layer": by_layer,
+        "by_layer": "heads" if by_head else by_layer,
         "query_rank": int(query_rank) if query_rank and query_rank.isdecimal() else query_rank,
         **compute_options(device, dtype, batch_size, memory, workers),
         "executor": executor,

@@ -13,14 +13,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
 
+from whence.data import SCORES, expect
 from whence.layers.tracked import Tracked
 from whence.operators import cost
-from whence.operators.fit import accumulator, grouped
+from whence.operators.fit import accumulator, factor_bytes, grouped
 from whence.table import byte_size, duration
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device, dtype: torch.dtype) -> Machine:
-        """This one, measured."""
+        """This machine, whose speed is measured."""
         rate, bandwidth = cost.rate(device, dtype), cost.bandwidth(device)
         if device.type == "cpu":  # float64 at half the rate
             return cls(rate, bandwidth, eigen_rate=rate / 2, touched=TOUCHED["cpu"])
@@ -66,7 +67,7 @@ class Machine:
         return cls(rate, bandwidth, eigen_rate=EIGEN_SHARE * single, side_seconds=SIDE_SECONDS)
 
     def seconds(self, counts: Cost) -> dict[str, float]:
-        """By kind of work."""
+        """Seconds for each kind of work."""
         seconds = {
             kind: operations / (ATTAINED * self.rate)
             + self.touched * counts.touched.get(kind, 0.0) / self.bandwidth
@@ -86,11 +87,12 @@ class Workload:
     Attributes:
         examples: that are scored.
         trained: that curvature is fitted on.
-        queries: None where every example is its own.
+        queries: None for self-influence, where every example is its own query.
         terms: sets of query vectors, such as segments.
         scored, fitted: checkpoints at which examples are scored, and curvature is fitted.
         memory: bytes that a process may use.
         room: of these, for factors; None for as many as they need.
+        ranks: processes that share the work.
     """
 
     tracked: Tracked
@@ -105,6 +107,7 @@ class Workload:
     room: int | None
     dtype: torch.dtype
     query_rank: int | str | None = None
+    ranks: int = 1
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -112,13 +115,21 @@ class Workload:
 
     @property
     def asked(self) -> int:
-        """Queries that share a pass of products: one where every example is its own."""
+        """Queries that share a pass of products; 1 for self-influence."""
         return self.queries or 1
 
     @property
     def factor_groups(self) -> int:
-        """How many groups of layers EK-FAC's factors are fitted in."""
-        return len(grouped(self.tracked.blocks, True, self.accumulator, self.room))
+        """The number of groups of layers in which EK-FAC's factors are fitted."""
+        room = None if self.room is None else self.room * self.ranks
+        return len(grouped(self.tracked.blocks, True, self.accumulator, room))
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks exchange what each batch adds to the factors, because no rank has room for
+        those of all layers."""
+        needed = sum(factor_bytes(b, True, self.accumulator) for b in self.tracked.blocks)
+        return self.ranks > 1 and self.room is not None and needed > self.room
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,7 @@ class Cost:
     Attributes:
         passes: over the data, of each kind.
         operations: of all examples, by kind.
-        touched: numbers that are handled, likewise.
+        touched: numbers that the passes handle, by kind.
         fitted_numbers, vector_numbers: in memory at once besides the model and a batch: of what is
             fitted, and of query vectors.
         sides: of all matrices that are decomposed.
@@ -142,48 +153,39 @@ class Cost:
     sides: Sequence[int] = ()
 
 
-def batch_size_for(tracked: Tracked, dtype: torch.dtype, device: str, memory: int) -> int:
-    """Examples per pass that fit, a power of two."""
-    bytes_each = cost.per_example_numbers(tracked) * dtype.itemsize
-    most, share = (512, 2**28) if device == "cpu" else (4096, memory // 2)
-    size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
-    return 1 << (size.bit_length() - 1)
-
-
-def queries_at_once(numbers: int, size: int, memory: int, sets: int) -> int:
-    """Queries whose vectors fit into half the memory: those of `sets` terms, and two sets on the
-    way to the next. 0 if not even one's do.
-
-    Args:
-        numbers: in a vector.
-        size: bytes of each.
-    """
-    return int(memory // 2 // ((sets + 2) * numbers * size))
-
-
-def announce(what: object, workspace: Workspace, counts: Cost) -> None:
-    """Note an estimate with the diagnostics, and show it if the work is long."""
+def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:
+    """What these counts take here: seconds, bytes, operations, and passes over the data."""
     seconds = Machine.here(workspace.device, workspace.dtype).seconds(counts)
-    examples, total = workspace.examples, sum(seconds.values())
-    batch = min(workspace.batch_size, examples)
+    batch = min(workspace.batch_size, workspace.examples)
     numbers = counts.fitted_numbers + counts.vector_numbers
     size = workspace.accumulator.itemsize * numbers + workspace.dtype.itemsize * (
         workspace.tracked.parameters + batch * cost.per_example_numbers(workspace.tracked)
     )
-    workspace.ledger.diagnostics["estimate"] = {
-        "seconds": total,
+    return {
+        "seconds": sum(seconds.values()),
         "bytes": size,
         "operations": sum(counts.operations.values()),
         "passes": dict(counts.passes),
     }
-    if workspace.progress and total > WORTH_TELLING:
-        kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.passes.items())
+
+
+def announce(what: object, workspace: Workspace, counts: Cost) -> None:
+    """Note an estimate with the diagnostics, and show it if the work is long."""
+    about = workspace.ledger.diagnostics["estimate"] = estimated(workspace, counts)
+    if about["seconds"] > WORTH_TELLING:
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in about["passes"].items())
         queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
         tqdm.write(
-            f"{what!r}: {examples:,} examples{queries}; passes: {kinds}; "
-            f"about {duration(total)} and {byte_size(size)}",
+            f"{what!r}: {workspace.examples:,} examples{queries}; passes: {kinds}; "
+            f"about {duration(about['seconds'])} and {byte_size(about['bytes'])}",
             file=sys.stderr,
         )
+
+
+def show_progress(workspace: Workspace, counts: Cost) -> None:
+    """Tell the bar of the call what these counts take here."""
+    seconds = Machine.here(workspace.device, workspace.dtype).seconds(counts)
+    expect(seconds, {k: 1 if k == SCORES else n for k, n in counts.passes.items()})
 
 
 def passes_cost(

@@ -18,6 +18,7 @@ from whence.layers.passes import Weights
 from whence.operators import BlockDiagonal
 from whence.run import Segment
 
+FLOOR = 0.1  # of roots of second moments: see `preconditioner`
 PRECONDITIONED = ("adam", "adamw", "rmsprop")
 
 
@@ -52,7 +53,7 @@ class Rates:
         optimizer = known_optimizer(workspace, segment)
         durations = {k: x for k, x in block_durations(workspace, segment).items() if x}
         applied = BlockDiagonal(durations)
-        if optimizer in PRECONDITIONED:
+        if optimizer in PRECONDITIONED and not workspace.preconditioned:
             P = preconditioner(workspace, segment, floor=floor)
             applied = BlockDiagonal({k: P[k] * x for k, x in durations.items()})
         decays = block_decays(workspace, segment) if weight_decay == "curvature" else {}
@@ -101,7 +102,7 @@ def known_optimizer(workspace: Workspace, segment: Segment) -> str:
 
 
 def block_durations(workspace: Workspace, segment: Segment) -> dict[str, float]:
-    """η̄K of every block in a segment, from the parameter group its weight and bias are in."""
+    """η̄K of every block in a segment, from the parameter group of its weight and bias."""
     rates = workspace.rates(segment.rate)
     if not any(rates.values()):
         warn(
@@ -129,9 +130,9 @@ def block_decays(workspace: Workspace, segment: Segment) -> dict[str, float]:
 def preconditioner(workspace: Workspace, *segments: Segment, floor: float) -> dict[str, Tensor]:
     """P̄: the mean over the segments' checkpoints of 1/(√v̂ + ε), per block (o, width).
 
-    A parameter whose gradients are rare has hardly any v̂ between them, and 1/√v̂ is what none of its
-    updates saw: v̂ rises with the gradient itself. `floor` is the smallest share of the parameter's
-    root mean v̂ that a root counts as.
+    Between rare gradients a parameter's v̂ decays to almost zero. 1/√v̂ is then a step size that none
+    of its updates had, because v̂ rises with the gradient itself. `floor` is the smallest value that
+    a root √v̂ counts as, as a share of the parameter's root mean v̂.
     """
     checkpoints = [(segment, c) for segment in segments for c in segment.checkpoints]
     mean: dict[str, Tensor] = {}
@@ -155,6 +156,12 @@ def preconditioner(workspace: Workspace, *segments: Segment, floor: float) -> di
             mean[name] = mean[name] + share if name in mean else share
     # a layer that was not trained has no moments; its rate is 0, and its P must only be finite
     return {name: torch.where(value > 0, value, 1.0) for name, value in mean.items()}
+
+
+def run_preconditioner(workspace: Workspace) -> dict[str, Tensor]:
+    """P̄^½ over all checkpoints of the run, with the floor of `Source`."""
+    P = preconditioner(workspace, *workspace.run.segments("stages"), floor=FLOOR)
+    return {name: value.sqrt() for name, value in P.items()}
 
 
 def preconditioner_at(workspace: Workspace, checkpoint: Weights) -> dict[str, Tensor] | None:

@@ -27,7 +27,6 @@ from whence.engine.costs import (
     Cost,
     Machine,
     Workload,
-    batch_size_for,
 )
 from whence.engine.options import FACTOR_SHARE, SHARE, check_count
 from whence.engine.workspace import Outline, Term
@@ -36,6 +35,7 @@ from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser
 from whence.layers.tracked import Tracked, find
 from whence.operators import cost
+from whence.operators.fit import exchanged_batch
 from whence.run import Run
 from whence.table import Table, byte_size, duration
 from whence.task import Task
@@ -203,7 +203,9 @@ class _Plan:
     def workload(self) -> Workload:
         terms = self.method.terms(self)
         checkpoints = sum(len(term.checkpoints) for term in terms)
-        batch = self.batch_size or batch_size_for(self.tracked, self.dtype, "cuda", self.memory)
+        batch = self.batch_size or cost.batch_size_for(
+            self.tracked, self.dtype, "cuda", self.memory
+        )
         return Workload(
             self.tracked,
             self.examples,
@@ -217,6 +219,7 @@ class _Plan:
             int(FACTOR_SHARE["cuda"] * self.memory),
             self.dtype,
             self.query_rank,
+            self.gpus,
         )
 
     def estimate(self) -> Estimate:
@@ -267,7 +270,12 @@ class _Plan:
         if counts.sides:  # sums to owners, bases to all, factors to where queries are
             share = 1 / self.gpus
             fitted = counts.passes["covariances"] + counts.passes.get("eigenvalues", 0)
-            received += size * (share * bases * fitted / 2 + bases * fitted / 2)
+            exchanges = 1.0
+            if work.divided:  # with every batch
+                batch = exchanged_batch(work.batch_size, tracked)
+                exchanges = max(1.0, work.trained / self.gpus / batch)
+                share = 1.0
+            received += size * exchanges * (share * bases * fitted / 2 + bases * fitted / 2)
             received += size * cost.factor_numbers(tracked) * work.terms
         received += size * work.terms * work.asked * cost.vector_numbers(tracked)
         if self.sharded:  # weights come forward and backward with every batch

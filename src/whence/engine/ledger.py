@@ -1,4 +1,4 @@
-"""What is noted about a calculation on the way, and stored with its scores."""
+"""Diagnostics that a calculation collects, and that are stored with its scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ledger:
     tallies: dict[str, Any] = field(default_factory=dict)
 
     def note_survival(self, segment: int, share: Tensor) -> None:
-        """How much of ‖v‖² outlives a segment, by query; noted once."""
+        """Note how much of ‖v‖² survives a segment, the median over queries; once per segment."""
         noted = self.tallies.setdefault("survival", {})
         if str(segment) in noted:
             return
@@ -55,7 +55,7 @@ class Ledger:
     def note_solve(
         self, queries: str, statistics: dict[str, Any], most: float | None = None
     ) -> None:
-        """How the queries from here on were solved; warns where it first did not converge.
+        """Note how these queries were solved; warn the first time that one did not converge.
 
         Args:
             most: the residual up to which a solve that stopped early needs no warning.
@@ -76,7 +76,7 @@ class Ledger:
     def note_lost_energy(
         self, queries: str, rank: int, lost: NDArray[np.float64], layers: dict[str, float]
     ) -> None:
-        """What the factors of these queries' vectors lose of ‖w‖², (q,), and in each layer."""
+        """Note the share of ‖w‖² that the factors of these queries lose, (q,), and by layer."""
         noted = self.tallies.setdefault("query_factors", {})
         if lost.max() > LOSES and not any(s["above"] for s in noted.values()):
             warn(
@@ -94,7 +94,7 @@ class Ledger:
         }
 
     def note_sensitivity(self, name: str, share: float) -> None:
-        """How far a layer's score vector moves when the damping is ten times larger."""
+        """Note how far a layer's score vector moves when the damping is ten times larger."""
         self.tallies.setdefault("damping_sensitivity", {}).setdefault(name, share)
 
     def merge(self, world: World) -> None:
@@ -110,7 +110,7 @@ class Ledger:
         self.tallies.update(together | {"warnings": messages})
 
     def summary(self) -> dict[str, Any]:
-        """All diagnostics, those that were added up included."""
+        """All diagnostics, including the tallies."""
         sizes = self.tallies.get("magnitudes", [])  # Σ |contribution| of each term
         for k, segment in enumerate(self.diagnostics.get("segments", [])):
             segment["share_of_score"] = sizes[k] / (sum(sizes) or 1.0)
@@ -163,7 +163,7 @@ def segment_summary(
     exponents: Mapping[str, Tensor] | None = None,
     coupling: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A segment for people to read.
+    """A readable summary of a segment.
 
     Args:
         durations: η̄K of its layers.

@@ -17,7 +17,7 @@ QUERY_AT = ("run", "final")  # where query gradients are taken: `Run.query_point
 
 
 class Options(TypedDict, total=False):
-    """The same as keyword arguments."""
+    """`ComputeOptions` as keyword arguments."""
 
     device: torch.device | str | None
     dtype: torch.dtype
@@ -116,8 +116,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_damping(damping: Any, otherwise: str = "") -> None:
-    """Refuse a damping that is not zero or a positive number; `otherwise` says what else it may
-    be."""
+    """Refuse a damping that is negative or not a number; `otherwise` names other choices."""
     if isinstance(damping, bool) or not (isinstance(damping, Real) and float(damping) >= 0):
         raise InvalidInput(f"damping={damping!r} must be zero or positive{otherwise}")
 

@@ -20,9 +20,10 @@ from whence.layers.tracked import Tracked
 from whence.operators import BlockVectors, FitData, cost
 from whence.operators.projected import ProjectedVectors
 from whence.persist.identity import key_of
-from whence.projections import Projection, Random, Scaled, check, gather, moments, projected
+from whence.projections import Projection, Random, TwoSided, check, gather, moments, projected
 from whence.projections.projection import PROBED
 from whence.projections.random import shares
+from whence.projections.two_sided import square_ranks
 from whence.study import task_identity
 
 
@@ -69,7 +70,7 @@ class ProjectedSpace:
         passes = self.workspace.passes[examples.stage]
         passes.load(checkpoint)
         batches, room = examples.batches(self.workspace.batch_size), self.workspace.memory // 4
-        how = self.projection if diagonal is None else Scaled(self.projection, diagonal)
+        how = self.projection if diagonal is None else self.projection.scaled(diagonal)
         for piece in projected(passes, examples.data, batches, signal, how, room):
             yield piece.rows
 
@@ -122,9 +123,25 @@ def random_projection(workspace: Workspace, dimension: int, joint: bool, seed: i
     parts = [(blocks, dimension)]
     if not joint:
         parts = [([b], d) for b, d in zip(blocks, shares(blocks, dimension), strict=True)]
-    key = int(key_of({"seed": seed, "weights": workspace.run.final.sha256}), 16)
-    device, dtype = workspace.device, workspace.dtype
-    return Projection([Random(some, d, key, device, dtype) for some, d in parts])
+    key, where = _key(workspace, seed), (workspace.device, workspace.dtype)
+    return Projection([Random(some, d, key, *where) for some, d in parts])
+
+
+def two_sided_projection(
+    workspace: Workspace, dimension: int, joint: bool, seed: int
+) -> Projection:
+    """Random projections of each layer's inputs and outputs, keyed alike. Its dimension is at most
+    the given one."""
+    blocks, like = workspace.trained_blocks(), workspace.zero.to(workspace.dtype)
+    ranks, key = square_ranks(blocks, dimension), _key(workspace, seed)
+    parts = [(blocks, ranks)]
+    if not joint:
+        parts = [([b], [rank]) for b, rank in zip(blocks, ranks, strict=True)]
+    return Projection([TwoSided.random(some, its_ranks, key, like) for some, its_ranks in parts])
+
+
+def _key(workspace: Workspace, seed: int) -> int:
+    return int(key_of({"seed": seed, "weights": workspace.run.final.sha256}), 16)
 
 
 def try_out(workspace: Workspace, projection: Projection) -> None:

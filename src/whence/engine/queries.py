@@ -90,14 +90,14 @@ class QuerySet:
         return len(self.data if self.weights is None else self.weights)
 
     def fingerprint(self) -> str:
-        """Of the examples, and of their weights where they have some."""
+        """A digest of the examples, and of their weights if there are any."""
         data = self.data.fingerprint()
         if self.weights is None:
             return data
         return sha256_of(data, str(self.weights.shape), self.weights)
 
     def identity(self) -> str:
-        """Of everything that the scores depend on."""
+        """A digest of everything in the queries that scores depend on."""
         examples = self.fingerprint()
         if self.rank is None:
             return examples
@@ -154,7 +154,7 @@ class Queries:
         return f"{self.stage} {self.indices[0] if self.first is None else self.first}"
 
     def share(self, rows: NDArray[np.int64]) -> Queries:
-        """Some of them, by their numbers here."""
+        """Some of these queries, by their positions."""
         if self.weights is None:
             return replace(self, indices=self.indices[rows])
         weights = self.weights[torch.from_numpy(rows)]

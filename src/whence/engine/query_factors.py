@@ -180,7 +180,7 @@ def _joined(parts: list[Any]) -> Readout | FactoredReadout:
 
 
 def operations(work: Workload, plan: Plan) -> float:
-    """Of a term's factors and inner products, per example that is scored."""
+    """Operations of a term's factors and inner products, per scored example."""
     n, q, r, queries = work.batch_size, plan.rows, plan.rank, work.asked
     cut, inner = 0.0, work.tracked.operations * -(-queries // q)
     for b in work.tracked.blocks:

@@ -4,12 +4,12 @@ values[q, m] = Σ_terms Σ_{c in term} ⟨w_{term,q}, ∇L(m, θ_c)⟩
 
 (or the gradient of another signal, times a weight of each example, where a method says so.)
 
-Queries are taken in batches that fit into memory; for each such batch, examples go by in chunks. A
-chunk is written when all its checkpoints are added up, so what is written is final.
+Queries are processed in batches that fit into memory, and for each batch the examples in chunks. A
+chunk is written after all its checkpoints were added up, so written scores are final.
 
-A pass over the examples costs more than the vectors of a few queries, so as many queries as fit
-share one. If the vectors of all terms fit, they are kept while the examples go by. If not, only one
-term's are, and they are computed again for each chunk, which is then larger
+A pass over the examples costs more than the vectors of a few queries, so as many queries as fit in
+memory share a pass. If the vectors of all terms fit, they stay in memory while the examples go by.
+If not, only one term's vectors do, and they are computed again for each chunk, which is then larger
 (EXAMPLES_PER_QUERY).
 """
 
@@ -25,8 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.data import Batches, cut
-from whence.engine.costs import queries_at_once
+from whence.data import Batches, cut, progress_bar
 from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, Columns, Term, Workspace
@@ -38,7 +37,6 @@ from whence.operators.operator import rotate
 from whence.operators.products import Readout
 from whence.scores import ScoreWriter
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
-from whence.table import progress_bar
 
 CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
@@ -87,7 +85,7 @@ class Parts:
 
 @dataclass
 class Scoring:
-    """One run's scores on their way into a writer."""
+    """Computes one run's scores, and passes them to a writer."""
 
     workspace: Workspace
     terms: list[Term]
@@ -108,8 +106,7 @@ class Scoring:
             desc="scores",
             unit="score",
             unit_scale=True,
-            disable=not workspace.progress,
-            leave=False,
+            shown=workspace.progress,
         )
         with bar:
             for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
@@ -144,9 +141,7 @@ class Scoring:
             rounds = [(c, c in world.mine(part)) for part in todo.values() for c in part]
         else:  # a round is of one stage, whose layers all ranks then ask for
             rounds = [one for part in todo.values() for one in world.rounds(part)]
-        for chunk, mine in progress_bar(
-            rounds, desc="self-influence", disable=not workspace.progress, leave=False
-        ):
+        for chunk, mine in progress_bar(rounds, desc="self-influence", shown=workspace.progress):
             some = Queries(workspace.scored_data(chunk.stage), chunk.stage, chunk.indices)
             ready = self._ready(some, len(chunk.indices), dealt=False)
             if mine:
@@ -340,7 +335,7 @@ class Scoring:
 
     def _fitting(self, sets: int) -> int:
         size = self.workspace.accumulator.itemsize
-        return queries_at_once(self._vector(), size, self.workspace.memory, sets)
+        return cost.queries_at_once(self._vector(), size, self.workspace.memory, sets)
 
     def _vector(self) -> int:
         """Numbers in a query's vector."""

@@ -1,4 +1,4 @@
-"""The ways to (H + λ)⁻¹ that influence functions can take: what each needs, and its settings."""
+"""Solvers of influence functions: ways to compute (H + λ)⁻¹, with their settings and costs."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ SOLVERS = {
 
 
 def check_settings(solver: str, given: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Refuse settings that the solver does not have, or that cannot be meant.
+    """Refuse settings that the solver does not have, and values that make no sense.
 
     Args:
         given: those that differ from its defaults.

@@ -1,7 +1,7 @@
 """Model and task, tried on every example: one forward pass at a checkpoint.
 
 Factors, scores and stored gradients are reused only where the losses of all examples are what they
-were. A forward pass is cheap compared with what it protects.
+were. A forward pass is cheap compared with a wrong result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Trials:
     _reserved: dict[tuple[str, str], tuple[Batches, Version]] = field(default_factory=dict)
 
     def __call__(self, stage: str, data: Batches, checkpoint: Weights, what: str) -> Tried:
-        """What a stage's model and task make of the data at these weights."""
+        """The values that a stage's model and task compute for the data at these weights."""
         passes = self.passes[stage]
         place = stage, data.fingerprint(), checkpoint.sha256, what
         if place not in self._values:

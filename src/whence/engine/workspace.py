@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.costs import batch_size_for
 from whence.engine.ledger import Ledger
 from whence.engine.options import FACTOR_SHARE, ComputeOptions, allowance
 from whence.engine.queries import Queries, QuerySet
@@ -33,6 +32,7 @@ from whence.operators import (
     GaussNewton,
     Operator,
     accumulator,
+    cost,
 )
 from whence.persist.cache import Tried
 from whence.persist.identity import sha256_of
@@ -56,11 +56,11 @@ class Term:
 
     stage: str
     checkpoints: Sequence[Weights]
-    segment: Segment | None = None  # of which they are
+    segment: Segment | None = None  # that they belong to
 
 
 class Outline(Protocol):
-    """Of a workspace, what decides its terms."""
+    """The part of a workspace that decides a method's terms."""
 
     @property
     def run(self) -> Run: ...
@@ -116,6 +116,11 @@ class Workspace:
 
     reads_training_data: ClassVar[bool] = True
 
+    @property
+    def preconditioned(self) -> bool:
+        """Whether gradients are multiplied by P̄^½ already."""
+        return False
+
     @classmethod
     def lay_out(
         cls,
@@ -136,7 +141,7 @@ class Workspace:
             stage: whose examples are scored (None: all stages').
             shared: whether only layers that a query can see are tracked in earlier stages.
             frozen: whether layers that training did not move are tracked too.
-            quiet: do not warn of layers that are left out.
+            quiet: do not warn about excluded layers.
         """
         stages, world = scored_stages(study, stage), World.current()
         device = study.device if options.device is None else torch.device(options.device)
@@ -155,7 +160,7 @@ class Workspace:
         memory, batch_size = _memory(world, options.memory, device), options.batch_size
         if batch_size is None:
             tracked = passes[study.stages[-1]].tracked
-            batch_size = batch_size_for(tracked, options.dtype, device.type, memory)
+            batch_size = cost.batch_size_for(tracked, options.dtype, device.type, memory)
         if world.size > 1:  # a batch for everyone
             most = max(len(data) for data in study.data.values())
             batch_size = max(1, min(batch_size, -(-most // world.size)))
@@ -179,10 +184,10 @@ class Workspace:
         return workspace
 
     def for_query(self, query: QuerySet, stages: list[str]) -> Self:
-        """The same for other queries, with a new ledger."""
+        """This workspace for other queries, with a new ledger."""
         return replace(self, query=query, stages=stages, ledger=Ledger())
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------------------
 
     @property
     def final_passes(self) -> Passes:
@@ -203,7 +208,7 @@ class Workspace:
 
     @property
     def accumulator(self) -> torch.dtype:
-        """What vectors and sums are kept in."""
+        """The dtype of vectors and sums."""
         return accumulator(self.dtype)
 
     @property
@@ -216,7 +221,7 @@ class Workspace:
 
     @property
     def zero(self) -> Tensor:
-        """A number where vectors live, and as precise as they are."""
+        """A zero with the device and dtype of vectors."""
         return torch.zeros((), device=self.device, dtype=self.accumulator)
 
     @property
@@ -307,7 +312,7 @@ class Workspace:
         self.world.agree(about)
 
     def identity(self) -> dict[str, Any]:
-        """What, besides the method, scores depend on."""
+        """What scores depend on, other than the method."""
         study = self.study
         return {
             "run": self.run.fingerprint,
@@ -319,7 +324,7 @@ class Workspace:
         }
 
     def _scored_identity(self) -> dict[str, Any]:
-        """Of what is scored, if that is not all of the training data."""
+        """The identity of the scored examples, if they are not all of the training data."""
         candidates, chosen = self.study.candidates, self.chosen or {}
         return {
             **({"candidates": self.data_fingerprints()} if candidates else {}),
@@ -327,7 +332,7 @@ class Workspace:
         }
 
     def provenance(self) -> dict[str, Any]:
-        """Where scores come from, as it is stored with them."""
+        """The origin of scores, which is stored with them."""
         return {
             "run": self.run.fingerprint,
             "recipe": self.run.origin.get("recipe"),
@@ -343,7 +348,7 @@ class Workspace:
         }
 
     def data_fingerprints(self) -> dict[str, str]:
-        """Of the data whose examples are scored, by stage."""
+        """Fingerprints of the data whose examples are scored, by stage."""
         return {stage: self.scored_data(stage).fingerprint() for stage in self.stages}
 
     def settings(self) -> dict[str, Any]:
@@ -351,8 +356,8 @@ class Workspace:
         return {} if self.query is None else self.query.settings()
 
     def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
-        """What scores of the same identity must agree in: losses at these stages and weights, and
-        measurements of what is explained at the end. Or outputs, of both."""
+        """The values in which scores of the same identity must agree: losses at these stages and
+        weights, and final measurements of the queries; or the outputs of both."""
         trials = [self.trials(s, self.study.data[s], c, what) for s, c in places]
         trials += [
             self.trials(s, data, self.run.final, what) for s, data in self.study.candidates.items()
@@ -375,10 +380,10 @@ class Workspace:
     # -- curvature -------------------------------------------------------------------------------
 
     def fit_data(self, stages: Sequence[str], observed: bool = False) -> list[FitData]:
-        """The data of these stages that the run trained on, and what it goes through.
+        """The data of these stages that the run trained on, with model, task and layers.
 
         Args:
-            observed: whether it goes through backward passes, which show its losses.
+            observed: whether backward passes follow, which show its losses.
         """
         return [
             FitData(
@@ -423,7 +428,7 @@ class Workspace:
         Args:
             kind: one of `KINDS`, or "gauss-newton".
             blocks: which blocks it is over.
-            resident: how many of its like are needed at the same time.
+            resident: how many such operators are needed at the same time.
         """
         if kind == GAUSS_NEWTON:
             queries = 1 if self.query is None else len(self.query)
@@ -460,10 +465,10 @@ class Workspace:
         return BlockDiagonal(values)
 
     def check_preconditioner(self, optimizer: str) -> None:
-        """Refuse an optimizer whose preconditioner the space has no counterpart for."""
+        """Refuse an optimizer whose preconditioner this space cannot represent."""
 
     def projected_space(self, dimension: int, joint: bool, seed: int) -> Space:
-        """Gradients in this many dimensions."""
+        """A space of gradients projected to this many dimensions."""
         from whence.engine.projected_space import ProjectedSpace
 
         return ProjectedSpace.random(self, dimension, joint, seed)
@@ -497,11 +502,11 @@ class Workspace:
         return queries.gradients(self.passes[queries.stage], checkpoints, bases, self.batch_size)
 
     def plain_gradients(self, queries: Queries, checkpoint: Weights) -> Any:
-        """∇f(q, θ_c) as it is, factored where an example is one position."""
+        """∇f(q, θ_c), untransformed; factored where an example is one position."""
         return queries.plain_gradients(self.passes[queries.stage], checkpoint, self.batch_size)
 
     def scoring(self, *arguments: Any) -> Scoring:
-        """What computes the inner products with training gradients."""
+        """Computes the inner products with training gradients."""
         from whence.engine.scoring import Scoring
 
         return Scoring(self, *arguments)
@@ -531,7 +536,7 @@ def scored_stages(study: Study, stage: str | None) -> list[str]:
 def chosen_examples(
     study: Study, stages: Sequence[str], given: Any
 ) -> dict[str, NDArray[np.int64]]:
-    """The examples that are asked for, by stage; checked."""
+    """The requested examples, by stage, checked."""
     if not isinstance(given, Mapping):
         if len(stages) > 1:
             raise InvalidInput(

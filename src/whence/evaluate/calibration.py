@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
 from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
-from whence.evaluate.lds import check_bootstrap, described, reliability, resamples, split
+from whence.evaluate.lds import check_bootstrap, described, left_out, reliability, resamples, split
 from whence.evaluate.plots import StrPath, plot_calibration
 from whence.table import Table, Tabled, estimate
 
@@ -93,10 +93,8 @@ class Calibration(Tabled):
             ("R²", f"{self.r2:.3f} as predicted, {self.r2_line:.3f} along the line{most}"),
             ("measured", f"{self.measurement}, in {self.unit or 'its own unit'}"),
             ("truth", f"{described(self)}, {len(self.real)} queries"),
+            *left_out(self),
         ]
-        if self.diverged:
-            lost = f" and with them {self.lost} subsets" if self.lost else ""
-            facts.append(("left out", f"{self.diverged} diverged trainings{lost}"))
         return Table(None, facts, title=f"Calibration of {self.method}{runs}")
 
 

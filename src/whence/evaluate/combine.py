@@ -125,30 +125,13 @@ def combine(
     squares[squares == 0] = 1.0
     x /= squares[:, None, None]
     ridge, weights, held_out = _cross_validated(x, measured)
-    count = len(inputs)
-    shapes = [*np.eye(count), np.ones(count) / count, weights]
-    predictions = [*x, x.mean(0), held_out]
-    per_query, resampled = correlations(
-        measured, np.stack(predictions), bootstrap, np.random.default_rng(seed)
-    )
-    defined = ~np.isnan(per_query[0])
-    candidates = [
-        Candidate(name, shape, predicted, value, recentred(around, value))
-        for name, shape, predicted, value, around in zip(
-            [*inputs, EQUAL, RIDGE],
-            shapes,
-            predictions,
-            per_query[:, defined].mean(1).tolist(),
-            resampled,
-            strict=True,
-        )
-    ]
+    candidates = _candidates(list(inputs), x, weights, held_out, measured, bootstrap, seed)
     *singles, equal, combined = candidates
     best = max((*singles, equal), key=lambda one: one.lds)
     # Picking the best of several is optimistic, held-out predictions are not: the combination is
     # replaced only where it is worse beyond the interval.
     behind = middle(combined.resampled - best.resampled)
-    chosen = best if behind[1] < 0 or count == 1 else combined
+    chosen = best if behind[1] < 0 or len(inputs) == 1 else combined
     about = {
         "returned": chosen.name,
         "weights": dict(zip(inputs, chosen.weights.tolist(), strict=True)),
@@ -175,6 +158,35 @@ def combine(
     result = scaled(source, truth, fit)
     result.diagnostics["combination"] = about
     return result
+
+
+def _candidates(
+    names: list[str],
+    x: Floats,
+    weights: Floats,
+    held_out: Floats,
+    measured: Floats,
+    bootstrap: int,
+    seed: int,
+) -> list[Candidate]:
+    """Each input, their equal-weight sum, and the combination, judged on the same resamples.
+
+    Args:
+        x: (K, q, M) standardized predictions of the inputs.
+        weights, held_out: of the combination, (K,), and its held-out predictions, (q, M).
+    """
+    count = len(names)
+    shapes = [*np.eye(count), np.ones(count) / count, weights]
+    predictions = [*x, x.mean(0), held_out]
+    random = np.random.default_rng(seed)
+    per_query, resampled = correlations(measured, np.stack(predictions), bootstrap, random)
+    values = per_query[:, ~np.isnan(per_query[0])].mean(1).tolist()
+    return [
+        Candidate(name, shape, predicted, value, recentred(around, value))
+        for name, shape, predicted, value, around in zip(
+            [*names, EQUAL, RIDGE], shapes, predictions, values, resampled, strict=True
+        )
+    ]
 
 
 def _inputs(

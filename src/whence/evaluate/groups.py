@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
+from whence.retrain.contrast import mean_of_sound
 from whence.scores import Scores
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool)
         )
     measured = truth.means
     if diverged:
-        totals = np.where(valid[:, :, None], truth.measurements, 0.0).sum(1)
-        measured = totals[whole] / valid[whole].sum(1)[:, None]
+        measured = mean_of_sound(truth.measurements[whole], valid[whole])
     masks = np.asarray(truth.masks[whole].T, dtype=np.float64)  # (n, M)
     return Groups(
         predicted=np.stack([_predictions(run, truth, masks) for run in runs]),

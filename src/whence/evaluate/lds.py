@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from whence.errors import InvalidInput, MissingDependency, MissingKey
 from whence.evaluate.groups import Floats, Given, group
 from whence.evaluate.plots import StrPath, plot_lds
+from whence.retrain.contrast import mean_of_sound
 from whence.table import Table, Tabled, estimate
 
 if TYPE_CHECKING:
@@ -123,10 +124,7 @@ class LDS(Tabled):
         left = f"; {self.undefined} of constant measurement left out" if self.undefined else ""
         left += f"; {self.unranked} with constant predictions count as 0" if self.unranked else ""
         facts.append(("queries", f"{self.queries}{left}"))
-        facts.append(("truth", described(self)))
-        if self.diverged:
-            lost = f" and with them {self.lost} subsets" if self.lost else ""
-            facts.append(("left out", f"{self.diverged} diverged trainings{lost}"))
+        facts += [("truth", described(self)), *left_out(self)]
         return Table(None, facts, title=f"LDS of {self.method}{runs}")
 
 
@@ -146,18 +144,18 @@ class Comparison(dict[str, LDS]):
 
     def table(self) -> Table:
         """One row per method; *behind* is the best one's score minus the row's."""
-        singles = any(found.single is not None for found in self.values())
+        singles = any(result.single is not None for result in self.values())
         heads = ["method", "LDS [95 %]", "behind [95 %]", *(["single run"] if singles else [])]
         heads += ["ceiling", "queries"]
         rows: list[list[object]] = []
         best = max(self, key=lambda name: self[name].value, default="")
-        for name, found in sorted(self.items(), key=lambda item: -item[1].value):
-            single = found.single
-            cells: list[object] = [name, estimate(found.value, found.interval)]
+        for name, result in sorted(self.items(), key=lambda item: -item[1].value):
+            single = result.single
+            cells: list[object] = [name, estimate(result.value, result.interval)]
             cells.append(None if name == best else self.difference(best, name))
             if singles:
                 cells.append(None if single is None else estimate(single.value, single.interval))
-            cells += [None if found.ceiling is None else f"{found.ceiling:.3f}", found.queries]
+            cells += [None if result.ceiling is None else f"{result.ceiling:.3f}", result.queries]
             rows.append(cells)
         return Table(heads, rows)
 
@@ -172,6 +170,12 @@ def described(result: Any) -> str:
     """The truth behind a result, in words."""
     size = f"{result.subsets} subsets × {result.seeds} seeds, α = {result.alpha:.4g}"
     return f"{size}; single model: dropped in place" if result.in_place else size
+
+
+def left_out(result: Any) -> list[tuple[str, str]]:
+    """The row of a table about trainings that diverged, if there are any."""
+    lost = f" and with them {result.lost} subsets" if result.lost else ""
+    return [("left out", f"{result.diverged} diverged trainings{lost}")] if result.diverged else []
 
 
 def lds(
@@ -414,16 +418,15 @@ def split(
         both = valid[:, first].any(1) & valid[:, second].any(1)
         if both.sum() < 3:
             continue
-        means = []
-        for one in (first, second):
-            place = np.ix_(both, one)
-            here = valid[place][:, :, None]
-            means.append(np.where(here, truth.measurements[place], 0.0).sum(1) / here.sum(1))
-        yield means[0], means[1]
+        a, b = (np.ix_(both, seeds) for seeds in (first, second))
+        yield (
+            mean_of_sound(truth.measurements[a], valid[a]),
+            mean_of_sound(truth.measurements[b], valid[b]),
+        )
 
 
 def reliability(r: float, seeds: int) -> float:
-    """Of the mean over R seeds, when halves of them correlate by r (Spearman and Brown): 2r/(1+r),
-    and a little more for an odd R, whose halves are smaller."""
+    """The reliability of the mean over R seeds, if halves of them correlate by r (Spearman and
+    Brown): 2r/(1+r), and a little more for an odd R, whose halves are smaller."""
     r, times = max(0.0, r), seeds / (seeds // 2)
     return times * r / (1 + (times - 1) * r)

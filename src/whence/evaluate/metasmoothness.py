@@ -21,14 +21,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-import torch
 
 from whence.errors import InvalidInput, warn
 from whence.evaluate.groups import Floats
 from whence.retrain import Training, measure
+from whence.retrain.measure import TrainingOptions
 from whence.retrain.recipe import Recipe
 from whence.retrain.truth import draw_subsets
 from whence.table import Table, Tabled
@@ -85,10 +85,7 @@ def metasmoothness(
     training_seed: int = 0,
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-    memory: int | str | None = None,
-    engine: str = "auto",
-    progress: bool = True,
+    **options: Unpack[TrainingOptions],
 ) -> Metasmoothness:
     """Try whether a training is smooth enough to be differentiated, before `Unrolled` is run.
 
@@ -106,7 +103,8 @@ def metasmoothness(
         training_seed: of the trainings.
         seed: determines the directions.
         out: folder that keeps every finished training. Repeat the same call to resume.
-        device, memory, engine, progress: as in `whence.retrain.measure`.
+        options: `device`, `memory`, `executor`, `engine`, `progress`: as in
+            `whence.retrain.measure`.
     """
     if not 0 < step <= 0.5:
         raise InvalidInput(f"step={step} must be above 0 and at most 0.5, two steps to weight zero")
@@ -119,16 +117,7 @@ def metasmoothness(
         for one in dropped
         for times in (1, 2)
     ]
-    measured = measure(
-        recipe,
-        query,
-        trainings,
-        out=out,
-        device=device,
-        memory=memory,
-        engine=engine,
-        progress=progress,
-    )
+    measured = measure(recipe, query, trainings, out=out, **options)
     if not np.isfinite(measured).all():
         raise InvalidInput("a training diverged: its metasmoothness is not defined")
     half, whole = measured[1::2], measured[2::2]

@@ -61,17 +61,25 @@ def plot_lds(
     single runs (hatched) next to their ensemble. The dashed line is the noise ceiling of the truth.
     """
     results = _named(results)
-    both = any(found.single is not None for found in results.values())
+    both = any(result.single is not None for result in results.values())
     width = 0.36 if both else 0.6
     with _figure((1.9 + (0.8 if both else 0.6) * len(results), 3.0), path) as (fig, axis):
-        for k, found in enumerate(results.values()):
+        for k, result in enumerate(results.values()):
             colour = _look(k)["color"]
             bars = [
-                (0.5 if both else 0.0, found, {"color": colour, "label": "ensemble of runs" * both})
+                (
+                    0.5 if both else 0.0,
+                    result,
+                    {"color": colour, "label": "ensemble of runs" * both},
+                )
             ]
-            if found.single is not None:
+            if result.single is not None:
                 bars.append(
-                    (-0.5, found.single, {"color": "white", "hatch": "////", "label": "single run"})
+                    (
+                        -0.5,
+                        result.single,
+                        {"color": "white", "hatch": "////", "label": "single run"},
+                    )
                 )
             for side, one, look in bars:
                 x, error = k + side * width, np.abs(np.array(one.interval) - one.value)[:, None]
@@ -103,15 +111,17 @@ def plot_lds_over_alpha(
     """LDS with 95 % intervals over the share α of the data that the subsets hold, a line for each
     method; the noise ceiling in grey."""
     results = _named(results)
-    shares = sorted({found.alpha for series in results.values() for found in series})
+    shares = sorted({result.alpha for series in results.values() for result in series})
     apart = 0.008 * (shares[-1] - shares[0])  # so that error bars stand next to each other
     ceilings: dict[float, float] = {}
     with _figure((4.6, 2.9), path) as (fig, axis):
         for k, (name, series) in enumerate(results.items()):
-            ordered = sorted(series, key=lambda found: found.alpha)
-            values = np.array([found.value for found in ordered])
-            error = np.abs(np.array([found.interval for found in ordered]).T - values)
-            x = np.array([found.alpha for found in ordered]) + apart * (k - (len(results) - 1) / 2)
+            ordered = sorted(series, key=lambda result: result.alpha)
+            values = np.array([result.value for result in ordered])
+            error = np.abs(np.array([result.interval for result in ordered]).T - values)
+            x = np.array([result.alpha for result in ordered]) + apart * (
+                k - (len(results) - 1) / 2
+            )
             axis.errorbar(x, values, error, label=name, capsize=2, elinewidth=0.9, **_look(k))
             ceilings |= {f.alpha: f.ceiling for f in ordered if f.ceiling is not None}
         if ceilings:

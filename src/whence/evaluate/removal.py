@@ -12,10 +12,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
@@ -27,6 +26,7 @@ from whence.evaluate.plots import StrPath, plot_removal
 from whence.methods.random import draws
 from whence.persist.files import as_path
 from whence.retrain import Training, measure
+from whence.retrain.measure import TrainingOptions
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.table import Table, Tabled, estimate
@@ -146,12 +146,8 @@ def subset_removal(
     random_floor: bool = True,
     stage: str | None = None,
     out: str | os.PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-    memory: int | str | None = None,
-    executor: str | None = None,
-    engine: str = "auto",
-    progress: bool = True,
     seed: int = 0,
+    **options: Unpack[TrainingOptions],
 ) -> SubsetRemoval:
     """Retrain without each query's most helpful examples, and see whether it turns wrong.
 
@@ -168,9 +164,10 @@ def subset_removal(
         random_floor: also remove random examples of the query's class, under the name "Random".
         stage: whose examples to remove (default: the first stage's).
         out: folder for the trainings, one subfolder per round; rerun the same call to resume.
-        device, memory, executor, engine, progress: as in `whence.retrain.measure`.
         seed: the trainings have the seeds seed, seed + 1, ...: first those of the selection, then
             the others; and it is the seed of the choice of queries and of the random floor.
+        options: `device`, `memory`, `executor`, `engine`, `progress`: as in
+            `whence.retrain.measure`.
     """
     _check_settings(recipe.task, queries=queries, select_seeds=select_seeds, seeds=seeds)
     reduced, asked = recipe.stage(stage), Batches("query", query, recipe.collate)
@@ -188,17 +185,8 @@ def subset_removal(
 
     def margins_of(round_name: str, dataset: Any, trainings: Sequence[Training]) -> Floats:
         """(trainings, q); a training that diverged is NaN throughout."""
-        measurements = measure(
-            recipe,
-            dataset,
-            trainings,
-            out=None if out is None else as_path(out) / round_name,
-            device=device,
-            memory=memory,
-            executor=executor,
-            engine=engine,
-            progress=progress,
-        )
+        folder = None if out is None else as_path(out) / round_name
+        measurements = measure(recipe, dataset, trainings, out=folder, **options)
         return np.where(np.isfinite(measurements).all(1, keepdims=True), measurements, np.nan)
 
     selecting = range(seed, seed + select_seeds)

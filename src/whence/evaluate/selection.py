@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from whence.errors import InvalidInput, MissingDependency
 from whence.evaluate.groups import Floats, Ints, columns
 from whence.retrain import Training, measure
+from whence.retrain.measure import TrainingOptions
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.scores.means import mean_scores
@@ -106,7 +107,7 @@ def select(
     stage: str | None = None,
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[TrainingOptions],
 ) -> Selection:
     """Drop the training examples that harm the queries most, retrain, and compare with chance.
 

@@ -219,13 +219,11 @@ class Explorer:
             item |= self._harm.get(name, {}).get(item["example"]["place"], {})
         return view
 
-    def audit_csv(
-        self, name: str, text: str = "", label: str = "", stage: str = ""
-    ) -> Iterator[str]:
+    def audit_csv(self, name: str, **matching: str) -> Iterator[str]:
         """The whole audit list, the most suspicious first, as lines of a CSV file."""
         data = self.data
         suspicion, _ = data.suspicion(name)
-        places = np.flatnonzero(data.find(text, label, stage))
+        places = np.flatnonzero(data.find(**matching))
         order = places[np.argsort(-suspicion[places], kind="stable")]
 
         def lines() -> Iterator[str]:

@@ -350,9 +350,6 @@ class Jobs:
             trainings,
             grid,
             device=self.device,
-            memory=None,
-            executor=None,
-            engine="auto",
             progress=False,
             callback=current.progress,
         )

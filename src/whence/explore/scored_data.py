@@ -390,26 +390,24 @@ class ScoredData:
         name: str,
         row: int | None = None,
         *,
-        text: str = "",
-        label: str = "",
-        stage: str = "",
         sign: Sign = "",
         order: str = "helpful",
         offset: int = 0,
         limit: int = 50,
+        **matching: str,
     ) -> dict[str, Any]:
-        """Matching training examples, with their score for one query, or their mean over all."""
+        """Training examples that `find` matches, with their score for one query, or the mean."""
         scores = self.of_queries(name)
         if row is None:
             means = self.mean_help(name)
             help_ = np.full(len(self.ids), np.nan) if means is None else means
         else:
             help_ = self.help(name, row)
-        matching = self.find(text, label, stage)
+        wanted = self.find(**matching)
         if sign:
             with np.errstate(invalid="ignore"):
-                matching &= help_ > 0 if sign == "helpful" else help_ < 0
-        places = np.flatnonzero(matching)
+                wanted &= help_ > 0 if sign == "helpful" else help_ < 0
+        places = np.flatnonzero(wanted)
         ranked = {"helpful": -help_, "harmful": help_, "strongest": -np.abs(help_)}.get(order)
         if ranked is None and order != "number":
             raise Refused(f"order={order!r}: use helpful, harmful, strongest or number")
@@ -516,18 +514,11 @@ class ScoredData:
         return [[step, number(x)] for step, x in zip(steps, measured[:, row], strict=True)]
 
     def audit(
-        self,
-        name: str,
-        *,
-        text: str = "",
-        label: str = "",
-        stage: str = "",
-        offset: int = 0,
-        limit: int = 50,
+        self, name: str, *, offset: int = 0, limit: int = 50, **matching: str
     ) -> dict[str, Any]:
-        """Training examples, the most suspicious first."""
+        """Training examples that `find` matches, the most suspicious first."""
         suspicion, meaning = self.suspicion(name)
-        places = np.flatnonzero(self.find(text, label, stage))
+        places = np.flatnonzero(self.find(**matching))
         start, stop = page(offset, limit, len(places))
         listed = first(-suspicion[places], start, stop, places)
         predicted, more = self.predictions(listed.tolist())

@@ -19,7 +19,7 @@ from importlib.resources import files
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qs, quote
 
-from fastapi import Body, FastAPI, HTTPException, Query, Request
+from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import (
     HTMLResponse,
@@ -52,6 +52,18 @@ Count = Annotated[int, Query(ge=0, le=2**40)]
 Place = Annotated[int, Field(ge=0, le=2**40)]
 Sign = Literal["", "helpful", "harmful"]
 Places = Annotated[str, Query(max_length=60000)]  # "3,14,15"
+
+
+def _filter(text: Text = "", label: Text = "", stage: Text = "") -> dict[str, str]:
+    return {"text": text, "label": label, "stage": stage}
+
+
+def _page(offset: Count = 0, limit: Count = 50) -> dict[str, int]:
+    return {"offset": offset, "limit": limit}
+
+
+Filter = Annotated[dict[str, Any], Depends(_filter)]  # which training examples are listed
+Page = Annotated[dict[str, Any], Depends(_page)]  # and which of these
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
 Answer = TypeVar("Answer", bound=Callable[..., Any])
@@ -293,17 +305,12 @@ def _answering(add: Callable[..., Any]) -> Callable[[str], Callable[[Answer], An
 def _reading(app: FastAPI, explorer: Explorer) -> None:
     data, get = explorer.data, _answering(app.get)
 
-    @get("/api/overview")
-    def overview() -> dict[str, Any]:
-        return explorer.overview()
+    get("/api/overview")(explorer.overview)
+    get("/api/map")(explorer.map)
 
     @get("/api/summary")
     def summary(scores: Text) -> dict[str, Any]:
         return explorer.summary(scores)
-
-    @get("/api/map")
-    def map_() -> dict[str, Any]:
-        return explorer.map()
 
     @get("/api/map/values")
     def map_values(scores: Text, row: Count | None = None) -> dict[str, Any]:
@@ -311,16 +318,9 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
 
     @get("/api/queries")
     def queries(
-        text: Text = "",
-        label: Text = "",
-        wrong: bool = False,
-        order: Text = "number",
-        offset: Count = 0,
-        limit: Count = 50,
+        page: Page, text: Text = "", label: Text = "", wrong: bool = False, order: Text = "number"
     ) -> dict[str, Any]:
-        return data.list_queries(
-            text=text, label=label, wrong=wrong, order=order, offset=offset, limit=limit
-        )
+        return data.list_queries(text=text, label=label, wrong=wrong, order=order, **page)
 
     @get("/api/query")
     def query(scores: Text, row: Count, k: Count = 10) -> dict[str, Any]:
@@ -334,26 +334,13 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
     @get("/api/examples")
     def examples(
         scores: Text,
+        matching: Filter,
+        page: Page,
         row: Count | None = None,
-        text: Text = "",
-        label: Text = "",
-        stage: Text = "",
         sign: Sign = "",
         order: Text = "helpful",
-        offset: Count = 0,
-        limit: Count = 50,
     ) -> dict[str, Any]:
-        return data.list_examples(
-            scores,
-            row,
-            text=text,
-            label=label,
-            stage=stage,
-            sign=sign,
-            order=order,
-            offset=offset,
-            limit=limit,
-        )
+        return data.list_examples(scores, row, sign=sign, order=order, **matching, **page)
 
     @get("/api/example")
     def example(place: Count, scores: Text = "") -> dict[str, Any]:
@@ -376,23 +363,12 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
         return explorer.overall(a, b, k)
 
     @get("/api/audit")
-    def audit(
-        scores: Text,
-        text: Text = "",
-        label: Text = "",
-        stage: Text = "",
-        offset: Count = 0,
-        limit: Count = 50,
-    ) -> dict[str, Any]:
-        return explorer.audit(
-            scores, text=text, label=label, stage=stage, offset=offset, limit=limit
-        )
+    def audit(scores: Text, matching: Filter, page: Page) -> dict[str, Any]:
+        return explorer.audit(scores, **matching, **page)
 
     @get("/api/audit.csv")
-    def audit_csv(
-        scores: Text, text: Text = "", label: Text = "", stage: Text = ""
-    ) -> StreamingResponse:
-        lines = explorer.audit_csv(scores, text, label, stage)
+    def audit_csv(scores: Text, matching: Filter) -> StreamingResponse:
+        lines = explorer.audit_csv(scores, **matching)
         name = quote(f"audit-{scores.replace('/', '-')}.csv")
         return StreamingResponse(
             lines,
@@ -408,31 +384,17 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
 def _retraining(app: FastAPI, explorer: Explorer) -> None:
     get, post = _answering(app.get), _answering(app.post)
 
-    @get("/api/jobs")
-    def jobs() -> dict[str, Any]:
-        return explorer.list_jobs()
-
-    @get("/api/jobs/{name}")
-    def job(name: str) -> dict[str, Any]:
-        return explorer.job(name)
+    get("/api/jobs")(explorer.list_jobs)
+    get("/api/jobs/{name}")(explorer.job)
+    post("/api/jobs/{name}/cancel")(explorer.cancel)
+    post("/api/jobs/{name}/resume")(explorer.resume)
+    post("/api/jobs/{name}/remove")(explorer.remove)
 
     @post("/api/jobs")
     def submit(
         places: Annotated[list[Place], Body()], seeds: Annotated[int, Body()]
     ) -> dict[str, Any]:
         return explorer.submit(places, seeds)
-
-    @post("/api/jobs/{name}/cancel")
-    def cancel(name: str) -> dict[str, Any]:
-        return explorer.cancel(name)
-
-    @post("/api/jobs/{name}/resume")
-    def resume(name: str) -> dict[str, Any]:
-        return explorer.resume(name)
-
-    @post("/api/jobs/{name}/remove")
-    def remove(name: str) -> dict[str, Any]:
-        return explorer.remove(name)
 
 
 def _errors(app: FastAPI) -> None:

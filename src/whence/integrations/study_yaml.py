@@ -96,6 +96,7 @@ def read_study_yaml(path: Path) -> StudyParts:
     given = _read(path)
     transformers = _import_optional("transformers", "huggingface")
     from whence import task as tasks
+    from whence.documents import filled_up
     from whence.run import Run
 
     auto_class, task_name = TASKS[given["task"]]
@@ -135,7 +136,7 @@ def read_study_yaml(path: Path) -> StudyParts:
         task=task,
         train=train,
         run=Run.from_huggingface(output_dir, model, size=len(train), notes=given.get("notes")),
-        collate=partial(padded, pad=tokenizer.pad_token_id or 0),
+        collate=partial(filled_up, pad=tokenizer.pad_token_id or 0),
         cache=given.get("cache", output_dir / "factors"),
         layers=given.get("layers"),
         query=read("query", given["query"]) if "query" in given else None,
@@ -215,21 +216,6 @@ def _prompt_token_count(offsets: list[tuple[int, int]] | None, length: int) -> i
     if offsets is None:
         raise InvalidInput("a prompt column needs a fast tokenizer (tokenizer.json)")
     return next((k for k, (_, end) in enumerate(offsets) if end > length), len(offsets))
-
-
-def padded(rows: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Any]:
-    """A batch of encoded rows, padded on the right to the longest."""
-    import torch
-
-    longest = max(len(row["input_ids"]) for row in rows)
-    fill = {"input_ids": pad, "labels": IGNORED}
-    batch = {}
-    for name in rows[0]:
-        values = [row[name] for row in rows]
-        if isinstance(values[0], list):
-            values = [v + [fill.get(name, 0)] * (longest - len(v)) for v in values]
-        batch[name] = torch.tensor(values)
-    return batch
 
 
 def _read(path: Path) -> dict[str, Any]:

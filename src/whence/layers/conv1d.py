@@ -10,7 +10,7 @@ from whence.layers.kind import Kind, register
 
 
 class Conv1D(Kind):
-    module = "Conv1D"  # by name, so that transformers need not be imported
+    module = ("Conv1D",)  # by name, so that transformers need not be imported
 
     def claims(self, module: nn.Module) -> bool:
         return hasattr(module, "nf")

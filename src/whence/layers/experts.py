@@ -21,6 +21,7 @@ from whence.layers.kind import Kind, Notes, Part, Places, register
 class Experts(Kind):
     """One weight of a module; the prototype, without a name, stands for all of them."""
 
+    parameter = "down_proj"
     seen = "forward"
 
     def __init__(self, weight: str = "") -> None:
@@ -102,16 +103,15 @@ class Router(Kind):
     """A module of transformers that is called a router, whose only parameters are a weight (o, i),
     and perhaps a bias, that `F.linear` multiplies the tokens of all examples by."""
 
+    module = ("*Router", "*Gate")
     seen = "product"
     examples_first = True
 
     def claims(self, module: nn.Module) -> bool:
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         weight = parameters.get("weight")
-        name = type(module).__name__
         return (
-            name.endswith(("Router", "Gate"))
-            and weight is not None
+            weight is not None
             and weight.dim() == 2
             and parameters.keys() <= {"weight", "bias"}
             and not module._modules

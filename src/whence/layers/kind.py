@@ -81,8 +81,10 @@ class Notes(Protocol):
 class Kind(ABC):
     """How to capture one kind of layer. All methods are pure."""
 
-    #: the class of the modules, or a pattern of its name where importing it would cost too much
-    module: ClassVar[type[nn.Module] | str] = nn.Module
+    #: the class of the modules, or patterns of its name where importing it would cost too much
+    module: ClassVar[type[nn.Module] | tuple[str, ...]] = nn.Module
+    #: a parameter that every such module has
+    parameter: ClassVar[str | None] = None
     #: how the gradient is made up
     form: ClassVar[Form] = "matrix"
     #: names of its weight and bias in the module
@@ -159,12 +161,14 @@ def kind_of(module: nn.Module) -> Kind | None:
     """The first kind that has the module's class and claims it, if any."""
     classes = type(module).__mro__
 
-    def is_of(expected: type[nn.Module] | str) -> bool:
-        if isinstance(expected, str):
-            return any(fnmatchcase(each.__name__, expected) for each in classes)
-        return expected in classes
+    def is_of(kind: Kind) -> bool:
+        if kind.parameter is not None and kind.parameter not in module._parameters:
+            return False
+        if isinstance(kind.module, type):
+            return kind.module in classes
+        return any(fnmatchcase(each.__name__, name) for each in classes for name in kind.module)
 
-    return next((kind for kind in KINDS if is_of(kind.module) and kind.claims(module)), None)
+    return next((kind for kind in KINDS if is_of(kind) and kind.claims(module)), None)
 
 
 def matrices(layers: Mapping[str, nn.Module]) -> set[str]:

@@ -87,7 +87,7 @@ class NamedNorm(Norm):
     Like every layer, it is tracked only if the result is autograd's gradient.
     """
 
-    module = "*Norm"
+    module = ("*Norm",)
 
     def claims(self, module: nn.Module) -> bool:
         parameters = {name: p for name, p in module._parameters.items() if p is not None}

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.data import Batches, place
+from whence.data import Batches, place, progress_bar
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
-from whence.table import listed, progress_bar
+from whence.table import listed
 from whence.task import Task, Uniform
 
 #: sees the data, indices, outputs and batch of every pass
@@ -156,10 +156,8 @@ class Passes:
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
     ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label shows a progress bar."""
-        silent = label is None or not self.progress
-        bar = progress_bar(
-            total=sum(map(len, blocks)), desc=label, unit="ex", disable=silent, leave=False
-        )
+        shown = label is not None and self.progress
+        bar = progress_bar(total=sum(map(len, blocks)), desc=label, unit="ex", shown=shown)
         with bar:
             for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
                 yield from self._batch(data, indices, batch, signal)

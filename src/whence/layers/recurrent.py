@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,21 @@ from whence.errors import InvalidInput
 from whence.layers.kind import Kind, Notes, Part, Places, refused_subclass, register
 
 State = tuple[Tensor, ...]  # h, and c of an LSTM
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+FAMILIES: dict[type[nn.Module], str] = {
+    nn.RNN: "rnn",
+    nn.LSTM: "lstm",
+    nn.GRU: "gru",
+    nn.RNNCell: "rnn",
+    nn.LSTMCell: "lstm",
+    nn.GRUCell: "gru",
+}
 
 
 class Recurrent(Kind):
     """One weight of a recurrent module; the prototype, without a name, stands for all of them."""
 
     seen = "forward"
-    kind: ClassVar[str]
 
     def __init__(self, weight: str = "") -> None:
         self.weight = weight
@@ -56,44 +64,21 @@ class Recurrent(Kind):
         return [gradient.reshape(len(gradient), -1, gradient.shape[-1])]
 
     def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
-        return _sequence(host, note, self.kind, *args, **kwargs)
+        return _forward(host, partial(_Products, host, F.linear, note), note.n, *args, **kwargs)
 
 
-class RNN(Recurrent):
-    module, kind = nn.RNN, "rnn"
+def stepwise(module: nn.Module, linear: Linear, *args: Any, **kwargs: Any) -> Any:
+    """What a recurrent module returns, computed with another function than `F.linear`."""
+    return _forward(module, partial(_Products, module, linear, None), None, *args, **kwargs)
 
 
-class LSTM(Recurrent):
-    module, kind = nn.LSTM, "lstm"
-
-
-class GRU(Recurrent):
-    module, kind = nn.GRU, "gru"
-
-
-class Cell(Recurrent):
-    def forward(
-        self, host: Any, note: Notes, input: Tensor, hx: Any = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        products = _Products(host, note, "")
-        if input.dim() != 2:
-            raise InvalidInput(f"an input of shape {tuple(input.shape)}: it must be (n, i)")
-        zeros = input.new_zeros(len(input), host.hidden_size)
-        state = _initial(hx, lambda _: zeros, self.kind)
-        h, *rest = _step(self.kind, products, products("weight_ih", input), state, None)
-        return (h, rest[0]) if rest else h
-
-
-class RNNCell(Cell):
-    module, kind = nn.RNNCell, "rnn"
-
-
-class LSTMCell(Cell):
-    module, kind = nn.LSTMCell, "lstm"
-
-
-class GRUCell(Cell):
-    module, kind = nn.GRUCell, "gru"
+def _forward(
+    module: nn.Module, products: Callable[[str], _Products], n: int | None, *args: Any, **named: Any
+) -> Any:
+    family = next(name for kind, name in FAMILIES.items() if isinstance(module, kind))
+    if isinstance(module, nn.RNNCellBase):
+        return _cell(module, products(""), family, *args, **named)
+    return _sequence(module, products, family, n, *args, **named)
 
 
 @dataclass(frozen=True)
@@ -101,24 +86,40 @@ class _Products:
     """Products with the weights of one layer and direction: "weight_ih" + "_l0_reverse"."""
 
     module: Any
-    note: Notes
+    linear: Linear
+    note: Notes | None
     suffix: str
 
     def __call__(self, weight: str, x: Tensor, places: Places | None = None) -> Tensor:
         name = weight + self.suffix
         parameters = self.module._parameters
-        y = F.linear(x, parameters[name], parameters.get(name.replace("weight", "bias", 1)))
-        self.note(name, x, y, places)
+        y = self.linear(x, parameters[name], parameters.get(name.replace("weight", "bias", 1)))
+        if self.note is not None:
+            self.note(name, x, y, places)
         return y
 
 
-def _step(kind: str, products: _Products, x: Tensor, state: State, places: Places | None) -> State:
+def _cell(
+    module: Any, products: _Products, family: str, input: Tensor, hx: Any = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One step, as the module's own forward returns it."""
+    if input.dim() != 2:
+        raise InvalidInput(f"an input of shape {tuple(input.shape)}: it must be (n, i)")
+    zeros = input.new_zeros(len(input), module.hidden_size)
+    state = _initial(hx, lambda _: zeros, family)
+    h, *rest = _step(family, products, products("weight_ih", input), state, None)
+    return (h, rest[0]) if rest else h
+
+
+def _step(
+    family: str, products: _Products, x: Tensor, state: State, places: Places | None
+) -> State:
     """The next state (n, ...) from x = W_ih x + b_ih and the state before."""
     y = products("weight_hh", state[0], places)
-    if kind == "rnn":
+    if family == "rnn":
         relu = products.module.nonlinearity == "relu"
         return (torch.relu(x + y) if relu else torch.tanh(x + y),)
-    if kind == "gru":
+    if family == "gru":
         (r, z, new), (r_h, z_h, new_h) = x.chunk(3, 1), y.chunk(3, 1)
         z, new = torch.sigmoid(z + z_h), torch.tanh(new + torch.sigmoid(r + r_h) * new_h)
         return (new + z * (state[0] - new),)
@@ -130,43 +131,47 @@ def _step(kind: str, products: _Products, x: Tensor, state: State, places: Place
     return h, c
 
 
-def _initial(hx: Any, zeros: Callable[[str], Tensor], kind: str) -> State:
+def _initial(hx: Any, zeros: Callable[[str], Tensor], family: str) -> State:
     """The state (n, ...) to begin with: of zeros, unless one is given."""
-    if kind == "lstm":
+    if family == "lstm":
         return (zeros("h"), zeros("c")) if hx is None else tuple(hx)
     return (zeros("h") if hx is None else hx,)
 
 
 def _sequence(
-    module: Any, note: Notes, kind: str, input: Tensor | PackedSequence, hx: Any = None
+    module: Any,
+    products: Callable[[str], _Products],
+    family: str,
+    n: int | None,
+    input: Tensor | PackedSequence,
+    hx: Any = None,
 ) -> tuple[Any, Any]:
     """All layers and directions over a sequence, as the module's own forward returns them."""
     if isinstance(input, PackedSequence):
         x, lengths = pad_packed_sequence(input, batch_first=True)
     else:
         x, lengths = input if module.batch_first else input.transpose(0, 1), None
-    if x.dim() != 3 or len(x) != note.n:
+    if x.dim() != 3 or n not in (None, len(x)):
         raise InvalidInput(
-            f"its input has the shape {tuple(x.shape)}, not a sequence for each of {note.n} "
-            "examples"
+            f"its input has the shape {tuple(x.shape)}, not a sequence for each of {n} examples"
         )
     numbers = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
     if lengths is not None:
         numbers = numbers.where(numbers < lengths.to(x.device).unsqueeze(1), -1)
     directions = 1 + module.bidirectional
     ends: list[State] = []
-    whole = _initial(hx, partial(_zeros, module, x, directions), kind)
+    whole = _initial(hx, partial(_zeros, module, x, directions), family)
     for layer in range(module.num_layers):
         outputs = []
         for backward in range(directions):
-            products = _Products(module, note, f"_l{layer}" + "_reverse" * backward)
+            weights = products(f"_l{layer}" + "_reverse" * backward)
             state = tuple(part[len(ends)] for part in whole)
-            y, end = _along(kind, products, x, state, numbers, bool(backward))
+            y, end = _along(family, weights, x, state, numbers, bool(backward))
             outputs.append(y)
             ends.append(end)
         x = torch.cat(outputs, 2)
     final = tuple(torch.stack(part) for part in zip(*ends, strict=True))
-    last = final if kind == "lstm" else final[0]
+    last = final if family == "lstm" else final[0]
     if isinstance(input, PackedSequence):
         return _packed(x, numbers, input), last
     return x if module.batch_first else x.transpose(0, 1), last
@@ -178,14 +183,14 @@ def _zeros(module: Any, x: Tensor, directions: int, part: str) -> Tensor:
 
 
 def _along(
-    kind: str, products: _Products, x: Tensor, state: State, numbers: Tensor, backward: bool
+    family: str, products: _Products, x: Tensor, state: State, numbers: Tensor, backward: bool
 ) -> tuple[Tensor, State]:
     """One layer in one direction: its outputs (n, t, o), and its last state."""
     each = products("weight_ih", x, Places(numbers, x.shape[1])).unbind(1)
     outputs = []
     for t in reversed(range(len(each))) if backward else range(len(each)):
         here = numbers[:, t : t + 1]
-        after = _step(kind, products, each[t], state, Places(here, len(each)))
+        after = _step(family, products, each[t], state, Places(here, len(each)))
         pairs = zip(after, state, strict=True)  # a sequence that has ended keeps its state
         state = tuple(torch.where(here >= 0, new, old) for new, old in pairs)
         outputs.append(state[0])
@@ -201,5 +206,5 @@ def _packed(x: Tensor, numbers: Tensor, like: PackedSequence) -> PackedSequence:
     return like._replace(data=data)
 
 
-for kind in (RNN, LSTM, GRU, RNNCell, LSTMCell, GRUCell):
-    register(kind())
+for each in FAMILIES:
+    register(type(each.__name__, (Recurrent,), {"module": each})())

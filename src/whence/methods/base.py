@@ -1,7 +1,7 @@
-"""What every method does that looks at models: one run after another, laid out, scored, described.
+"""What all methods that look at a model share: each run is laid out, scored and described.
 
-A method says how it scores one run; layout, ensembles and the description of what was done are here
-and the same for all.
+A method defines how it scores one run. Layout, ensembles and the stored description are here, the
+same for all methods.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from whence.data import one_bar
 from whence.engine.options import ComputeOptions
 from whence.engine.queries import QuerySet
 from whence.engine.trials import LOSSES
@@ -24,26 +25,26 @@ from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.files import as_path
-from whence.persist.identity import key_of
+from whence.persist.identity import call_text, defaults_of, key_of
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
 from whence.study import Study
-from whence.table import call_text, defaults_of
 from whence.world import World
 
 Folder = str | os.PathLike[str] | None
 
 
 class Method(ABC):
-    """`attribute`, for whatever can score one run."""
+    """`attribute`, for every class that can score one run."""
 
     stage: str | None = None
-    _own_layers = False  # whether layers that only some of the stages have are of use
+    _own_layers = False  # whether layers that only some stages have are tracked
     _quiet = False  # whether excluded layers do not matter
     _layered = False  # whether scores are sums over layers of products with query vectors
     _chosen = False  # whether any examples can be scored: some of them, or candidates
     _linear = False  # whether scores are linear in the queries' measurements
+    _fixed: tuple[str, ...] = ()  # settings of a base class that this method does not have
 
     @abstractmethod
     def score(
@@ -90,7 +91,7 @@ class Method(ABC):
             top: keep only the `top` most helpful and most harmful examples of each query.
             progress: show progress bars, and an estimate before long work.
             by_segment: keep the contribution of each segment (TracIn: of each checkpoint).
-            by_layer: keep the contribution of each layer (of methods of gradients); with "heads",
+            by_layer: keep the contribution of each layer (gradient methods only); with "heads",
                 of each head of the attention projections.
             examples: score only these training examples, by their indices, or {stage: indices}:
                 for example the candidates that a `GradientStore` ranked first.
@@ -112,8 +113,8 @@ class Method(ABC):
             raise InvalidInput(f"by_layer: the scores of {self.name} are not sums over layers")
         if len(study.runs) > 1 and top is not None:
             raise InvalidInput(
-                f"top={top} with {len(study.runs)} runs: the strongest of a mean are not known "
-                "from the strongest of each run. Leave top out, or attribute one run"
+                f"top={top} with {len(study.runs)} runs: the strongest examples of the "
+                "mean are not known from those of each run. Leave top out, or attribute one run"
             )
         queries = QuerySet.of(study, query, query_weights, query_rank)
         options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
@@ -128,7 +129,10 @@ class Method(ABC):
                     scores = self.score(workspace, folder, top, by)
                 yield scores
 
-        with World.together() as world:
+        with (
+            World.together() as world,
+            one_bar(type(self).__name__, len(study.runs), progress and world.first),
+        ):
             if len(study.runs) == 1:
                 return next(each())
             mean = ensemble(each())
@@ -150,7 +154,7 @@ class Method(ABC):
         return Scores.load(call["out"])
 
     def _store(self, **call: Any) -> None:
-        """Scores in their folder, from which a caller elsewhere takes them."""
+        """Write the scores to their folder, from which the caller loads them."""
         self.attribute(**call)
 
     def lay_out(
@@ -185,8 +189,8 @@ class Method(ABC):
         if queries is not None and queries.weights is not None and not self._linear:
             raise InvalidInput(
                 f"query_weights or a Contrast with {self.name}, whose scores are not linear in "
-                "the queries: use a method of gradients, such as Source, or add up the rows of "
-                "its scores yourself"
+                "the queries: use a gradient method, such as Source, or add up the rows of its "
+                "scores yourself"
             )
         if queries is not None and queries.rank is not None and not self._layered:
             raise InvalidInput(
@@ -204,12 +208,12 @@ class Method(ABC):
         what: str = LOSSES,
         layers: Sequence[str] | None = None,
     ) -> ScoreWriter:
-        """Where this run's scores go. What is tallied on the way is kept with them.
+        """The writer of this run's scores. It also stores the tallies of the ledger.
 
         Args:
-            places: the stages and weights at which training examples are looked at.
-            what: of them the scores depend on: losses, or only outputs.
-            layers: whose parts are kept.
+            places: the stages and weights at which the model runs on training examples.
+            what: what the scores depend on there: losses, or only outputs.
+            layers: names of the layers whose contributions are kept.
         """
         world = workspace.world
         asked = {"the method": self, "out": out, "top": top, "by_segment": segments}
@@ -233,11 +237,11 @@ class Method(ABC):
             warn(message, stacklevel=4)
         messages = collected_warnings()
         messages[:0] = [m for m in writer.account.get("warnings", []) if m not in messages]
-        writer.account["warnings"] = messages  # what is added later is saved with the progress
+        writer.account["warnings"] = messages  # later messages are saved with the progress
         return writer
 
     def key(self, workspace: Workspace) -> str:
-        """Of everything that the scores depend on."""
+        """A digest of everything that the scores depend on."""
         settings = call_text(self.name, self.settings(), {})  # with defaults, which may change
         return key_of({"method": settings, **workspace.identity()})
 
@@ -276,7 +280,9 @@ class Method(ABC):
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        return {
+            k: v for k, v in vars(self).items() if not k.startswith("_") and k not in self._fixed
+        }
 
     def defaults_shown(self) -> dict[str, Any]:
         """The settings that need not be shown."""

@@ -1,4 +1,4 @@
-"""The truest scores we know from a run's checkpoints: SOURCE's averages, one matrix for all layers.
+"""The most accurate scores from a run's checkpoints: SOURCE's averages, one matrix for all layers.
 
     values[q, m] = -(1/N) ∇f(q)ᵀ (D⁻¹ + H̄/δ)⁻¹ ḡ(m)                D = η̄K P̄
 
@@ -59,6 +59,8 @@ class Best(SegmentedMethod):
             preconditioner's, layer by layer.
     """
 
+    _fixed = ("damping", "coupling", "weight_decay")
+
     def __init__(
         self,
         iterations: int = 8,
@@ -78,10 +80,6 @@ class Best(SegmentedMethod):
         self.iterations, self.relative_damping = iterations, relative_damping
         along: Any = {"query_at": query_at, "floor": floor, "seed": seed}
         super().__init__(segments, curvature, fisher, stage, **along)
-
-    def settings(self) -> dict[str, Any]:
-        fixed = ("damping", "coupling", "weight_decay")
-        return {k: v for k, v in super().settings().items() if k not in fixed}
 
     def rates(self, workspace: Workspace, segment: Segment) -> Rates:
         return Rates.of(workspace, segment, floor=self.floor)

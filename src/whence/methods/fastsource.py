@@ -11,14 +11,14 @@ from typing import Any
 
 from whence.layers.passes import Weights
 from whence.methods.source import Source
-from whence.run import Averaged, Segment
+from whence.run import MeanCheckpoint, Segment
 
 
 class FastSource(Source):
     """`Source` at each segment's mean parameters. The arguments are the same."""
 
     def points(self, segment: Segment) -> Sequence[Weights]:
-        return [Averaged(segment.checkpoints)]
+        return [MeanCheckpoint(segment.checkpoints)]
 
     @classmethod
     def published(cls, *arguments: Any, **settings: Any) -> Source:

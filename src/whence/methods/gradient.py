@@ -1,8 +1,8 @@
 """What SOURCE, influence functions, TracIn and TRAK share: scores linear in training gradients.
 
-A method says which checkpoints form its terms, and what the query vectors of each term are; the
-scoring is here and the same for all. `SegmentedMethod` is what SOURCE does around its formula:
-settings, segments, what each segment needs, and the query gradient.
+A method defines which checkpoints form its terms, and the query vectors of each term. The scoring
+is here, the same for all. `SegmentedMethod` is what SOURCE does around its formula: settings,
+segments, what each segment needs, and the query gradient.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from whence.engine.costs import SCORED, Cost, Workload, announce, queries_at_once
-from whence.engine.dynamics import Rates
+from whence.engine.costs import SCORED, Cost, Workload, announce, estimated, show_progress
+from whence.engine.dynamics import FLOOR, Rates
 from whence.engine.ledger import segment_summary
 from whence.engine.options import (
     QUERY_AT,
@@ -46,9 +46,9 @@ from whence.world import World
 
 AUTO, SEGMENTS = "auto", 3  # the choice of `chosen_segments`, and the paper's number
 VECTOR_STEPS = 10  # reads and writes of a query's vector in each segment, for the estimate
-USUAL_PRODUCTS = 40  # Lanczos steps that the Gauss-Newton matrix takes, for the estimate
+USUAL_PRODUCTS = 40  # Lanczos steps with the Gauss-Newton matrix, for the estimate
 
-#: for the terms with these numbers: the vectors w of some queries, and a number they are times
+#: (numbers of terms, the vectors w that these terms share, a factor that multiplies w)
 Vectors = Iterator[tuple[Sequence[int], Any, float]]
 
 
@@ -61,9 +61,10 @@ class GradientMethod(Method):
 
     # -- what a method defines -------------------------------------------------------------------
 
-    @abstractmethod
     def terms(self, workspace: Outline) -> list[Term]:
-        """Which checkpoints' training gradients count, in the order of training."""
+        """The checkpoints whose training gradients count, in the order of training; by default the
+        final one, for the examples of every stage."""
+        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     @abstractmethod
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Any:
@@ -71,13 +72,13 @@ class GradientMethod(Method):
 
     @abstractmethod
     def vectors(self, workspace: Workspace, prepared: Any, queries: Queries) -> Vectors:
-        """The vectors w of these queries for each term, in any order. What was given is not used
-        here any more, so that its memory can be reused."""
+        """The vectors w of these queries for each term, in any order. The caller may reuse the
+        memory of the vectors that it receives."""
 
     def training(
         self, workspace: Workspace, prepared: Any
     ) -> tuple[Signal, Mapping[str, Tensor] | None]:
-        """What of an example is differentiated, and its weight if any, (n,) per stage."""
+        """What is differentiated for each example, and weights of the examples, (n,) per stage."""
         return LOSS, None
 
     def passes_needed(self, work: Workload) -> dict[str, int]:
@@ -117,7 +118,7 @@ class GradientMethod(Method):
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            at_once = queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
+            at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
             blocks = -(-count // max(1, at_once))  # each has a pass over the examples
             each["scores"] += (blocks - 1) * cost.again(tracked)
             handled["scores"] = blocks * handled.get("scores", 0.0)
@@ -156,8 +157,10 @@ class GradientMethod(Method):
         writer = self.writer(workspace, out, top, segments, places, layers=layers)
         if writer.already is not None:
             return writer.already
-        if workspace.reads_training_data:
-            self._announce(workspace, terms)
+        if workspace.progress and workspace.reads_training_data:
+            counts = self.counted(self.workload(workspace, terms))
+            announce(self, workspace, counts)
+            show_progress(workspace, counts)
         workspace.in_step = self._factored  # plain gradients are not worth dealing
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
@@ -171,9 +174,9 @@ class GradientMethod(Method):
         return writer.finish(**self.metadata(workspace))
 
     def fit(self, study: Study, **options: Unpack[Options]) -> None:
-        """Fit now what `attribute` needs besides queries, into the study's cache.
+        """Fit everything that does not depend on queries, and store it in the study's cache.
 
-        `attribute` with the same settings finds it there.
+        `attribute` with the same settings reuses it.
 
         Args:
             options: device, dtype, batch_size, memory, progress, workers: as in `attribute`.
@@ -204,13 +207,14 @@ class GradientMethod(Method):
         with World.together(), torch.no_grad(), precision_as_asked():
             queries = QuerySet.of(study, query, query_weights, query_rank)
             workspace = self.lay_out(study, study.runs[0], queries, ComputeOptions(**options))
-            self._announce(workspace, self.terms(workspace))
-        return dict(workspace.ledger.diagnostics["estimate"])
+            work = self.workload(workspace, self.terms(workspace))
+            return estimated(workspace, self.counted(work))
 
-    def _announce(self, workspace: Workspace, terms: list[Term]) -> None:
+    def workload(self, workspace: Workspace, terms: list[Term]) -> Workload:
+        """What the cost of these terms depends on."""
         first, query = first_scored(workspace, terms), workspace.query
         scored = [term for term in terms if term.stage in workspace.stages]
-        work = Workload(
+        return Workload(
             workspace.tracked,
             workspace.examples,
             sum(len(workspace.used(stage)) for stage in workspace.study.stages),
@@ -223,17 +227,17 @@ class GradientMethod(Method):
             workspace.room,
             workspace.dtype,
             None if query is None else query.rank,
+            workspace.world.size,
         )
-        announce(self, workspace, self.counted(work))
 
     def tokens(
         self, study: Study, query: Any, examples: Sequence[int], **options: Unpack[Options]
     ) -> list[Tokens]:
-        """Scores of a few training examples, position by position: which of its tokens did it.
+        """Scores of a few training examples, token by token.
 
-        Meant for the examples that `attribute` found: each costs a pass of its own at every
-        checkpoint. Several runs are not averaged: give a study of one. For the tokens of the
-        queries, make one query of each (`whence.unpacked`).
+        Use it for the examples that `attribute` ranks first: each costs a separate pass at every
+        checkpoint. The study must have one run. To score the tokens of queries instead, make one
+        query of each (`whence.unpacked`).
 
         Args:
             examples: indices in the training data (of `stage`, or of the last stage).
@@ -265,7 +269,7 @@ class GradientMethod(Method):
 
 @dataclass(frozen=True)
 class Stretch:
-    """A segment made ready: M, D^½, N times its checkpoints, and whether its stage is scored."""
+    """A prepared segment: M, D^½, N times its checkpoints, and whether its stage is scored."""
 
     M: Operator[Any]
     root: Any
@@ -274,7 +278,7 @@ class Stretch:
 
 
 class SegmentedMethod(GradientMethod):
-    """A method that takes training as stationary within segments."""
+    """A method that treats training as stationary within segments."""
 
     def __init__(
         self,
@@ -286,7 +290,7 @@ class SegmentedMethod(GradientMethod):
         weight_decay: str = "ignore",
         coupling: bool = True,
         query_at: str = "run",
-        floor: float = 0.1,
+        floor: float = FLOOR,
         seed: int = 0,
     ) -> None:
         check_choice("curvature", curvature, [*KINDS, GAUSS_NEWTON])
@@ -371,8 +375,8 @@ class SegmentedMethod(GradientMethod):
 
 
 def chosen_segments(workspace: Outline) -> int | str:
-    """What segments="auto" stands for: three where a single stage trained mostly weights that are
-    shared over positions (convolutions, transformers), one for each stage otherwise."""
+    """The meaning of segments="auto": three if a single stage trained mostly weights that are
+    shared over positions (convolutions, transformers), otherwise one for each stage."""
     sizes = {name: block.size for name, block in workspace.blocks.items()}
     shared = sum(sizes[name] for name, t in workspace.positions.items() if t > 1)
     enough = len(workspace.run.stages) == 1 and len(workspace.run.checkpoints) >= SEGMENTS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whence.engine.costs import Workload
 from whence.engine.queries import Queries
-from whence.engine.workspace import LOSS, Outline, Term, Workspace
+from whence.engine.workspace import LOSS, Term, Workspace
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.methods.similarity import gradient_norms
@@ -35,9 +35,6 @@ class GradientCosine(GradientMethod):
 
     def __init__(self, stage: str | None = None) -> None:
         self.stage = stage
-
-    def terms(self, workspace: Outline) -> list[Term]:
-        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[str, Tensor]:
         """1/‖∇L‖ of the examples that are scored, (n,) per stage; 0 where the gradient is 0."""

@@ -15,7 +15,7 @@ from whence.engine.costs import Workload
 from whence.engine.dynamics import source_damping
 from whence.engine.queries import Queries
 from whence.engine.solvers import SOLVERS, check_settings
-from whence.engine.workspace import Outline, Term, Workspace
+from whence.engine.workspace import Term, Workspace
 from whence.errors import check_choice
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.operators import BlockDiagonal, Inverse
@@ -112,9 +112,6 @@ class Influence(GradientMethod):
 
     def defaults_shown(self) -> dict[str, Any]:
         return super().defaults_shown() | self.defaults(self.solver)
-
-    def terms(self, workspace: Outline) -> list[Term]:
-        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
         λ, solve = self._damping(workspace), SOLVERS[self.solver].inverse

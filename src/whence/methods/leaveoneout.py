@@ -3,7 +3,7 @@
     values[q, m] = mean over the seeds of f(q; all data, seed) - f(q; all data but m, seed)
 
 This is the definition that other methods approximate. A seed has the same effect with m and without
-it, as far as training is not chaotic. The sign is that of f(with m) - f(without m).
+it, unless training is chaotic. The sign is that of f(with m) - f(without m).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 from whence.errors import InvalidIndex, InvalidInput, InvalidType, collect_warnings
 from whence.persist.files import as_path
+from whence.persist.identity import call_text, defaults_of
 from whence.retrain import contrast, measure
 from whence.retrain.recipe import Recipe
 from whence.scores import Scores
 from whence.study import Study
-from whence.table import call_text, defaults_of
 
 
 class LeaveOneOut:

@@ -36,7 +36,7 @@ from whence.operators import (
     survival,
 )
 from whence.operators.operator import Function, rotate
-from whence.run import Averaged, Segment
+from whence.run import MeanCheckpoint, Segment
 
 DAMPING = 1e-8  # of the inverse
 
@@ -48,6 +48,8 @@ class PublishedSource(Source):
         damping: added to the eigenvalues. Default: none for SGD, where F_r needs none, and 1e-8 in
             the inverse of Adam's form.
     """
+
+    _fixed = ("coupling", "query_at", "floor")
 
     def __init__(
         self,
@@ -68,10 +70,6 @@ class PublishedSource(Source):
     @property
     def name(self) -> str:
         return "Source.published"
-
-    def settings(self) -> dict[str, Any]:
-        fixed = ("coupling", "query_at", "floor")
-        return {k: v for k, v in super().settings().items() if k not in fixed}
 
     def rates(self, workspace: Workspace, segment: Segment) -> Rates:
         optimizer = workspace.run.optimizers[segment.stage.name]
@@ -116,7 +114,7 @@ class PublishedFastSource(PublishedSource):
         return "FastSource.published"
 
     def points(self, segment: Segment) -> Sequence[Weights]:
-        return [Averaged(segment.checkpoints)]
+        return [MeanCheckpoint(segment.checkpoints)]
 
 
 class PublishedInfluence(Influence):
@@ -157,7 +155,7 @@ class Mixture:
         return self._exponent().eigenvalues()
 
     def _exponent(self) -> Operator[BlockVectors]:
-        """The same as a diagonal operator."""
+        """These exponents as a diagonal operator."""
         names = [name for name in self.H.names if name in self.rates.applied]
         diagonals = {name: self.H.factors[name].diagonal for name in names}
         factors = {n: EigenFactors(x, None) for n, x in diagonals.items() if x is not None}
@@ -167,12 +165,12 @@ class Mixture:
         self, functions: Sequence[Function | None], v: BlockVectors, *, overwrite: bool = False
     ) -> list[BlockVectors | None]:
         """(H̄ + λ)⁻¹ (I - E) v instead of F_r(M) v, and E v."""
-        needed = zip(functions, (decayed, survival), strict=True)
-        lost, kept = self._exponent().apply([f and own for f, own in needed], v)
+        needed = [f and g for f, g in zip(functions, (decayed, survival), strict=True)]
+        lost, surviving = self._exponent().apply(needed, v)
         if lost is None:
-            return [None, kept]
+            return [None, surviving]
         w = {name: self._inverse(name, lost.matrix(name)) for name in lost.values}
-        return [BlockVectors(w, dict.fromkeys(w)), kept]
+        return [BlockVectors(w, dict.fromkeys(w)), surviving]
 
     def _inverse(self, name: str, u: Tensor) -> Tensor:
         """(H̄ + l₂ + λ)⁻¹ u of one block, plus d/P̄ inside where weight decay is decoupled."""

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.data import Labels, classes, cut
+from whence.data import Labels, classes, cut, progress_bar
 from whence.draws import Uniform
 from whence.engine.workspace import scored_stages
 from whence.errors import InvalidInput, collect_warnings
-from whence.persist.identity import key_of
+from whence.persist.identity import call_text, defaults_of, key_of
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
-from whence.table import call_text, defaults_of, progress_bar
 from whence.world import World
 
 DRAWS_PER_BLOCK = 2**22
@@ -103,8 +102,7 @@ class Random:
             else:
                 train_classes = classes(study.tasks[stage], data[stage])
                 blocks = cut(len(queries), max(1, DRAWS_PER_BLOCK // size // world.size))
-                some, hidden = world.mine(blocks), not progress
-                for rows in progress_bar(some, desc="draws", disable=hidden, leave=False):
+                for rows in progress_bar(world.mine(blocks), desc="draws", shown=progress):
                     values = draws(
                         self.seed, place, rows, query_classes, size, train_classes, where
                     )

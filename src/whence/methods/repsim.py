@@ -85,7 +85,7 @@ class RepSim(Similarity):
             if len(bad):
                 raise NotFinite(
                     f"the representation at {place} is NaN or infinite for {data.name} example "
-                    f"{listed(bad)}: mend or leave out the example"
+                    f"{listed(bad)}: correct or leave out the example"
                 )
             parts.append(h)
             workspace.ledger.diagnostics.setdefault("representation", {})[stage] = place

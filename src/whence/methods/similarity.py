@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.engine.costs import announce, passes_cost
+from whence.data import progress_bar
+from whence.engine.costs import Cost, announce, passes_cost
 from whence.engine.queries import Queries
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, Workspace
@@ -27,7 +28,6 @@ from whence.layers.passes import Weights
 from whence.methods.base import Folder, Method
 from whence.operators.products import squared_norms
 from whence.scores import Scores
-from whence.table import progress_bar
 
 SCORES_PER_BLOCK = 2**22
 SELF_BLOCK = 256  # examples compared with each other to find each one's similarity to itself
@@ -67,7 +67,7 @@ class Similarity(Method):
     _symmetric = False  # whether an example has the same features as a query
 
     def points(self, workspace: Workspace, stage: str) -> Sequence[tuple[Weights, float]]:
-        """Where a stage's examples are looked at, and the weights of the similarities there."""
+        """The checkpoints at which a stage's examples are compared, and the weight of each."""
         return [(workspace.run.final, 1.0)]
 
     def prepare(self, workspace: Workspace) -> Any:
@@ -83,22 +83,27 @@ class Similarity(Method):
         checkpoint: Weights,
         as_query: bool,
     ) -> Tensor:
-        """Of some examples, (n, r): as queries, or as training examples."""
+        """Features of some examples, (n, r), as queries or as training examples."""
 
     def compare(self, queries: Tensor, examples: Tensor) -> Tensor:
         """(q, r), (n, r) -> (q, n)."""
         return cosine(queries, examples)
 
     def sign(self, workspace: Workspace) -> float:
-        """Of a similarity that does not depend on the measurement."""
+        """The sign of a similarity, which does not depend on the measurement."""
         return 1.0 if workspace.final_passes.task.higher_is_better else -1.0
 
     def passes_needed(self, workspace: Workspace) -> tuple[dict[str, float], dict[str, int]]:
         """Operations per example of a pass of each kind, and how many, for the estimate."""
         return {"gradients": workspace.tracked.operations}, {"gradients": 1}
 
+    def _cost(self, workspace: Workspace) -> Cost:
+        """The counts of all its work."""
+        passes = self.passes_needed(workspace)
+        return passes_cost(workspace.tracked, workspace.examples, *passes)
+
     def width(self, workspace: Workspace) -> int:
-        """Numbers in the features of an example, about."""
+        """About how many numbers the features of an example have."""
         return 1
 
     def score(
@@ -109,8 +114,8 @@ class Similarity(Method):
         writer = self.writer(workspace, out, top, 1 if by else None, places, self._depends_on)
         if writer.already is not None:
             return writer.already
-        passes = self.passes_needed(workspace)
-        announce(self, workspace, passes_cost(workspace.tracked, workspace.examples, *passes))
+        if workspace.progress:
+            announce(self, workspace, self._cost(workspace))
         prepared, queries = self.prepare(workspace), {}
         with workspace.clock("scores"):
             rows, step = None, SELF_BLOCK
@@ -123,7 +128,7 @@ class Similarity(Method):
                 step = max(workspace.batch_size, SCORES_PER_BLOCK // count)
             step = min(step, max(1, workspace.memory // 32 // self.width(workspace)))
             chunks = workspace.world.mine(workspace.columns(step))
-            for chunk in progress_bar(chunks, disable=not workspace.progress, leave=False):
+            for chunk in progress_bar(chunks, shown=workspace.progress):
                 if writer.done(rows, chunk.place):
                     continue
                 stage, points = chunk.stage, at[chunk.stage]

@@ -29,7 +29,7 @@ from whence.engine.loss_weights import ensemble_weights
 from whence.engine.options import check_count, check_damping
 from whence.engine.projected_space import Space, projecting
 from whence.engine.queries import Queries
-from whence.engine.workspace import LOSS, MEASUREMENT, Outline, Term, Workspace
+from whence.engine.workspace import LOSS, MEASUREMENT, Term, Workspace
 from whence.errors import InvalidInput
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
@@ -74,9 +74,6 @@ class Trak(GradientMethod):
         self.dimension, self.seed, self.stage = dimension, seed, stage
         self.joint, self.damping = bool(joint), float(damping)
 
-    def terms(self, workspace: Outline) -> list[Term]:
-        return [Term(stage.name, [workspace.run.final]) for stage in workspace.run.stages]
-
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:
         examples = sum(len(workspace.study.data[stage]) for stage in workspace.study.stages)
         if len(workspace.study.runs) > 1:  # Q is of what was trained on
@@ -94,7 +91,7 @@ class Trak(GradientMethod):
         return Prepared(space, factors, ensemble_weights(workspace))
 
     def space(self, workspace: Workspace) -> Space:
-        """Where gradients are projected to."""
+        """The space that gradients are projected into."""
         return workspace.projected_space(self.dimension, self.joint, self.seed)
 
     def vectors(self, workspace: Workspace, prepared: Prepared, queries: Queries) -> Vectors:

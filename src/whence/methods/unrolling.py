@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whence.data import cut
+from whence.data import cut, progress_bar
 from whence.engine.costs import Cost, announce
 from whence.engine.options import ComputeOptions
 from whence.engine.queries import Queries
@@ -28,7 +28,6 @@ from whence.replay.training import Adjoint, Indices, Replay
 from whence.run import Run
 from whence.scores import Scores
 from whence.study import Study
-from whence.table import progress_bar
 
 
 class Unrolling(Method):
@@ -99,15 +98,11 @@ class Unrolling(Method):
             snapshot.discard()
             return writer.already
         blocks = self._blocks(workspace, len(ends) if by else 1)
-        self._estimate(workspace, blocks)
+        if workspace.progress:
+            announce(self, workspace, self._cost(workspace, blocks))
         blocks = list(world.mine(blocks))
         length = sum(workspace.replay.steps - block.first(workspace.run) for block in blocks)
-        bar = progress_bar(
-            total=length,
-            desc="updates, backwards",
-            disable=not workspace.progress,
-            leave=False,
-        )
+        bar = progress_bar(total=length, desc="updates, backwards", shown=workspace.progress)
         with bar, workspace.clock("scores"), twice_differentiable():
             for block in blocks:
                 if writer.done(block.rows, block.columns):
@@ -195,7 +190,7 @@ class Unrolling(Method):
             if not all(bool(part.isfinite().all()) for part in of_one.values()):
                 raise NotFinite(
                     f"the gradient of the measurement is NaN or infinite for {block.data.name} "
-                    f"example {int(index[0])}: mend or leave out the example"
+                    f"example {int(index[0])}: correct or leave out the example"
                 )
         return gradients
 
@@ -231,13 +226,13 @@ class Unrolling(Method):
             start += len(indices)
         return blocks
 
-    def _estimate(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> None:
+    def _cost(self, workspace: ReplayWorkspace, blocks: list[QueryBlock]) -> Cost:
+        """The counts of all its work on these blocks."""
         queries = max(len(block.indices) for block in blocks)
         operations = sum(self.operations(workspace, len(block.indices)) for block in blocks)
         numbers = queries * (2 * workspace.replay.slots + 10) * workspace.replay.numbers
         steps = workspace.replay.steps * len(blocks)
-        counts = Cost({"updates": steps}, {"updates": operations}, vector_numbers=numbers)
-        announce(self, workspace, counts)
+        return Cost({"updates": steps}, {"updates": operations}, vector_numbers=numbers)
 
     def _note_deviations(self, workspace: ReplayWorkspace) -> None:
         deviations = workspace.ledger.tallies.setdefault("deviations", {})

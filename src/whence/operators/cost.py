@@ -33,7 +33,15 @@ def whole_grams(block: ParameterBlock, t: int) -> float:
     o, i = block.o, block.width
     if block.lookup:
         return float(t * i * i)
+    t = t // 2 if block.tied else t  # the other half are looked up
+    if block.tied and pairs_are_fewer(t, i):
+        return 4.0 * t * t * o
     return float(2 * t * o * i + o * i * (i + (0 if block.rows else o)))
+
+
+def pairs_are_fewer(t: int, i: int) -> bool:
+    """Of a tied head: whether products of all pairs of t positions are less than G and Gᵀ G."""
+    return 4 * t * t < 2 * t * i + i * i
 
 
 def squares(block: ParameterBlock, t: int) -> float:
@@ -104,7 +112,7 @@ def rotations(tracked: Tracked, queries: int, examples: int, sets: int = 1) -> f
 
 
 def sides(block: ParameterBlock) -> list[int]:
-    """Of the two matrices that are decomposed: about 9 d³ operations each, in float64."""
+    """Sides d of the two matrices that are decomposed: about 9 d³ operations each, in float64."""
     return [] if block.diagonal else [block.width] if block.rows else [block.o, block.width]
 
 
@@ -135,6 +143,25 @@ def handled_numbers(tracked: Tracked) -> float:
 def per_example_numbers(tracked: Tracked) -> int:
     """Numbers in memory for one example during a pass: captures, temporaries, and outputs."""
     return 3 * _captures(tracked) + 6 * tracked.outputs
+
+
+def batch_size_for(tracked: Tracked, dtype: torch.dtype, device: str, memory: int) -> int:
+    """Examples per pass that fit, a power of two."""
+    bytes_each = per_example_numbers(tracked) * dtype.itemsize
+    most, share = (512, 2**28) if device == "cpu" else (4096, memory // 2)
+    size = int(min(most, max(1, min(share, memory // 2) // bytes_each)))
+    return 1 << (size.bit_length() - 1)
+
+
+def queries_at_once(numbers: int, size: int, memory: int, sets: int) -> int:
+    """Queries whose vectors fit into half the memory: those of `sets` terms, and two sets on the
+    way to the next. 0 if not even one's do.
+
+    Args:
+        numbers: in a vector.
+        size: bytes of each.
+    """
+    return int(memory // 2 // ((sets + 2) * numbers * size))
 
 
 def factor_numbers(tracked: Tracked, bases: bool = True) -> int:

@@ -259,6 +259,13 @@ class Factored(Operator[BlockVectors]):
         """Whether a block has no eigenbasis."""
         return self.factors[name].basis is None
 
+    def rows_of(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Q (width, width) and eigenvalues (o, width), if a block's rows do not mix."""
+        basis = self.factors[name].basis
+        if basis is None or basis.outputs is not None:
+            return None
+        return basis.inputs, self.block_eigenvalues(name)
+
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """H v of a component, in the parameters' own coordinates: (q, o, width) by block."""
         products = {}

@@ -14,14 +14,15 @@ passes over the data, and the result stays on the CPU and is brought to the devi
 
 Among several ranks, each sums over its share of the examples, and each block is owned by one rank:
 it gets the block's sums, decomposes them, and keeps the factors. The other ranks get them when they
-are asked for, one block at a time; for the pass that measures Λ, all bases of the group.
+are asked for, one block at a time. Where the sums of all blocks do not fit on every rank, no rank
+has them: all ranks take a batch each, and exchange what it adds to each block, and its basis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from torch import Tensor
 from whence.errors import NotFinite, warn
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
+from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.operator import Basis
 from whence.operators.statistics import (
     Covariances,
     FitData,
+    Owners,
     SecondMoments,
     Statistic,
     Tensors,
@@ -45,6 +48,7 @@ from whence.persist.cache import FactorCache, shared
 from whence.persist.identity import key_of
 from whence.world import World
 
+POSITIONS, BATCH_BYTES = 4096, 2**28  # of a batch, where ranks exchange what each batch adds
 FISHERS = ("sampled", "exact", "empirical")
 
 
@@ -97,7 +101,9 @@ class Fitter:
         settings |= {"whole": list(whole)} if whole else {}
 
         def statistic(blocks: Sequence[ParameterBlock]) -> Covariances:
-            return Covariances(blocks, self.signal, self.examples, self._zero, whole)
+            return Covariances(
+                blocks, self.signal, self.examples, self._zero, self._division, whole
+            )
 
         return self._measured(statistic, checkpoint, settings, bases=True)
 
@@ -152,11 +158,14 @@ class Fitter:
         """
 
         def statistic(blocks: Sequence[ParameterBlock]) -> SecondMoments:
-            placed = (
-                {} if bases is None else {b.name: self._gathered(b.name, bases) for b in blocks}
-            )
-            sums = self.signal, self.examples, self._zero
-            return SecondMoments(blocks, *sums, placed, diagonal)
+            sums = self.signal, self.examples, self._zero, self._division
+            if bases is None:
+                return SecondMoments(blocks, *sums, {}, diagonal)
+            gather = partial(self._gathered, bases=bases)
+            if self._division is not None:
+                return SecondMoments(blocks, *sums, {}, diagonal, gather)
+            self.world.wait()
+            return SecondMoments(blocks, *sums, {b.name: gather(b) for b in blocks}, diagonal)
 
         mean: Tensors = {}
         for checkpoint in checkpoints:
@@ -190,22 +199,39 @@ class Fitter:
         return self.world.owners(sizes)
 
     def _owner(self, name: str) -> int:
-        """Of a tensor such as "<block>/A"."""
+        """The owner of a tensor such as "<block>/A"."""
         return self._owners[name.rpartition("/")[0]]
 
     @property
     def _cache(self) -> FactorCache:
         return shared(self.cache, self.world, self._owner)
 
-    def _gathered(self, name: str, bases: Mapping[str, Basis | None]) -> Basis | None:
-        """A block's basis from its owner, in the precision of the passes."""
-        basis = bases.get(name)
-        placed = None if basis is None else basis.to(self.device, self.passes.dtype)
-        given = self.world.share(self.as_tensors({"": placed}), self._owners[name], self.device)
-        assert given is not None
-        return Basis(given.get("/outputs"), given["/inputs"]) if given else None
+    @cached_property
+    def _division(self) -> Owners | None:
+        """Where the sums of all blocks do not fit on every rank, or there is no device that they
+        could leave: whose they are."""
+        if self.world.size == 1 or (self.room is not None and self._bytes(True) <= self.room):
+            return None
+        return Owners(self.world, self._owners)
 
-    # -- what is fitted on what ------------------------------------------------------------------
+    def _gathered(self, block: ParameterBlock, bases: Mapping[str, Basis | None]) -> Basis | None:
+        """A block's basis from its owner, in the precision of the passes."""
+        if block.diagonal:
+            return None
+        basis = bases.get(block.name)
+        if self.world.size == 1 and basis is not None:
+            return basis.to(self.device, self.passes.dtype)
+        owner, sides = self._owners[block.name], [block.width, *([] if block.rows else [block.o])]
+        if basis is None:
+            flat = self._zero.new_empty(sum(side**2 for side in sides), dtype=self.passes.dtype)
+        else:
+            parts = [basis.inputs] if basis.outputs is None else [basis.inputs, basis.outputs]
+            flat = torch.cat([part.flatten() for part in parts]).to(self.device, self.passes.dtype)
+        lent = torch.split(self.world.lend(owner, flat), [side**2 for side in sides])
+        inputs, *outputs = (part.view(n, n) for part, n in zip(lent, sides, strict=True))
+        return Basis(outputs[0] if outputs else None, inputs)
+
+    # -- data and precision ----------------------------------------------------------------------
 
     @property
     def passes(self) -> Passes:
@@ -291,7 +317,10 @@ class Fitter:
 
     def groups(self, bases: bool) -> list[list[ParameterBlock]]:
         """Blocks that are fitted together."""
-        return grouped(self.blocks, bases, self.accumulator, self.room)
+        room = self.room
+        if room is not None and self._division is not None:
+            room *= self.world.size
+        return grouped(self.blocks, bases, self.accumulator, room)
 
     def _measured(
         self,
@@ -303,7 +332,7 @@ class Fitter:
         """A statistic of all blocks, in one pass, or in one for each group (then on the CPU)."""
 
         def passed(blocks: Sequence[ParameterBlock], about: Mapping[str, Any]) -> Tensors:
-            limits = self.batch_size, self._owner
+            limits = self._batch_size, self._owner
             return measure(statistic(blocks), self.data, checkpoint, self._cache, about, *limits)
 
         groups = self.groups(bases)
@@ -321,6 +350,12 @@ class Fitter:
         for part in parts:
             self._cache.drop(key_of(part))
         return values
+
+    @property
+    def _batch_size(self) -> int:
+        if self._division is None:
+            return self.batch_size
+        return exchanged_batch(self.batch_size, self.passes.tracked)
 
     def _warn_of_groups(self, groups: int, bases: bool) -> None:
         assert self.room is not None
@@ -377,6 +412,14 @@ def factor_bytes(block: ParameterBlock, bases: bool, dtype: torch.dtype) -> int:
     """What a block's factors take, when they are fitted and while they are."""
     numbers = cost.basis_numbers(block) if bases else 0
     return (numbers + 2 * block.size) * dtype.itemsize
+
+
+def exchanged_batch(batch_size: int, tracked: Tracked) -> int:
+    """Examples in a batch, where ranks exchange what each adds: enough positions that this takes
+    little of the time."""
+    positions = max(tracked.positions.values(), default=1)
+    fitting = BATCH_BYTES // (4 * cost.per_example_numbers(tracked))
+    return max(batch_size, min(POSITIONS // positions, fitting))
 
 
 def grouped(

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from whence.data import batch_length, cut
+from whence.data import batch_length, cut, progress_bar
 from whence.errors import InvalidInput, NotFinite
 from whence.layers.capture import Outputs, Tape, TrackedLayer, sides
 from whence.layers.passes import Passes, Signal, Weights
@@ -45,7 +45,6 @@ from whence.operators.operator import (
 from whence.operators.products import Readout, add_weighted
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
-from whence.table import progress_bar
 
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
 
@@ -119,8 +118,7 @@ class GaussNewton(Operator[BlockVectors]):
         bar = progress_bar(
             total=sum(len(part.batches(self.batch_size)) for part, _ in pairs),
             desc=f"Gauss-Newton product {self._products}",
-            disable=not self.data[0].passes.progress,
-            leave=False,
+            shown=self.data[0].passes.progress,
         )
         with bar:
             for part, checkpoint in pairs:
@@ -140,6 +138,9 @@ class GaussNewton(Operator[BlockVectors]):
 
     def is_diagonal(self, name: str) -> bool:
         return False
+
+    def rows_of(self, name: str) -> None:
+        """No block has rows that do not mix."""
 
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """H v in the parameters' own coordinates: (q, o, width) by block."""

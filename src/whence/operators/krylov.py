@@ -153,7 +153,7 @@ def _orthogonalised(
 
 
 def _normalised(new: Tensor, beta: Tensor, k: int) -> Tensor:
-    """Of norm 1; 0 where the space is exhausted."""
+    """Rows scaled to norm 1; 0 where the space is exhausted."""
     return new / beta[:, k : k + 1].to(new).clamp_min(torch.finfo(new.dtype).tiny)
 
 

@@ -238,7 +238,7 @@ class Operator(ABC, Generic[V]):
 
     @property
     def bases(self) -> Mapping[str, Basis | None]:
-        """Where vectors are best built; the parameters' own coordinates by default."""
+        """The bases in which to build vectors; the parameters' own coordinates by default."""
         return {}
 
     @abstractmethod
@@ -248,7 +248,7 @@ class Operator(ABC, Generic[V]):
         """f(H) v for each function f of the eigenvalues, restricted to the blocks of H.
 
         Args:
-            functions: None stands for a function that is not needed; so does its result.
+            functions: None for a function that is not needed, whose result is None.
             overwrite: v is not needed any more, so its memory may be reused.
         """
 
@@ -263,11 +263,11 @@ class Operator(ABC, Generic[V]):
 
     @abstractmethod
     def trace(self) -> dict[str, float]:
-        """Of every block."""
+        """The trace of every block."""
 
     @abstractmethod
     def eigenvalues(self) -> dict[str, Tensor]:
-        """Of every block; where they are not known, the diagonal; nothing if neither is."""
+        """Eigenvalues of every block; its diagonal if they are unknown; empty if both are."""
 
     @abstractmethod
     def scaled(self, factors: Mapping[str, float]) -> Operator[V]:
@@ -304,24 +304,24 @@ def coupling(operator: Operator[Any]) -> dict[str, float]:
 
 
 def survival(sigma: Tensor, duration: float | Tensor = 1.0) -> Tensor:
-    """F_S(σ) = exp(-η̄Kσ): how much of a perturbation outlives a segment (Eq. 13)."""
+    """F_S(σ) = exp(-η̄Kσ): the share of a perturbation that survives a segment (Eq. 13)."""
     return torch.exp(-duration * sigma)
 
 
 def response(sigma: Tensor, duration: float | Tensor = 1.0) -> Tensor:
-    """F_r(σ) = (1 - exp(-η̄Kσ)) / σ: what a constant pull adds up to (Eq. 18); η̄K as σ → 0."""
+    """F_r(σ) = (1 - exp(-η̄Kσ)) / σ: the effect of a constant gradient (Eq. 18); η̄K as σ → 0."""
     x = duration * sigma
     ratio = torch.where(x > 0, -torch.expm1(-x) / torch.where(x > 0, x, 1.0), 1.0)
     return duration * ratio
 
 
 def decayed(sigma: Tensor) -> Tensor:
-    """1 - exp(-σ): how much of a perturbation does not outlive a segment."""
+    """1 - exp(-σ): the share of a perturbation that does not survive a segment."""
     return -torch.expm1(-sigma)
 
 
 def inverse(sigma: Tensor, damping: float | Tensor) -> Tensor:
-    """F_inv(σ) = 1 / (σ + λ): the influence function's answer to the same question."""
+    """F_inv(σ) = 1 / (σ + λ): the counterpart of F_r in influence functions."""
     return 1.0 / (sigma + damping)
 
 

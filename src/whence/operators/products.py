@@ -123,6 +123,15 @@ def add_whole_grams(left: Tensor, right: Tensor, a: Tensor, s: Outputs, bias: bo
         add_gram(right, rows)
         add_rows(left, s.ids.flatten(), rows.square().sum(1))
         return
+    if (
+        isinstance(s, Rows)
+        and s.dense is not None
+        and cost.pairs_are_fewer(s.dense.shape[1], width)
+    ):
+        step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (s.dense.shape[1] * o))
+        for start in range(0, n, step):
+            _add_grams_by_position(left, right, a[start : start + step], s[start : start + step])
+        return
     step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (2 * o * width))
     for start in range(0, n, step):
         gradient = build(a[start : start + step], s[start : start + step], None, bias)
@@ -131,6 +140,25 @@ def add_whole_grams(left: Tensor, right: Tensor, a: Tensor, s: Outputs, bias: bo
             left += gradient.square().sum((0, 2), dtype=left.dtype)
         else:
             add_gram(left, gradient.mT.reshape(-1, o))
+
+
+def _add_grams_by_position(left: Tensor, right: Tensor, a: Tensor, s: Rows) -> None:
+    """The same, left (o,), without any G: aᵀ (s sᵀ) a and the diagonal of sᵀ (a aᵀ) s."""
+    assert s.dense is not None
+    a, ids, dense = a.to(left.dtype), s.ids, s.dense.to(left.dtype)
+    (n, t), last = ids.shape, s.dense.shape[1]
+    same = (ids.unsqueeze(2) == ids.unsqueeze(1)).to(a.dtype)
+    mixed = dense.gather(2, ids.unsqueeze(1).expand(n, last, t))  # s of a position in the row of
+    outputs = a.new_empty(n, t + last, t + last)  # one that is looked up: (n, t₂, t₁)
+    outputs[:, :t, :t], outputs[:, t:, :t], outputs[:, :t, t:] = same, mixed, mixed.mT
+    torch.bmm(dense, dense.mT, out=outputs[:, t:, t:])
+    right.addmm_(a.flatten(0, 1).T, (outputs @ a).flatten(0, 1))
+    inputs = a @ a.mT
+    looked_up = (inputs[:, :t, :t] * same).sum(2) + 2 * (inputs[:, :t, t:] * mixed.mT).sum(2)
+    squares = (inputs[:, t:, t:] @ dense).mul_(dense).sum(1)  # (n, o)
+    places = ids + torch.arange(n, device=a.device).unsqueeze(1) * s.o
+    add_rows(squares.view(-1), places.flatten(), looked_up.flatten())
+    left += squares.clamp_min_(0).sum(0)  # which rounding errors make negative
 
 
 def add_squares(total: Tensor, a: Tensor, s: Outputs, basis: Basis | None, bias: bool) -> None:
@@ -288,13 +316,13 @@ class Readout:
         return cls(values.contiguous(), None, basis and basis.to(values.device, dtype))
 
     def of_rows(self, take: Callable[[Tensor, int], Tensor]) -> Readout:
-        """Of some outputs only; in the parameters' own coordinates."""
+        """The part of some outputs, in the parameters' own coordinates."""
         assert self.basis is None
         column = None if self.column is None else take(self.column, 1)
         return Readout(take(self.weight, 1), column, None)
 
     def of_columns(self, take: Callable[[Tensor, int], Tensor]) -> Readout:
-        """Of some inputs only, without the bias; in the parameters' own coordinates."""
+        """The part of some inputs, without the bias, in the parameters' own coordinates."""
         assert self.basis is None
         return Readout(take(self.weight, 2), None, None)
 
@@ -394,11 +422,11 @@ class FactoredReadout:
         return cls(a[:, :-1].contiguous(), s, a[:, -1].contiguous(), left.shape[1])
 
     def of_rows(self, take: Callable[[Tensor, int], Tensor]) -> FactoredReadout:
-        """Of some outputs only."""
+        """The part of some outputs."""
         return replace(self, s=take(self.s, 1))
 
     def of_columns(self, take: Callable[[Tensor, int], Tensor]) -> FactoredReadout:
-        """Of some inputs only, without the bias."""
+        """The part of some inputs, without the bias."""
         return replace(self, a=take(self.a, 1), c=False)
 
     def scaled(self, factor: float) -> FactoredReadout:

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -63,6 +65,11 @@ class Statistic(ABC):
 
     work: ClassVar[str]  # the name of the pass, in `Factored.passes` and for people
 
+    @property
+    def divided(self) -> bool:
+        """Whether ranks add each batch together, and each has the totals of its own blocks only."""
+        return False
+
     @abstractmethod
     def zeros(self) -> Tensors:
         """The totals of no examples."""
@@ -94,13 +101,17 @@ def measure(
         settings: all that it depends on, the key of the cache.
         owner: the rank that gets a total, by its name.
     """
-    key, passes = key_of(settings), data[0].passes
+    key, passes, world = key_of(settings), data[0].passes, data[0].world
     values = cache.get(key)
     if values is not None:
         return values
     with passes.clock(statistic.work):
         totals, done = statistic.zeros(), 0  # batches
-        snapshot = cache.snapshot(key)
+        divided, snapshot = statistic.divided, cache.snapshot(key)
+        if snapshot is not None and snapshot[1].get("divided", False) != divided:
+            snapshot = None
+        if divided and len({*map(str, world.values(snapshot and snapshot[1]))}) > 1:
+            snapshot = None  # not of the same moment in all ranks
         if snapshot is not None:
             totals = {name: total.to(passes.device) for name, total in snapshot[0].items()}
             done, batch_size = snapshot[1]["done"], snapshot[1]["batch_size"]
@@ -112,10 +123,22 @@ def measure(
             for complete in statistic.add(totals, part, batches, label):
                 if complete is not None:
                     done = before + complete
-                    cache.offer_snapshot(key, totals, {"done": done, "batch_size": batch_size})
-        values = statistic.finish(data[0].world.total(totals, owner))
+                    position = {"done": done, "batch_size": batch_size, "divided": divided}
+                    cache.offer_snapshot(key, totals, position)
+        values = statistic.finish(totals if divided else world.total(totals, owner))
         cache.put(key, values, settings)
     return values
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The rank that owns each block, and alone has its totals."""
+
+    world: World
+    ranks: Mapping[str, int]
+
+    def mine(self, block: ParameterBlock) -> bool:
+        return self.ranks[block.name] == self.world.rank
 
 
 @dataclass(frozen=True)
@@ -126,29 +149,95 @@ class LayerStatistic(Statistic):
     signal: Signal
     examples: int  # N
     like: Tensor  # on the device and with the dtype of the totals
+    owners: Owners | None  # None: every rank has totals of all blocks
+
+    @property
+    def divided(self) -> bool:
+        return self.owners is not None
 
     @abstractmethod
     def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
-        """Of the totals of a block."""
+        """Shapes of the totals of a block."""
 
     @abstractmethod
     def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
         """Add one block of a batch; `first` in the first of the batch's backward passes."""
 
+    def at(self, block: ParameterBlock) -> LayerStatistic:
+        """The same, with what `add_layer` needs for a block, from its owner."""
+        return self
+
     def zeros(self) -> Tensors:
-        named = {f"{b.name}/{k}": x for b in self.blocks for k, x in self.shapes(b).items()}
+        blocks = [b for b in self.blocks if self.owners is None or self.owners.mine(b)]
+        named = {f"{b.name}/{k}": x for b in blocks for k, x in self.shapes(b).items()}
         return {name: self.like.new_zeros(shape) for name, shape in named.items()}
 
     def add(
         self, totals: Tensors, part: FitData, batches: list[NDArray[np.int64]], label: str
     ) -> Iterator[int | None]:
-        names, done = {b.name for b in self.blocks}, 0
-        for one in part.passes.backward_passes(part.data, batches, self.signal, label):
-            for factors in one.factors():
-                if factors.block.name in names:
-                    self.add_layer(totals, factors, one.first)
+        passes = part.passes.backward_passes(part.data, batches, self.signal, label)
+        if self.owners is not None:
+            yield from self._add_together(self.owners, totals, part, passes, len(batches))
+            return
+        done = 0
+        for one in passes:
+            for factors in self._factors(one):
+                self.add_layer(totals, factors, one.first)
             done += one.last
             yield done if one.last else None
+
+    def _factors(self, one: BackwardPass) -> Iterator[LayerFactors]:
+        names = {b.name for b in self.blocks}
+        return (factors for factors in one.factors() if factors.block.name in names)
+
+    def _add_together(
+        self,
+        owners: Owners,
+        totals: Tensors,
+        part: FitData,
+        passes: Iterator[BackwardPass],
+        batches: int,
+    ) -> Iterator[int]:
+        """Every rank's next batch, block by block, to the totals of the block's owner."""
+        world, names = owners.world, {b.name for b in self.blocks}
+        blocks = [b for b in part.passes.tracked.blocks if b.name in names]
+        for done in range(1, max(world.values(batches)) + 1):
+            left = done <= batches  # whether this rank has a pass of the batch to make
+            while world.either(left):
+                one, failure = None, None
+                factors: Iterator[LayerFactors] = iter(())
+                for block in blocks:
+                    flat, sums = self._empty(block)
+                    ready = self.at(block)
+                    try:
+                        if left and one is None:
+                            one = next(passes)
+                            factors = self._factors(one)
+                        if one is not None:
+                            ready.add_layer(sums, next(factors), one.first)
+                    except Exception as error:  # raised when the other ranks can notice
+                        left, one, failure = False, None, failure or error
+                    added = world.add_at(owners.ranks[block.name], flat)
+                    if owners.mine(block):
+                        for name, value in self._named(block, added).items():
+                            totals[name] += value
+                if failure is not None:
+                    raise failure
+                for _ in factors:  # which checks that all were finite
+                    pass
+                left = one is not None and not one.last
+            yield done
+
+    def _empty(self, block: ParameterBlock) -> tuple[Tensor, Tensors]:
+        """Zeros for the totals of a block, as one vector and by name."""
+        flat = self.like.new_zeros(sum(math.prod(x) for x in self.shapes(block).values()))
+        return flat, self._named(block, flat)
+
+    def _named(self, block: ParameterBlock, flat: Tensor) -> Tensors:
+        shapes = self.shapes(block)
+        parts = torch.split(flat, [math.prod(x) for x in shapes.values()])
+        named = zip(shapes.items(), parts, strict=True)
+        return {f"{block.name}/{key}": part.view(shape) for (key, shape), part in named}
 
 
 @dataclass(frozen=True)
@@ -201,11 +290,18 @@ class SecondMoments(LayerStatistic):
 
     bases: Mapping[str, Basis | None]
     diagonal: bool
+    gather: Callable[[ParameterBlock], Basis | None] | None = None  # instead of `bases`
 
     work = "eigenvalues"
 
+    def at(self, block: ParameterBlock) -> SecondMoments:
+        if self.gather is None:
+            return self
+        return replace(self, bases={block.name: self.gather(block)})
+
     def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
-        wanted = ["eigenvalues"] * bool(self.bases) + ["diagonal"] * self.diagonal
+        rotated = bool(self.bases) or self.gather is not None
+        wanted = ["eigenvalues"] * rotated + ["diagonal"] * self.diagonal
         return dict.fromkeys(wanted, block.shape)
 
     def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:

@@ -2,7 +2,8 @@
 
 H and the diagonals share no eigenbasis, so there is no closed form: functions are computed by
 Lanczos iterations, inverses by conjugate gradients, each with a few dozen products with H. Blocks
-that H does not tie together are solved one after another.
+that H does not tie together are solved one after another; rows of a table, that it does not tie
+together either, by Chebyshev series of their own (`chebyshev.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from whence.data import cut
 from whence.errors import warn
 from whence.layers.passes import products_as
+from whence.operators.chebyshev import RowMatrices
 from whence.operators.krylov import Product, Solution, conjugate_gradients, matrix_functions
 from whence.operators.operator import BlockDiagonal, BlockVectors, Function, Inverse, Operator
 
@@ -39,6 +41,7 @@ class Matrix(Protocol):
     def tolerance(self) -> Mapping[torch.dtype, float]: ...
     def components(self, names: Sequence[str]) -> list[list[str]]: ...
     def is_diagonal(self, name: str) -> bool: ...
+    def rows_of(self, name: str) -> tuple[Tensor, Tensor] | None: ...
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def shape_of(self, name: str) -> Shape: ...
     def diagonal_of(self, name: str) -> Tensor | None: ...
@@ -68,28 +71,52 @@ class Whitened(Operator[BlockVectors]):
         for names in self.H.components([name for name in self.root if name in v.values]):
             shapes = {name: self.H.shape_of(name) for name in names}
             right = _right(v, shapes)
-            if self.H.is_diagonal(names[0]):
-                sigma = self._diagonal(names[0], shapes[names[0]], right)[0]
-                for f, result in zip(functions, results, strict=True):
-                    if f is not None and result is not None:
-                        result.values[names[0]] = f(sigma) * right.view(-1, *sigma.shape)
-                        result.bases[names[0]] = None
-                continue
-            product, tolerance = self._product(shapes, right), self.H.tolerance[right.dtype]
-            answers = right.new_empty(len(wanted), *right.shape)
-            for rows in cut(len(right), self._rows(right)):
-                here = slice(int(rows[0]), int(rows[-1]) + 1)
-                stored = self.H.memory // 2 // (len(rows) * _row_bytes(right))
-                with products_as("highest"):  # rounded to TF32, products do not converge
-                    solution = matrix_functions(
-                        product, wanted, right[here], STEPS, tolerance, stored
-                    )
-                answers[:, here] = solution.x
-                self._note(names, solution, tolerance)
+            answers = self._functions(names, shapes, wanted, right)
             for result, answer in zip([r for r in results if r is not None], answers, strict=True):
                 for name, part in _split(answer, shapes).items():
                     result.values[name], result.bases[name] = part, None
         return results
+
+    def _functions(
+        self,
+        names: Sequence[str],
+        shapes: Mapping[str, Shape],
+        functions: Sequence[Function],
+        right: Tensor,
+    ) -> Sequence[Tensor]:
+        """f(M) right of each function over the blocks of one component, (q, p)."""
+        if self.H.is_diagonal(names[0]):
+            sigma = self._diagonal(names[0], shapes[names[0]], right).flatten(1)
+            return [f(sigma) * right for f in functions]
+        by_row = self._by_row(names[0], shapes[names[0]], functions, right)
+        if by_row is not None:
+            return by_row
+        product, tolerance = self._product(shapes, right), self.H.tolerance[right.dtype]
+        answers = right.new_empty(len(functions), *right.shape)
+        for rows in cut(len(right), self._rows(right)):
+            here = slice(int(rows[0]), int(rows[-1]) + 1)
+            stored = self.H.memory // 2 // (len(rows) * _row_bytes(right))
+            with products_as("highest"):  # rounded to TF32, products do not converge
+                solution = matrix_functions(
+                    product, functions, right[here], STEPS, tolerance, stored
+                )
+            answers[:, here] = solution.x
+            self._note(names, solution, tolerance)
+        return list(answers)
+
+    def _by_row(
+        self, name: str, shape: Shape, functions: Sequence[Function], right: Tensor
+    ) -> list[Tensor] | None:
+        """The same for a block whose rows have a matrix each; None for all others, and where a
+        series would have too many terms."""
+        its = self.H.rows_of(name)
+        if its is None:
+            return None
+        root, shift = (_full(x.get(name, 0.0), shape, right)[0] for x in (self.root, self.shift))
+        with products_as("highest"):
+            matrices = RowMatrices(its[0], its[1], root, shift)
+            answers = matrices.functions(functions, right.view(-1, *shape))
+        return None if answers is None else [answer.flatten(1) for answer in answers]
 
     def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
         """By conjugate gradients, preconditioned by the diagonal of D^½ H D^½ + Δ + λ."""
@@ -107,6 +134,11 @@ class Whitened(Operator[BlockVectors]):
                 result.values.update(_split(right / diagonal, shapes))
                 result.bases[names[0]] = None
                 continue
+            by_row = self._inverse_by_row(names[0], shapes[names[0]], right)
+            if by_row is not None:
+                result.values.update(_split(by_row, shapes))
+                result.bases[names[0]] = None
+                continue
             precondition, tolerance = diagonal.reciprocal().mul, CG_TOLERANCE[right.dtype]
             with products_as("highest"):  # rounded to TF32, products never give five digits
                 solution = conjugate_gradients(
@@ -122,6 +154,17 @@ class Whitened(Operator[BlockVectors]):
             for name, part in _split(solution.x, shapes).items():
                 result.values[name], result.bases[name] = part, None
         return result
+
+    def _inverse_by_row(self, name: str, shape: Shape, right: Tensor) -> Tensor | None:
+        """Δ^-½ (1 + Δ^-½ D^½ H D^½ Δ^-½)⁻¹ Δ^-½ right, if the rows of H have a matrix each."""
+        scale = _full(self.shift.get(name, 0.0), shape, right)[0] ** -0.5
+        if not bool(scale.isfinite().all()):
+            return None
+        root = BlockDiagonal({name: _full(self.root[name], shape, right)[0] * scale})
+        flat = scale.flatten()
+        scaled = Whitened(self.H, root, {})
+        solved = scaled._by_row(name, shape, [lambda x: 1 / (1 + x)], right * flat)
+        return None if solved is None else solved[0] * flat
 
     def _product(self, shapes: Mapping[str, Shape], right: Tensor) -> Product:
         """x ↦ (D^½ H D^½ + Δ) x over the blocks of one component, flattened."""

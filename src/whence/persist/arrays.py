@@ -15,12 +15,13 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 import safetensors.torch
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -35,11 +36,15 @@ from whence.persist.files import (
     parsing,
     refuse_special,
 )
-from whence.persist.identity import sha256_of, tensors_sha256
+from whence.persist.identity import sha256_in_turn, sha256_of, tensors_sha256
 
 BLOCK = 2**20  # bytes
 LARGE = 2**26  # bytes; larger arrays are checked when they are read
 Entry = dict[str, Any]
+DTYPES = {  # as safetensors names them
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
+}
 Mode = Literal["r", "c", "r+"]
 
 
@@ -318,10 +323,80 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
         safetensors.torch.save_file(separate, temporary, {"about": text})
 
 
+def save_in_turn(
+    path: Path,
+    forms: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    tensors: Iterable[tuple[str, Tensor]],
+    about: Mapping[str, Any],
+) -> None:
+    """`save_tensors` of tensors that are there one at a time.
+
+    Args:
+        forms: dtype and shape of each.
+        tensors: in the order of their names.
+    """
+    plain, places, end = json.loads(json.dumps(about, default=str)), {}, 0
+    header: dict[str, Any] = {}
+    for name in sorted(forms, key=lambda name: (-forms[name][0].itemsize, name)):  # aligned
+        dtype, shape = forms[name]
+        places[name] = end
+        end += dtype.itemsize * math.prod(shape)
+        offsets = [places[name], end]
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+
+    def encoded(checksum: str) -> bytes:
+        text = json.dumps({**plain, CHECKSUM: checksum})
+        data = json.dumps({"__metadata__": {"about": text}, **header}).encode()
+        data += b" " * (-len(data) % 8)
+        return len(data).to_bytes(8, "little") + data
+
+    start = len(encoded("0" * 64))
+    with atomic(path) as temporary, open(temporary, "wb") as file:
+
+        def written() -> Iterator[str | Tensor]:
+            for name, tensor in tensors:
+                file.seek(start + places[name])
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                yield name
+                yield tensor
+
+        content = sha256_in_turn(written())
+        shown = {name: [str(dtype), list(shape)] for name, (dtype, shape) in forms.items()}
+        file.seek(0)
+        file.write(encoded(_checksum(shown, plain, content)))
+
+
 def _tensors_checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     """A digest of the tensors, with names, dtypes and shapes, and of what is known about them."""
     forms = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
-    return sha256_of(json.dumps([forms, about], sort_keys=True), tensors_sha256(tensors))
+    return _checksum(forms, about, tensors_sha256(tensors))
+
+
+def _checksum(forms: Mapping[str, Any], about: Mapping[str, Any], content: str) -> str:
+    return sha256_of(json.dumps([forms, about], sort_keys=True), content)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        opened: Any = safe_open(path, framework="pt")
+        self._file = opened.__enter__()
+        self._names: list[str] = list(self._file.keys())
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return dict(self._file.metadata() or {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def load_tensors(
@@ -337,11 +412,18 @@ def load_tensors(
     Raises:
         DamagedFile: the file is truncated or altered.
     """
+    stored, about = open_tensors(path, remedy=remedy, checksum_required=checksum_required)
+    return {name: tensor.clone() for name, tensor in stored.items()}, about
+
+
+def open_tensors(
+    path: Path, *, remedy: str = REMEDY, checksum_required: bool = True
+) -> tuple[StoredTensors, dict[str, Any]]:
+    """The same, with tensors that are checked now, and read when they are asked for."""
     with parsing(path, remedy):
         try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-                about: dict[str, Any] = dict(file.metadata() or {})
+            tensors = StoredTensors(path)
+            about = tensors.metadata
         except SafetensorError as error:
             raise damaged(path, f"truncated, or not a safetensors file: {error}", remedy) from error
         about |= json.loads(about.pop("about", "{}"))

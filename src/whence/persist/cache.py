@@ -9,7 +9,7 @@ with a tolerance, not by a digest: `Tried` has the losses that a stored result m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import FolderConflict
-from whence.persist.arrays import load_tensors, save_tensors
+from whence.persist.arrays import load_tensors, open_tensors, save_in_turn, save_tensors
 from whence.persist.files import Throttle, make_folder
 from whence.persist.identity import key_of, sha256_of, tensors_sha256
 from whence.world import Owner, World, everyone
@@ -56,6 +56,28 @@ class FactorCache:
         self._save(self._path(key), tensors, {"settings": settings})
         self._partial(key).unlink(missing_ok=True)
 
+    def put_in_turn(
+        self,
+        key: str,
+        forms: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        tensors: Iterable[tuple[str, Tensor]],
+        settings: Mapping[str, Any],
+    ) -> None:
+        """`put`, into a folder, of tensors that are there one at a time, in the order of their
+        names."""
+        self._save_dependencies()
+        path = self._path(key)
+        make_folder(path.parent)
+        save_in_turn(path, forms, tensors, {"settings": settings})
+        self._partial(key).unlink(missing_ok=True)
+
+    def opened(self, key: str) -> Mapping[str, Tensor] | None:
+        """`get`, from a folder, of tensors that are read when they are asked for."""
+        try:
+            return open_tensors(self._path(key), remedy=REFIT)[0]
+        except FileNotFoundError:
+            return None
+
     def drop(self, key: str) -> None:
         self._memory.pop(key, None)
         if self.folder is not None:
@@ -70,10 +92,13 @@ class FactorCache:
         self, key: str, tensors: Mapping[str, Tensor], position: dict[str, int]
     ) -> None:
         """Save the totals of a pass if it is time to."""
-        if self.folder is not None and self._throttle.due():
+        if self.folder is not None and self._due(position):
             with self._throttle.saving():
                 self._save_dependencies()
                 self._save(self._partial(key), tensors, {"position": position})
+
+    def _due(self, position: dict[str, int]) -> bool:
+        return self._throttle.due()
 
     @staticmethod
     def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -114,15 +139,24 @@ class SharedCache(FactorCache):
     def get(self, key: str) -> dict[str, Tensor] | None:
         if self.folder is None:
             return self.cache.get(key)
-        return self.world.hand_out(self.cache.get(key) if self.world.first else None, self.owner)
+        stored = self.cache.opened(key) if self.world.first else None
+        given = self.world.hand_out(stored, self.owner)
+        if given is not None and self.world.first:
+            for name in given:
+                given[name] = given[name].clone()  # which was mapped from the file
+        return given
 
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
         if self.folder is None:
             self.cache.put(key, tensors, settings)
             return
-        whole = self.world.collect(tensors, self.owner)
-        if self.world.first:
-            self.cache.put(key, whole, settings)
+        forms, arriving = self.world.collect(tensors, self.owner)
+        try:
+            if self.world.first:
+                self.cache.put_in_turn(key, forms, arriving, settings)
+        finally:  # also where rank 0 cannot write: the others send
+            for _ in arriving:
+                pass
         self._partial(self._part(key)).unlink(missing_ok=True)
 
     def drop(self, key: str) -> None:
@@ -137,8 +171,13 @@ class SharedCache(FactorCache):
     ) -> None:
         super().offer_snapshot(self._part(key), tensors, position)
 
+    def _due(self, position: dict[str, int]) -> bool:
+        """Of totals that are divided among the ranks, all save the same moment's."""
+        due = self._throttle.due()
+        return self.world.either(due) if position.get("divided") else due
+
     def _part(self, key: str) -> str:
-        """Of the sums of this rank's share."""
+        """The key of the sums of this rank's share."""
         return f"{key}-{self.world.rank}-of-{self.world.size}"
 
 

@@ -184,7 +184,7 @@ def make_folder(path: Path) -> None:
 
 
 class Throttle:
-    """Says when to save: every so often, and less often where saving is slow.
+    """Decides when to save: at intervals, which are longer where saving is slow.
 
     Saving takes at most 3 % of the time.
 
@@ -384,7 +384,7 @@ def acquire_lock(path: Path, *, wait: bool) -> IO[bytes] | None:
 
 
 def lock_holder(path: Path) -> str:
-    """Who holds a lock, as far as its file tells."""
+    """Who holds a lock, according to its file."""
     try:
         content = path.read_bytes()[:200].decode(errors="replace").strip()
     except OSError:
@@ -425,7 +425,7 @@ class FolderLock:
         self._of_this_process[str(self.path)] = self
 
     def check(self) -> None:
-        """Refuse to go on after another writer of this process took the lock."""
+        """Refuse to continue after another writer of this process took the lock."""
         if not self.held:
             raise FolderConflict(
                 f"a later call in this process {self.doing} in {self.path.parent}: this one stops"

@@ -1,4 +1,4 @@
-"""Identities: SHA-256 digests of content and of code, and the keys of caches made of them.
+"""Identities: SHA-256 digests of content and of code, keys of caches, and calls as text.
 
 Digests of content are on disk, in run folders, caches and results. They must never change.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -34,11 +35,19 @@ INSTRUCTIONS = (
 OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__")
 
 
-def sha256_of(*parts: str | bytes | NDArray[Any] | Tensor) -> str:
+Part = str | bytes | NDArray[Any] | Tensor
+
+
+def sha256_of(*parts: Part) -> str:
     """The digest of all parts, one after another: text as UTF-8, arrays and tensors by their bytes.
 
     Neither lengths, shapes nor dtypes count; see `digest`.
     """
+    return sha256_in_turn(parts)
+
+
+def sha256_in_turn(parts: Iterable[Part]) -> str:
+    """The same of parts that are there one at a time."""
     sha = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -62,7 +71,7 @@ def _as_text(value: Any) -> str:
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     """The digest of named tensors: names and bytes, in the order of the names."""
-    return sha256_of(*(part for name in sorted(tensors) for part in (name, tensors[name])))
+    return sha256_in_turn(part for name in sorted(tensors) for part in (name, tensors[name]))
 
 
 def file_sha256(path: Path) -> str:
@@ -304,3 +313,15 @@ def _version(module: str) -> str | None:
     if not installed & set(Path(file).resolve().parents):
         return None
     return str(getattr(sys.modules[root], "__version__", ""))
+
+
+def call_text(name: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> str:
+    """'Source(segments=3)': a call with the arguments that differ from their defaults."""
+    parts = [f"{k}={v!r}" for k, v in given.items() if k not in defaults or v != defaults[k]]
+    return f"{name}({', '.join(parts)})"
+
+
+def defaults_of(call: Callable[..., object]) -> dict[str, object]:
+    """The defaults of a function's or constructor's arguments, by name."""
+    parameters = inspect.signature(call).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

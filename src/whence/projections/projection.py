@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -19,9 +19,18 @@ PROBED_DIMENSIONS = 256  # ... and the least dimension they are projected to
 
 
 class Projection:
-    """Parts whose coordinates are concatenated; second moments stay within each part."""
+    """Parts whose coordinates are concatenated; second moments stay within each part.
 
-    def __init__(self, parts: Sequence[Random] | Sequence[Eigenbasis]) -> None:
+    Args:
+        diagonal: what gradients are multiplied by first, (o, width) by block; None for nothing.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Random | Eigenbasis],
+        diagonal: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.diagonal = diagonal
         self.parts: list[Random | Eigenbasis] = [*parts]
         ends = [0, *accumulate(part.dimension for part in parts)]
         self.columns = [slice(a, b) for a, b in pairwise(ends)]
@@ -33,29 +42,18 @@ class Projection:
 
     def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
         """(n, d)"""
+        if self.diagonal is not None:
+            gradients = {k: replace(g, diagonal=self.diagonal[k]) for k, g in gradients.items()}
         rows = [part.project(gradients) for part in self.parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+    def scaled(self, diagonal: Mapping[str, Tensor]) -> Projection:
+        """The same, of gradients that a diagonal multiplies first."""
+        return Projection(self.parts, diagonal)
 
     def per_coordinate(self, by_block: Mapping[str, float]) -> Tensor:
         """One number per coordinate, (d,), from one number per block."""
         return torch.cat([part.per_coordinate(by_block) for part in self.parts])
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A projection of gradients that a diagonal multiplies first: block → (o, width)."""
-
-    projection: Projection
-    diagonal: Mapping[str, Tensor]
-
-    @property
-    def preferred_batch(self) -> int:
-        return self.projection.preferred_batch
-
-    def project(self, gradients: Mapping[str, Gradients]) -> Tensor:
-        """(n, d)"""
-        scaled = {k: replace(g, diagonal=self.diagonal[k]) for k, g in gradients.items()}
-        return self.projection.project(scaled)
 
 
 def check(projection: Projection, gradients: Mapping[str, Gradients]) -> None:

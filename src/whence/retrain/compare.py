@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from whence.retrain.recipe import Recipe
+from whence.retrain.stacked import running_statistics
 from whence.retrain.stage import StageRecipe
 from whence.run import Run, Stage, optimizers
 from whence.table import listed
@@ -61,14 +62,9 @@ def other_initial_weights(recipe: Recipe, run: Run, seed: int) -> str | None:
     """
     assert run.initial is not None
     model = recipe.build(seed)
-    statistics = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        for name, _ in module.named_buffers()
-    }
+    statistics = running_statistics(model, nn.modules.batchnorm._NormBase)
     built, initial = model.state_dict(), run.initial.weights()
-    for name in sorted({*initial, *built} - statistics):
+    for name in sorted({*initial, *built} - statistics.keys()):
         if name not in initial or name not in built:
             return name
         ours = built[name].cpu()

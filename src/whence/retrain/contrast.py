@@ -68,7 +68,7 @@ def mean_of_sound(measurements: Floats, sound: NDArray[np.bool_]) -> Floats:
 
 
 def standard_errors(effects: Floats, counted: NDArray[np.int64]) -> Floats:
-    """Of the mean over seeds, from effects (seeds, ..., examples); infinite for a single pair."""
+    """Standard errors of the mean over seeds of effects (seeds, ..., examples); ∞ for one pair."""
     with warnings.catch_warnings():  # a single pair has no deviation
         warnings.simplefilter("ignore", RuntimeWarning)
         deviation = np.nanstd(effects, 0, ddof=1)

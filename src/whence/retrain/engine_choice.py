@@ -42,6 +42,8 @@ def choose_engine(
     model = recipe.build(0)
     for name, module in model.named_modules():
         draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if isinstance(module, nn.RNNBase):  # between its layers
+            draws = module.num_layers > 1 and module.dropout > 0
         if draws or (
             isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
         ):

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.data import Batches
-from whence.errors import InvalidInput, warn
+from whence.data import Batches, progress_bar
+from whence.errors import InvalidInput, check_choice, warn
 from whence.retrain.grid import Grid
 from whence.retrain.pool import ENGINES, TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
 from whence.retrain.training import Training
 from whence.retrain.work_queue import units, work
-from whence.table import progress_bar
+
+
+class TrainingOptions(TypedDict, total=False):
+    """How to train many models, as keyword arguments; see `measure`."""
+
+    device: torch.device | str | None
+    memory: int | str | None
+    executor: str | None
+    engine: str
+    progress: bool
 
 
 def measure(
@@ -26,11 +35,7 @@ def measure(
     trainings: Sequence[Training],
     *,
     out: str | os.PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-    memory: int | str | None = None,
-    executor: str | None = None,
-    engine: str = "auto",
-    progress: bool = True,
+    **options: Unpack[TrainingOptions],
 ) -> NDArray[np.float64]:
     """Measure every query with the model that each training ends in, (T, q).
 
@@ -49,21 +54,11 @@ def measure(
             Ray cluster.
         engine: "auto", or how models train together: "products" or "vmap"; "single" trains them one
             by one.
-        progress: show a progress bar.
+        progress: show a progress bar (default: True).
     """
     data = Batches("query", query, recipe.collate)
     grid = Grid(out, identity(recipe, data), len(data))
-    return run_grid(
-        recipe,
-        data,
-        trainings,
-        grid,
-        device=device,
-        memory=memory,
-        executor=executor,
-        engine=engine,
-        progress=progress,
-    )
+    return run_grid(recipe, data, trainings, grid, **options)
 
 
 def identity(recipe: Recipe, query: Batches) -> dict[str, Any]:
@@ -81,11 +76,11 @@ def run_grid(
     trainings: Sequence[Training],
     grid: Grid,
     *,
-    device: torch.device | str | None,
-    memory: int | str | None,
-    executor: str | None,
-    engine: str,
-    progress: bool,
+    device: torch.device | str | None = None,
+    memory: int | str | None = None,
+    executor: str | None = None,
+    engine: str = "auto",
+    progress: bool = True,
     callback: TrainingsCallback | None = None,
 ) -> NDArray[np.float64]:
     """`measure`, with the trainings of a grid.
@@ -93,8 +88,7 @@ def run_grid(
     Args:
         callback: called after each update. An exception that it raises stops all trainings.
     """
-    if engine not in ENGINES:
-        raise InvalidInput(f"engine={engine!r}: choose one of {ENGINES}")
+    check_choice("engine", engine, ENGINES)
     if executor not in (None, "ray"):
         raise InvalidInput(f"executor={executor!r}: use None for this process, or 'ray'")
     if executor == "ray" and callback is not None:
@@ -121,9 +115,7 @@ def run_grid(
         pool.warn_if_sequential()
         todo = list(units(recipe, trainings, settings["at_once"]))
         done = sum(key in grid for key in keys)
-        bar = progress_bar(
-            total=len(keys), initial=done, unit="training", disable=not progress, leave=False
-        )
+        bar = progress_bar(total=len(keys), initial=done, unit="training", shown=progress)
         with bar:
             if executor == "ray":
                 from whence.retrain.cluster import distribute

@@ -193,14 +193,8 @@ class TrainingPool:
         except torch.OutOfMemoryError:
             if len(trainings) == 1:
                 raise
-        torch.cuda.empty_cache()
-        half = len(trainings) // 2
-        warn(
-            f"{len(trainings)} models together do not fit into memory: trying {half}",
-            stacklevel=2,
-        )
-        parts = (trainings[:half], trainings[half:])
-        return np.concatenate([self.make(part, stop, scratch, callback) for part in parts])
+        parts = [self.make(part, stop, scratch, callback) for part in halves(trainings)]
+        return np.concatenate(parts)
 
     @cached_property
     def recipe_on_device(self) -> Recipe:
@@ -299,3 +293,11 @@ def _after_update(
             raise Interrupted
 
     return after_update
+
+
+def halves(trainings: Sequence[Training]) -> tuple[Sequence[Training], Sequence[Training]]:
+    """Two stacks instead of one that did not fit into memory."""
+    torch.cuda.empty_cache()
+    half = len(trainings) // 2
+    warn(f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=3)
+    return trainings[:half], trainings[half:]

@@ -13,12 +13,12 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
 
+from whence.data import progress_bar
 from whence.persist.identity import digest
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.stage import Ints, StageRecipe, checked_seed
 from whence.run import Recorder, Run, RunError
-from whence.table import progress_bar
 
 if TYPE_CHECKING:
     from whence.retrain.recipe import Recipe
@@ -78,7 +78,7 @@ def record_run(
     if ask is not None:
         ask(out)
     clips = {s.name: s.clip_norm for s in recipe.stages if s.clip_norm is not None}
-    bar = progress_bar(total=sum(totals.values()), unit="update", disable=not progress, leave=False)
+    bar = progress_bar(total=sum(totals.values()), unit="update", shown=progress)
     recorder: Recorder | None = None
     start = before = 0  # updates of the whole run: recorded earlier; of the stages so far
     with ExitStack() as stack, torch.random.fork_rng(cuda_devices(device)), bar:

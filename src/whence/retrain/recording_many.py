@@ -22,13 +22,13 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
 
-from whence.data import Batches
+from whence.data import Batches, progress_bar
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidType, warn
+from whence.errors import InvalidInput, InvalidType, check_choice
 from whence.persist.files import as_path
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
-from whence.retrain.pool import ENGINES, TrainingPool
+from whence.retrain.pool import ENGINES, TrainingPool, halves
 from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.recording import MakeUpdates, record_run
 from whence.retrain.stack import Stack, train_stack
@@ -38,7 +38,6 @@ from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, Unfini
 from whence.retrain.work_queue import units
 from whence.run import Run
 from whence.run.schedule import CheckpointSchedule
-from whence.table import progress_bar
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
@@ -81,8 +80,7 @@ def record(
             by one.
         progress: show a progress bar.
     """
-    if engine not in ENGINES:
-        raise InvalidInput(f"engine={engine!r}: choose one of {ENGINES}")
+    check_choice("engine", engine, ENGINES)
     trainings = _trainings(seeds, subsets, stage)
     folders = _folders(out, trainings)
     due = {t: _checkpoint_steps(recipe, checkpoints, t) for t in trainings}
@@ -125,9 +123,7 @@ def record(
     # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
     runs = {t: write(recipe, t, device) for t in trainings if begun(t)}
     missing = [t for t in trainings if t not in runs]
-    bar = progress_bar(
-        total=len(trainings), initial=len(runs), unit="run", disable=not progress, leave=False
-    )
+    bar = progress_bar(total=len(trainings), initial=len(runs), unit="run", shown=progress)
     with ExitStack() as locks, bar:
         if missing:
             for training, run in _record(
@@ -277,10 +273,7 @@ def _record_together(
             played = partial(_play_updates, checkpoints, position)
             yield training, write(pool.recipe, training, torch.device("cpu"), played)
         return
-    torch.cuda.empty_cache()
-    half = len(trainings) // 2
-    warn(f"{len(trainings)} models together do not fit into memory: trying {half}", stacklevel=2)
-    for part in (trainings[:half], trainings[half:]):
+    for part in halves(trainings):
         yield from _record_together(pool, part, due, write, files, locks)
 
 

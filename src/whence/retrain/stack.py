@@ -76,7 +76,7 @@ def _shapes(batch: Any) -> list[torch.Size]:
     return [leaf.shape[1:] for leaf in tree_leaves(batch)]
 
 
-class Objective(nn.Module):
+class ModelWithTask(nn.Module):
     """A model with its task as one module, for `torch.func.functional_call`."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
@@ -120,7 +120,7 @@ class Stack:
 
     def values(self, what: str, task: Task, batch: Any) -> Tensor:
         """The loss or measurement of each example, (S, B), for a batch of S·B rows."""
-        objective = Objective(self.template, task)
+        objective = ModelWithTask(self.template, task)
         if self.engine == "products":
             values: Tensor = objective(batch, what).reshape(self.size, -1)
             return values

@@ -10,6 +10,7 @@ around the products than in them when models are small.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from whence.errors import InvalidInput
+from whence.layers.recurrent import FAMILIES, Linear, stepwise
 
 # From this much work per model on, convolutions and batch norms process one model after another:
 # one model saturates the device, and its rows are already a batch in the user's memory format. With
@@ -85,13 +88,18 @@ def _autocast(x: Tensor | None) -> Tensor | None:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of each model's rows."""
+    rows = _by_model(x, len(weight)).reshape(len(weight), -1, x.shape[-1])
+    # here, because autocast does not reach the backward pass of a custom function
+    factors = map(_autocast, (rows, weight, bias))
+    product: Tensor = _Product.apply(*factors)  # type: ignore[no-untyped-call]
+    return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
 class StackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        rows = _by_model(x, len(self.weight)).reshape(len(self.weight), -1, x.shape[-1])
-        # here, because autocast does not reach the backward pass of a custom function
-        factors = map(_autocast, (rows, self.weight, self.bias))
-        product: Tensor = _Product.apply(*factors)  # type: ignore[no-untyped-call]
-        return product.reshape(*x.shape[:-1], product.shape[-1])
+        return _linear(x, self.weight, self.bias)
 
 
 class StackedConv1D(nn.Module):
@@ -106,19 +114,22 @@ class StackedConv1D(nn.Module):
         return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
-class StackedConv2d(nn.Conv2d):
+class _StackedConvolution(_ConvNd):
     """The convolutions of all models as the groups of one convolution, if they are small."""
+
+    _conv_forward: Callable[..., Tensor]
+    _convolved: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         models = len(self.weight)
         rows = _by_model(x, models)
-        places = rows[0, :, 0].numel() // (self.stride[0] * self.stride[1])
+        places = rows[0, :, 0].numel() // math.prod(self.stride)
         if places * self.weight[0].numel() >= PRODUCTS_APART.get(x.device.type, 0):
             return _apart(self._conv_forward, x, models, self.weight, self.bias)
         joint = _side_by_side(rows)
         if self.padding_mode != "zeros":
             joint = F.pad(joint, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-        y = F.conv2d(
+        y = self._convolved(
             joint,
             self.weight.flatten(0, 1),
             None if self.bias is None else self.bias.flatten(),
@@ -128,6 +139,18 @@ class StackedConv2d(nn.Conv2d):
             self.groups * models,
         )
         return _among_rows(y, models)
+
+
+class StackedConv1d(_StackedConvolution, nn.Conv1d):
+    _convolved = staticmethod(F.conv1d)
+
+
+class StackedConv2d(_StackedConvolution, nn.Conv2d):
+    _convolved = staticmethod(F.conv2d)
+
+
+class StackedConv3d(_StackedConvolution, nn.Conv3d):
+    _convolved = staticmethod(F.conv3d)
 
 
 class _StackedBatchNorm(_BatchNorm):
@@ -184,6 +207,12 @@ class StackedLayerNorm(nn.LayerNorm):
         return _affine(y, self.weight, self.bias, len(self.normalized_shape))
 
 
+class StackedRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x, self.normalized_shape, eps=self.eps)
+        return _affine(y, self.weight, None, len(self.normalized_shape))
+
+
 class StackedGroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = F.group_norm(x, self.num_groups, eps=self.eps)
@@ -204,13 +233,30 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, axes: int) ->
 
 class StackedEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
-        models, rows = self.weight.shape[:2]
-        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
-            raise InvalidInput("an Embedding has max_norm, scale_grad_by_freq or sparse gradients")
-        first_rows = torch.arange(models, device=ids.device) * rows
-        shifted = _by_model(ids, models) + first_rows.reshape(models, *[1] * ids.dim())
-        embedded = F.embedding(shifted.reshape(ids.shape), self.weight.flatten(0, 1))
-        return _without_padding_gradient(embedded, ids, self.padding_idx)
+        return _looked_up(self, ids)
+
+
+class StackedEmbeddingBag(nn.EmbeddingBag):
+    """Bags (n, size), of which each has a sum or a mean of rows."""
+
+    def forward(self, ids: Tensor, *others: Any, **named: Any) -> Tensor:  # type: ignore[override]
+        if others or named or ids.dim() != 2 or self.mode == "max":
+            raise InvalidInput("an EmbeddingBag has offsets, weights of its rows, or a maximum")
+        there = torch.ones_like(ids) if self.padding_idx is None else ids != self.padding_idx
+        total = (_looked_up(self, ids) * there.unsqueeze(2)).sum(1)
+        return total if self.mode == "sum" else total / there.sum(1, keepdim=True).clamp_min(1)
+
+
+def _looked_up(table: nn.Embedding | nn.EmbeddingBag, ids: Tensor) -> Tensor:
+    """The row of each number, from the table of its model."""
+    models, rows = table.weight.shape[:2]
+    if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+        name = type(table).__name__.removeprefix("Stacked")
+        raise InvalidInput(f"an {name} has max_norm, scale_grad_by_freq or sparse gradients")
+    first_rows = torch.arange(models, device=ids.device) * rows
+    shifted = _by_model(ids, models) + first_rows.reshape(models, *[1] * ids.dim())
+    embedded = F.embedding(shifted.reshape(ids.shape), table.weight.flatten(0, 1))
+    return _without_padding_gradient(embedded, ids, table.padding_idx)
 
 
 class VmappedEmbedding(nn.Embedding):
@@ -236,14 +282,83 @@ def _without_padding_gradient(embedded: Tensor, ids: Tensor, padding: int | None
     return torch.where((ids == padding).unsqueeze(-1), embedded.detach(), embedded)
 
 
+class StackedMultiheadAttention(nn.MultiheadAttention):
+    _qkv_same_embed_dim = property(lambda _: False)  # keeps encoders from their fused kernel
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.bias_k is not None or self.add_zero_attn or query.dim() != 3:
+            raise InvalidInput("attention has a key of its own, or no batch")
+        weights: Sequence[Tensor] = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3, 1)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3, 1)
+        given = [x if self.batch_first else x.transpose(0, 1) for x in (query, key, value)]
+        q, k, v = (
+            _linear(x, w, b).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+            for x, w, b in zip(given, weights, biases, strict=True)
+        )
+        mask = _as_added(attn_mask, q)
+        if mask is not None and mask.dim() == 3:  # one for each example and head
+            mask = mask.reshape(len(q), -1, *mask.shape[1:])
+        padding = _as_added(key_padding_mask, q)
+        if padding is not None:
+            padding = padding[:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        attention = None
+        if need_weights:
+            products = q @ k.mT / math.sqrt(q.shape[3])
+            attention = (products if mask is None else products + mask).softmax(3)
+            y = F.dropout(attention, self.dropout, self.training) @ v
+            attention = attention.mean(1) if average_attn_weights else attention
+        else:
+            share = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, mask, share)
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        return y if self.batch_first else y.transpose(0, 1), attention
+
+
+def _as_added(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask as numbers that are added before the softmax; True stands for -∞."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
+
+
+def _stepwise(kind: type[nn.Module], linear: Linear) -> type[nn.Module]:
+    """A recurrent module that is computed step by step: its kernel knows one model only."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return stepwise(self, linear, *args, **kwargs)
+
+    return type(f"Stepwise{kind.__name__}", (kind,), {"forward": forward})
+
+
+VMAPPED = {kind: _stepwise(kind, F.linear) for kind in FAMILIES}
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
+    **{kind: _stepwise(kind, _linear) for kind in FAMILIES},
     nn.Linear: StackedLinear,
+    nn.Conv1d: StackedConv1d,
     nn.Conv2d: StackedConv2d,
+    nn.Conv3d: StackedConv3d,
     nn.BatchNorm1d: StackedBatchNorm1d,
     nn.BatchNorm2d: StackedBatchNorm2d,
     nn.LayerNorm: StackedLayerNorm,
+    nn.RMSNorm: StackedRMSNorm,
     nn.GroupNorm: StackedGroupNorm,
     nn.Embedding: StackedEmbedding,
+    nn.EmbeddingBag: StackedEmbeddingBag,
+    nn.MultiheadAttention: StackedMultiheadAttention,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: StackedLinear,  # its projection
 }
 
 
@@ -263,11 +378,11 @@ def unstackable(model: nn.Module) -> str | None:
     return None
 
 
-def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of batch norms, which change during training."""
+def running_statistics(model: nn.Module, norms: type[nn.Module] = _BatchNorm) -> dict[str, Tensor]:
+    """The buffers of batch norms, or other norms, which change during training."""
     buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, norms):
             buffers |= module.named_buffers(path, recurse=False)
     return buffers
 
@@ -308,6 +423,7 @@ def stack_modules(
 def make_vmappable(template: nn.Module) -> None:
     """Replace the layers that `torch.vmap` gets wrong."""
     for name, module in template.named_modules():
+        module.__class__ = VMAPPED.get(type(module), type(module))
         if (
             isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             and module.padding_idx is not None

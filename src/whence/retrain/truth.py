@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from whence.errors import InvalidInput, MissingFile
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import as_path, check_types, make_folder, parsing, read_json, write_json
 from whence.retrain.grid import Grid
-from whence.retrain.measure import identity, run_grid
+from whence.retrain.measure import TrainingOptions, identity, run_grid
 from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.training import Training
 from whence.table import one_line
@@ -197,19 +197,15 @@ def ground_truth(
     in_place: bool = False,
     out: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    device: torch.device | str | None = None,
-    memory: int | str | None = None,
-    executor: str | None = None,
-    engine: str = "auto",
-    progress: bool = True,
+    **options: Unpack[TrainingOptions],
 ) -> Truth:
     """Retrain on random subsets, and measure the queries.
 
     Two protocols are in use. By default, a model trains on its subset alone, and the mean over
     seeds is what a training on the subset gives in *expectation*. With `in_place`, the training on
-    all data is repeated, seed, batches and all, and only the losses of the dropped examples count
-    as zero: this measures what the data did to that *single model*. Rank methods under each of
-    them by itself: which method is best depends on the protocol.
+    all data is repeated with the same seed and batches, and only the losses of the dropped examples
+    count as zero: this measures what the data did to that *single model*. Rank methods under each
+    protocol separately: which method is best depends on it.
 
     Args:
         recipe: how to train.
@@ -225,7 +221,8 @@ def ground_truth(
             of its run. alpha = 0.99 drops 1 %, as is usual.
         out: folder for trainings and truth. Repeat the same call to resume.
         seed: determines the subsets.
-        device, memory, executor, engine, progress: as in `whence.retrain.measure`.
+        options: `device`, `memory`, `executor`, `engine`, `progress`: as in
+            `whence.retrain.measure`.
     """
     chosen, data, alpha = recipe.stage(stage), Batches("query", query, recipe.collate), float(alpha)
     masks = draw_subsets(len(chosen.data), alpha, subsets, seed)
@@ -252,17 +249,7 @@ def ground_truth(
         for s in named
         for mask in masks
     ]
-    rows = run_grid(
-        recipe,
-        data,
-        trainings,
-        grid,
-        device=device,
-        memory=memory,
-        executor=executor,
-        engine=engine,
-        progress=progress,
-    )
+    rows = run_grid(recipe, data, trainings, grid, **options)
     truth = Truth(
         masks,
         rows.reshape(len(named), subsets, -1).transpose(1, 0, 2),

@@ -1,14 +1,14 @@
 """Runs: recording a training, and reading what it recorded."""
 
-from whence.run.averaged import Averaged
 from whence.run.checkpoint import Checkpoint, RunError, plain_names
+from whence.run.mean_checkpoint import MeanCheckpoint
 from whence.run.recorder import Recorder
 from whence.run.run import Run
 from whence.run.segments import Segment, Stage
 
 __all__ = [
-    "Averaged",
     "Checkpoint",
+    "MeanCheckpoint",
     "Recorder",
     "Run",
     "RunError",

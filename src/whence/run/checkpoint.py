@@ -28,7 +28,7 @@ class RunError(WhenceError, RuntimeError):
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Each name without what DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`)
-    put before it. `module.` goes only where every name has it: a layer may be called so."""
+    put before it. `module.` is removed only if every name has it: a layer may have this name."""
     plain = {name: name.replace("_orig_mod.", "") for name in names}
     while plain and all(name.startswith("module.") for name in plain.values()):
         plain = {name: short.removeprefix("module.") for name, short in plain.items()}
@@ -158,7 +158,7 @@ class TensorFile:
         return tensors
 
     def open(self) -> Mapping[str, Tensor]:
-        """The same. A tensor of a safetensors file is read when it is asked for."""
+        """The same tensors; those of a safetensors file are read on access."""
         if self.path is None or self.path.suffix != ".safetensors":
             return self.load()
         return OpenedTensors(self._verified(), self.aliases, self._base())

@@ -29,8 +29,9 @@ from whence.errors import (
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import as_path, check_types, make_folder, parsing, read_json, write_json
+from whence.persist.identity import call_text
 from whence.scores.uncertainty import calibrated, half_widths
-from whence.table import Table, call_text, listed, one_line
+from whence.table import Table, listed, one_line
 
 SCHEMA = 1
 SIGN = "values[q, m] estimates f(with m) - f(without m)"

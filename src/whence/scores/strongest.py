@@ -35,8 +35,14 @@ class Strongest:
     def add(self, rows: slice, first: int, scores: Floats) -> None:
         """Take the scores (rows, columns) of a block whose first column is `first`."""
         for end, sign in enumerate(SIGNS):
-            columns = _strongest_columns(sign * scores, min(self.k, scores.shape[1]))
-            self._keep(end, rows, np.take_along_axis(scores, columns, 1), columns + first)
+            weakest = self.values[end, rows, -1:]
+            enters = scores >= weakest if sign > 0 else scores <= weakest
+            chosen = np.flatnonzero(enters.any(0))
+            if len(chosen):
+                some = scores[:, chosen]
+                columns = _strongest_columns(sign * some, min(self.k, len(chosen)))
+                values = np.take_along_axis(some, columns, 1)
+                self._keep(end, rows, values, chosen[columns] + first)
 
     def merge(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
         """Take the entries of another `Strongest` of the same matrix, given as its `arrays`."""
@@ -48,7 +54,7 @@ class Strongest:
         return {"values": self.values, "columns": self.columns}
 
     def top(self, shape: tuple[int, ...]) -> Top:
-        """Of scores of this shape: (q, n), or (n,) for self-influence."""
+        """The strongest entries of scores of this shape: (q, n), or (n,) for self-influence."""
         ends = (2, *shape[:-1], self.k)
         return Top(self.values.reshape(ends), self.columns.reshape(ends))
 

@@ -94,7 +94,7 @@ class ScoreWriter:
         if top is not None and asked:
             raise InvalidInput(
                 f"top={top} together with {asked[0]}: {asked[0]} keeps a number for every query, "
-                f"example and {asked[0][3:]}, which top is there to avoid; ask for one of the two"
+                f"example and {asked[0][3:]}, which top avoids; ask for one of the two"
             )
         assert len(asked) < 2  # `Method.attribute` refuses both
         self._parts = asked[0] if asked else None
@@ -288,7 +288,7 @@ class ScoreWriter:
 
     @staticmethod
     def _progress_files(out: Path) -> list[Path]:
-        """Of all ranks, rank 0's first."""
+        """The progress files of all ranks, rank 0's first."""
         first = out / "progress.json"
         return [*([first] if first.exists() else []), *sorted(out.glob("progress-*.json"))]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import cut
-from whence.engine.costs import announce, passes_cost
+from whence.engine.costs import Cost, announce, passes_cost
 from whence.engine.projected_space import projecting, try_out
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import DiskFull, NotFinite
@@ -49,7 +49,8 @@ class Builder:
             make_folder(store.path / "gradients")
             self._check_room()
         store.world.wait()
-        self._announce()
+        if workspace.progress:
+            announce(store, workspace, self._counted())
         for unit in self._units:
             store.check_losses(workspace, unit)
         if store.settings["projection"] == "eigenbasis":
@@ -199,10 +200,10 @@ class Builder:
         store.factors.put(store.eigenbasis_key, tensors, {"what": "eigenbasis"})
         store.place_eigenbasis(workspace, tensors)
 
-    def _announce(self) -> None:
+    def _counted(self) -> Cost:
         workspace, s, tracked = self.workspace, self.store.settings, self.workspace.tracked
         work = projecting(tracked, s["dimension"])
-        if s["projection"] == "eigenbasis":
+        if s["projection"] != "random":
             rotated = (
                 cost.rotate_examples(b, tracked.positions[b.name], 1) for b in tracked.blocks
             )
@@ -212,9 +213,7 @@ class Builder:
             "second moments": sum(signal != LOSS for _, signal in self._moments()),
         }
         numbers, each = 3 * s["dimension"] ** 2, dict.fromkeys(passes, work)
-        announce(
-            self.store, workspace, passes_cost(tracked, workspace.examples, each, passes, numbers)
-        )
+        return passes_cost(tracked, workspace.examples, each, passes, numbers)
 
     def _check_room(self) -> None:
         store, d = self.store, self.store.dimension

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.projected_space import random_projection
+from whence.engine.dynamics import run_preconditioner
+from whence.engine.projected_space import random_projection, two_sided_projection
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import InvalidInput, MissingFile, warn
@@ -38,6 +39,11 @@ from whence.store.rows import FORMS, StoredRows, columns
 from whence.study import Study, task_identity
 from whence.world import World
 
+#: projections that need no fit: from dimension, whether joint, and seed
+SEEDED: dict[str, Callable[[Workspace, int, bool, int], Projection]] = {
+    "random": random_projection,
+    "two-sided": two_sided_projection,
+}
 DECOMPOSITION_BYTES = 4 * 2**30  # of decompositions in memory
 
 
@@ -86,9 +92,12 @@ class StoreContents:
         place = str(workspace.device)
         if place not in self._projections:
             s = self.description["settings"]
-            if s["projection"] == "random":
+            if s["projection"] in SEEDED:
                 how = s["dimension"], s["joint"], s["seed"]
-                self._projections[place] = random_projection(workspace, *how)
+                projection = SEEDED[s["projection"]](workspace, *how)
+                if self.preconditioned:
+                    projection = projection.scaled(run_preconditioner(workspace))
+                self._projections[place] = projection
             else:
                 tensors = self.factors.get(self.eigenbasis_key)
                 if tensors is None:
@@ -117,6 +126,11 @@ class StoreContents:
     def form(self) -> str:
         """What rows are stored in, of `FORMS`."""
         return str(self.settings.get("rows", "full"))
+
+    @property
+    def preconditioned(self) -> bool:
+        """Whether rows are P P̄^½ ∇L, with P̄ of an Adam-type optimizer over the whole run."""
+        return bool(self.settings.get("preconditioned", False))
 
     def curvature(self, workspace: Workspace, stage: str, checkpoint: Weights) -> list[Tensor]:
         """Σ over the examples that were trained on of P g̃ g̃ᵀ Pᵀ, for each part of P."""

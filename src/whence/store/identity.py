@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Subset, TensorDataset
 
 from whence.data import Batches
+from whence.engine.dynamics import PRECONDITIONED
 from whence.engine.workspace import Workspace
 from whence.errors import DamagedFile, InvalidInput, MissingFile, check_choice
 from whence.operators import FISHERS
@@ -22,8 +23,9 @@ SCHEMA = 2
 REMEDY = "delete the store, and build it again"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("tracin", "influence", "trak", "source")
-PROJECTIONS = ("random", "eigenbasis")
-DEFAULTS: dict[str, dict[str, Any]] = {"settings": {"rows": "full"}}  # which are not written
+PROJECTIONS = ("random", "two-sided", "eigenbasis")
+#: which are not written
+DEFAULTS: dict[str, dict[str, Any]] = {"settings": {"rows": "full", "preconditioned": False}}
 
 
 def only_run(study: Study) -> Run:
@@ -47,6 +49,25 @@ def check_choices(projection: str, fisher: str, rows: str, methods: Sequence[str
         check_choice(*choice)
     if not methods:
         raise InvalidInput(f"methods is empty: name at least one of {', '.join(METHODS)}")
+
+
+def needs_preconditioner(run: Run, projection: str, methods: Collection[str]) -> bool:
+    """Whether rows are of preconditioned gradients: where a store is for SOURCE alone, of a run of
+    an Adam-type optimizer."""
+    adaptive = {run.optimizers[stage.name] in PRECONDITIONED for stage in run.stages}
+    if set(methods) != {"source"} or adaptive == {False}:
+        return False
+    if adaptive == {True, False}:
+        raise InvalidInput(
+            "the run had an Adam-type optimizer in some stages and SGD in others, which a store "
+            "for SOURCE cannot hold: use whence.Source itself"
+        )
+    if projection == "eigenbasis":
+        raise InvalidInput(
+            "projection='eigenbasis' is of plain gradients, and SOURCE for Adam-type optimizers "
+            "needs preconditioned ones: use 'two-sided' or 'random'"
+        )
+    return True
 
 
 def identity_of(workspace: Workspace) -> dict[str, Any]:

@@ -10,7 +10,9 @@ as four bytes of float32 (`encoded`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from whence.errors import DamagedFile, InvalidInput, MissingFile
 from whence.persist.arrays import Checksums, Entry, create_array, load_array, map_array
 from whence.persist.files import move_into_place
 
-CACHE_BYTES = 8 * 2**20  # of rows per product, so that they stay in the processor's cache
+CACHE_BYTES = 2**20  # of rows per product, so that they stay in the processor's cache
+PAGE = 4096  # bytes; the least that a system maps
 REMEDY = "delete it, and build the store again"
 
 
@@ -85,17 +88,37 @@ class StoredRows:
                 "truncated or replaced. Delete it, and build the store again"
             )
         self.array = load_array(path, entry, mode="c", remedy=REMEDY)
+        self._start = 0  # of the last rows
+        self._reader: Thread | None = None  # of the next rows
 
     def __getitem__(self, rows: slice | NDArray[np.int64]) -> Tensor:
         entries, scales = self._parts(rows)
         return entries if scales is None else entries.float() * scales[:, None]
 
     def inner(self, rows: slice, vectors: Tensor) -> Tensor:
-        """Inner products (q, n) of vectors (q, d) with these rows."""
+        """Inner products (q, n) of vectors (q, d) with these rows. While they are computed, the
+        rows that probably come next are read."""
+        self._read_ahead(rows)
         entries, scales = (x if x is None else x.to(vectors.device) for x in self._parts(rows))
         assert entries is not None
         products = inner(entries, vectors)
         return products if scales is None else products * scales
+
+    def _read_ahead(self, rows: slice) -> None:
+        """Wait for these rows if they are being read; read those as far behind as these are behind
+        the last ones."""
+        if self._reader is not None:
+            self._reader.join()
+        step, self._start = rows.start - self._start, rows.start
+        after = slice(rows.start + step, rows.stop + step)
+        if step > 0 and after.start < len(self.array):
+            self._reader = Thread(target=self._touch, args=(after,), daemon=True)
+            self._reader.start()
+
+    def _touch(self, rows: slice) -> None:
+        with suppress(DamagedFile):  # which is raised where they are used
+            data = self.array[rows].reshape(-1).view(np.uint8)
+            data[::PAGE].max()
 
     def _parts(self, rows: slice | NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
         """Stored entries (n, d), and the scale of each row."""
@@ -187,7 +210,10 @@ def inner(rows: Tensor, vectors: Tensor) -> Tensor:
         return vectors @ rows.T
     products = vectors.new_empty(len(vectors), len(rows))
     step = max(1, CACHE_BYTES // (rows.shape[1] * vectors.element_size()))
+    converted = None if rows.dtype == vectors.dtype else vectors.new_empty(step, rows.shape[1])
     for start in range(0, len(rows), step):
-        part = rows[start : start + step].to(vectors.dtype)
+        part = rows[start : start + step]
+        if converted is not None:
+            part = converted[: len(part)].copy_(part)
         products[:, start : start + step] = vectors @ part.T
     return products

@@ -8,6 +8,7 @@ influence functions, TRAK and SOURCE answer queries from the rows and the second
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from whence.methods import Influence, Source, TracIn, Trak
 from whence.methods.gradient import GradientMethod
 from whence.persist.files import LOCK, FolderLock, as_path
 from whence.projections import projected
+from whence.projections.two_sided import square_ranks
 from whence.scores import Scores
 from whence.scores.result import BY_SEGMENT
 from whence.store.building import Builder
@@ -41,6 +43,7 @@ from whence.store.identity import (
     check_same,
     digest_of,
     identity_of,
+    needs_preconditioner,
     only_run,
     read,
 )
@@ -108,8 +111,9 @@ class GradientStore(StoreContents):
             path: a folder. An existing store of the same run, data and settings is completed: after
                 an interruption, for further methods, or for examples appended to the data.
             dimension: d, of all layers together.
-            projection: "random" signs, or "eigenbasis": the d leading coordinates in the
-                eigenbases of the layers' curvature, which is far cheaper to apply.
+            projection: "random" signs; "two-sided": random projections of each layer's inputs and
+                outputs, which are far cheaper to apply and need no fit; or "eigenbasis": the d
+                leading coordinates in the eigenbases of the layers' curvature, as cheap.
             joint: one curvature matrix (and random projection) for all layers, or one for each.
             fisher: how to measure the curvature. "empirical" uses the rows and needs no further
                 pass; "sampled" and "exact" are as in `Source`.
@@ -118,7 +122,8 @@ class GradientStore(StoreContents):
             seed: of the random signs, and of the pseudo-targets.
             methods: the methods that the store can answer. "tracin" and "source" need all
                 checkpoints, "influence" and "trak" only the last; all but "tracin" need second
-                moments.
+                moments. SOURCE for Adam-type optimizers needs a store with methods=["source"],
+                whose gradients are preconditioned.
             device, dtype, batch_size, memory, progress, workers: as in `Method.attribute`.
         """
         run = only_run(study)
@@ -133,7 +138,10 @@ class GradientStore(StoreContents):
         ):
             options = ComputeOptions(device, dtype, batch_size, memory, progress, workers)
             workspace = Workspace.lay_out(study, run, options)
-            check_dimension(dimension, workspace.trained_blocks(), workspace.memory)
+            blocks = workspace.trained_blocks()
+            check_dimension(dimension, blocks, workspace.memory)
+            if projection == "two-sided":
+                dimension = sum(math.prod(ranks) for ranks in square_ranks(blocks, dimension))
             settings = {
                 "dimension": dimension,
                 "projection": projection,
@@ -145,6 +153,9 @@ class GradientStore(StoreContents):
             rounded = rounded_products(dtype, workspace.device)
             settings |= {"rounded": rounded} if rounded else {}
             settings |= {"rows": rows} if rows != "full" else {}
+            known_methods = read(folder)["methods"] if (folder / "store.json").exists() else []
+            if needs_preconditioner(run, projection, {*known_methods, *methods}):
+                settings["preconditioned"] = True
             identity = identity_of(workspace)
             world.agree({"path": folder, "settings": settings, "methods": list(methods)})
             if (folder / "store.json").exists():
@@ -267,7 +278,8 @@ class GradientStore(StoreContents):
         stage: str | None = None,
         **options: Unpack[AnswerOptions],
     ) -> Scores:
-        """`Source` in the projected space (SGD, with or without momentum).
+        """`Source` in the projected space. For Adam-type optimizers, all segments have the
+        preconditioner of the whole run.
 
         Args:
             segments: as in `Source`.

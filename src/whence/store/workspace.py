@@ -58,12 +58,17 @@ class StoreWorkspace(Workspace):
     def _remember(self, key: Mapping[str, Any], fit: Any) -> list[Tensor]:
         return self.store.decomposition(self, key, fit, on_disk="durations" in key)
 
+    @property
+    def preconditioned(self) -> bool:
+        return self.store.preconditioned
+
     def check_preconditioner(self, optimizer: str) -> None:
-        raise InvalidInput(
-            f"the store answers for SGD: the preconditioner of {optimizer!r} has no counterpart in "
-            "the projected space. Use whence.Source itself, or the store's other methods "
-            "(influence with a number as damping)"
-        )
+        if not self.store.preconditioned:
+            raise InvalidInput(
+                f"the store has plain gradients, and {optimizer!r} preconditioned them. Build a "
+                "store with methods=['source'] for SOURCE, or use influence with a number as "
+                "damping, tracin or trak"
+            )
 
     def diagonal(self, values: Mapping[str, Any]) -> Tensor:
         """One number per coordinate, (d,). A layer without a value does not move."""

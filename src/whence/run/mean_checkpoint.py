@@ -14,7 +14,7 @@ from whence.run.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
-class Averaged:
+class MeanCheckpoint:
     """Checkpoints whose floating-point tensors are averaged, including batch norm's statistics.
 
     Integers, such as counters, are those of the last checkpoint. The batch norm statistics are the
