@@ -1,7 +1,7 @@
 """Run the code in the pages of the documentation, and update the outputs and figures they show.
 
     python -m tools.run                           # every page with an output or a figure
-    python -m tools.run tutorials/digits meaning
+    python -m tools.run tutorials/clothes meaning
 
 A page controls this by comments, which readers do not see:
 
@@ -47,7 +47,7 @@ FIGURE = re.compile(r"!\[[^]]*\]\((figures/[^)]+\.png)\)")
 
 
 def pages() -> dict[str, str]:
-    """{name: text} of all pages, such as "source" and "tutorials/digits"."""
+    """{name: text} of all pages, such as "source" and "tutorials/clothes"."""
     paths = sorted(DOCS.rglob("*.md"))
     return {str(path.relative_to(DOCS).with_suffix("")): path.read_text() for path in paths}
 

@@ -1,9 +1,11 @@
 """Does it matter which layers are tracked? LDS with and without embeddings, norms and tied heads.
 
     python -m experiments.studies.layers TASK... [--quick] [--device cuda] [--method Source TracIn]
+    python -m experiments.studies.layers TASK --against published/single-0.99/TASK
 
 Every choice of layers is judged on the same runs and the same retrainings, so differences are
-paired. Trainings and scores stay in --work: rerun the same command to resume. The rows go to
+paired. With --against, the task is one of the leaderboard, and a published benchmark has the
+retrainings. Trainings and scores stay in --work: rerun the same command to resume. The rows go to
 results/layers.json, under the task and the protocol.
 """
 
@@ -21,6 +23,7 @@ import whence
 from experiments.engine.trainings import Trainings
 from experiments.studies.options import SIZES
 from experiments.tasks import RESULTS, TASKS
+from experiments.tasks.board import BOARD
 from experiments.tasks.forms import of_form
 from experiments.tasks.machine import machine
 from whence import evaluate
@@ -46,7 +49,7 @@ CHOICES: dict[str, Any] = {
 
 def compare(task: str, options: argparse.Namespace, file: Path) -> None:
     """Judge every choice on one task; the rows go to the file one by one."""
-    experiment = TASKS[task]
+    experiment = TASKS[task] if options.against is None else BOARD[task]
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     scale = replace(experiment.quick if options.quick else experiment.full, measured=0, **sizes)
     work = Trainings(
@@ -58,12 +61,18 @@ def compare(task: str, options: argparse.Namespace, file: Path) -> None:
         tf32=options.device != "cpu",
         progress=options.progress,
     )
-    truth = work.reference(options.alpha)
     key = {name: getattr(scale, name) for name in SIZES} | {"alpha": options.alpha}
+    if options.against is None:
+        truth = work.reference(options.alpha)
+    else:
+        truth = evaluate.Benchmark.open(options.against).truth
+        subsets, seeds, _ = truth.measurements.shape
+        key |= {"alpha": truth.alpha, "subsets": subsets, "seeds": seeds}
+        key |= {"protocol": truth.protocol}
     for method in options.method:
         judged: dict[str, Any] = {}
-        for name, choose in CHOICES.items():
-            work.layers = choose
+        for name in options.layers:
+            work.layers = CHOICES[name]
             scores, seconds = attributed(work, METHODS[method](), name, options)
             judged[name] = evaluate.lds(scores, truth)
             single = evaluate.lds(scores[:1], truth).value if len(scores) > 1 else None
@@ -126,6 +135,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
     parser.add_argument("--alpha", type=float, default=0.5)
     parser.add_argument("--method", nargs="+", choices=METHODS, default=["Source"])
+    parser.add_argument("--layers", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--against", type=Path, help="a published benchmark of the task")
     for name in SIZES:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--work", type=Path, default=Path("runs/layers"), help="for trainings")

@@ -222,6 +222,10 @@ class Classification(Task):
         probable = (targets > 0) & (targets < 1)  # the probability of class 1, with one logit
         return torch.where(probable, (targets >= 0.5).to(targets.dtype), targets).long()
 
+    def correct(self, outputs: Tensor, batch: Any) -> Tensor:
+        """1 where the most probable class is the target's, else 0, (n,)."""
+        return (self.logits(outputs).argmax(1) == self.labels(batch)).to(outputs.dtype)
+
     def _checked(self, logits: Tensor, outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
         """Class numbers (n,) or probabilities (n, c); and which are wrong, if that is unknown."""
         targets, (n, classes) = self._given(batch), logits.shape

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tools import run as pages
+from tools.figures import guides
 from whence.layers import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,16 @@ def test_figures_are_there() -> None:
     for name, text in PAGES.items():
         for figure in pages.figures(text):
             assert (DOCS / name).parent.joinpath(figure).exists(), f"{name}: {figure}"
+
+
+def test_every_guide_page_has_a_figure() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    guide = navigation.split("- Guide:")[1].split("- Methods:")[0]
+    names = re.findall(r": ([\w-]+)\.md$", guide, re.M)
+    assert len(names) > 10
+    assert not [name for name in names if not pages.FIGURE.search(PAGES[name])]
+    shown = {name for name in names if f"(figures/guide-{name}.png)" in PAGES[name]}
+    assert shown == set(guides.DRAWN), "each figure has a script, and is shown"
 
 
 @pytest.mark.parametrize("page", METHODS)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import whence
 import whence.run
+from whence.engine.options import ComputeOptions
 
 EXACT = {"dtype": torch.float64, "progress": False}
 TRAIN, QUERY = models.vectors(), models.vectors(3, seed=1)
@@ -701,3 +702,27 @@ def test_unreadable_progress(tmp_path: Path) -> None:
     (tmp_path / "out" / "scores.json").write_text("{")
     with pytest.raises(ValueError, match=r"scores.json is damaged"):
         attribute(out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 2.5},
+        {"batch_size": "a"},
+        {"workers": -1},
+        {"workers": 0.5},
+        {"dtype": "float32"},
+        {"dtype": torch.int64},
+        {"dtype": None},
+        {"device": "warp"},
+        {"device": 1.5},
+        {"device": "cuda"},
+    ],
+    ids=str,
+)
+def test_compute_options_that_make_no_sense(options: dict[str, Any]) -> None:
+    if options == {"device": "cuda"} and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    (name,) = options
+    with pytest.raises(whence.WhenceError, match=f"^{name}="):
+        ComputeOptions(**options)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from support import recipes
 from torch.utils.data import Subset
@@ -44,6 +46,23 @@ def test_the_worst_are_dropped_and_the_rest_is_retrained_on(higher: bool) -> Non
     np.testing.assert_allclose(result.measured[ALL], by_hand.mean(1), rtol=1e-6)
     assert result.judging == len(TEST) and result.measured[RANDOM].shape == (2,)
     assert "as many at random" in repr(result) and f"{N - 5}" in repr(result)
+
+
+@pytest.mark.parametrize("engine", ["auto", "single"])
+def test_the_accuracy_is_that_of_the_same_models(engine: str, tmp_path: Path) -> None:
+    recipe = recipes.recipe(epochs=2)
+    options: dict[str, Any] = {"device": "cpu", "progress": False, "engine": engine}
+    options |= {"drop": 5, "test": TEST, "seeds": 2, "out": tmp_path}
+    result = select(recipe, made(drawn()), QUERY, **options)
+    assert result.accuracy is not None
+    x, y = (torch.stack(column) for column in zip(*TEST, strict=True))
+    for name, subset in ((ALL, None), (SELECTED, result.kept)):
+        for seed in (0, 1):
+            said = recipe.train(seed, subset, device="cpu").eval()(x).argmax(1)
+            assert result.accuracy[name][seed] == pytest.approx(float((said == y).float().mean()))
+    again = select(recipe, made(drawn()), QUERY, **options)  # from the folder
+    np.testing.assert_array_equal(again.accuracy[RANDOM], result.accuracy[RANDOM])  # type: ignore[index]
+    assert "accuracy" in repr(result) and "%" in repr(result)
 
 
 def test_queries_that_choose_do_not_judge() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import json
 import os
@@ -890,6 +891,20 @@ serve([{where!r}], open_browser=False)
         child.kill()
     assert child.returncode == 0, rest
     assert "Stopped." in rest and "Traceback" not in rest
+
+
+def test_what_was_read_is_not_visited_by_the_garbage_collector() -> None:
+    """A full collection took 170 ms, in the middle of an answer."""
+    gc.unfreeze()
+    explorer = Explorer(ScoredData({"a": make()}))
+    explorer.start()
+    explorer._worker.join(60)
+    try:
+        assert explorer.summary("a")["queries"] == Q
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        explorer.close()
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_thousand_queries_of_sixty_thousand_examples_stay_on_disk(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Accuracy(whence.Classification):
     """Trains like `Classification`, and measures whether a picture is recognised."""
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
-        return (self.logits(outputs).argmax(1) == self.labels(batch)).to(outputs.dtype)
+        return self.correct(outputs, batch)
 
 
 def pictures(seed: int) -> Pictures:

@@ -49,8 +49,14 @@ class ComputeOptions:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size is not None and self.batch_size < 1:
-            raise InvalidInput(f"batch_size={self.batch_size} must be at least 1")
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
+        if not isinstance(self.workers, Integral) or self.workers < 0:
+            raise InvalidInput(f"workers={self.workers!r} must be a whole number, at least 0")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise InvalidInput(f"dtype={self.dtype!r} must be a dtype such as torch.float32")
+        if self.device is not None:
+            check_device(self.device)
 
 
 def allowance(memory: int | str | None, device: torch.device) -> int:
@@ -91,6 +97,16 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
 
 
 # --- checks of settings ---------------------------------------------------------------------------
+
+
+def check_device(device: Any) -> None:
+    """Refuse what is no device, or none of this machine."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput(f"device={device!r} must be a device such as 'cpu' or 'cuda'") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"device={device!r}, but PyTorch sees no GPU here: use device='cpu'")
 
 
 def check_count(name: str, value: Any) -> None:

@@ -40,6 +40,8 @@ class Selection(Tabled):
         help: (n,) the mean score that ranked them, higher is better.
         measured: the mean measurement of the judging queries by seed, (R,): of models trained on
             all examples, on the selected ones, and on as many at random. NaN where one diverged.
+        accuracy: the share of judging queries that the same models predict correctly, if the task
+            has a `correct`, else None.
         judging: the number of queries that judge.
         method, measurement, unit, higher_is_better: of the scores.
     """
@@ -52,6 +54,7 @@ class Selection(Tabled):
     measurement: str
     unit: str
     higher_is_better: bool
+    accuracy: dict[str, Floats] | None = None
 
     @property
     def dropped(self) -> list[int]:
@@ -87,8 +90,13 @@ class Selection(Tabled):
         for name, values in self.measured.items():
             better = "" if name == SELECTED else estimate(*self.difference(name))
             size = sizes.get(name, sizes[SELECTED])
-            rows.append([name, f"{size:,}", f"{np.nanmean(values):.4g}", better])
+            row = [name, f"{size:,}", f"{np.nanmean(values):.4g}", better]
+            if self.accuracy is not None:
+                row.insert(2, f"{np.nanmean(self.accuracy[name]):.1%}")
+            rows.append(row)
         heads = ["trained on", "examples", f"mean {self.measurement}", "selected is better by"]
+        if self.accuracy is not None:
+            heads.insert(2, "accuracy")
         seeds = len(self.measured[SELECTED])
         note = f"{self.judging} queries that did not choose, {seeds} seeds; intervals of 95 %"
         return Table(heads, rows, title=f"Selected by {self.method}", note=note)
@@ -143,16 +151,22 @@ def select(
         mask = np.zeros(count, dtype=bool)
         mask[random.permutation(count)[:size]] = True
         trainings.append(Training(s, mask, about.name))
-    means = measure(recipe, judging, trainings, out=out, **options).mean(1).reshape(3, -1)
+    what = ["measurements"] + ["correct"] * hasattr(recipe.task, "correct")
+    rows = measure(recipe, judging, trainings, out=out, what=what, **options)
+    kinds = (ALL, SELECTED, RANDOM)
+    means = rows.reshape(len(kinds), len(every), len(what), -1).mean(3)  # (3, R, k)
+    means[np.isnan(means).any(2)] = np.nan  # diverged
+    by_kind = [dict(zip(kinds, means[:, :, k], strict=True)) for k in range(len(what))]
     return Selection(
         kept,
         help_,
-        dict(zip((ALL, SELECTED, RANDOM), means, strict=True)),
+        by_kind[0],
         len(judging),
         scores.call,
         scores.measurement,
         scores.unit,
         scores.higher_is_better,
+        by_kind[1] if len(what) > 1 else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -62,6 +63,7 @@ class Explorer:
             self.jobs.close()
         if self._worker.is_alive():
             self._worker.join(5)
+        gc.unfreeze()
 
     def _prepare(self) -> None:
         data = self.data
@@ -88,7 +90,10 @@ class Explorer:
                 for entry in harmful["entries"]
             }
 
+        gc.freeze()  # a collection that visits all that was read would delay an answer
         self._draw_map()
+        if not data.stop.is_set():
+            gc.freeze()
 
     def _draw_map(self) -> None:
         """Place the training examples on the map; problems are shown on its page."""

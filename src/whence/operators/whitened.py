@@ -24,7 +24,7 @@ from whence.operators.operator import BlockDiagonal, BlockVectors, Function, Inv
 STEPS, CG_STEPS = 500, 2000  # at most
 CG_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LANCZOS_VECTORS = 10  # per query: right side, answers, and products on the way
-KRYLOV_VECTORS = 40  # to store for each query where products are cheap
+KRYLOV_VECTORS = 150  # for each query where products are cheap; half of them are stored
 
 Shape = tuple[int, ...]  # (o, width) of a block
 

@@ -38,8 +38,9 @@ def distribute(
 
         torch.set_num_threads(1)
         setting = "auto" if engine else "single"
-        return TrainingPool.open(recipe, query, None, setting, known_engine=engine).make(todo)
+        return TrainingPool.open(recipe, query, None, setting, engine, what).make(todo)
 
+    what = tuple(pool.what)
     recipe, query = ray.put(pool.recipe), ray.put(pool.query)
     pending: dict[Any, list[str]] = {}
     for unit in units:

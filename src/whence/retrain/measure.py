@@ -35,6 +35,7 @@ def measure(
     trainings: Sequence[Training],
     *,
     out: str | os.PathLike[str] | None = None,
+    what: Sequence[str] = ("measurements",),
     **options: Unpack[TrainingOptions],
 ) -> NDArray[np.float64]:
     """Measure every query with the model that each training ends in, (T, q).
@@ -55,10 +56,15 @@ def measure(
         engine: "auto", or how models train together: "products" or "vmap"; "single" trains them one
             by one.
         progress: show a progress bar (default: True).
+        what: the methods of the task that measure, such as "correct"; of several, the results are
+            side by side, (T, k·q).
     """
     data = Batches("query", query, recipe.collate)
-    grid = Grid(out, identity(recipe, data), len(data))
-    return run_grid(recipe, data, trainings, grid, **options)
+    about = identity(recipe, data)
+    if tuple(what) != ("measurements",):
+        about["what"] = list(what)
+    grid = Grid(out, about, len(what) * len(data))
+    return run_grid(recipe, data, trainings, grid, what=what, **options)
 
 
 def identity(recipe: Recipe, query: Batches) -> dict[str, Any]:
@@ -82,6 +88,7 @@ def run_grid(
     engine: str = "auto",
     progress: bool = True,
     callback: TrainingsCallback | None = None,
+    what: Sequence[str] = ("measurements",),
 ) -> NDArray[np.float64]:
     """`measure`, with the trainings of a grid.
 
@@ -98,9 +105,9 @@ def run_grid(
         raise InvalidInput(f"{world} processes need a folder to share: give out=")
     keys = [training.key for training in trainings]
     if not keys:
-        return np.empty((0, len(query)))
+        return np.empty((0, len(what) * len(query)))
     if any(key not in grid for key in keys):
-        pool = TrainingPool.open(recipe, query, device, engine, grid.notes.get("engine"))
+        pool = TrainingPool.open(recipe, query, device, engine, grid.notes.get("engine"), what)
         if executor == "ray":
             from whence.retrain.cluster import workers
 

@@ -47,6 +47,7 @@ class TrainingPool:
     Attributes:
         engine: how models train together; None to train them one at a time.
         why: why a better engine cannot train the recipe, or None.
+        what: the methods of the task that measure the queries, side by side.
     """
 
     recipe: Recipe
@@ -54,6 +55,7 @@ class TrainingPool:
     device: torch.device
     engine: str | None
     why: str | None
+    what: Sequence[str] = ("measurements",)
     _longest: float = 0.0  # seconds of a training that was made by itself
     _data: dict[str, Data] = field(default_factory=dict)
 
@@ -65,9 +67,10 @@ class TrainingPool:
         device: torch.device | str | None,
         engine: str = "auto",
         known_engine: str | None = None,
+        what: Sequence[str] = ("measurements",),
     ) -> TrainingPool:
         """Choose the engine. `known_engine` was chosen for this recipe before."""
-        pool = cls(recipe, query, training_device(device, recipe.build(0)), None, None)
+        pool = cls(recipe, query, training_device(device, recipe.build(0)), None, None, what)
         if engine == "single":
             return pool
         if known_engine is not None and engine in ("auto", known_engine):
@@ -186,10 +189,11 @@ class TrainingPool:
                 start=None if unfinished is None else unfinished.find(),
             )
             task = copy.copy(self.recipe.task)  # one per thread
-            rows = stack.measurements(task, data[QUERIES], len(self.query), self.query_block)
+            sizes = len(self.query), self.query_block
+            parts = [stack.measurements(task, data[QUERIES], *sizes, what) for what in self.what]
             if unfinished is not None:
                 unfinished.drop()
-            return rows
+            return np.concatenate(parts, 1)
         except torch.OutOfMemoryError:
             if len(trainings) == 1:
                 raise
@@ -270,8 +274,10 @@ class TrainingPool:
         task, blocks = copy.copy(self.recipe.task), []
         for block in cut(len(self.query), self.query_block):
             batch = place(self.query.take(block), self.device, self.dtype)
-            blocks.append(task.measurements(task.outputs(model, batch), batch).double().cpu())
-        return torch.cat(blocks).numpy()
+            outputs = task.outputs(model, batch)
+            rows = [getattr(task, what)(outputs, batch).double().cpu() for what in self.what]
+            blocks.append(torch.stack(rows))
+        return torch.cat(blocks, 1).flatten().numpy()
 
 
 def _after_update(

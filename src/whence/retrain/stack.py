@@ -156,15 +156,21 @@ class Stack:
             parameter.grad = None if gradient is None else gradient.contiguous()
 
     @torch.no_grad()
-    def measurements(self, task: Task, query: Data, count: int, block: int) -> NDArray[np.float64]:
-        """The measurement of every query by every model, (S, q), `block` queries at a time."""
+    def measurements(
+        self, task: Task, query: Data, count: int, block: int, what: str = "measurements"
+    ) -> NDArray[np.float64]:
+        """The measurement of every query by every model, (S, q), `block` queries at a time.
+
+        Args:
+            what: the task's method that measures.
+        """
         self.template.eval()
         device = next(iter(self.parameters.values())).device
         blocks = []
         for start in range(0, count, block):
             rows = torch.arange(start, min(start + block, count), device=device)
             batch = query.rows(rows.repeat(self.size))
-            blocks.append(self.values("measurements", task, batch).double().cpu())
+            blocks.append(self.values(what, task, batch).double().cpu())
         self.template.train()
         return torch.cat(blocks, 1).numpy()
 

@@ -213,7 +213,7 @@ class Scores:
         last = self.shape[0] - 1
         if query is None:
             raise InvalidInput(f"say which query: query=0..{last}")
-        row = operator.index(query)
+        row = _whole("query", query)
         if not 0 <= row <= last:
             raise InvalidIndex(f"query={row} is out of range: these scores have queries 0..{last}")
         return row
@@ -481,7 +481,7 @@ class Scores:
         return self.shape[-1] if self.strongest is None else self.strongest.kept
 
     def _ranking(self, query: int | None, k: int, *, highest: bool) -> Ranking:
-        row, k = self.row_index(query), operator.index(k)
+        row, k = self.row_index(query), _whole("k", k)
         if k < 1:
             raise InvalidInput(f"k={k}: ask for at least one example")
         k = min(k, self.shape[-1])
@@ -569,6 +569,13 @@ _METADATA = (
     "provenance",
     "excluded",
 )
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidType(f"{name}={value!r} must be a whole number") from None
 
 
 def read_description(folder: Path) -> dict[str, Any]:

@@ -100,6 +100,8 @@ def read(folder: Path) -> dict[str, Any]:
         check_types(description["settings"], fisher=str, seed=int, dtype=str)
         if description["settings"]["dtype"] not in DTYPES:
             raise InvalidInput(f"dtype is {description['settings']['dtype']!r}")
+        for name in [*description["methods"], *description.get("warnings", [])]:
+            check_types({"name": name}, name=str)
         if description["settings"].get("rows", "full") not in FORMS:
             raise InvalidInput(f"rows is {description['settings']['rows']!r}")
         for known_data in description["data"].values():
