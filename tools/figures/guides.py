@@ -63,7 +63,10 @@ def boxes(rows: Sequence[Sequence[str]], notes: Sequence[str], colour: str = BLU
         for start in left:
             for end in right:
                 arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 0.8}
-                ends = {"xy": (column + 0.68, end), "xytext": (column + 0.32, start)}
+                ends: dict[str, Any] = {
+                    "xy": (column + 0.68, end),
+                    "xytext": (column + 0.32, start),
+                }
                 axis.annotate("", **ends, arrowprops=arrow)
     axis.set(xlim=(-0.5, len(rows) - 0.5), ylim=(-1.4, 1.7))
     axis.axis("off")
