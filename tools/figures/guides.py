@@ -203,7 +203,7 @@ def benchmark() -> Any:
     methods = {k: v for k, v in board["fashion_mnist"]["methods"].items() if v.get("lds")}
     names = sorted(methods, key=lambda name: methods[name]["lds"][0])
     lds = np.array([methods[name]["lds"] for name in names])
-    figure, axis = axes(height=3.4)
+    figure, axis = axes(height=0.8 + 0.22 * len(names))
     error = {"xerr": [lds[:, 0] - lds[:, 1], lds[:, 2] - lds[:, 0]], "linestyle": "none"}
     axis.errorbar(lds[:, 0], range(len(names)), marker="o", color=BLUE, capsize=2, **error)
     ceiling = next(v["ceiling"] for v in methods.values() if v.get("ceiling"))
