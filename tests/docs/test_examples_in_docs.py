@@ -170,3 +170,12 @@ def test_every_public_name_is_in_the_reference() -> None:
                 continue
             missing.append(f"{room.__name__}.{name}")
     assert not missing, f"docs/api.md lacks {missing}"
+
+
+def test_the_reference_lists_each_name_once_and_nothing_private() -> None:
+    documented = re.findall(r"^::: ([\w.]+)$", PAGES["api"], re.M)
+    assert len(documented) == len(set(documented))
+    modules = [path for path in documented if inspect.ismodule(named(path))]
+    inside = [p for p in documented if any(p.startswith(f"{m}.") for m in modules)]
+    assert not inside, "the module lists them already"
+    assert 'filters: ["!^_"]' in (ROOT / "mkdocs.yml").read_text()

@@ -63,7 +63,10 @@ def boxes(rows: Sequence[Sequence[str]], notes: Sequence[str], colour: str = BLU
         for start in left:
             for end in right:
                 arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 0.8}
-                ends = {"xy": (column + 0.68, end), "xytext": (column + 0.32, start)}
+                ends: dict[str, Any] = {
+                    "xy": (column + 0.68, end),
+                    "xytext": (column + 0.32, start),
+                }
                 axis.annotate("", **ends, arrowprops=arrow)
     axis.set(xlim=(-0.5, len(rows) - 0.5), ylim=(-1.4, 1.7))
     axis.axis("off")
@@ -200,7 +203,7 @@ def benchmark() -> Any:
     methods = {k: v for k, v in board["fashion_mnist"]["methods"].items() if v.get("lds")}
     names = sorted(methods, key=lambda name: methods[name]["lds"][0])
     lds = np.array([methods[name]["lds"] for name in names])
-    figure, axis = axes(height=3.4)
+    figure, axis = axes(height=0.8 + 0.22 * len(names))
     error = {"xerr": [lds[:, 0] - lds[:, 1], lds[:, 2] - lds[:, 0]], "linestyle": "none"}
     axis.errorbar(lds[:, 0], range(len(names)), marker="o", color=BLUE, capsize=2, **error)
     ceiling = next(v["ceiling"] for v in methods.values() if v.get("ceiling"))
