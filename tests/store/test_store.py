@@ -886,6 +886,17 @@ def test_rows_that_are_not_numbers_are_named(it: Case, tmp_path: Path) -> None:
         store.tracin(QUERY, **QUIET)
 
 
+@pytest.mark.filterwarnings("ignore:.*no checksum")
+def test_methods_and_warnings_that_are_no_names_are_refused(it: Case, tmp_path: Path) -> None:
+    GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+    for wrong in ({"methods": [["trak"]]}, {"methods": [None]}, {"warnings": [{}]}):
+        edit_json(tmp_path / "s" / "store.json", **({"methods": ["trak"], "warnings": []} | wrong))
+        with pytest.raises(DamagedFile, match=r"store\.json is damaged"):
+            GradientStore.open(tmp_path / "s", it.study)
+        with pytest.raises(DamagedFile, match=r"store\.json is damaged"):
+            GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
+
+
 def test_an_example_that_is_not_a_number_is_named(it: Case, tmp_path: Path) -> None:
     x, y = (t.clone() for t in TRAIN.tensors)
     x[9] = float("nan")
