@@ -70,6 +70,8 @@ $ whence truth study.py --subsets 100 --seeds 10 --out truth/0
 $ whence lds scores/* --truth truth/0
 ```
 
+![whence init writes study.py, whence attribute computes scores, and whence top, card, report, explore and whatif answer from them](figures/guide-cli.png)
+
 ## The study file
 
 It must define `study`, a [`whence.Study`](api.md). It may define

@@ -46,6 +46,11 @@ from whence.operators import cost
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.S)
+LAYER_TASKS = {  # in results/layers.json
+    "wikitext2-quick": "GPT-2 of 2 layers, 40 retrainings",
+    "gpt_smooth": "GPT-2 of 2 layers, AdamW, smooth",
+    "gpt": "GPT-2 of 2 layers, AdamW",
+}
 TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
 SLOPES = {  # method: its name in experiments/results
     "SOURCE, L = 3": "SOURCE",
@@ -676,6 +681,25 @@ def sharded_table() -> list[str]:
     ]
 
 
+def layers_table() -> list[str]:
+    """LDS with the matrices alone and with all layers."""
+    lines = [
+        "| training | protocol | method | matrices | all layers | difference [95 %] |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for task, entries in json.loads((RESULTS / "layers.json").read_text())["tasks"].items():
+        for entry in entries:
+            for method, rows in entry["methods"].items():
+                if "all" in rows:
+                    gap, low, high = rows["all"]["minus matrices"]
+                    lines.append(
+                        f"| {LAYER_TASKS[task]} | {entry['protocol'].get('protocol', 'expected')} "
+                        f"| `{method}` | {rows['matrices']['lds']:.2f} | {rows['all']['lds']:.2f} "
+                        f"| {gap:+.2f} [{low:+.2f}, {high:+.2f}] |"
+                    )
+    return lines
+
+
 def smooth_table() -> list[str]:
     """How smooth trainings of a ResNet-9 are, and how well `Unrolled` predicts them."""
     file = ROOT / "experiments/results/smooth.jsonl"
@@ -724,6 +748,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "estimated": estimated_table,
     "sharded": sharded_table,
     "smooth": smooth_table,
+    "layers": layers_table,
     **scale.TABLES,
 }
 

@@ -187,7 +187,7 @@ def test_leading_directions_have_the_most_variance() -> None:
     x = torch.stack([x for x, _ in train]).double()
     a = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
     leading = torch.linalg.eigh(a.T @ a).eigenvectors[:, -1]
-    assert float((first.inputs @ leading).abs()) == pytest.approx(1.0)
+    assert float((first.sides[0][1] @ leading).abs()) == pytest.approx(1.0)
 
 
 def test_they_are_in_both_tables() -> None:

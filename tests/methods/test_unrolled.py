@@ -845,7 +845,7 @@ def test_runs_that_cannot_be_replayed(case: Any) -> None:
     refused(changed(case, batches=[np.array([], int), *run.batches[1:]]), "empty batch", RunError)
     refused(changed(case, subset=np.arange(9)), "is not in the run's subset", RunError)
     refused(case[0], "dtype=torch.bfloat16", dtype=torch.bfloat16)
-    refused(case[0], "batch_size=0 must be at least 1", batch_size=0)
+    refused(case[0], "batch_size=0 must be a whole number, at least 1", batch_size=0)
     with pytest.raises(ValueError, match="stage='x' is not in the run"):
         Unrolled(stage="x").attribute(case[0], case[1])
 
