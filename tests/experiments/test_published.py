@@ -35,4 +35,4 @@ def test_a_published_benchmark_has_the_leaderboards_numbers(folder: Path) -> Non
     standing = benchmark.score(random, bootstrap=100)
     for name, one in standing.published.items():
         assert one.value == pytest.approx(rows[name]["lds"][0], abs=1e-5)
-    assert standing.result.value < max(one.value for one in standing.published.values())
+    assert abs(standing.result.value) < 0.1  # random scores predict nothing
