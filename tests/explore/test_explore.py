@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gc
 import io
 import json
@@ -595,6 +596,24 @@ def test_a_retraining_that_fails_is_told_and_the_next_one_runs(
     ):
         with pytest.raises(ValueError, match=why):
             jobs.submit(None, list(examples), seeds)
+    jobs.close()
+
+
+def test_a_retraining_fails_though_its_error_cannot_be_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log on a full disk."""
+
+    def model() -> torch.nn.Module:
+        raise RuntimeError("no such layer")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    jobs = Jobs(folder, recipes.recipe(), QUERY, device="cpu")
+    monkeypatch.setattr("traceback.print_exc", full)
+    monkeypatch.setattr(jobs, "_retrain", lambda _: model())
+    assert finished(jobs, jobs.submit(None, [1], 1)).error == "RuntimeError: no such layer"
     jobs.close()
 
 

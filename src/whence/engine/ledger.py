@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import collected_warnings, warn
+from whence.persist.files import check_types, parsing
 from whence.run import Segment
 from whence.scores.writer import merged
 from whence.world import World
@@ -21,6 +23,13 @@ FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came 
 LOSES = 0.05  # share of the energy of a query vector that factors may lose before a warning
 SENSITIVE = 0.3  # share of a score vector that may depend on the damping before a warning
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
+KINDS = {"magnitudes": list, "warnings": list, "query_rank": int}  # of tallies; others: dict
+NUMBER = (int, float)
+ENTRIES: dict[str, dict[str, Any]] = {  # what each set of queries notes
+    "solver": dict.fromkeys(("queries", "unconverged", "iterations", "residual"), NUMBER),
+    "query_factors": {"layers": dict}
+    | dict.fromkeys(("rank", "queries", "lost", "most", "above"), NUMBER),
+}
 
 
 @dataclass
@@ -35,6 +44,20 @@ class Ledger:
 
     diagnostics: dict[str, Any] = field(default_factory=dict)
     tallies: dict[str, Any] = field(default_factory=dict)
+
+    def restore(self, tallies: dict[str, Any], file: Path | None) -> None:
+        """Continue with the tallies of an interrupted call, which were read from a file. Refuses
+        those that no call writes."""
+        self.tallies = tallies
+        if file is None or not tallies:
+            return
+        with parsing(file, f"delete the folder {file.parent} to start over"):
+            check_types(tallies, **{name: KINDS.get(name, dict) for name in tallies})
+            for name, value in tallies.items():
+                _check_leaves(value, str if name == "warnings" else NUMBER)
+            for name, keys in ENTRIES.items():
+                for entry in tallies.get(name, {}).values():
+                    check_types(entry, **keys)
 
     def note_survival(self, segment: int, share: Tensor) -> None:
         """Note how much of ‖v‖² survives a segment, the median over queries; once per segment."""
@@ -155,6 +178,15 @@ class Ledger:
                 "dominate it. Compare Source(), which needs no inverse, or a larger damping",
                 stacklevel=2,
             )
+
+
+def _check_leaves(value: Any, kind: type | tuple[type, ...]) -> None:
+    """Refuse what is not of this kind, inside lists and dicts."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_leaves(part, kind)
+    else:
+        check_types({"a value": value}, **{"a value": kind})
 
 
 def segment_summary(

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -321,8 +322,9 @@ class Jobs:
             except Cancelled:
                 pass  # the state says why: cancelled, submitted again since, or closing
             except BaseException as problem:  # a user's model may raise anything
-                traceback.print_exc()
                 ended = FAILED, f"{type(problem).__name__}: {problem}"
+                with suppress(OSError):  # where a log is on the full disk too
+                    traceback.print_exc()
             with self._guard:
                 job.seconds += time.monotonic() - current.started
                 self._current = None

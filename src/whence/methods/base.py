@@ -230,7 +230,7 @@ class Method(ABC):
             tried=None if out is None else workspace.tried(places, what),
             world=world,
         )
-        workspace.ledger.tallies = writer.account
+        workspace.ledger.restore(writer.account, writer.progress_file)
         if layers is not None:
             workspace.ledger.diagnostics["layers"] = list(layers)
         for message in workspace.study.warnings(workspace.run):

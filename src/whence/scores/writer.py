@@ -291,6 +291,11 @@ class ScoreWriter:
             self._data = {name: map_array(self._file(name), "r+") for name in self._shapes}
 
     @property
+    def progress_file(self) -> Path | None:
+        """Where this rank notes what it has done; None without a folder."""
+        return None if self._out is None else self._progress
+
+    @property
     def _progress(self) -> Path:
         assert self._out is not None
         rank = self._world.rank
