@@ -11,10 +11,11 @@ from html import escape
 
 from whence.errors import InvalidInput, InvalidType
 
-# What a terminal would obey: control characters, changes of the direction of writing, and halves of
-# surrogate pairs, which cannot be printed. They may come from a dataset, or a folder of scores.
+# What a terminal would obey, or not show: control characters, changes of the direction and the form
+# of writing, and halves of surrogate pairs. They may come from a dataset, or a folder of scores.
+# Joiners (200c, 200d) stay: Persian words and emoji are made with them.
 UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 
 

@@ -306,6 +306,7 @@ def test_names_of_stages(tmp_path: Path, name: str) -> None:
 
 def test_what_is_escaped() -> None:
     assert escaped("a\x1b[31m é 漢 😀\n\t") == "a\\u001b[31m é 漢 😀\n\t"
+    assert escaped("\u206d\u200d\u2006") == "\\u206d\u200d\u2006"  # forms; joiners and spaces stay
     assert escaped("\ud83d") == "\\ud83d" and one_line("a\nb") == "a\\nb"
     assert "\\u0007" in str(Table(["a"], [["\x07"]], title="\x07")) and "\x07" not in str(
         Table(["a"], [["\x07"]])

@@ -348,8 +348,9 @@ def hostile_text(rng: Rng, folder: Path) -> None:
             os.dup2(saved, 1)
         printed.append((folder / "out").read_text("utf-8"))
         obeyed = {c for c in "".join(printed) if not c.isprintable() and c not in "\n\t"}
-        # what Unicode has not assigned is printed, and obeyed by nobody
-        obeyed = {c for c in obeyed if ord(c) < 0xA0 or 0x2000 <= ord(c) < 0x2070}
+        # what Unicode has not assigned is printed, and obeyed by nobody; nor are spaces and joiners
+        obeyed = {c for c in obeyed if ord(c) < 0xA0 or 0x200B <= ord(c) < 0x2070}
+        obeyed -= {"\u200c", "\u200d", "\u202f", "\u205f"}
         if obeyed:
             raise Broken(f"{names!r}: {obeyed!r} reach the terminal")
         return ""

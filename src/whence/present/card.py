@@ -19,13 +19,14 @@ from whence.present.examples import Rendered
 from whence.present.notebook import COLOURS, show
 from whence.present.views import View, fold_query
 from whence.scores import Scores
+from whence.table import UNSAFE
 
 WIDTH, HEIGHT = 1200, 630  # what sites show of a shared link
 LEFT, RIGHT, TILE, GAP = 330, 1152, 138, 24
 INK, MUTED, LINE, PAPER = "#1b1f23", "#5c666f", "#dfe3e7", "#ffffff"
 PER_EM = 0.54  # the mean width of a letter, relative to the font's size
 TEXTS, PICTURES = 3, 5  # examples at each end
-UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
+UNPRINTABLE = re.compile(f"{UNSAFE.pattern}|[\n\t\ufffe\uffff]")
 
 
 class Card(str):
