@@ -120,6 +120,7 @@ ScoreWriter.write = dying
 """
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_the_others_and_the_same_call_resumes(runs: Path, tmp_path: Path) -> None:
     """Killed as two processes, resumed by three, killed again, and finished by one."""
     body = f"""

@@ -28,7 +28,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
         yield running
 
 
-def ask(page: Running, request: bytes, *, wait: float = 5.0) -> bytes:
+def ask(page: Running, request: bytes, *, wait: float = 2.0) -> bytes:
     """What the server answers until it closes the connection, or falls silent."""
     with socket.create_connection(("127.0.0.1", page.port), timeout=wait) as connection:
         connection.sendall(request)
