@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from whence.data import Contrast
     from whence.documents import completion, group, padded, preference, unpacked
     from whence.errors import WhenceError
+    from whence.language import LanguageModeling, Preference
     from whence.methods import (
         BM25,
         LESS,
@@ -35,14 +36,7 @@ if TYPE_CHECKING:
     from whence.sets import Augmented, Averaged, Ranking, RowSet
     from whence.store import GradientStore
     from whence.study import Study
-    from whence.task import (
-        Classification,
-        LanguageModeling,
-        MultiLabel,
-        Preference,
-        Regression,
-        Task,
-    )
+    from whence.task import Classification, MultiLabel, Regression, Task
 
 # Where each name lives. They are imported when they are first used: `whence --help` must not wait
 # for torch.
@@ -50,6 +44,7 @@ _HOMES = {
     "whence.documents": ("completion", "group", "padded", "preference", "unpacked"),
     "whence.data": ("Contrast",),
     "whence.errors": ("WhenceError",),
+    "whence.language": ("LanguageModeling", "Preference"),
     "whence.methods": (
         "BM25",
         "LESS",
@@ -75,14 +70,7 @@ _HOMES = {
     "whence.sets": ("Augmented", "Averaged", "Ranking", "RowSet"),
     "whence.store": ("GradientStore",),
     "whence.study": ("Study",),
-    "whence.task": (
-        "Classification",
-        "LanguageModeling",
-        "MultiLabel",
-        "Preference",
-        "Regression",
-        "Task",
-    ),
+    "whence.task": ("Classification", "MultiLabel", "Regression", "Task"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -61,15 +61,8 @@ def plainly_measured(recipe: whence.Recipe, training: Training, query: Any) -> n
                 if stage.transform:
                     draws = stage.draws(training.seed, step, rows, CPU)
                     batch = _cast(stage.transform(batch, draws), dtype)
-                for parameter in model.parameters():
-                    parameter.grad = None
-                task.losses(task.outputs(model, batch), batch).mean().backward()
-                if stage.clip_norm:
-                    nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
-                optimizer.step()
+                recipes.update(model, stage, batch, optimizer, scheduler)
                 step += 1
-                if scheduler:
-                    scheduler.step()
     model.eval()
     batch = _cast(Batches("query", query, recipe.collate).take(np.arange(len(query))), dtype)
     with torch.no_grad():

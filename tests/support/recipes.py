@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import whence
 from support import models
 from whence.retrain import Training
+from whence.retrain.stage import StageRecipe
 
 N, INPUTS, CLASSES = 48, 8, 3
 
@@ -164,12 +165,20 @@ def plainly_trained(recipe: whence.Recipe, training: Training) -> nn.Module:
                 batch: Any = tuple(t[rows] for t in stage.data.dataset.tensors)
                 if stage.transform:
                     batch = stage.transform(batch, stage.draws(training.seed, step, rows, cpu))
-                optimizer.zero_grad()
-                stage.task.losses(stage.task.outputs(model, batch), batch).mean().backward()
-                if stage.clip_norm:
-                    nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
-                optimizer.step()
+                update(model, stage, batch, optimizer, scheduler)
                 step += 1
-                if scheduler:
-                    scheduler.step()
     return model
+
+
+def update(
+    model: nn.Module, stage: StageRecipe, batch: Any, optimizer: Any, scheduler: Any
+) -> None:
+    """One update of an ordinary loop."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    stage.task.losses(stage.task.outputs(model, batch), batch).mean().backward()
+    if stage.clip_norm:
+        nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
+    optimizer.step()
+    if scheduler:
+        scheduler.step()

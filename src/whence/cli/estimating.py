@@ -198,7 +198,8 @@ def _built(name: str, tokens: int, shape: list[int] | None) -> tuple[nn.Module, 
     """The model on the meta device, its task, and a batch of two examples."""
     import torch
 
-    from whence.task import Classification, LanguageModeling
+    from whence.language import LanguageModeling
+    from whence.task import Classification
 
     with torch.device("meta"):
         model = _own(name) if ":" in name else _hugging_face(name)

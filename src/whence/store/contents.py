@@ -176,7 +176,7 @@ class StoreContents:
                 with workspace.clock("decomposition"):
                     parts = {f"{k}": value.contiguous() for k, value in enumerate(fit())}
                 if on_disk:
-                    self._save_decomposition(key, parts, settings)
+                    self._save("a decomposition", self._decompositions, key, parts, settings)
             self._in_memory[place] = [parts[f"{k}"].to(workspace.device) for k in range(len(parts))]
         self._in_memory[place] = self._in_memory.pop(place)  # the last to be evicted
         sizes = {k: sum(value.nbytes for value in cached) for k, cached in self._in_memory.items()}
@@ -185,16 +185,22 @@ class StoreContents:
             del self._in_memory[oldest], sizes[oldest]
         return self._in_memory[place]
 
-    def _save_decomposition(
-        self, key: str, parts: Mapping[str, Tensor], settings: Mapping[str, Any]
+    def _save(
+        self,
+        what: str,
+        files: FactorCache,
+        key: str,
+        parts: Mapping[str, Tensor],
+        settings: Mapping[str, Any],
     ) -> None:
+        """Save what is computed from the rows, if the store's folder may be written."""
         try:
-            self._decompositions.put(key, parts, settings)
+            files.put(key, parts, settings)
         except PermissionError as error:
             warn(
-                f"a decomposition cannot be saved with the store ({error}): the next process will "
-                "compute it again",
-                stacklevel=2,
+                f"{what} cannot be saved with the store ({error}): the next process will compute "
+                "it again",
+                stacklevel=3,
             )
 
     def index(self, stage: str, checkpoints: Sequence[Weights]) -> Any:
@@ -207,14 +213,7 @@ class StoreContents:
             if stored is None:
                 content = index.built([self.rows(stage, c) for c in checkpoints])
                 stored = {"index": torch.from_numpy(content)}
-                try:
-                    self._index_files.put(key, stored, settings)
-                except PermissionError as error:
-                    warn(
-                        f"an index cannot be saved with the store ({error}): the next process "
-                        "will build it again",
-                        stacklevel=2,
-                    )
+                self._save("an index", self._index_files, key, stored, settings)
             self._indexes[key] = index.opened(stored["index"].numpy())
         return self._indexes[key]
 
