@@ -469,7 +469,7 @@ kernel.get_ipython = lambda: Shell()
 sys.modules["IPython"] = kernel
 for name in ("ipywidgets", "IPython.html.widgets", "IPython.html"):
     sys.modules[name] = None
-from whence.data import progress_bar
+from whence.progress import progress_bar
 list(progress_bar(range(3), desc="scores", shown=True))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from whence.data import SCORES, expect
 from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.fit import accumulator, factor_bytes, grouped
+from whence.progress import SCORES, expect
 from whence.table import byte_size, duration
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.data import Batches, cut, progress_bar
+from whence.data import Batches, cut
 from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
 from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, Columns, Term, Workspace
@@ -35,6 +35,7 @@ from whence.layers.passes import Signal
 from whence.operators import cost
 from whence.operators.operator import rotate
 from whence.operators.products import Readout
+from whence.progress import progress_bar
 from whence.scores import ScoreWriter
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
 

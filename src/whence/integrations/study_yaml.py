@@ -95,7 +95,7 @@ def read_study_yaml(path: Path) -> StudyParts:
     """Read the parts of a study from a YAML file. Raises StudyYamlError."""
     given = _read(path)
     transformers = _import_optional("transformers", "huggingface")
-    from whence import task as tasks
+    import whence
     from whence.documents import filled_up
     from whence.run import Run
 
@@ -124,7 +124,7 @@ def read_study_yaml(path: Path) -> StudyParts:
     train = read("train", given["train"])
     settings = {k: given[k] for k in ("measurement", "reduction") if k in given}
     try:
-        task = getattr(tasks, task_name)(**settings)
+        task = getattr(whence, task_name)(**settings)
     except TypeError as error:
         raise StudyYamlError(f"{path}: {given['task']} has no reduction ({error})") from error
     display: dict[str, Any] = {"tokenizer": tokenizer}

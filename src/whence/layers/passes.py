@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.data import Batches, place, progress_bar
+from whence.data import Batches, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
+from whence.progress import progress_bar
 from whence.table import listed
 from whence.task import Task, Uniform
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from whence.data import batch_length
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
 from whence.layers.choose import Chooser
 from whence.layers.copied import Copied
-from whence.layers.counting import OperationCount
 from whence.layers.embedding import Embedding
 from whence.layers.kind import Kind, Part, kind_of, matrices, same_forward
 from whence.layers.linear import Linear
@@ -435,3 +436,41 @@ def report(tracked: Tracked) -> None:
     """Warn about excluded parameters, unless training never moved them."""
     if tracked.unseen:
         warnings.warn(tracked.summary(), stacklevel=3)
+
+
+#: which PyTorch does not count: attention as CPUs compute it, and on the meta device
+ATTENTION = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": sdpa_flop,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": sdpa_backward_flop,
+    "aten._scaled_dot_product_fused_attention_overrideable": sdpa_flop,
+    "aten._scaled_dot_product_fused_attention_overrideable_backward": sdpa_backward_flop,
+}
+
+
+class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside the `with`, adds up the operations of products, convolutions and attention, and the
+    numbers in their results.
+
+    Works without weights, on the meta device. A product of n terms is 2n operations; elementwise
+    work is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations, self.numbers = 0, 0
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        packet = function._overloadpacket
+        count: Any = flop_registry.get(packet) or ATTENTION.get(str(packet))
+        if count is not None:
+            self.operations += int(count(*args, **(kwargs or {}), out_val=result))
+            results = result if isinstance(result, tuple) else (result,)
+            self.numbers += sum(x.numel() for x in results if isinstance(x, Tensor))
+        return result

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from whence.data import one_bar
 from whence.engine.options import ComputeOptions
 from whence.engine.queries import QuerySet
 from whence.engine.trials import LOSSES
@@ -26,6 +25,7 @@ from whence.errors import InvalidInput, collect_warnings, collected_warnings, wa
 from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.files import as_path
 from whence.persist.identity import call_text, defaults_of, key_of
+from whence.progress import one_bar
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT

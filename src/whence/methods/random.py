@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.data import Labels, classes, cut, progress_bar
+from whence.data import Labels, classes, cut
 from whence.draws import Uniform
 from whence.engine.workspace import scored_stages
 from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import call_text, defaults_of, key_of
+from whence.progress import progress_bar
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
 from whence.world import World

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.data import progress_bar
 from whence.engine.costs import Cost, announce, passes_cost
 from whence.engine.queries import Queries
 from whence.engine.trials import LOSSES
@@ -27,6 +26,7 @@ from whence.engine.workspace import LOSS, Workspace
 from whence.layers.passes import Weights
 from whence.methods.base import Folder, Method
 from whence.operators.products import squared_norms
+from whence.progress import progress_bar
 from whence.scores import Scores
 
 SCORES_PER_BLOCK = 2**22

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whence.data import cut, progress_bar
+from whence.data import cut
 from whence.engine.costs import Cost, announce
 from whence.engine.options import ComputeOptions
 from whence.engine.queries import Queries
@@ -22,6 +22,7 @@ from whence.errors import NotFinite, warn
 from whence.methods.base import Folder, Method
 from whence.operators import cost
 from whence.persist.identity import key_of
+from whence.progress import progress_bar
 from whence.replay.objective import Tensors, twice_differentiable
 from whence.replay.sweep import Credit, CreditSum, QueryBlock, ReplayWorkspace, SweepSnapshot
 from whence.replay.training import Adjoint, Indices, Replay

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from whence.data import batch_length, cut, progress_bar
+from whence.data import batch_length, cut
 from whence.errors import InvalidInput, NotFinite
 from whence.layers.capture import Outputs, Tape, TrackedLayer, sides
 from whence.layers.passes import Passes, Signal, Weights
@@ -45,6 +45,7 @@ from whence.operators.operator import (
 from whence.operators.products import Readout, add_weighted
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
+from whence.progress import progress_bar
 
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
 

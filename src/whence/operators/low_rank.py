@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.data import progress_bar
 from whence.errors import InvalidInput, warn
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.krylov import Lanczos
 from whence.operators.operator import BlockSpace, BlockVectors, Inverse
 from whence.persist.cache import FactorCache
 from whence.persist.identity import key_of
+from whence.progress import progress_bar
 
 ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
 

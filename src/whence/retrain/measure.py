@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.data import Batches, progress_bar
+from whence.data import Batches
 from whence.errors import InvalidInput, check_choice, warn
+from whence.progress import progress_bar
 from whence.retrain.grid import Grid
 from whence.retrain.pool import ENGINES, TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe

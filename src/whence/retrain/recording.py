@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
 
-from whence.data import progress_bar
 from whence.persist.identity import digest
+from whence.progress import progress_bar
 from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.stage import Ints, StageRecipe, checked_seed

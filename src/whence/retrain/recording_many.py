@@ -22,10 +22,11 @@ from numpy.typing import ArrayLike
 from torch import nn
 from torch.optim import Optimizer
 
-from whence.data import Batches, progress_bar
+from whence.data import Batches
 from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidType, check_choice
 from whence.persist.files import as_path
+from whence.progress import progress_bar
 from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
 from whence.retrain.pool import ENGINES, TrainingPool, halves
