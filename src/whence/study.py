@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
-from whence.layers.choose import Chooser, by_name, everything
+from whence.layers.choose import Chooser, chooser
 from whence.layers.passes import (
     Clock,
     Passes,
@@ -57,9 +57,9 @@ class Study:
         collate: turns a list of examples into a batch (default: torch's).
         cache: folder for fitted factors (default: the run's folder; memory for a run that is not
             on disk).
-        layers: which layers to track: "all", names as shell patterns, or a chooser such as
-            `whence.layers.mlp_only`, `last_blocks(2)`, `by_type(nn.Linear)`. None tracks linear
-            layers and convolutions, "all" embeddings, norms and tied heads too.
+        layers: which layers to track: "all" (default), "matrices" (linear layers and convolutions, as
+            in the paper), names as shell patterns, or a chooser such as `whence.layers.mlp_only`,
+            `last_blocks(2)`, `by_type(nn.Linear)`.
         candidates: data that the run never trained on, for the last stage or `{stage: dataset}`.
             It is scored instead of the training data: the effect that each example would have had
             as one of the N of its stage.
@@ -83,12 +83,7 @@ class Study:
         if not self.runs:
             raise InvalidInput("runs is empty: give at least one Run")
         self.collate = collate
-        if layers is None or callable(layers):
-            self.layers = layers
-        elif layers in ("all", ["all"]):
-            self.layers = everything
-        else:
-            self.layers = by_name([layers] if isinstance(layers, str) else layers)
+        self.layers = chooser(layers)
         self.stages = [stage.name for stage in self.runs[0].stages]
         given = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
         self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device

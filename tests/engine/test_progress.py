@@ -13,7 +13,7 @@ import tqdm.auto
 from support import models
 
 import whence
-from whence import data
+from whence import progress
 
 TRAIN, QUERY = models.vectors(24), models.vectors(3, seed=1)
 
@@ -57,7 +57,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
         bars: ClassVar[list[Bar]] = []
 
     monkeypatch.setattr(tqdm.auto, "tqdm", Recorded)
-    monkeypatch.setattr(data, "_visible", lambda: True)
+    monkeypatch.setattr(progress, "_visible", lambda: True)
     return Recorded.bars
 
 
@@ -105,7 +105,7 @@ def test_a_failed_call_leaves_no_bar(bars: list[Bar], monkeypatch: pytest.Monkey
     with pytest.raises(whence.WhenceError, match="no"):
         whence.Source().attribute(study(), QUERY)
     assert [bar.closed for bar in bars if not bar.disable] == [True]
-    assert not data._calls
+    assert not progress._calls
 
 
 @pytest.mark.parametrize("how", ["log file", "progress=False"])

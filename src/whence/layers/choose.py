@@ -18,8 +18,18 @@ Chooser = Callable[[Mapping[str, nn.Module]], Collection[str]]
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
 
 
+def chooser(layers: Sequence[str] | str | Chooser | None) -> Chooser:
+    """That of `Study(layers=...)`."""
+    if layers is None:
+        return everything
+    if callable(layers):
+        return layers
+    names = [layers] if isinstance(layers, str) else list(layers)
+    return NAMED[names[0]] if len(names) == 1 and names[0] in NAMED else by_name(names)
+
+
 def everything(layers: Mapping[str, nn.Module]) -> set[str]:
-    """All layers: embeddings, norms and tied heads too. `Study(layers="all")` is the same."""
+    """All layers: embeddings, norms and tied heads too."""
     return set(layers)
 
 
@@ -81,3 +91,6 @@ def last_blocks(count: int) -> Chooser:
         return inside | set(names[last + 1 :])
 
     return choose
+
+
+NAMED: dict[str, Chooser] = {"all": everything, "matrices": matrices}

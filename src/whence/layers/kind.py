@@ -172,8 +172,8 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
-    """Layers whose weight is a matrix: linear ones and convolutions. `Study` tracks these by
-    default."""
+    """Layers whose weight is a matrix: linear ones and convolutions, which the paper's
+    methods track."""
     kinds = {name: kind_of(module) for name, module in layers.items()}
     return {
         name

@@ -22,10 +22,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from whence.data import batch_length
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
-from whence.layers.choose import Chooser
+from whence.layers.choose import Chooser, everything
 from whence.layers.copied import Copied
 from whence.layers.embedding import Embedding
-from whence.layers.kind import Kind, Part, kind_of, matrices, same_forward
+from whence.layers.kind import Kind, Part, kind_of, same_forward
 from whence.layers.linear import Linear
 from whence.layers.parameter import Bias, Direct, one_for_all
 from whence.table import listed
@@ -33,7 +33,6 @@ from whence.task import Task
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 3e-2}  # relative, of gradients and outputs
 LISTED = 3  # excluded layers that a warning names
-OPTIONAL = 'only Study(layers="all") tracks it'
 FROZEN = "frozen: no update of the run moved it"
 UNRECORDED = "changed between checkpoints, but no recorded optimizer updates it"
 
@@ -60,7 +59,6 @@ class Tracked:
     outputs: int  # numbers in the model's output for one example
     operations: float  # of one example's forward and backward pass through the whole model
     computed: float  # numbers in the results of its products, likewise
-    optional: tuple[str, ...] = ()  # parameters that only `layers="all"` tracks
 
     @property
     def blocks(self) -> list[ParameterBlock]:
@@ -92,7 +90,6 @@ class Tracked:
             largest = sorted(self.unseen, key=lambda e: -e.share)
             parts = [f"{e.name} ({e.share:.1%}: {e.reason})" for e in largest]
             text = f"{self.share:.1%} of {total} are tracked; left out: {listed(parts, most)}"
-            text += '; Study(layers="all") tracks more' if self.optional else ""
         if frozen:
             what = frozen[0].name if len(frozen) == 1 else f"{len(frozen)} layers"
             count = sum(e.parameters for e in frozen)
@@ -104,7 +101,7 @@ def find(
     model: nn.Module,
     task: Task,
     batch: Any,
-    choose: Chooser | None = None,
+    choose: Chooser = everything,
     trained: Callable[[str], bool] | None = None,
     untrained: Sequence[str] = (),
 ) -> Tracked:
@@ -112,7 +109,7 @@ def find(
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
-        choose: which of the trackable layers to track; None is those whose weight is a matrix.
+        choose: which of the trackable layers to track.
         trained: whether training moved the parameter of this name. Layers that it did not move do
             not respond to the data, so they are not tracked. If it moved none, all are tracked, and
             the method reports the problem.
@@ -159,7 +156,6 @@ def find(
         )
     total = sum(p.numel() for p in model.parameters())
     excluded, updated = _excluded(model, verified, reasons)
-    optional = tuple(name for name in reasons if reasons[name].endswith(OPTIONAL))
     return Tracked(
         tuple(verified),
         excluded,
@@ -169,12 +165,11 @@ def find(
         outputs[0].numel(),
         count.operations / n,
         count.numbers / n,
-        optional,
     )
 
 
 def _candidates(
-    model: nn.Module, choose: Chooser | None, reasons: dict[str, str]
+    model: nn.Module, choose: Chooser, reasons: dict[str, str]
 ) -> list[TrackedLayer]:
     """The chosen layers that no kind refuses."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -190,15 +185,14 @@ def _candidates(
         path: nn.ParameterList() if isinstance(parts[0][0], Copied) else module
         for path, module, parts in uses
     }
-    chosen = (matrices if choose is None else choose)(trackable)
+    chosen = choose(trackable)
     layers: dict[tuple[int, ...], TrackedLayer] = {}
     for path, module, parts in uses:
         tensors = [module._parameters.get(k) for _, *each in parts for k in each]
         parameters = [names[id(p)] for p in tensors if p is not None]
         if path not in chosen:
-            unchosen = OPTIONAL if choose is None else "not chosen"
             earlier = {name: f"{reasons[name]}; " for name in parameters if name in reasons}
-            reasons.update({name: earlier.get(name, "") + unchosen for name in parameters})
+            reasons.update({name: earlier.get(name, "") + "not chosen" for name in parameters})
             continue
         reason = _refusal(path, module, parts, owners, chosen)
         if reason:
@@ -425,7 +419,7 @@ def _excluded(
         if names:
             count = sum(sizes[name] for name in names)
             moved = [name for name in names if name in trained]
-            given = [reasons[k] for k in moved if reasons.get(k, OPTIONAL) != OPTIONAL]
+            given = [reasons[k] for k in moved if k in reasons]
             reason = next(iter(given), type(module).__name__) if moved else FROZEN
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))
