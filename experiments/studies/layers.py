@@ -27,8 +27,7 @@ from experiments.tasks.board import BOARD
 from experiments.tasks.forms import of_form
 from experiments.tasks.machine import machine
 from whence import evaluate
-from whence.layers.choose import everything
-from whence.layers.kind import matrices
+from whence.layers.choose import everything, matrices
 from whence.persist.files import write_json
 
 METHODS = {

@@ -18,8 +18,8 @@ import whence
 from experiments.tasks.experiment import Experiment
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.probed import Probed
-from whence.layers.choose import Chooser, everything
-from whence.layers.kind import kind_of, matrices
+from whence.layers.choose import Chooser, everything, matrices
+from whence.layers.kind import kind_of
 
 PUBLISHED, INFLUENCE = "published", "influence, published"
 BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
-from whence.layers.choose import Chooser, chooser
+from whence.layers.choose import Chooser, chooser, everything
 from whence.layers.passes import (
     Clock,
     Passes,
@@ -57,9 +57,10 @@ class Study:
         collate: turns a list of examples into a batch (default: torch's).
         cache: folder for fitted factors (default: the run's folder; memory for a run that is not
             on disk).
-        layers: which layers to track: "all" (default), "matrices" (linear layers and convolutions, as
-            in the paper), names as shell patterns, or a chooser such as `whence.layers.mlp_only`,
-            `last_blocks(2)`, `by_type(nn.Linear)`.
+        layers: which layers to track: "all", "matrices" (linear layers and convolutions), names as
+            shell patterns, or a chooser such as `whence.layers.mlp_only`, `last_blocks(2)`,
+            `by_type(nn.Linear)`. By default all, but only matrices for published forms, as in the
+            paper.
         candidates: data that the run never trained on, for the last stage or `{stage: dataset}`.
             It is scored instead of the training data: the effect that each example would have had
             as one of the N of its stage.
@@ -275,15 +276,17 @@ class Study:
         quiet: bool = False,
         shared: bool = True,
         frozen: bool = False,
+        layers: Chooser = everything,
     ) -> dict[str, Passes]:
         """Copy the model to a device, find and check its layers; one `Passes` per stage.
 
         A query sees only the last stage's layers. Of other stages, only the layers they share with
         it are tracked, unless `shared` is False (self-influence). Layers that the run never moved
-        are tracked only if `frozen` is True.
+        are tracked only if `frozen` is True. `layers` is for studies that do not choose.
         """
+        choose = self.layers or layers
         copies: dict[int, WeightLoader] = {}
-        layers: dict[tuple[int, int], Tracked] = {}
+        every: dict[tuple[int, int], Tracked] = {}
         passes: dict[str, Passes] = {}
         clock = Clock(device)
         for stage in reversed(self.stages):
@@ -301,21 +304,21 @@ class Study:
             loaded.load(checkpoints[-1])
             data = self.data[stage]
             several = place(data.take(range(min(PROBED, len(data)))), device, dtype)
-            if pair not in layers:
+            if pair not in every:
                 rounded = bool(rounded_products(dtype, device))
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
                 separation.check_losses(compared)
                 trained = None if frozen else partial(self._trained, run)
                 untrained = self._of(run).untrained(stage, original)
-                tracked = find(loaded.model, task, several, self.layers, trained, untrained)
+                tracked = find(loaded.model, task, several, choose, trained, untrained)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
-                last = next(iter(layers.values()), tracked)
-                layers[pair] = tracked.shared_with(last) if shared else tracked
+                last = next(iter(every.values()), tracked)
+                every[pair] = tracked.shared_with(last) if shared else tracked
             passes[stage] = Passes(
                 loaded,
                 task,
-                layers[pair],
+                every[pair],
                 clock,
                 dtype=dtype,
                 workers=workers,

@@ -89,7 +89,9 @@ class Pair:
             batch_size=4,
         )
         self.query, self.task, self.train, self.model = query, task, train, model
-        self.study = whence.Study(model, task, train=train, runs=run_of(self.leg))
+        self.study = whence.Study(
+            model, task, train=train, runs=run_of(self.leg), layers="matrices"
+        )
         stages = {"train": ds.Stage(model, task, train)}
         final = self.leg.checkpoints[-1]
         self.dense = ds.Staged(stages, query, final, uniform)
@@ -292,7 +294,7 @@ def test_source_groups(curvature: str) -> None:
         epsilon=EPSILON,
         groups=groups,
     )
-    study = whence.Study(model, task, train=train, runs=run)
+    study = whence.Study(model, task, train=train, runs=run, layers="matrices")
     oracle = ds.Staged({"train": ds.Stage(model, task, train)}, query, leg.checkpoints[-1])
     method = whence.Source.published(2, curvature, fisher="exact")
     scores = method.attribute(study, query, by_segment=True, **EXACT)
@@ -321,7 +323,7 @@ def test_source_of_a_recorded_run(tmp_path: Path, make: Any) -> None:
         segments = [s for s in leg.segments(3) if s.steps == [9]]
     else:
         segments = leg.segments(3)
-    study = whence.Study(model, task, train=train, runs=tmp_path)
+    study = whence.Study(model, task, train=train, runs=tmp_path, layers="matrices")
     oracle = ds.Staged({"train": ds.Stage(model, task, train)}, query, leg.checkpoints[-1])
     method = whence.Source.published(3, fisher="exact")
     scores = method.attribute(study, query, by_segment=True, **EXACT)
@@ -341,7 +343,9 @@ def test_sgd_written_as_a_preconditioner_of_one(name: str, damping: Any, weight_
     found = []
     for kind in ({"optimizer": "sgd", "second_moments": None}, {"optimizer": "rmsprop"}):
         given = {"second_moments": [ones] * len(STEPS), "epsilon": 1e-8} | kind | changes
-        study = whence.Study(it.model, it.task, train=it.train, runs=run_of(it.leg, **given))
+        study = whence.Study(
+            it.model, it.task, train=it.train, runs=run_of(it.leg, **given), layers="matrices"
+        )
         settings = {"damping": damping, "weight_decay": weight_decay}
         method = whence.Source.published(3, "diagonal", "exact", **settings)
         found.append(method.attribute(study, it.query, by_segment=True, **EXACT))
@@ -365,7 +369,7 @@ def test_long_training_is_influence(kind: str, damping: float | None) -> None:
         second_moments=leg.moments[1:],
         epsilon=EPSILON,
     )
-    study = whence.Study(model, task, train=train, runs=run)
+    study = whence.Study(model, task, train=train, runs=run, layers="matrices")
     source = whence.Source.published(1, damping=damping, fisher="exact")
     influence = whence.Influence.published(1e-8 if damping is None else damping, fisher="exact")
     close(
@@ -387,7 +391,7 @@ def test_short_training_is_one_preconditioned_step() -> None:
         second_moments=it.leg.moments[-1:],
         epsilon=EPSILON,
     )
-    study = whence.Study(it.model, it.task, train=it.train, runs=run)
+    study = whence.Study(it.model, it.task, train=it.train, runs=run, layers="matrices")
     scores = whence.Source.published(1, "diagonal").attribute(study, it.query, **EXACT)
     P = ds.preconditioner(it.model, it.leg.moments[-1:], EPSILON)
     key = it.dense._key(it.leg.checkpoints[-1])
@@ -426,7 +430,7 @@ def dead() -> tuple[Any, ds.Leg]:
 def test_dead_units_and_empty_second_moments(curvature: str, damping: Any, epsilon: float) -> None:
     (model, task, train, query), leg = dead()
     leg.settings["eps"] = epsilon
-    study = whence.Study(model, task, train=train, runs=run_of(leg))
+    study = whence.Study(model, task, train=train, runs=run_of(leg), layers="matrices")
     method = whence.Source.published(2, curvature, "exact", damping=damping)
     scores = method.attribute(study, query, by_segment=True, **EXACT)
     assert np.isfinite(scores.values).all()
@@ -455,7 +459,7 @@ def test_float32(name: str, damping: Any) -> None:
 def test_infinite_preconditioners_are_finite_or_refused(curvature: str) -> None:
     (model, task, train, query), leg = dead()
     leg.settings["eps"] = 0.0
-    study = whence.Study(model, task, train=train, runs=run_of(leg))
+    study = whence.Study(model, task, train=train, runs=run_of(leg), layers="matrices")
     try:
         scores = whence.Source.published(2, curvature, "exact").attribute(study, query, **EXACT)
     except ValueError as error:
@@ -477,7 +481,7 @@ def test_no_curvature_at_all() -> None:
     torch.manual_seed(0)
     model, train, query = models.mlp((4, 3, 2)).double(), models.vectors(), models.vectors(3)
     leg = ds.train(model, Linear(), train, OPTIMIZERS["rmsprop"](model.parameters()), [4])
-    study = whence.Study(model, Linear(), train=train, runs=run_of(leg))
+    study = whence.Study(model, Linear(), train=train, runs=run_of(leg), layers="matrices")
     for curvature in ("diagonal", "ekfac"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -554,7 +558,7 @@ class Orthogonal:
         model = nn.Linear(3, 1).double()
         data = TensorDataset(self.inputs[:, :3], self.targets[:, None])
         query = TensorDataset(self.query[:, :3], torch.zeros(self.queries, 1, dtype=torch.float64))
-        study = whence.Study(model, self.task, train=data, runs=run)
+        study = whence.Study(model, self.task, train=data, runs=run, layers="matrices")
         return method.attribute(study, query, **EXACT).values
 
     def truth(self, update: Any, count: int, start: Tensor) -> Tensor:
@@ -682,7 +686,9 @@ def test_the_recorder_and_real_adam_on_a_small_problem(tmp_path: Path) -> None:
         ],
         1,
     )
-    study = whence.Study(nn.Linear(3, 1).double(), it.task, train=data, runs=tmp_path)
+    study = whence.Study(
+        nn.Linear(3, 1).double(), it.task, train=data, runs=tmp_path, layers="matrices"
+    )
     for form in METHODS.values():
         scores = form().attribute(study, query, **EXACT)
         # ε = 10 keeps P nearly constant; what is left is momentum's start and two segments
@@ -694,7 +700,7 @@ def test_the_recorder_and_real_adam_on_a_small_problem(tmp_path: Path) -> None:
 
 def refused(run: whence.Run, method: Any = None) -> str:
     it = pair("mlp", "adam")
-    study = whence.Study(it.model, it.task, train=it.train, runs=run)
+    study = whence.Study(it.model, it.task, train=it.train, runs=run, layers="matrices")
     with pytest.raises(ValueError) as caught:
         (method or whence.Source.published(2)).attribute(study, it.query, **EXACT)
     return str(caught.value)
@@ -762,7 +768,7 @@ def test_optimizers_that_are_not_understood(name: str, method: Any) -> None:
 def test_influence_and_tracin_still_work_there() -> None:
     it = pair("mlp", "adam")
     run = run_of(it.leg, optimizer="Adafactor", second_moments=None)
-    study = whence.Study(it.model, it.task, train=it.train, runs=run)
+    study = whence.Study(it.model, it.task, train=it.train, runs=run, layers="matrices")
     scores = whence.Influence.published(1e-3, fisher="exact").attribute(study, it.query, **EXACT)
     close(scores.values, it.dense.influence(1e-3))
     assert np.isfinite(whence.TracIn().attribute(study, it.query, **EXACT).values).all()

@@ -65,7 +65,9 @@ class Pair:
             second_moments=leg.moments if kind != "sgd" else None,
             epsilon=leg.settings.get("eps", 1e-8),
         )
-        self.study = whence.Study(self.model, self.task, train=self.train, runs=self.run)
+        self.study = whence.Study(
+            self.model, self.task, train=self.train, runs=self.run, layers="matrices"
+        )
         stages = {"train": ds.Stage(self.model, self.task, self.train)}
         self.dense = ds.Staged(stages, self.query, leg.checkpoints[-1])
         self.dense_self = ds.Staged(stages, None, leg.checkpoints[-1])
@@ -148,7 +150,7 @@ def test_a_checkpoint_at_the_start_is_not_averaged() -> None:
         0.1,
         momentum=0.5,
     )
-    study = whence.Study(it.model, it.task, train=it.train, runs=run)
+    study = whence.Study(it.model, it.task, train=it.train, runs=run, layers="matrices")
     scores = whence.FastSource.published(2, fisher="exact").attribute(study, it.query, **EXACT)
     close(scores.values, it.dense.source(it.averaged(2)).sum(0))
 
@@ -156,7 +158,9 @@ def test_a_checkpoint_at_the_start_is_not_averaged() -> None:
 def test_source_and_fastsource_do_not_share_factors(tmp_path: Path) -> None:
     """In one study and on disk, one after the other and back, by turns of segments too."""
     it = pair("mlp", "adam")
-    study = whence.Study(it.model, it.task, train=it.train, runs=it.run, cache=tmp_path)
+    study = whence.Study(
+        it.model, it.task, train=it.train, runs=it.run, cache=tmp_path, layers="matrices"
+    )
     for _ in range(2):
         for segments in (1, 2):
             for method, held in (
@@ -170,7 +174,7 @@ def test_source_and_fastsource_do_not_share_factors(tmp_path: Path) -> None:
 
 def test_sampled_draws_are_repeatable() -> None:
     it = pair("mlp", "sgd")
-    fresh = whence.Study(it.model, it.task, train=it.train, runs=it.run)
+    fresh = whence.Study(it.model, it.task, train=it.train, runs=it.run, layers="matrices")
     one = it.attribute(2, fisher="sampled", seed=4)
     two = whence.FastSource.published(2, fisher="sampled", seed=4).attribute(
         fresh, it.query, by_segment=True, batch_size=5, **EXACT
@@ -196,7 +200,7 @@ def test_a_pass_a_segment() -> None:
     train = models.vectors(size, seed=8)
     for method, passes in ((whence.FastSource.published, 2), (whence.Source.published, 6)):
         seen = {"loss": 0, "pseudo": 0}
-        study = whence.Study(it.model, Counted(), train=train, runs=it.run)
+        study = whence.Study(it.model, Counted(), train=train, runs=it.run, layers="matrices")
         method(2).attribute(study, it.query, **EXACT)
         assert passes * size <= seen["loss"] < (passes + 1) * size
         assert 2 * passes * size <= seen["pseudo"] < (2 * passes + 1) * size
@@ -224,7 +228,7 @@ def test_stages() -> None:
         stages={"a": 8, "b": 14},
         sizes={"a": 8, "b": 6},
     )
-    study = whence.Study(model, task, train=data, runs=run)
+    study = whence.Study(model, task, train=data, runs=run, layers="matrices")
     stages = {name: ds.Stage(model, task, data[name]) for name in data}
     oracle = ds.Staged(stages, query, second.checkpoints[-1])
     segments = [s.averaged() for s in first.segments(2) + second.segments(1)]
@@ -246,7 +250,7 @@ def test_ensemble() -> None:
         stages = {"train": ds.Stage(model, it.task, it.train)}
         oracle = ds.Staged(stages, it.query, leg.checkpoints[-1])
         each.append(oracle.source([s.averaged() for s in leg.segments(1)]).sum(0))
-    study = whence.Study(it.model, it.task, train=it.train, runs=runs)
+    study = whence.Study(it.model, it.task, train=it.train, runs=runs, layers="matrices")
     scores = whence.FastSource.published(1, fisher="exact").attribute(study, it.query, **EXACT)
     close(scores.values, np.mean(each, 0))
     close(scores.spread, np.std(each, 0, ddof=1))
@@ -267,7 +271,7 @@ def test_half_precision_checkpoints_are_averaged_in_full() -> None:
     it = pair("mlp", "sgd")
     halves = [{k: v.bfloat16() for k, v in c.items()} for c in it.leg.checkpoints]
     run = whence.Run.from_checkpoints(halves, STEPS, 0.1, momentum=0.5)
-    study = whence.Study(it.model, it.task, train=it.train, runs=run)
+    study = whence.Study(it.model, it.task, train=it.train, runs=run, layers="matrices")
     wide = [{k: v.double() for k, v in c.items()} for c in halves]
     leg = copy.copy(it.leg)
     leg.checkpoints = wide
@@ -299,6 +303,6 @@ def test_weights_of_another_architecture_cannot_be_averaged() -> None:
     it = pair("mlp", "sgd")
     strange = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().state_dict()
     run = whence.Run.from_checkpoints([strange, it.leg.checkpoints[-1]], [9, 18], 0.1)
-    study = whence.Study(it.model, it.task, train=it.train, runs=run)
+    study = whence.Study(it.model, it.task, train=it.train, runs=run, layers="matrices")
     with pytest.raises(ValueError, match=r"different architectures"):
         whence.FastSource.published(1).attribute(study, it.query, **EXACT)

@@ -86,7 +86,7 @@ class Pair:
         kind = {"momentum": 0.5, "dampening": 0.25, "weight_decay": 0.05, "batch_size": 4}
         history = models.train_run(model, task, train, STEPS, rate, **kind)
         self.query = query
-        self.study = whence.Study(model, task, train=train, runs=history.run)
+        self.study = whence.Study(model, task, train=train, runs=history.run, layers="matrices")
         self.dense = dense.Dense(model, task, train, history, query, uniform)
         self.dense_self = dense.Dense(model, task, train, history, None, uniform)
         # the moments are those of the training data, whoever asks
@@ -250,7 +250,7 @@ def test_source_sampled_draws_follow_the_step() -> None:
     model, task, train, query = CASES["mlp"]()
     history = models.stationary(model.double(), [2, 3, 7, 8], 0.1)
     oracle = dense.Dense(model, task, train, history, query, uniform)
-    study = whence.Study(model, task, train=train, runs=history.run)
+    study = whence.Study(model, task, train=train, runs=history.run, layers="matrices")
     scores = whence.Source.published(2, fisher="sampled", seed=SEED).attribute(
         study, query, **EXACT
     )
@@ -279,7 +279,7 @@ def test_source_stages() -> None:
         stages={"before": 12, "after": 18},
         sizes={"before": 10, "after": 7},
     )
-    study = whence.Study(model, task, train=data, runs=run)
+    study = whence.Study(model, task, train=data, runs=run, layers="matrices")
     method = whence.Source.published("stages", fisher="exact")
     scores = method.attribute(study, query, by_segment=True, **EXACT)
 
@@ -315,7 +315,7 @@ def test_a_run_on_a_subset() -> None:
     run = whence.Run.from_checkpoints(
         history.checkpoints, history.steps, history.rates, subset=used
     )
-    study = whence.Study(model, task, train=whole, runs=run)
+    study = whence.Study(model, task, train=whole, runs=run, layers="matrices")
     oracle = dense.Dense(model, task, part, history, query)
     scores = whence.Source.published(2, fisher="exact").attribute(study, query, **EXACT)
     columns = [list(scores.train_ids).index(example) for example in used]
@@ -430,7 +430,7 @@ def test_any_convolution(
     model.append(nn.Linear(4, 3)).double()
     task, train, query = whence.Classification(), models.images(6), models.images(2, seed=1)
     history = models.stationary(model, [10], 0.3)
-    study = whence.Study(model, task, train=train, runs=history.run)
+    study = whence.Study(model, task, train=train, runs=history.run, layers="matrices")
     oracle = dense.Dense(model, task, train, history, query)
     scores = whence.Source.published(1, fisher="exact").attribute(study, query, **EXACT)
     close(scores.values, oracle.source(1).sum(0))

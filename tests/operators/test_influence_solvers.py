@@ -333,7 +333,12 @@ def test_the_start_vector_is_the_seeds() -> None:
 def test_eigenpairs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = joint("mlp")
     study = whence.Study(
-        it.oracle.model, it.oracle.task, train=it.train, runs=it.study.runs, cache=tmp_path
+        it.oracle.model,
+        it.oracle.task,
+        train=it.train,
+        runs=it.study.runs,
+        cache=tmp_path,
+        layers="matrices",
     )
     made: list[int] = []
     product = GaussNewton.flat_product
@@ -357,7 +362,12 @@ def test_a_killed_iteration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def attribute(cache: Path) -> np.ndarray:
         study = whence.Study(
-            it.oracle.model, it.oracle.task, train=it.train, runs=it.study.runs, cache=cache
+            it.oracle.model,
+            it.oracle.task,
+            train=it.train,
+            runs=it.study.runs,
+            cache=cache,
+            layers="matrices",
         )
         return method.attribute(study, it.query, **EXACT).values
 
@@ -564,7 +574,7 @@ def test_a_frozen_layer_is_a_constant(solver: str, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], 0.1)
     with whence.Recorder(tmp_path, model, optimizer, checkpoints=1, total_steps=1):
         optimizer.step()
-    study = whence.Study(model, it.oracle.task, train=it.train, runs=tmp_path)
+    study = whence.Study(model, it.oracle.task, train=it.train, runs=tmp_path, layers="matrices")
     found = whence.Influence.published(**ALL[solver]).attribute(study, it.query, **EXACT).values
     kept = ["0", "4"]
     if solver == "datainf":
@@ -588,17 +598,19 @@ def test_several_runs_and_a_run_on_a_subset(solver: str) -> None:
     settings: Any = {"subset": used}
     part = whence.Run.from_checkpoints(history.checkpoints, [6], history.rates, **settings)
     half = TensorDataset(*(t[used] for t in data.tensors))
-    smaller = whence.Study(model, task, train=half, runs=history.run)
+    smaller = whence.Study(model, task, train=half, runs=history.run, layers="matrices")
     both = [
         whence.Influence.published(**ALL[solver]).attribute(study, query, **EXACT).values
-        for study in (whence.Study(model, task, train=data, runs=part), smaller)
+        for study in (whence.Study(model, task, train=data, runs=part, layers="matrices"), smaller)
     ]
     close(both[0][:, used], both[1], 1e-8)
     mean = whence.Influence.published(**ALL[solver]).attribute(
-        whence.Study(model, task, train=data, runs=[history.run, part]), query, **EXACT
+        whence.Study(model, task, train=data, runs=[history.run, part], layers="matrices"),
+        query,
+        **EXACT,
     )
     whole = whence.Influence.published(**ALL[solver]).attribute(
-        whence.Study(model, task, train=data, runs=history.run), query, **EXACT
+        whence.Study(model, task, train=data, runs=history.run, layers="matrices"), query, **EXACT
     )
     close(mean.values, (whole.values + both[0]) / 2)
     close(mean.spread, abs(whole.values - both[0]) / 2**0.5, 1e-5)
@@ -609,7 +621,9 @@ def test_the_model_comes_back_as_it_was(solver: str) -> None:
     it = joint("conv")
     model = copy.deepcopy(it.oracle.model).train()
     before = copy.deepcopy(model.state_dict())
-    study = whence.Study(model, it.oracle.task, train=it.train, runs=it.study.runs)
+    study = whence.Study(
+        model, it.oracle.task, train=it.train, runs=it.study.runs, layers="matrices"
+    )
     found = whence.Influence.published(**ALL[solver]).attribute(study, it.query, **EXACT)
     close(found.values, expected_of(it, solver), 1e-6)
     assert model.training and all(p.grad is None for p in model.parameters())
@@ -699,7 +713,9 @@ def test_settings_that_do_not_fit(settings: Any, options: Any, message: str) -> 
 def test_a_basis_that_does_not_fit_into_memory() -> None:
     torch.manual_seed(0)
     model, data = models.mlp((4, 60, 60, 3)), models.vectors()
-    study = whence.Study(model, whence.Classification(), train=data, runs=one_step(model))
+    study = whence.Study(
+        model, whence.Classification(), train=data, runs=one_step(model), layers="matrices"
+    )
     method = whence.Influence.published(solver="arnoldi")
     with pytest.raises(ValueError, match=r"iterations=200: .* lower iterations, raise memory"):
         method.attribute(study, data, memory=2**20, **EXACT)
@@ -716,7 +732,9 @@ def test_the_example_that_is_not_finite_is_named(solver: str) -> None:
     torch.manual_seed(0)
     model = models.mlp()
     train = TensorDataset(inputs, labels)
-    study = whence.Study(model, whence.Classification(), train=train, runs=one_step(model))
+    study = whence.Study(
+        model, whence.Classification(), train=train, runs=one_step(model), layers="matrices"
+    )
     with pytest.raises(FloatingPointError, match=r"NaN or infinite for train example 7"):
         whence.Influence.published(λ, solver=solver).attribute(
             study, models.vectors(2, seed=1), **EXACT
@@ -748,7 +766,9 @@ class Once(nn.Module):
 def test_an_operation_without_second_derivatives() -> None:
     torch.manual_seed(0)
     model, data = Once(), models.vectors()
-    study = whence.Study(model, whence.Classification(), train=data, runs=one_step(model))
+    study = whence.Study(
+        model, whence.Classification(), train=data, runs=one_step(model), layers="matrices"
+    )
     with pytest.raises(ValueError, match=r"second derivatives.*such as 'ekfac'"):
         whence.Influence.published(λ, solver="arnoldi").attribute(study, data, **EXACT)
     whence.Influence.published(solver="datainf").attribute(study, data, **EXACT)
@@ -766,7 +786,7 @@ def test_a_loss_without_curvature() -> None:
     torch.manual_seed(0)
     model, data = models.mlp((4, 5, 1)), models.regression()
     history = models.train_run(model, Absolute(), data, [3], 0.1)
-    study = whence.Study(model, Absolute(), train=data, runs=history.run)
+    study = whence.Study(model, Absolute(), train=data, runs=history.run, layers="matrices")
     oracle = dense.Dense(model, Absolute(), data, history, data)
     v, g = (oracle.gradients(0, k, k != "losses") for k in ("measurements", "losses"))
     method = whence.Influence.published(λ, solver="cg", curvature="identity")

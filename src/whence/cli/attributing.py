@@ -170,7 +170,7 @@ def layers(
         typer.Option(
             "--layers",
             metavar="PATTERN",
-            help="With a run: track only the layers that match; all for every kind.",
+            help="With a run: track only the layers that match; matrices for those of the paper.",
         ),
     ] = None,
 ) -> Answer:

@@ -12,7 +12,7 @@ every attribution (`engine/costs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from whence.engine.options import FACTOR_SHARE, SHARE, check_count
 from whence.engine.workspace import Outline, Term
 from whence.errors import InvalidInput, check_choice
 from whence.layers.capture import ParameterBlock
-from whence.layers.choose import Chooser
+from whence.layers.choose import Chooser, chooser
 from whence.layers.tracked import Tracked, find
 from whence.operators import cost
 from whence.operators.fit import exchanged_batch
@@ -90,6 +90,8 @@ GPUS = {
 
 class Method(Protocol):
     """What `estimate` asks of a method."""
+
+    default_layers: Chooser
 
     def terms(self, workspace: Outline) -> list[Term]: ...
 
@@ -328,7 +330,7 @@ def estimate(
     query_rank: int | str | None = None,
     top: int | None = None,
     sharded: bool = False,
-    layers: Chooser | None = None,
+    layers: Sequence[str] | str | Chooser | None = None,
     trained: Any = None,
 ) -> Estimate:
     """What attributing with this model would take.
@@ -365,7 +367,8 @@ def estimate(
     if batch_length(batch) < 1:
         raise InvalidInput("the batch is empty: give two examples")
     moved = {name for name, p in model.named_parameters() if p.requires_grad}
-    tracked = find(model.eval(), task, batch, layers, trained or moved.__contains__)
+    choose = chooser(layers) or method.default_layers
+    tracked = find(model.eval(), task, batch, choose, trained or moved.__contains__)
     steps = list(range(1, checkpoints + 1))
     run = Run.from_checkpoints([{"w": torch.zeros(1)}] * checkpoints, steps, 0.1)
     plan = _Plan(

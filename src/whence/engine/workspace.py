@@ -20,6 +20,7 @@ from whence.engine.queries import Queries, QuerySet
 from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
 from whence.errors import InvalidIndex, InvalidInput
 from whence.layers.capture import ParameterBlock, TrackedLayer
+from whence.layers.choose import Chooser, everything
 from whence.layers.passes import Clock, Passes, Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import (
@@ -133,6 +134,7 @@ class Workspace:
         shared: bool = True,
         frozen: bool = False,
         quiet: bool = False,
+        layers: Chooser = everything,
         examples: Any = None,
     ) -> Workspace:
         """
@@ -142,6 +144,7 @@ class Workspace:
             shared: whether only layers that a query can see are tracked in earlier stages.
             frozen: whether layers that training did not move are tracked too.
             quiet: do not warn about excluded layers.
+            layers: which to track, if the study does not choose.
         """
         stages, world = scored_stages(study, stage), World.current()
         device = study.device if options.device is None else torch.device(options.device)
@@ -156,6 +159,7 @@ class Workspace:
             shared=shared,
             frozen=frozen,
             quiet=quiet,
+            layers=layers,
         )
         memory, batch_size = _memory(world, options.memory, device), options.batch_size
         if batch_size is None:

@@ -43,7 +43,7 @@ KEYS = {
     "max_length": "number of tokens to keep of an example",
     "measurement": "what to measure: as in whence.Classification and LanguageModeling",
     "reduction": "causal-lm: mean or sum over an example's tokens",
-    "layers": "patterns of the layers to track, or all",
+    "layers": "patterns of the layers to track, or matrices",
     "cache": "folder for fitted factors (default: output_dir/factors)",
     "classes": "names of the classes (default: the model's)",
     "notes": "what SOURCE does not model, such as {clip_norm: 1.0}",

@@ -1,6 +1,6 @@
 """Which layers are tracked, and their factors (a, s) from a forward and a backward pass."""
 
-from whence.layers import (  # noqa: F401  (kinds)  # noqa: F401
+from whence.layers import (  # noqa: F401  (kinds)
     attention,
     conv1d,
     convolution,
@@ -11,7 +11,15 @@ from whence.layers import (  # noqa: F401  (kinds)  # noqa: F401
     recurrent,
 )
 from whence.layers.capture import LayerFactors, ParameterBlock, Tape, TrackedLayer
-from whence.layers.choose import Chooser, by_name, by_type, everything, last_blocks, mlp_only
+from whence.layers.choose import (
+    Chooser,
+    by_name,
+    by_type,
+    everything,
+    last_blocks,
+    matrices,
+    mlp_only,
+)
 from whence.layers.kind import KINDS, Kind, register
 from whence.layers.tracked import Excluded, Tracked, find, report
 
@@ -30,6 +38,7 @@ __all__ = [
     "everything",
     "find",
     "last_blocks",
+    "matrices",
     "mlp_only",
     "register",
     "report",

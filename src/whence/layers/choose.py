@@ -12,17 +12,15 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from whence.errors import InvalidInput
-from whence.layers.kind import matrices
+from whence.layers.kind import kind_of
 
 Chooser = Callable[[Mapping[str, nn.Module]], Collection[str]]
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
 
 
-def chooser(layers: Sequence[str] | str | Chooser | None) -> Chooser:
-    """That of `Study(layers=...)`."""
-    if layers is None:
-        return everything
-    if callable(layers):
+def chooser(layers: Sequence[str] | str | Chooser | None) -> Chooser | None:
+    """The chooser that `Study(layers=...)` asks for; None leaves it to the method."""
+    if layers is None or callable(layers):
         return layers
     names = [layers] if isinstance(layers, str) else list(layers)
     return NAMED[names[0]] if len(names) == 1 and names[0] in NAMED else by_name(names)
@@ -33,19 +31,21 @@ def everything(layers: Mapping[str, nn.Module]) -> set[str]:
     return set(layers)
 
 
-def by_name(patterns: Sequence[str]) -> Chooser:
-    """Layers whose names match one of these shell patterns ("blocks.*.mlp.*").
+def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
+    """Layers whose weight is a matrix: linear ones and convolutions, as in the paper."""
+    kinds = {name: kind_of(module) for name, module in layers.items()}
+    return {
+        name
+        for name, kind in kinds.items()
+        if kind is not None and kind.form == "matrix" and kind.seen == "call"
+    }
 
-    A pattern matches linear layers and convolutions. If there are none, it matches embeddings,
-    norms and single parameters ("*.ln_1", "wte").
-    """
+
+def by_name(patterns: Sequence[str]) -> Chooser:
+    """Layers whose names match one of these shell patterns ("blocks.*.mlp.*", "*.ln_1")."""
 
     def choose(layers: Mapping[str, nn.Module]) -> set[str]:
-        plain = matrices(layers)
-        matches = {}
-        for p in patterns:
-            names = {n for n in layers if fnmatchcase(n, p)}
-            matches[p] = names & plain or names
+        matches = {p: {n for n in layers if fnmatchcase(n, p)} for p in patterns}
         unmatched = sorted(p for p, names in matches.items() if not names)
         if unmatched:
             known = ", ".join(name or "(model)" for name in layers)

@@ -23,7 +23,7 @@ To support another layer, write a subclass and `register` it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Protocol
@@ -169,17 +169,6 @@ def kind_of(module: nn.Module) -> Kind | None:
         return any(fnmatchcase(each.__name__, name) for each in classes for name in kind.module)
 
     return next((kind for kind in KINDS if is_of(kind) and kind.claims(module)), None)
-
-
-def matrices(layers: Mapping[str, nn.Module]) -> set[str]:
-    """Layers whose weight is a matrix: linear ones and convolutions, which the paper's
-    methods track."""
-    kinds = {name: kind_of(module) for name, module in layers.items()}
-    return {
-        name
-        for name, kind in kinds.items()
-        if kind is not None and kind.form == "matrix" and kind.seen == "call"
-    }
 
 
 def same_forward(module: nn.Module, base: type[nn.Module]) -> bool:

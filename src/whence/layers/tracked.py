@@ -168,9 +168,7 @@ def find(
     )
 
 
-def _candidates(
-    model: nn.Module, choose: Chooser, reasons: dict[str, str]
-) -> list[TrackedLayer]:
+def _candidates(model: nn.Module, choose: Chooser, reasons: dict[str, str]) -> list[TrackedLayer]:
     """The chosen layers that no kind refuses."""
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}  # every module that holds a parameter

@@ -22,6 +22,7 @@ from whence.engine.queries import QuerySet
 from whence.engine.trials import LOSSES
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
+from whence.layers.choose import Chooser, everything
 from whence.layers.passes import Weights, precision_as_asked
 from whence.persist.files import as_path
 from whence.persist.identity import call_text, defaults_of, key_of
@@ -39,6 +40,7 @@ class Method(ABC):
     """`attribute`, for every class that can score one run."""
 
     stage: str | None = None
+    default_layers: Chooser = staticmethod(everything)  # tracked if the study does not choose
     _own_layers = False  # whether layers that only some stages have are tracked
     _quiet = False  # whether excluded layers do not matter
     _layered = False  # whether scores are sums over layers of products with query vectors
@@ -181,6 +183,7 @@ class Method(ABC):
             shared=query is not None and not self._own_layers,
             frozen=self._own_layers,
             quiet=self._quiet,
+            layers=self.default_layers,
             examples=examples,
         )
 

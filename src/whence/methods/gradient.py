@@ -184,7 +184,11 @@ class GradientMethod(Method):
         for run in study.runs:
             with World.together(), torch.no_grad(), precision_as_asked():
                 workspace = Workspace.lay_out(
-                    study, run, ComputeOptions(**options), stage=self.stage
+                    study,
+                    run,
+                    ComputeOptions(**options),
+                    stage=self.stage,
+                    layers=self.default_layers,
                 )
                 self.prepare(workspace, self.terms(workspace))
 

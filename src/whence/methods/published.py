@@ -1,4 +1,5 @@
-"""SOURCE and influence functions as published: final query gradient, no coupling, no floor.
+"""SOURCE and influence functions as published: final query gradient, no coupling, no floor, and of
+linear layers and convolutions only, unless the study chooses others.
 
 For Adam-type optimizers (appendix D.2) the exponential is taken with the diagonal of the
 Gauss-Newton matrix, diag(H̄), the inverse with the EK-FAC H̄:
@@ -19,6 +20,7 @@ from whence.engine.dynamics import PRECONDITIONED, Rates
 from whence.engine.ledger import Ledger
 from whence.engine.workspace import Term, Workspace
 from whence.errors import InvalidInput
+from whence.layers.choose import matrices
 from whence.layers.passes import Weights
 from whence.methods.influence import Influence
 from whence.methods.source import Source
@@ -49,6 +51,7 @@ class PublishedSource(Source):
             the inverse of Adam's form.
     """
 
+    default_layers = staticmethod(matrices)
     _fixed = ("coupling", "query_at", "floor")
 
     def __init__(
@@ -120,6 +123,7 @@ class PublishedFastSource(PublishedSource):
 class PublishedInfluence(Influence):
     """What `Influence.published` makes."""
 
+    default_layers = staticmethod(matrices)
     _floor = 0.0
 
     @property
