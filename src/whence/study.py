@@ -311,7 +311,9 @@ class Study:
                 separation.check_losses(compared)
                 trained = None if frozen else partial(self._trained, run)
                 untrained = self._of(run).untrained(stage, original)
-                tracked = find(loaded.model, task, several, choose, trained, untrained)
+                tracked = find(
+                    loaded.model, task, several, choose, trained, run.same_rates, untrained
+                )
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(every.values()), tracked)
                 every[pair] = tracked.shared_with(last) if shared else tracked

@@ -157,7 +157,7 @@ def test_low_rank_scores_are_those_of_a_truncated_svd() -> None:
     torch.manual_seed(0)
     model, task, train, query = models.CASES["gpt"]()
     history = models.train_run(model, task, train, [4], 0.1)
-    study = whence.Study(model, task, train=train, runs=history.run)
+    study = whence.Study(model, task, train=train, runs=history.run, layers="matrices")
     found = whence.TracIn().attribute(study, query, query_rank=2, batch_size=4, **EXACT)
     of = dense.per_example_gradients
     weights = history.checkpoints[0]
@@ -185,7 +185,7 @@ def small_gpt() -> tuple[whence.Study, Any]:
     model = models.Transformer(vocabulary=32, width=32, heads=4, depth=2, tied=False)
     task, train = whence.LanguageModeling(), models.documents(60, 8, 32)
     history = models.train_run(model, task, train, [20, 40], 0.3, batch_size=8)
-    study = whence.Study(model.float(), task, train=train, runs=history.run)
+    study = whence.Study(model.float(), task, train=train, runs=history.run, layers="matrices")
     return study, models.documents(24, 8, 32, seed=1)
 
 

@@ -7,6 +7,7 @@ of all parameters together, with its diagonal and with EK-FAC, against dense mat
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -571,7 +572,23 @@ def test_a_parameter_that_cannot_have_a_copy_per_example_is_left_out_by_name() -
     assert [part["name"] for part in scores.excluded] == ["(model)"]
 
 
-def test_matrices_alone_by_default() -> None:
+def test_published_forms_track_matrices_alone_by_default() -> None:
     model, train, query = transformer(tied=False)
-    left_out = ["wte", "wpe", "h.0.ln_1", "h.0.ln_2", "ln_f"]
-    check(model, train, query, left_out, task=whence.LanguageModeling())
+    run, task, options = once(model), whence.LanguageModeling(), EXACT
+    study = whence.Study(model, task, train, run)
+    chosen = whence.Study(model, task, train, run, layers="matrices")
+    source, fast = whence.Source.published, whence.FastSource.published
+    for form in (lambda: source(1), lambda: fast(1), whence.Influence.published):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is left out
+            scores = form().attribute(study, query, **options)
+            expected = form().attribute(chosen, query, **options)
+        left_out = {"wte", "wpe", "h.0.ln_1", "h.0.ln_2", "ln_f"}
+        assert {part["name"] for part in scores.excluded} == left_out
+        np.testing.assert_array_equal(scores.values, expected.values)
+    whole = whence.Influence().attribute(study, query, **options)  # after factors of matrices
+    fresh = whence.Study(model, task, train, once(model), layers="all")
+    assert whole.excluded == []
+    np.testing.assert_array_equal(
+        whole.values, whence.Influence().attribute(fresh, query, **options).values
+    )

@@ -169,13 +169,14 @@ def test_tied_in_part_is_left_out_by_name() -> None:
     assert "but not both" in reasons(scores)["fc"] and "but not both" in reasons(scores)["also"]
 
 
-def test_a_head_tied_to_an_embedding_is_left_out_by_name() -> None:
+def test_a_head_tied_to_an_embedding_is_no_matrix() -> None:
     torch.manual_seed(0)
     model, task = models.Transformer().double(), whence.LanguageModeling()
     norms = ["h.0.ln_1", "h.0.ln_2", "ln_f", "wpe"]
     train, query = models.documents(7), models.documents(3, seed=1)
-    scores = check(model, train, query, ["wte", *norms], task=task)
+    scores = check(model, train, query, ["wte", *norms], task=task, layers="matrices")
     assert "lm_head is tied to wte" in reasons(scores)["wte"]
+    check(model, train, query, task=task)
 
 
 def test_tied_names_that_a_checkpoint_file_keeps_once(tmp_path: Any) -> None:
@@ -301,12 +302,11 @@ def test_a_model_that_works_on_its_input_in_place() -> None:
 # --- modules with ways of their own --------------------------------------------------------------
 
 
-def test_multihead_attention_is_left_out_by_name() -> None:
+def test_multihead_attention_is_no_matrix() -> None:
     torch.manual_seed(0)
     model = models.Attentive().double()
-    scores = check(model, ROWS, QUERIES, ["attention", "attention.out_proj"])
-    assert reasons(scores)["attention"] == "MultiheadAttention"
-    assert reasons(scores)["attention.out_proj"] == "NonDynamicallyQuantizableLinear"
+    check(model, ROWS, QUERIES, ["attention", "attention.out_proj"], layers="matrices")
+    check(model, ROWS, QUERIES)
 
 
 ENCODER_PARTS = ["self_attn", "self_attn.out_proj", "norm1", "norm2"]
@@ -321,7 +321,8 @@ def test_transformer_encoder_layers(depth: int) -> None:
     path = [f"0.layers.{k}." for k in range(depth)] if depth > 1 else ["0."]
     model = nn.Sequential(encoder, nn.Flatten(), nn.Linear(20, 3)).double()
     left_out = [start + part for start in path for part in ENCODER_PARTS]
-    check(model, normal(7, 5, 4), normal(3, 5, 4, seed=1), left_out)
+    check(model, normal(7, 5, 4), normal(3, 5, 4, seed=1), left_out, layers="matrices")
+    check(model, normal(7, 5, 4), normal(3, 5, 4, seed=1))
 
 
 @pytest.mark.parametrize("length", [5, 2, 3])
@@ -334,7 +335,7 @@ def test_examples_on_the_second_axis_are_left_out_by_name(length: int) -> None:
 
     encoder = nn.TransformerEncoderLayer(4, 2, 6)
     model = Made(forward, encoder=encoder, head=nn.Linear(4, 3)).double()
-    parts = [f"encoder.{part}" for part in [*ENCODER_PARTS, "linear1", "linear2"]]
+    parts = [f"encoder.{part}" for part in ["norm1", "norm2", "linear1", "linear2"]]
     train, query = normal(6, length, 4), normal(3, length, 4, seed=1)
     scores = check(model, train, query, parts)
     assert length == 2 or "the 2 examples of the batch" in reasons(scores)["encoder.linear1"]
@@ -396,12 +397,12 @@ PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", PARAMETRIZED)
-def test_parametrized_weights_are_left_out_by_name(name: str) -> None:
+def test_parametrized_weights_are_no_matrices(name: str) -> None:
     torch.manual_seed(0)
     layer = PARAMETRIZED[name](nn.Linear(4, 4))
     model = small(lambda m, x: m.head(torch.tanh(m.fc(x))), fc=layer)
-    scores = check(model, ROWS, QUERIES, ["fc", "fc.parametrizations.weight"])
-    assert "parametrization" in reasons(scores)["fc"]
+    check(model, ROWS, QUERIES, ["fc", "fc.parametrizations.weight"], layers="matrices")
+    check(model, ROWS, QUERIES)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
@@ -458,12 +459,15 @@ def test_subclasses() -> None:
     model = small(lambda m, x: m.head(torch.tanh(m.fc(x))), fc=Silent(4, 4))
     check(model, ROWS, QUERIES)
     torch.manual_seed(0)
-    scores = check(models.Subclassed(), ROWS, QUERIES, ["odd"])
+    check(models.Subclassed(), ROWS, QUERIES)
+    scores = check(models.Subclassed(), ROWS, QUERIES, ["odd"], layers="matrices")
     assert "DoubledLinear is a subclass of Linear" in reasons(scores)["odd"]
     for kind in (Standardized, Hidden):
         model = nn.Sequential(kind(2, 3, 2), nn.Flatten(), nn.Linear(18, 3))
-        scores = check(model, normal(7, 2, 4, 3), normal(3, 2, 4, 3, seed=1), ["0"])
-        assert f"{kind.__name__} is a subclass of Conv2d" in reasons(scores)["0"]
+        train, query = normal(7, 2, 4, 3), normal(3, 2, 4, 3, seed=1)
+        scores = check(model, train, query, ["0"] if kind is Hidden else [])
+        assert kind is not Hidden or "Hidden is a subclass of Conv2d" in reasons(scores)["0"]
+        check(model, train, query, ["0"], layers="matrices")
 
 
 def test_a_forward_or_a_hook_put_on_one_layer_is_left_out_by_name() -> None:
@@ -521,7 +525,7 @@ def test_a_detached_layer_scores_nothing() -> None:
 
 
 def test_what_the_run_never_moved_is_left_out_without_a_warning() -> None:
-    """All of a norm, or a part of it; the layers behind it are tracked."""
+    """All of a norm, or only its bias: its weight is tracked."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
     names = [name for name, _ in model.named_parameters()]
@@ -544,11 +548,45 @@ def test_what_the_run_never_moved_is_left_out_without_a_warning() -> None:
         "the run moved)"
     )
     assert scores.left_out == (0, []) and "left out     nothing" in repr(scores)
-    scores, told = attributed("1.bias")  # its weight was trained, and no score sees that
-    assert {e["name"]: e["reason"] for e in scores.excluded} == {"1": "LayerNorm"}
-    trained = 25 + 5 + 18
-    assert len(told) == 1 and f"1 ({5 / trained:.1%}: LayerNorm)" in told[0]
-    assert scores.left_out == (pytest.approx(5 / trained), ["1"])
+    scores, told = attributed("1.bias")
+    assert {e["name"]: e["reason"] for e in scores.excluded} == {"1": frozen}
+    assert told == [] and scores.left_out == (0, [])
+
+
+LAYERS_WITH_A_BIAS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 4),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "convolution": lambda: nn.Conv2d(4, 4, 2, groups=2),
+    "batch norm": lambda: nn.BatchNorm2d(4),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "transposed": lambda: nn.ConvTranspose2d(4, 4, 2),
+}
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.1), (0.1, 0.0), (0.1, 0.2)])
+@pytest.mark.parametrize("layer", LAYERS_WITH_A_BIAS)
+def test_a_weight_and_a_bias_with_rates_of_their_own(
+    layer: str, rates: tuple[float, float]
+) -> None:
+    """As where only biases are fine-tuned; against autograd, parameter by parameter."""
+    torch.manual_seed(0)
+    shape = (4,) if layer in ("linear", "layer norm") else (4, 3, 3)
+    first = nn.Sequential(nn.Identity(), LAYERS_WITH_A_BIAS[layer](), nn.Tanh(), nn.Flatten())
+    model = nn.Sequential(*first, nn.LazyLinear(3)).double().eval()
+    train, query = normal(7, *shape), normal(3, *shape, seed=1)
+    model(train.tensors[0])
+    groups = [["1.weight"], ["1.bias"], ["4.weight", "4.bias"]]
+    steps = [[*rates, 0.1]]
+    run = whence.Run.from_checkpoints([model.state_dict()], [1], steps, groups=groups)
+    study = whence.Study(model, Waves(), train=train, runs=run)
+    scores = whence.TracIn().attribute(study, query, **EXACT)
+    assert scores.left_out == (0, [])
+    expected = sum(
+        rate * products(model, names, train, query, Waves())
+        for rate, names in zip(steps[0], groups, strict=True)
+    )
+    np.testing.assert_allclose(scores.values, expected, rtol=1e-9, atol=1e-12)
+    whence.Source(segments=1).attribute(study, query, **EXACT)
 
 
 def test_frozen_in_the_model_is_not_left_out() -> None:
@@ -570,10 +608,12 @@ def test_batch_norm_without_running_statistics_is_refused(norm: Any) -> None:
         whence.TracIn().attribute(study, normal(3, *shape, seed=1), **EXACT)
 
 
-def test_batch_norm_is_left_out_by_name() -> None:
+def test_batch_norm_is_no_matrix() -> None:
     torch.manual_seed(0)
-    model = models.ConvNet().double()
-    check(model, models.images(7), models.images(3, seed=1), ["norm"], task=whence.Classification())
+    model, task = models.ConvNet().double(), whence.Classification()
+    check(model, models.images(7), models.images(3, seed=1), task=task)
+    left_out = ["norm"]
+    check(model, models.images(7), models.images(3, seed=1), left_out, task=task, layers="matrices")
 
 
 # --- batches and outputs --------------------------------------------------------------------------
@@ -625,7 +665,8 @@ def test_named_tuples_keep_their_names() -> None:
 def test_what_is_left_out_is_said_once_by_name_and_share() -> None:
     parts = {"norm": nn.LayerNorm(4), "odd": models.DoubledLinear(4, 4)}
     model = small(lambda m, x: m.head(m.norm(torch.tanh(m.odd(m.fc(x))))), **parts)
-    study = whence.Study(model, Waves(), train=ROWS, runs=[once(model), once(model, 2)])
+    runs = [once(model), once(model, 2)]
+    study = whence.Study(model, Waves(), train=ROWS, runs=runs, layers="matrices")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         scores = whence.TracIn().attribute(study, QUERIES, **EXACT)
@@ -633,7 +674,7 @@ def test_what_is_left_out_is_said_once_by_name_and_share() -> None:
     total = 20 + 15 + 8 + 20
     assert len(said) == 1  # for both runs
     assert f"{35 / total:.1%} of {total} parameters are tracked" in said[0]
-    assert f"norm ({8 / total:.1%}: LayerNorm)" in said[0]
+    assert f"norm ({8 / total:.1%}: not chosen)" in said[0]
     assert f"odd ({20 / total:.1%}: DoubledLinear is" in said[0]
     shares = {part["name"]: part["share"] for part in scores.excluded}
     assert shares == pytest.approx({"norm": 8 / total, "odd": 20 / total})
@@ -653,7 +694,7 @@ def test_a_warning_names_the_largest_three_layers_that_are_left_out() -> None:
         **norms,
         odd=models.DoubledLinear(4, 4),
     )
-    study = whence.Study(model, Waves(), train=ROWS, runs=once(model))
+    study = whence.Study(model, Waves(), train=ROWS, runs=once(model), layers="matrices")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         whence.TracIn().attribute(study, QUERIES, **EXACT)

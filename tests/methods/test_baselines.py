@@ -26,7 +26,8 @@ def study_of(case: str) -> tuple[whence.Study, Any, models.History]:
     torch.manual_seed(0)
     model, task, train, query = models.CASES[case]()
     history = models.train_run(model, task, train, [2, 4], 0.1)
-    return whence.Study(model, task, train=train, runs=history.run), query, history
+    study = whence.Study(model, task, train=train, runs=history.run, layers="matrices")
+    return study, query, history
 
 
 def adam_study() -> tuple[whence.Study, list[dict[str, torch.Tensor]], list[Any]]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from whence.layers.kind import Kind, Seen
 
 
 class Bias(Kind):
-    """A bias that is added to every position of a module's output."""
+    """A bias that is added to every position of a module's output, and no column of its matrix.
+
+    Args:
+        kind: that of the module.
+    """
 
     form = "elementwise"
 
-    def __init__(self, channels_first: bool) -> None:
-        self.channels_first = channels_first
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
 
     def refusal(self, module: nn.Module) -> str | None:
         return None
@@ -28,8 +33,9 @@ class Bias(Kind):
         return [module.bias.new_ones(len(x), 1, 1)]
 
     def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
-        y = gradient.movedim(1, -1) if self.channels_first else gradient
-        return [y.reshape(len(y), -1, module.bias.numel())]
+        if self.kind.bias_column:  # s of the module is that of its bias
+            return [torch.cat(self.kind.gradients(module, gradient), -1)]
+        return [gradient.movedim(1, -1).reshape(len(gradient), -1, module.bias.numel())]
 
 
 class Direct(Kind):

@@ -103,6 +103,7 @@ def find(
     batch: Any,
     choose: Chooser = everything,
     trained: Callable[[str], bool] | None = None,
+    together: Callable[[str, str], bool] | None = None,
     untrained: Sequence[str] = (),
 ) -> Tracked:
     """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
@@ -113,11 +114,13 @@ def find(
         trained: whether training moved the parameter of this name. Layers that it did not move do
             not respond to the data, so they are not tracked. If it moved none, all are tracked, and
             the method reports the problem.
+        together: whether a weight and its bias were trained at the same rates. If not, the bias is
+            a layer of its own.
         untrained: parameters that changed although no recorded optimizer trained them.
     """
     reasons: dict[str, str] = {}
     frozen: set[str] = set()
-    layers = _candidates(model, choose, reasons)
+    layers = _candidates(model, choose, together, reasons)
     if trained is not None:
         moved = [s for s in layers if any(map(trained, s.parameter_names()))]
         if moved:
@@ -168,7 +171,12 @@ def find(
     )
 
 
-def _candidates(model: nn.Module, choose: Chooser, reasons: dict[str, str]) -> list[TrackedLayer]:
+def _candidates(
+    model: nn.Module,
+    choose: Chooser,
+    together: Callable[[str, str], bool] | None,
+    reasons: dict[str, str],
+) -> list[TrackedLayer]:
     """The chosen layers that no kind refuses."""
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}  # every module that holds a parameter
@@ -178,7 +186,15 @@ def _candidates(model: nn.Module, choose: Chooser, reasons: dict[str, str]) -> l
                 m is not module for _, m in owners.get(id(parameter), [])
             ):
                 owners.setdefault(id(parameter), []).append((path, module))
-    uses = [use for path, module in model.named_modules() for use in _uses(path, module, owners)]
+
+    def one_block(weight: Tensor | None, bias: Tensor | None) -> bool:
+        if any(isinstance(m, nn.Embedding) for _, m in owners.get(id(weight), ())):
+            return False
+        if together is None or weight is None or bias is None:
+            return True
+        return together(names[id(weight)], names[id(bias)])
+
+    uses = [use for path, m in model.named_modules() for use in _uses(path, m, one_block)]
     trackable = {
         path: nn.ParameterList() if isinstance(parts[0][0], Copied) else module
         for path, module, parts in uses
@@ -210,7 +226,7 @@ Owners = Mapping[int, Sequence[tuple[str, nn.Module]]]
 
 
 def _uses(
-    path: str, module: nn.Module, owners: Owners
+    path: str, module: nn.Module, one_block: Callable[[Tensor | None, Tensor | None], bool]
 ) -> Iterator[tuple[str, nn.Module, list[Part]]]:
     """(name, module, parts) of what can be chosen: a module, or single parameters of one."""
     kind, prefix = kind_of(module), f"{path}." if path else ""
@@ -229,13 +245,12 @@ def _uses(
         yield path, module, list(parts)
         return
     weight, bias = (module._parameters.get(name) for name in kind.attributes)
-    table = any(isinstance(m, nn.Embedding) for _, m in owners.get(id(weight), ()))
-    if kind.bias_column and not table:
+    if kind.bias_column and one_block(weight, bias):
         yield path, module, [(kind, *kind.attributes)]
     elif bias is None:
         yield path, module, [(kind, "weight")]
     else:
-        yield path, module, [(kind, "weight"), (Bias(not kind.bias_column), "bias")]
+        yield path, module, [(kind, "weight"), (Bias(kind), "bias")]
 
 
 def _copyable(module: nn.Module, kind: Kind | None) -> bool:

@@ -237,8 +237,17 @@ class Run(RunData):
 
     def peak_rate(self, parameter: str) -> float:
         """The highest learning rate of a parameter; 0 if it was always frozen."""
+        return float(self.rates(parameter).max(initial=0.0))
+
+    def same_rates(self, *parameters: str) -> bool:
+        """Whether every update had one learning rate for these parameters."""
+        first, *others = map(self.rates, parameters)
+        return all(np.array_equal(first, rates) for rates in others)
+
+    def rates(self, parameter: str) -> NDArray[np.floating[Any]]:
+        """The learning rate of a parameter in every update (T,); 0 where it was frozen."""
         columns = [g for g, names in enumerate(self.groups) if parameter in names]
-        return float(self.learning_rates[:, columns].max(initial=0.0))
+        return np.asarray(self.learning_rates[:, columns].sum(1))
 
     def segments(self, spec: int | Sequence[int] | str) -> list[Segment]:
         """Cut the run into segments.
