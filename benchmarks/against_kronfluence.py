@@ -37,7 +37,9 @@ DAMPING = 1e-3
 
 def floors(work: Workload, model: nn.Module, train: int, query: int) -> dict[str, float]:
     """Operations each stage cannot do without."""
-    study = whence.Study(model, work.task, train=work.data(4, 0), runs=final_run(model))
+    study = whence.Study(
+        model, work.task, train=work.data(4, 0), runs=final_run(model), layers="matrices"
+    )
     passes = study.passes(
         study.runs[0], device=torch.device("cpu"), dtype=torch.float32, quiet=True
     )["train"]
@@ -55,7 +57,7 @@ def ours(
     work: Workload, model: nn.Module, train: Any, query: Any, fisher: str = "sampled"
 ) -> tuple[dict[str, float], np.ndarray]:
     """Processor seconds by stage, and influence scores, from scratch."""
-    study = whence.Study(model, work.task, train=train, runs=final_run(model))
+    study = whence.Study(model, work.task, train=train, runs=final_run(model), layers="matrices")
     method = whence.Influence.published(DAMPING, fisher=fisher)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

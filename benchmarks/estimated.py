@@ -121,7 +121,7 @@ def study_of(case: str, scale: int) -> tuple[whence.Study, Any]:
     run = run_of(model)
     weights, steps = [c.weights() for c in run.checkpoints], [c.step for c in run.checkpoints]
     run = whence.Run.from_checkpoints(weights, steps, 0.01, groups=trained)
-    return whence.Study(model, task, train, run), query
+    return whence.Study(model, task, train, run, layers="matrices"), query
 
 
 def counted(case: str, method: str, scale: int) -> tuple[float, float]:

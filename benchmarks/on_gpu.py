@@ -48,7 +48,7 @@ TOKENS = {"gpt": 128, "gpt2-small": 512}
 
 
 def influence(work: Workload, model: nn.Module, train: Any, query: Any, **options: Any) -> Any:
-    study = whence.Study(model, work.task, train=train, runs=final_run(model))
+    study = whence.Study(model, work.task, train=train, runs=final_run(model), layers="matrices")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return whence.Influence.published(DAMPING).attribute(
@@ -166,7 +166,7 @@ def source(train: int, query: int, precision: str, device: torch.device) -> dict
     timed("plain pass", lambda: plain_pass(GPT2, model, data, 16))
     options: dict[str, Any] = {"device": device, "dtype": dtype, "progress": False}
     for name, method in METHODS.items():
-        study = whence.Study(model, GPT2.task, train=data, runs=run)
+        study = whence.Study(model, GPT2.task, train=data, runs=run, layers="matrices")
         timed(name, partial(method.attribute, study, queries, **options))
     return {
         "train": train,

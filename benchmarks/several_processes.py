@@ -59,7 +59,7 @@ def work(folder: Path, workload: str, method: str) -> None:
     torch.manual_seed(0)
     model = chosen.model().eval()
     data, queries, run = chosen.data(train, 1), chosen.data(query, 2), run_of(model)
-    study = whence.Study(model, chosen.task, train=data, runs=run)
+    study = whence.Study(model, chosen.task, train=data, runs=run, layers="matrices")
     torch.randn(1000, 1000) @ torch.randn(1000, 1000)  # loads the libraries
     if size > 1:
         dist.barrier()

@@ -53,7 +53,7 @@ def measure(work: Workload, rounds: int) -> dict[str, Any]:
         plain_pass(work, model, data, work.batch)
         seconds["plain pass"].append(time.process_time() - start)
         for name, method in METHODS.items():
-            study = whence.Study(model, work.task, train=data, runs=run)
+            study = whence.Study(model, work.task, train=data, runs=run, layers="matrices")
             start = time.process_time()
             method.attribute(study, queries, batch_size=work.batch, progress=False)
             seconds[name].append(time.process_time() - start)

@@ -24,6 +24,7 @@ from whence.engine.costs import Workload as Work
 from whence.engine.estimate import Estimate, estimate
 from whence.engine.projected_space import projecting
 from whence.engine.workspace import Term
+from whence.layers.choose import matrices
 from whence.table import byte_size
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
@@ -65,6 +66,7 @@ def predicted(name: str, method: str, precision: str, train: int, query: int, ba
     chosen, checkpoints = METHODS[method]
     sizes: dict[str, Any] = {"examples": train, "queries": query, "batch_size": batch}
     how: dict[str, Any] = {"gpu": "h200", "dtype": DTYPES[precision], "checkpoints": checkpoints}
+    how |= {"layers": "matrices"}  # as was measured
     model, task, batch_of_two = _model(name)
     return estimate(model, task, batch_of_two, chosen, **sizes, **how)
 
@@ -116,6 +118,7 @@ def other_checks() -> list[str]:
         add(f"memory, {name}, {precision}", sum(plan.memory.values()), r["memory_gib"] * 2**30)
     sent = json.loads((RESULTS / "several_processes.json").read_text())["gpt, influence"]
     sizes = {"examples": sent["train"], "queries": sent["query"], "gpus": 2, "checkpoints": 1}
+    sizes |= {"layers": "matrices"}
     model, task, batch = _model("gpt")
     plan = estimate(model, task, batch, METHODS["influence"][0], **sizes)
     add("network, gpt, two processes", plan.network, max(rank["sent"] for rank in sent["two"]))
@@ -139,7 +142,7 @@ def llama(name: str, documents: int, **settings: Any) -> Estimate:
         model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
         batch = {"input_ids": torch.zeros(2, TOKENS, dtype=torch.long)}
     how: dict[str, Any] = {"gpus": GPUS, "gpu": "h100", "dtype": "bfloat16", "sharded": True}
-    how |= {"queries": QUERIES, "query_rank": 16, "top": 1000}
+    how |= {"queries": QUERIES, "query_rank": 16, "top": 1000, "layers": "matrices"}
     method, checkpoints = settings.pop("method"), settings.pop("checkpoints")
     task = whence.LanguageModeling()
     asked: dict[str, Any] = {"examples": documents, "checkpoints": checkpoints}
@@ -151,6 +154,7 @@ class Stored:
     """Building a gradient store: a projection of every example's gradient."""
 
     dimension: int
+    default_layers = staticmethod(matrices)
 
     def terms(self, workspace: Any) -> list[Term]:
         return [Term("train", [workspace.run.final])]
@@ -161,8 +165,8 @@ class Stored:
 
 
 def last_quarter(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of the last quarter of the layers."""
-    names = list(modules)
+    """The names of the last quarter of the linear layers."""
+    names = [name for name in modules if name in matrices(modules)]
     return names[-(len(names) // 4) :]
 
 

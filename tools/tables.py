@@ -192,7 +192,9 @@ def tracked(name: str) -> Any:
         return gpt2_small()
     work = WORKLOADS[name]
     model = work.model().eval()
-    study = whence.Study(model, work.task, train=work.data(4, 0), runs=final_run(model))
+    study = whence.Study(
+        model, work.task, train=work.data(4, 0), runs=final_run(model), layers="matrices"
+    )
     cpu = torch.device("cpu")
     passes = study.passes(study.runs[0], device=cpu, dtype=torch.float32, quiet=True)["train"]
     every = sum(p.numel() for p in model.parameters())
@@ -697,6 +699,17 @@ def layers_table() -> list[str]:
                         f"| `{method}` | {rows['matrices']['lds']:.2f} | {rows['all']['lds']:.2f} "
                         f"| {gap:+.2f} [{low:+.2f}, {high:+.2f}] |"
                     )
+    for task, entries in ours.read(RESULTS).items():
+        for entry in entries:
+            matrices, all_layers = entry["source"], f"{entry['source']}, all layers"
+            if all_layers in entry["forms"]:
+                row = entry["forms"][all_layers]
+                gap, low, high = row["over"][matrices]["single"]
+                lines.append(
+                    f"| {tables.title(task)}, fine-tuned | expected | `Source` "
+                    f"| {entry['forms'][matrices]['single'][0]:.2f} | {row['single'][0]:.2f} "
+                    f"| {gap:+.3f} [{low:+.3f}, {high:+.3f}] |"
+                )
     return lines
 
 
