@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from whence.layers.kind import Kind, Seen
 
@@ -17,9 +17,6 @@ class Bias(Kind):
 
     def __init__(self, channels_first: bool) -> None:
         self.channels_first = channels_first
-
-    def refusal(self, module: nn.Module) -> str | None:
-        return None
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         return 1, module.bias.numel(), 1
@@ -40,9 +37,6 @@ class Direct(Kind):
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
-
-    def refusal(self, module: nn.Module) -> str | None:
-        return None
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         return 1, module._parameters[self.attribute].numel(), 1
