@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whence.errors import InvalidInput, InvalidType, MissingDependency, warn
+from whence.errors import InvalidInput, InvalidType, optional, warn
 from whence.evaluate.groups import SAME, Floats, Groups, centred, group, locate
 from whence.scores import Scores
 
@@ -151,10 +151,8 @@ def warn_unchanged(reason: str, scores: Scores) -> None:
 
 def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
     """The slope of the measured on the predicted changes (q, M); or why there is none."""
-    try:
+    with optional("calibrate needs SciPy", "eval"):
         from scipy.special import stdtrit
-    except ImportError as error:
-        raise MissingDependency("calibrate needs SciPy: pip install 'whence-tda[eval]'") from error
     p, t = centred(predicted), centred(groups.measured)
     m = groups.subsets
     a, b, tt = (p * t).sum(0), (p * p).sum(0), float((t * t).sum())

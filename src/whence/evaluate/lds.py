@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput, MissingDependency, MissingKey
+from whence.errors import InvalidInput, MissingKey, optional
 from whence.evaluate.groups import Floats, Given, group
 from whence.evaluate.plots import StrPath, plot_lds
 from whence.retrain.contrast import mean_of_sound
@@ -387,10 +387,8 @@ def noise_ceiling(
     """How well the mean over seeds correlates with the mean over endlessly many, at most: the root
     of its `reliability`, with r the rank correlation of two halves. ``valid`` (M, R) are the
     trainings that count."""
-    try:
+    with optional("lds needs SciPy", "eval"):
         from scipy.stats import rankdata
-    except ImportError as error:
-        raise MissingDependency("lds needs SciPy: pip install 'whence-tda[eval]'") from error
     halves_agree = []
     for halves in split(truth, valid, random):
         u, v = (rankdata(half, axis=0) - (len(half) + 1) / 2 for half in halves)
