@@ -143,7 +143,7 @@ def test_a_subset_of_other_data() -> None:
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1.0])
-def test_data_that_differs_at_every_read_is_told(noise: float) -> None:
+def test_data_that_differs_at_every_read_is_reported(noise: float) -> None:
     class Augmented(Dataset):
         def __len__(self) -> int:
             return len(TRAIN)
@@ -324,7 +324,7 @@ def test_a_frozen_layer_counts_for_nothing(name: str, outside: bool) -> None:
     assert abs(trained - without).max() > 1e-3 * abs(without).max()
 
 
-def test_everything_frozen_is_told() -> None:
+def test_everything_frozen_is_reported() -> None:
     run = grouped(dict.fromkeys(NAMES, 0.0))
     with pytest.warns(
         UserWarning, match=r"updates 0..2 are inert: every tracked layer's rate is 0"

@@ -108,7 +108,7 @@ def test_one_answer_however_it_is_computed(study: whence.Study) -> None:
     assert "adjoint_growth" not in whole.diagnostics
 
 
-def test_an_interrupted_sweep_goes_on(
+def test_an_interrupted_sweep_resumes(
     study: whence.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = models.vectors(3, seed=4)

@@ -222,7 +222,7 @@ def test_of_one_stage() -> None:
         LeaveOneOut(recipe).attribute(**QUIET)
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipes.recipe(epochs=1)
     method = LeaveOneOut(recipe, range(6))
     expected = method.attribute(query=QUERY, out=tmp_path / "whole", **QUIET)

@@ -171,7 +171,7 @@ def test_self_influence() -> None:
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 5}, {"memory": 2**20}])
-def test_nothing_hangs_on_batches_or_memory(options: dict[str, Any]) -> None:
+def test_nothing_depends_on_batches_or_memory(options: dict[str, Any]) -> None:
     """Little memory keeps fewer Krylov vectors, and takes fewer queries at a time."""
     it = test_exactness.pair("conv")
     method = forms.exact(2, curvature=WHOLE)
@@ -192,7 +192,7 @@ def test_tokens_add_up() -> None:
     close(one.values.sum(1) + one.rest, plain("gpt-tied", 2).sum(0)[:, 2])
 
 
-def test_a_killed_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = test_exactness.pair("mlp")
     method = forms.exact(2, curvature=WHOLE)
     expected = method.attribute(it.study, it.query, **EXACT).values
@@ -241,7 +241,7 @@ def test_bfloat16_is_refused() -> None:
         )
 
 
-def test_what_is_not_known_well_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poor_approximation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whence.operators.whitened.STEPS", 2)
     it = test_exactness.pair("mlp")
     with pytest.warns(

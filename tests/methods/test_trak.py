@@ -455,7 +455,7 @@ class Interrupted(BaseException):
     pass
 
 
-def test_projecting_goes_on_where_it_stopped(
+def test_projecting_resumes_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("mlp")

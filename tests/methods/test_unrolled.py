@@ -268,7 +268,7 @@ def test_two_stages_with_their_own_optimizers(tmp_path: Path) -> None:
     assert (parts[:3, :, 10:] == 0).all() and (parts[3:, :, :10] == 0).all()
 
 
-def test_an_optimizer_that_goes_on_keeps_its_state(tmp_path: Path) -> None:
+def test_an_optimizer_used_in_two_stages_keeps_its_state(tmp_path: Path) -> None:
     """Another dataset, the same momentum buffer: as one stage on both."""
     model, data, query = smooth(), models.vectors(10), models.vectors(3, seed=4)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -584,7 +584,7 @@ def test_float32_is_close(case: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_an_interrupted_sweep_goes_on(
+def test_an_interrupted_sweep_resumes(
     method: Unrolled, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, query = case
@@ -689,7 +689,7 @@ def test_a_model_that_works_on_its_input(curvature: str, tmp_path: Path) -> None
 # --- what is said -------------------------------------------------------------------------------
 
 
-def test_a_replay_that_strays_is_told(tmp_path: Path) -> None:
+def test_a_replay_that_strays_is_reported(tmp_path: Path) -> None:
     """The loop summed the losses of a batch, and the task says their mean."""
     model, data = smooth(), models.vectors(10)
     optimizer = SGD(model.parameters(), lr=0.05)
@@ -706,7 +706,7 @@ def test_a_replay_that_strays_is_told(tmp_path: Path) -> None:
     assert scores.diagnostics["replay"]["deviation"] > 0.5
 
 
-def test_chaos_is_told(tmp_path: Path) -> None:
+def test_chaos_is_reported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     stage = one_stage(count=40) | {"optimizer": lambda p: SGD(p, lr=6.0)}
@@ -721,7 +721,7 @@ def test_chaos_is_told(tmp_path: Path) -> None:
         )
 
 
-def test_a_derivative_beyond_the_precision_is_told() -> None:
+def test_a_derivative_beyond_the_precision_is_reported() -> None:
     replay = SimpleNamespace(steps=9, dtype=torch.float32)
     workspace: Any = SimpleNamespace(replay=replay)
     adjoint = {"0.weight": {WEIGHT: torch.full((2, 3), float("inf"))}}

@@ -355,7 +355,7 @@ def test_eigenpairs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(made) == 16
 
 
-def test_a_killed_iteration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_iteration_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = joint("mlp")
     monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     method = whence.Influence.published(λ, solver="arnoldi", rank=3, iterations=9)

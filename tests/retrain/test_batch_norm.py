@@ -443,7 +443,7 @@ def test_data_that_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatc
     assert pool._stage_on_device(whole.stages[0]) is whole.stages[0]
 
 
-def test_a_recorded_run_that_was_killed_before_its_first_checkpoint_goes_on(
+def test_a_recorded_run_that_was_killed_before_its_first_checkpoint_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))

@@ -180,7 +180,7 @@ def test_what_is_there_is_opened_and_the_others_are_made(
     assert together(recipe, [], tmp_path) == [] and len(made) == 2
 
 
-def test_interrupted_between_two_checkpoints_it_goes_on(
+def test_interrupted_between_two_checkpoints_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, written = recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"]), []

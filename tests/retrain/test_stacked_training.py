@@ -323,7 +323,7 @@ def started(
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_killed_process_goes_on_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_killed_process_resumes_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
     process = started(tmp_path / "truth", pause=0.2)
     assert process.stdout is not None
     for _ in range(4):
@@ -385,7 +385,7 @@ def test_torchrun(tmp_path: Path) -> None:
     np.testing.assert_allclose(Truth.load(out).measurements, wanted.measurements, rtol=1e-10)
 
 
-def test_a_long_training_goes_on_from_its_middle(
+def test_a_long_training_resumes_from_its_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain import measure as module
@@ -497,7 +497,7 @@ def test_a_damaged_unfinished_training_is_said(
 
 @pytest.mark.parametrize("model", [recipes.dropout, recipes.batch_norm])
 @pytest.mark.parametrize("stop", [1, 9, 24, 30, 36])
-def test_an_interrupted_run_goes_on_with_the_same_bits(
+def test_an_interrupted_run_resumes_with_the_same_bits(
     tmp_path: Path, stop: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain.stage import StageRecipe
