@@ -128,7 +128,7 @@ class LDS(Tabled):
         return Table(None, facts, title=f"LDS of {self.method}{runs}")
 
 
-class Comparison(dict[str, LDS]):
+class Comparison(Tabled, dict[str, LDS]):
     """The LDS of several methods on one truth: a dict that prints as a table, best first."""
 
     def difference(self, one: str, other: str) -> Difference:
@@ -158,12 +158,6 @@ class Comparison(dict[str, LDS]):
             cells += [None if result.ceiling is None else f"{result.ceiling:.3f}", result.queries]
             rows.append(cells)
         return Table(heads, rows)
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 def described(result: Any) -> str:

@@ -25,9 +25,6 @@ class GradientNorm(Similarity):
         stage: attribute to this stage's examples only (default: all stages').
     """
 
-    def __init__(self, stage: str | None = None) -> None:
-        self.stage = stage
-
     def features(
         self,
         workspace: Workspace,
