@@ -88,9 +88,9 @@ def test_gradient_norm_and_cosine(case: str) -> None:
     expected = sign * np.linalg.norm(g, axis=1)
     close(norms.values, np.stack([expected] * 3), 1e-9)
     close(whence.GradientNorm().attribute(study, **EXACT).values, expected, 1e-9)
-    found = whence.GradientCosine().attribute(study, query, by_layer=True, **EXACT)
-    close(found.values, -cosines(f, g), 1e-9)
-    close(found.by_layer.sum(0), found.values, 1e-9)
+    actual = whence.GradientCosine().attribute(study, query, by_layer=True, **EXACT)
+    close(actual.values, -cosines(f, g), 1e-9)
+    close(actual.by_layer.sum(0), actual.values, 1e-9)
     own = gradients(study, weights, "measurements", train)
     expected = [-cosines(x[None], y[None])[0, 0] for x, y in zip(own, g, strict=True)]
     close(whence.GradientCosine().attribute(study, **EXACT).values, expected, 1e-9)
@@ -103,8 +103,8 @@ def test_a_zero_gradient_has_no_angle() -> None:
     data = torch.utils.data.TensorDataset(x, torch.tensor([0, 1, 2, 0]))
     run = whence.Run.from_checkpoints([model.state_dict()], [1], 0.1)
     study = whence.Study(model, whence.Classification(), train=data, runs=run)
-    found = whence.GradientCosine().attribute(study, data, progress=False).values
-    assert (found[0] == 0).all() and (found[:, 0] == 0).all() and (found[1:, 1:] != 0).all()
+    actual = whence.GradientCosine().attribute(study, data, progress=False).values
+    assert (actual[0] == 0).all() and (actual[:, 0] == 0).all() and (actual[1:, 1:] != 0).all()
 
 
 def projection(study: whence.Study, dimension: int) -> np.ndarray:
@@ -169,11 +169,11 @@ def test_bm25_by_hand() -> None:
         for row in (query[k] for k in range(3))
     ]
     expected = by_hand(asked, documents, 1.2, 0.75)
-    found = whence.BM25().attribute(study, query, batch_size=4, **EXACT)
-    close(found.values, -expected, 1e-12)  # lower losses are better
+    actual = whence.BM25().attribute(study, query, batch_size=4, **EXACT)
+    close(actual.values, -expected, 1e-12)  # lower losses are better
     own = by_hand(documents, documents, 1.2, 0.75).diagonal()
     close(whence.BM25().attribute(study, **EXACT).values, -own, 1e-12)
-    assert [e.example for e in found.helpful(0, 1)] == [int(expected[0].argmax())]
+    assert [e.example for e in actual.helpful(0, 1)] == [int(expected[0].argmax())]
 
 
 def by_hand(asked: list[Any], documents: list[Any], k1: float, b: float) -> np.ndarray:
@@ -209,9 +209,9 @@ def test_bm25_of_words() -> None:
         model, whence.LanguageModeling(), train=Texts(rows), runs=run, collate=collate
     )
     query = Texts([{"input_ids": ids[0], "text": "the dog sleeps"}])
-    found = whence.BM25(field="text", k1=2.0, b=0.5).attribute(study, query, **EXACT)
+    actual = whence.BM25(field="text", k1=2.0, b=0.5).attribute(study, query, **EXACT)
     words = [["the", "cat", "sat"], ["a", "dog", "the", "dog"], ["birds", "fly"], ["the"] * 3]
-    close(found.values, -by_hand([["the", "dog", "sleeps"]], words, 2.0, 0.5), 1e-12)
+    close(actual.values, -by_hand([["the", "dog", "sleeps"]], words, 2.0, 0.5), 1e-12)
     with pytest.raises(whence.WhenceError, match="no text in a field 'words'"):
         whence.BM25(field="words").attribute(study, query, **EXACT)
 

@@ -39,8 +39,8 @@ def gradients(model: nn.Module, weights: Any, data: Any, what: str) -> torch.Ten
     for k in range(len(data)):
         batch = dense.batch_of(data, [k])
         value = getattr(TASK, what)(own(batch[0]), batch).sum()
-        found = torch.autograd.grad(value, list(own.parameters()))
-        rows.append(torch.cat([g.reshape(-1) for g in found]))
+        actual = torch.autograd.grad(value, list(own.parameters()))
+        rows.append(torch.cat([g.reshape(-1) for g in actual]))
     return torch.stack(rows)
 
 
@@ -64,16 +64,16 @@ def test_the_hessian_dropped(name: str, tmp_path: Path) -> None:
     """The derivative of the training when each gradient is taken at constant weights."""
     query, stage = models.vectors(3, seed=4), one_stage(name)
     study = studied(tmp_path, smooth(), [stage])
-    found = Hydra().attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(smooth(), [stage], query, "none")[0])
+    actual = Hydra().attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(smooth(), [stage], query, "none")[0])
 
 
 def test_clipped_gradients(tmp_path: Path) -> None:
     query, stage = models.vectors(3, seed=4), one_stage("momentum")
     with pytest.warns(UserWarning, match="clip_norm"):
         study = studied(tmp_path, smooth(), [stage], clip_norm=0.5)
-    found = Hydra().attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(smooth(), [stage], query, "none", clip_norm=0.5)[0])
+    actual = Hydra().attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(smooth(), [stage], query, "none", clip_norm=0.5)[0])
 
 
 def test_two_stages(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_recorded_weights_are_those_replayed(tmp_path: Path) -> None:
     kept = studied(tmp_path / "a", smooth(), [stage], every_step=True)
     replayed = studied(tmp_path / "b", smooth(), [stage])
     assert kept.runs[0].trajectory and not replayed.runs[0].trajectory
-    found = [Hydra().attribute(study, query, **DOUBLE) for study in (kept, replayed)]
-    close(found[0].values, found[1].values, 1e-10)
+    actual = [Hydra().attribute(study, query, **DOUBLE) for study in (kept, replayed)]
+    close(actual[0].values, actual[1].values, 1e-10)
 
 
 @pytest.fixture(scope="module")

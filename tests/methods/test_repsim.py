@@ -28,16 +28,16 @@ def study_of(model: nn.Module, task: Any, train: Any, steps: int = 4) -> whence.
 
 def similarity(metric: str, a: Tensor, b: Tensor) -> np.ndarray:
     """One pair at a time."""
-    found = np.empty((len(a), len(b)))
+    actual = np.empty((len(a), len(b)))
     for i, x in enumerate(a.detach().numpy()):
         for j, y in enumerate(b.detach().numpy()):
             if metric == "cosine":
-                found[i, j] = x @ y / (np.linalg.norm(x) * np.linalg.norm(y) or 1.0)
+                actual[i, j] = x @ y / (np.linalg.norm(x) * np.linalg.norm(y) or 1.0)
             elif metric == "dot":
-                found[i, j] = x @ y
+                actual[i, j] = x @ y
             else:
-                found[i, j] = -((x - y) ** 2).sum()
-    return found
+                actual[i, j] = -((x - y) ** 2).sum()
+    return actual
 
 
 def hidden(model: nn.Module, data: TensorDataset) -> Tensor:
@@ -115,13 +115,13 @@ def test_convolutions() -> None:
         model.get_submodule(name).register_forward_hook(
             lambda module, inputs, output, name=name: given.update({name: inputs[0].clone()})
         )
-    found = {}
+    actual = {}
     for what, data in (("query", query), ("train", train)):
         model(data.tensors[0])
-        found[what] = given["head"], given["circular"].mean((2, 3))
+        actual[what] = given["head"], given["circular"].mean((2, 3))
     for k, layer in enumerate((None, "circular")):
         scores = RepSim("dot", layer).attribute(study, query, **EXACT)
-        close(scores.values, similarity("dot", found["query"][k], found["train"][k]), 1e-10)
+        close(scores.values, similarity("dot", actual["query"][k], actual["train"][k]), 1e-10)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -168,14 +168,14 @@ def trained(recipe: whence.Recipe, query: Any, seed: int, **left: Any) -> np.nda
 def by_hand(recipe: whence.Recipe, query: Any, seeds: list[int], examples: Any) -> np.ndarray:
     """(seeds, q, examples)"""
     n = len(recipe.stages[0].data)
-    found = []
+    actual = []
     for seed in seeds:
         whole = trained(recipe, query, seed)
         without = [
             trained(recipe, query, seed, subset=np.delete(np.arange(n), m)) for m in examples
         ]
-        found.append(whole[:, None] - np.stack(without, 1))
-    return np.stack(found)
+        actual.append(whole[:, None] - np.stack(without, 1))
+    return np.stack(actual)
 
 
 def test_single() -> None:

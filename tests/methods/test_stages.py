@@ -298,8 +298,8 @@ def test_pooling_is_what_one_dataset_would_be() -> None:
     for name, whole in dense.moments(model, weights, task, fisher, both).items():
         torch.testing.assert_close(together[name].A, whole.A)
         torch.testing.assert_close(together[name].S, whole.S)
-        found, expected = (m.gradients.T @ m.gradients for m in (together[name], whole))
-        torch.testing.assert_close(found, expected)
+        actual, expected = (m.gradients.T @ m.gradients for m in (together[name], whole))
+        torch.testing.assert_close(actual, expected)
 
 
 # --- against real training ------------------------------------------------------------------------

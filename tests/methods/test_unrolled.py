@@ -125,8 +125,8 @@ def finite_differences(model: nn.Module, stage: dict[str, Any], query: Any) -> n
             (w[indices] * task.losses(task.outputs(own, batch), batch)).mean().backward()
             optimizer.step()
         batch = dense.batch_of(query, range(len(query)))
-        found: np.ndarray = task.measurements(task.outputs(own, batch), batch).detach().numpy()
-        return found
+        actual: np.ndarray = task.measurements(task.outputs(own, batch), batch).detach().numpy()
+        return actual
 
     ones = torch.ones(len(data), dtype=torch.float64)
     units = torch.eye(len(data), dtype=torch.float64)
@@ -139,8 +139,8 @@ def test_training_again_with_another_weight(name: str, tmp_path: Path) -> None:
     rate = OPTIMIZERS[name]([torch.zeros(1)]).defaults["lr"]
     stage = one_stage(name, rates=[rate * (1 - t / 20) for t in range(10)])
     query, study = models.vectors(3, seed=4), studied(tmp_path, smooth(), [stage])
-    found = Unrolled().attribute(study, query, **DOUBLE).values
-    close(found, finite_differences(smooth(), stage, query), 1e-7)
+    actual = Unrolled().attribute(study, query, **DOUBLE).values
+    close(actual, finite_differences(smooth(), stage, query), 1e-7)
 
 
 def test_coordinates_without_a_gradient(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_coordinates_without_a_gradient(tmp_path: Path) -> None:
         "rates": [0.02] * 6,
     }
     query = models.documents(2, seed=4)
-    found = Unrolled().attribute(studied(tmp_path, model, [stage]), query, **DOUBLE).values
-    close(found, finite_differences(model, stage, query), 1e-6)
+    actual = Unrolled().attribute(studied(tmp_path, model, [stage]), query, **DOUBLE).values
+    close(actual, finite_differences(model, stage, query), 1e-6)
 
 
 MODELS: dict[str, Any] = {
@@ -193,16 +193,16 @@ def test_autograd_through_the_whole_training(name: str, curvature: str, tmp_path
     }
     model = model.double()
     study = studied(tmp_path, model, [stage])
-    found = Unrolled(curvature).attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, curvature)[0], 1e-9)
+    actual = Unrolled(curvature).attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(model, [stage], query, curvature)[0], 1e-9)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "centered"])
 def test_gauss_newton_by_optimizer(name: str, tmp_path: Path) -> None:
     model, stage, query = smooth(), one_stage(name), models.vectors(3, seed=4)
     study = studied(tmp_path, model, [stage])
-    found = Unrolled("gauss-newton").attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, "gauss-newton")[0], 1e-9)
+    actual = Unrolled("gauss-newton").attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(model, [stage], query, "gauss-newton")[0], 1e-9)
 
 
 def test_gauss_newton_is_the_hessian_of_a_linear_model(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_batches_drawn_with_replacement(tmp_path: Path) -> None:
     g, stage, query = np.random.default_rng(0), one_stage(), models.vectors(3, seed=4)
     stage["batches"] = [g.integers(0, 10, size) for size in (4, 3, 5, 4, 6, 2, 4)]
     study = studied(tmp_path, smooth(), [stage])
-    found = Unrolled().attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(smooth(), [stage], query)[0], 1e-9)
+    actual = Unrolled().attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(smooth(), [stage], query)[0], 1e-9)
 
 
 # --- stages, subsets, frozen parameters ---------------------------------------------------------
@@ -285,10 +285,10 @@ def test_an_optimizer_used_in_two_stages_keeps_its_state(tmp_path: Path) -> None
             optimizer.step()
     train = {"a": Subset(data, range(6)), "b": Subset(data, range(6, 10))}
     study = whence.Study(model, TASK, train=train, runs=tmp_path)
-    found = Unrolled().attribute(study, query, **DOUBLE)
+    actual = Unrolled().attribute(study, query, **DOUBLE)
     expected = dense.effects(smooth(), [one_stage() | {"batches": blocks}], query)[0]
-    close(found.values, expected, 1e-9)
-    assert found.diagnostics["replay"]["deviation"] < 1e-12
+    close(actual.values, expected, 1e-9)
+    assert actual.diagnostics["replay"]["deviation"] < 1e-12
 
 
 class Branches(nn.Module):
@@ -389,15 +389,15 @@ def test_expected_against_a_dense_recursion(every: int, curvature: str, tmp_path
         ends = np.linspace(0, length, -(-length // every) + 1).astype(int)
         stage["expected"] = list(pairwise(ends))
     method = Unrolled(curvature, expected=True, curvature_batch=100, credit_every=every)
-    found = method.attribute(study, query, **DOUBLE).values
-    close(found, np.concatenate(dense.effects(model, stages, query, curvature), 1), 1e-9)
+    actual = method.attribute(study, query, **DOUBLE).values
+    close(actual, np.concatenate(dense.effects(model, stages, query, curvature), 1), 1e-9)
 
 
 def test_damping_against_a_dense_recursion(tmp_path: Path) -> None:
     """v ← v - η (H_t + λ) v for plain SGD."""
     query, stage, λ = models.vectors(3, seed=4), one_stage("sgd", 9), 0.3
     study = studied(tmp_path, smooth(), [stage])
-    found = Unrolled(damping=λ).attribute(study, query, **DOUBLE).values
+    actual = Unrolled(damping=λ).attribute(study, query, **DOUBLE).values
     model, (x, y), (a, b) = smooth().double(), stage["data"].tensors, query.tensors
     shapes = {name: p.shape for name, p in model.named_parameters()}
     θ = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -419,7 +419,7 @@ def test_damping_against_a_dense_recursion(tmp_path: Path) -> None:
         expected[:, i] -= rate * v @ torch.func.jacrev(losses)(point).T / len(i)
         H = torch.func.hessian(lambda w, losses=losses: losses(w).mean())(point)
         v = v - rate * (v @ H + λ * v)
-    close(found, expected.detach().numpy(), 1e-9)
+    close(actual, expected.detach().numpy(), 1e-9)
 
 
 @pytest.mark.parametrize("expected", [False, True])
@@ -485,12 +485,12 @@ METHODS = [Unrolled(), Unrolled("gauss-newton", expected=True, curvature_batch=6
 def test_self_influence_is_the_diagonal(method: Unrolled, tmp_path: Path) -> None:
     stages = two_stages()
     study = studied(tmp_path, smooth(), stages)
-    found = method.attribute(study, **DOUBLE).values
+    actual = method.attribute(study, **DOUBLE).values
     for name, place in (("pretrain", slice(0, 10)), ("finetune", slice(10, 17))):
         own = copy.copy(method)
         own.stage = name
         whole = own.attribute(study, study.train[name], **DOUBLE).values
-        close(found[place], np.diag(whole), 1e-10)
+        close(actual[place], np.diag(whole), 1e-10)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -577,10 +577,10 @@ def test_however_many_points_are_held(
 def test_float32_is_close(case: Any) -> None:
     study, query = case
     exact = Unrolled().attribute(study, query, **DOUBLE).values
-    found = Unrolled().attribute(study, query, progress=False)
-    assert found.values.dtype == np.float32
-    close(found.values, exact, 1e-3)
-    assert found.diagnostics["replay"]["deviation"] < 1e-2
+    actual = Unrolled().attribute(study, query, progress=False)
+    assert actual.values.dtype == np.float32
+    close(actual.values, exact, 1e-3)
+    assert actual.diagnostics["replay"]["deviation"] < 1e-2
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -626,8 +626,8 @@ def test_a_sweep_of_another_calculation_is_not_taken_up(
     saved = unrolling.SweepSnapshot(tmp_path / "sweep.safetensors")
     total = unrolling.CreditSum(wrong, [3, 6, 9], apart=False)
     saved.save("another", total, 3, {"x": {WEIGHT: torch.zeros(1)}}, {})
-    found = Unrolled().attribute(study, query, out=tmp_path, **DOUBLE).values
-    assert (found == Unrolled().attribute(study, query, **DOUBLE).values).all()
+    actual = Unrolled().attribute(study, query, out=tmp_path, **DOUBLE).values
+    assert (actual == Unrolled().attribute(study, query, **DOUBLE).values).all()
     other = tmp_path / "other"
     other.mkdir()
     (other / "sweep.safetensors").write_bytes(b"nonsense")
@@ -682,8 +682,8 @@ def test_a_model_that_works_on_its_input(curvature: str, tmp_path: Path) -> None
     torch.manual_seed(0)
     model, stage, query = WorksInPlace().double(), one_stage(), models.vectors(3, seed=4)
     study = studied(tmp_path, model, [stage])
-    found = Unrolled(curvature).attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, curvature)[0], 1e-9)
+    actual = Unrolled(curvature).attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(model, [stage], query, curvature)[0], 1e-9)
 
 
 # --- what is said -------------------------------------------------------------------------------
@@ -771,12 +771,12 @@ def digits(folder: Path, *methods: Any) -> list[float]:
     masks = np.stack([g.permutation(200) < 100 for _ in range(20)])
     trained = [recipe.train(0, subset=mask, device="cpu") for mask in masks]
     truth = [TASK.measurements(model(batch[0]), batch).detach().numpy() for model in trained]
-    found = []
+    actual = []
     for method in methods:
         predicted = masks @ method.attribute(study, query, progress=False).values.T
         each = [spearmanr(predicted[:, q], np.array(truth)[:, q])[0] for q in range(20)]
-        found.append(float(np.mean(each)))
-    return found
+        actual.append(float(np.mean(each)))
+    return actual
 
 
 def test_digits(tmp_path: Path) -> None:

@@ -178,11 +178,11 @@ def test_a_frozen_batch_norm_stays_as_it_is() -> None:
 def test_what_measure_gives() -> None:
     recipe = recipes.recipe(model=residual())
     trainings = [*TRAININGS, Training(1), Training(2, range(5, 21))]
-    found = measure(recipe, QUERY, trainings, progress=False)
+    actual = measure(recipe, QUERY, trainings, progress=False)
     alone = measure(recipe, QUERY, trainings, engine="single", progress=False)
-    np.testing.assert_allclose(found, alone, rtol=1e-9)
+    np.testing.assert_allclose(actual, alone, rtol=1e-9)
     apart = [measure(recipe, QUERY, [t], progress=False)[0] for t in trainings]
-    np.testing.assert_allclose(found, apart, rtol=1e-9)
+    np.testing.assert_allclose(actual, apart, rtol=1e-9)
 
 
 def test_statistics_change_where_they_lie() -> None:
@@ -335,13 +335,13 @@ def test_autocast_gives_weights_their_own_gradients() -> None:
     layer = stacked.stack_modules(
         plain, {n: nn.Parameter(p.unsqueeze(0)) for n, p in plain.named_parameters()}, {}, 1
     )
-    found = []
+    actual = []
     for module in (layer, plain):
         with torch.autocast("cpu", torch.bfloat16):
             y = module(x)
         assert y.dtype == torch.bfloat16
         y.float().square().sum().backward()
-        found.append(
+        actual.append(
             [
                 x.grad,
                 *(
@@ -351,7 +351,7 @@ def test_autocast_gives_weights_their_own_gradients() -> None:
             ]
         )
         x.grad = None
-    for ours, wanted in zip(*found, strict=True):
+    for ours, wanted in zip(*actual, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, wanted, rtol=0.02, atol=0.02)
 
@@ -395,9 +395,9 @@ def test_gpt2_is_stacked_as_it_is() -> None:
     )
     query, trainings = TensorDataset(ids[16:]), [Training(s, range(s, s + 10)) for s in range(3)]
     assert choose_engine(recipe, Batches("query", query), CPU) == ("products", None)
-    found = measure(recipe, query, trainings, engine="products", progress=False)
+    actual = measure(recipe, query, trainings, engine="products", progress=False)
     wanted = measure(recipe, query, trainings, engine="single", progress=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-9)
 
 
 # --- data that lies on the device --------------------------------------------------------------
@@ -421,8 +421,8 @@ def test_one_at_a_time_from_data_on_the_device(kind: Any) -> None:
     near.stages = tuple(pool._stage_on_device(stage) for stage in recipe.stages)
     assert all(stage.on_device is not None for stage in near.stages)
     assert near.fingerprint == recipe.fingerprint
-    wanted, found = (r.train(3, range(5, 40), device=CPU).state_dict() for r in (recipe, near))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted, actual = (r.train(3, range(5, 40), device=CPU).state_dict() for r in (recipe, near))
+    assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
 
 
 def test_data_that_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_scores_are_those_of_one_by_one(optimizer: str, together: Any, tmp_path:
     (run,) = together(recipe, [4], tmp_path, 3)
     alone, query = recipe.run(4, checkpoints=3, device="cpu"), recipes.dataset(3, seed=9)
     for method in (whence.Source.published(2), whence.Hydra(), whence.Unrolled()):
-        found, wanted = (
+        actual, wanted = (
             method.attribute(
                 whence.Study(recipe.build(0), recipe.task, recipes.dataset(), one),
                 query,
@@ -156,7 +156,7 @@ def test_scores_are_those_of_one_by_one(optimizer: str, together: Any, tmp_path:
             ).values
             for one in (run, alone)
         )
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-8 * np.abs(wanted).max())
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-8 * np.abs(wanted).max())
 
 
 # --- resumed, and refused ----------------------------------------------------------------------

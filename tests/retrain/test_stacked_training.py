@@ -123,8 +123,8 @@ def test_measurements_are_those_of_the_trained_models() -> None:
     recipe = recipes.recipe()
     trainings = [Training(s, sub) for s, sub in enumerate(subsets(5, 24, recipes.N))]
     trainings += [Training(7), Training(8, np.arange(10, 40))]  # other sizes beside them
-    found = measure(recipe, QUERY, trainings, progress=False)
-    for row, training in zip(found, trainings, strict=True):
+    actual = measure(recipe, QUERY, trainings, progress=False)
+    for row, training in zip(actual, trainings, strict=True):
         training = training if training.subset is not None else Training(7, np.arange(recipes.N))
         model = plainly_trained(recipe, training).eval()
         batch = QUERY.tensors
@@ -156,11 +156,11 @@ def test_what_cannot_be_stacked_is_trained_alone_and_said() -> None:
     recipe = recipes.recipe(model=recipes.dropout)
     trainings = [Training(s, sub) for s, sub in enumerate(subsets(2, 24, recipes.N))]
     with pytest.warns(UserWarning, match="one at a time: .*Dropout"):
-        found = measure(recipe, QUERY, trainings, progress=False)
+        actual = measure(recipe, QUERY, trainings, progress=False)
     again = np.concatenate(  # dropout's draws depend on seed and update, not on earlier draws
         [measure(recipe, QUERY, [t], progress=False, engine="single") for t in reversed(trainings)]
     )[::-1]
-    assert np.array_equal(found, again)
+    assert np.array_equal(actual, again)
 
 
 def test_a_model_that_looks_at_the_whole_batch_is_found_out() -> None:
@@ -411,8 +411,8 @@ def test_a_long_training_resumes_from_its_middle(
         measure(recipe, QUERY, trainings, out=tmp_path, engine="single", progress=False)
     assert list((tmp_path / "unfinished").iterdir())
     before = len(made)
-    found = measure(recipe, QUERY, trainings, out=tmp_path, engine="single", progress=False)
-    assert np.array_equal(found, wanted)
+    actual = measure(recipe, QUERY, trainings, out=tmp_path, engine="single", progress=False)
+    assert np.array_equal(actual, wanted)
     assert len(made) - before < 20  # not from the start: it has 35 updates
     assert not list((tmp_path / "unfinished").iterdir())
 
@@ -464,8 +464,8 @@ def test_long_trainings_at_once_go_on_from_their_middle(
         with pytest.raises(KeyboardInterrupt):
             measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
         assert len(list((tmp_path / "unfinished").iterdir())) == 1
-    found = measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
-    assert np.array_equal(found, wanted)
+    actual = measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
+    assert np.array_equal(actual, wanted)
     assert made[0] == total  # none was made twice
     assert not list((tmp_path / "unfinished").iterdir())
 
@@ -488,8 +488,8 @@ def test_a_damaged_unfinished_training_is_said(
         measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
     for file in files:
         file.unlink()
-    found = measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
-    assert np.array_equal(found, measure(recipe, QUERY, trainings, progress=False))
+    actual = measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
+    assert np.array_equal(actual, measure(recipe, QUERY, trainings, progress=False))
 
 
 # --- Recipe.run --------------------------------------------------------------------------------
