@@ -177,7 +177,7 @@ def test_a_cuda_graph_makes_the_updates_that_it_stands_for(
 
 
 @pytest.mark.parametrize("name", ["optimizer nesterov", "optimizer adamw", "optimizer rmsprop"])
-def test_long_trainings_on_the_gpu_go_on_from_their_middle(
+def test_long_trainings_on_the_gpu_resume_from_their_middle(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, from a graph to a graph."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import dense_unrolled as dense
 from support import models
+from support.interrupting import interrupt
 from test_unrolled import (
     DOUBLE,
     OPTIMIZERS,
@@ -114,20 +115,11 @@ def test_an_interrupted_sweep_resumes(
     query = models.vectors(3, seed=4)
     whole = Hydra().attribute(study, query, **DOUBLE)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
-    original, calls = Objective.slopes, 0
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return original(*args)
-
-    monkeypatch.setattr(Objective, "slopes", interrupted)
+    calls = interrupt(monkeypatch, Objective, "slopes", 6)
     with pytest.raises(KeyboardInterrupt):
         Hydra().attribute(study, query, out=tmp_path, **DOUBLE)
     scores = Hydra().attribute(study, query, out=tmp_path, **DOUBLE)
-    assert calls == 6 + 5 and (scores.values == whole.values).all()
+    assert len(calls) == 6 + 5 and (scores.values == whole.values).all()
 
 
 def with_dropout() -> nn.Module:

@@ -14,8 +14,8 @@ import torch
 from support import dense, forms
 from support import dense_stages as ds
 from support.comparing import agree, close
+from support.interrupting import interrupt
 from test_influence_solvers import flat, gauss_newton
-from torch import Tensor
 
 import whence
 from whence.operators.gauss_newton import GaussNewton
@@ -196,16 +196,7 @@ def test_a_killed_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     it = test_exactness.pair("mlp")
     method = forms.exact(2, curvature=WHOLE)
     expected = method.attribute(it.study, it.query, **EXACT).values
-    product, left = GaussNewton.flat_product, 5
-
-    def mortal(self: GaussNewton, v: Tensor) -> Tensor:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-        return product(self, v)
-
-    monkeypatch.setattr(GaussNewton, "flat_product", mortal)
+    interrupt(monkeypatch, GaussNewton, "flat_product", 5)
     with pytest.raises(KeyboardInterrupt):
         method.attribute(it.study, it.query, out=tmp_path / "scores", **EXACT)
     again = method.attribute(it.study, it.query, out=tmp_path / "scores", **EXACT)

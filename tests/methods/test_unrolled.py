@@ -16,6 +16,7 @@ import torch
 from support import dense_unrolled as dense
 from support import models
 from support.comparing import close
+from support.interrupting import interrupt
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
@@ -590,29 +591,21 @@ def test_an_interrupted_sweep_resumes(
     study, query = case
     whole = method.attribute(study, query, by_segment=True, **DOUBLE)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
-    options, calls = DOUBLE | {"out": tmp_path, "by_segment": True}, 0
-    product = Objective.hessian if method.curvature == "hessian" else Objective.gauss_newton
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return product(*args)
-
-    monkeypatch.setattr(Objective, product.__name__, interrupted)
+    options = DOUBLE | {"out": tmp_path, "by_segment": True}
+    product = "hessian" if method.curvature == "hessian" else "gauss_newton"
+    calls = interrupt(monkeypatch, Objective, product, 6)
     with pytest.raises(KeyboardInterrupt):
         method.attribute(study, query, **options)
     assert (tmp_path / "sweep.safetensors").exists()
     scores = method.attribute(study, query, **options)
-    assert calls < 6 + 8  # of 9, not all again
+    assert len(calls) < 6 + 8  # of 9, not all again
     assert (scores.values == whole.values).all() and (scores.by_segment == whole.by_segment).all()
     for name in ("adjoint_growth", "segments", "replay"):
         assert scores.diagnostics[name] == whole.diagnostics[name]
     assert not (tmp_path / "sweep.safetensors").exists()
-    calls = 100
+    calls.clear()
     assert (method.attribute(study, query, **options).values == whole.values).all()
-    assert calls == 100
+    assert not calls
 
 
 def test_a_sweep_of_another_calculation_is_not_taken_up(

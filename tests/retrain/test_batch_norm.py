@@ -132,7 +132,7 @@ def test_every_setting(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_stages_go_on_with_the_statistics(stage: str) -> None:
+def test_stages_continue_with_the_statistics(stage: str) -> None:
     recipe = recipes.two_stages(model=residual(momentum=None))
     trainings = [Training(s, np.arange(s, s + 17), stage) for s in range(3)]
     assert_same_models(recipe, trainings)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import models, recipes
+from support.interrupting import interrupt
 from torch import nn
 
 import whence
@@ -183,18 +184,11 @@ def test_what_is_there_is_opened_and_the_others_are_made(
 def test_interrupted_between_two_checkpoints_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, written = recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"]), []
-    plain = ROOM.StackCheckpoint.load
-
-    def dies(*given: Any) -> None:
-        written.append(given)
-        if len(written) == 9:  # the third checkpoint of the second run
-            raise KeyboardInterrupt
-        plain(*given)
-
+    recipe = recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"])
     options: Any = {"progress": False, "device": "cpu"}
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(ROOM.StackCheckpoint, "load", dies)
+        # the third checkpoint of the second run
+        interrupt(patched, ROOM.StackCheckpoint, "load", 9)
         record(recipe, range(3), tmp_path / "runs", **options)
     first = Run.open(tmp_path / "runs/0")
     assert first.finished and not Run.open(tmp_path / "runs/1").finished
@@ -206,7 +200,7 @@ def test_interrupted_between_two_checkpoints_it_resumes(
 
 
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "stages", "batch norm"])
-def test_long_runs_go_on_from_their_last_checkpoint(
+def test_long_runs_resume_from_their_last_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain.stack import _StageTraining
@@ -222,7 +216,7 @@ def test_long_runs_go_on_from_their_last_checkpoint(
     total = wanted[0].checkpoints[-1].step
     monkeypatch.setattr(ROOM, "LONG", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    made, written, update, load = [0], [0], _StageTraining.update, ROOM.StackCheckpoint.load
+    made, update = [0], _StageTraining.update
 
     def failing(self: Any, *arguments: Any) -> None:
         if len(self.seeds) == 3:
@@ -231,19 +225,13 @@ def test_long_runs_go_on_from_their_last_checkpoint(
             made[0] += 1
         update(self, *arguments)
 
-    def dies(*given: Any) -> None:
-        written[0] += 1
-        if written[0] == 9:  # in the second run
-            raise KeyboardInterrupt
-        load(*given)
-
     monkeypatch.setattr(_StageTraining, "update", failing)
     out = tmp_path / "runs"
     for stop in (3, total // 2, total - 1):  # before the first checkpoint, and later
         with pytest.raises(KeyboardInterrupt):
             record(recipe, range(3), out, **options)
         made[0] = stop
-    monkeypatch.setattr(ROOM.StackCheckpoint, "load", dies)
+    interrupt(monkeypatch, ROOM.StackCheckpoint, "load", 9)  # in the second run
     stop = 10**9
     with pytest.raises(KeyboardInterrupt):
         record(recipe, range(3), out, **options)

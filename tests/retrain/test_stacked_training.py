@@ -433,7 +433,7 @@ LONG_TRAININGS: dict[str, Any] = {
         *((name, "vmap") for name in LONG_TRAININGS if name != "batch norm"),
     ],
 )
-def test_long_trainings_at_once_go_on_from_their_middle(
+def test_long_trainings_at_once_resume_from_their_middle(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain.stack import _StageTraining
