@@ -122,8 +122,8 @@ def test_columns_are_found_by_stage_and_id(values: Array, truth: Truth) -> None:
         train_ids=[*range(7), *order],
         stage=["pretrain"] * 7 + ["finetune"] * N,
     )
-    own = truth_of(truth.measurements, stage="finetune")
-    np.testing.assert_allclose(lds(staged, own).per_query, expected)
+    of_stage = truth_of(truth.measurements, stage="finetune")
+    np.testing.assert_allclose(lds(staged, of_stage).per_query, expected)
     rows = random.permutation(Q)
     shuffled = scores_of(values[rows], query_ids=rows)
     np.testing.assert_allclose(lds(shuffled, truth).per_query, expected)
@@ -395,13 +395,13 @@ def test_what_is_suspicious(better_high: bool) -> None:
     flipped = np.arange(20) < 4
     sign = 1.0 if better_high else -1.0
     about: Any = {"higher_is_better": better_high}
-    own = sign * (np.linspace(0, 1, 20) + 5 * flipped)  # it did much for its own measurement
-    assert mislabeled(scores_of(own, **about), flipped).roc_auc == 1
+    selves = sign * (np.linspace(0, 1, 20) + 5 * flipped)  # it did much for its own measurement
+    assert mislabeled(scores_of(selves, **about), flipped).roc_auc == 1
     harm = np.random.default_rng(12).normal(size=(3, 20)) - sign * 20 * flipped
     actual = mislabeled(scores_of(harm, **about), flipped)
     assert actual.roc_auc == actual.average_precision == 1
     assert actual.found_after(0.2) == 1 and "mean harm" in repr(actual)
-    assert "Source, self-influence" in mislabeled(scores_of(own, **about), flipped)._repr_html_()
+    assert "Source, self-influence" in mislabeled(scores_of(selves, **about), flipped)._repr_html_()
 
 
 def test_mislabeled_of_one_stage() -> None:

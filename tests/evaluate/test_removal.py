@@ -89,8 +89,8 @@ def by_hand(
     for q in queries:
         flipped_at.append(np.inf)
         for k in KS:
-            kept = np.setdiff1d(np.arange(N), orders[q][:k])
-            if np.mean([world.margin(q, Training(s, kept)) for s in seeds]) < 0:
+            remaining = np.setdiff1d(np.arange(N), orders[q][:k])
+            if np.mean([world.margin(q, Training(s, remaining)) for s in seeds]) < 0:
                 flipped_at[-1] = k
                 break
     return [float(np.mean(np.array(flipped_at) <= k)) for k in KS]
@@ -303,11 +303,11 @@ def test_really_trained(tmp_path: Path) -> None:
     # one of the numbers, by an ordinary training
     first = int(actual.queries[0])
     removed = scores.helpful(first, 4).examples
-    kept = np.setdiff1d(np.arange(60), removed)
+    remaining = np.setdiff1d(np.arange(60), removed)
     batch = tuple(tensor[first : first + 1] for tensor in query.tensors)
     by_seed = []
     for seed in actual.seeds:
-        model = recipe.train(seed, kept)
+        model = recipe.train(seed, remaining)
         margins = recipe.task.measurements(recipe.task.outputs(model, batch), batch)
         by_seed.append(margins.item())
     assert actual.margins["TracIn"][0, 0] == pytest.approx(np.mean(by_seed))
@@ -413,8 +413,8 @@ def test_random_without_classes_and_without_queries() -> None:
     study = study_of(whence.Regression(), train, (4, 1))
     plain = Random().attribute(study, regression(5, seed=1), progress=False)
     assert (plain.values < 0).all() and (plain.values > -1).all()  # an error is better low
-    own = Random().attribute(study, progress=False)
-    assert own.is_self_influence and own.shape == (12,)
+    selves = Random().attribute(study, progress=False)
+    assert selves.is_self_influence and selves.shape == (12,)
 
 
 def test_random_over_stages() -> None:
@@ -435,8 +435,8 @@ def test_random_in_a_folder_and_top(tmp_path: Path) -> None:
     whole = Random().attribute(study, query, out=tmp_path / "all", progress=False)
     again = Random().attribute(study, query, out=tmp_path / "all", progress=False)
     np.testing.assert_array_equal(whole.values, again.values)
-    kept = Random().attribute(study, query, top=3, progress=False)
-    assert kept.helpful(2, 3).examples == whole.helpful(2, 3).examples
+    strongest = Random().attribute(study, query, top=3, progress=False)
+    assert strongest.helpful(2, 3).examples == whole.helpful(2, 3).examples
     with pytest.raises(ValueError, match="another calculation"):
         Random(seed=1).attribute(study, query, out=tmp_path / "all", progress=False)
     with pytest.raises(ValueError, match="stage='other' is not in the run"):

@@ -281,8 +281,8 @@ def test_runs_recorded_at_once_on_the_gpu(
             assert all(map(np.array_equal, run.batches, wanted.batches))
             for one, other in zip(run.checkpoints, wanted.checkpoints, strict=True):
                 assert one.step == other.step
-                for held in ("weights", "second_moments", "optimizer_state"):
-                    actual, sought = getattr(one, held)() or {}, getattr(other, held)() or {}
+                for what in ("weights", "second_moments", "optimizer_state"):
+                    actual, sought = getattr(one, what)() or {}, getattr(other, what)() or {}
                     assert actual.keys() == sought.keys()
                     for key, tensor in sought.items():
                         scale = max(0.01, float(tensor.abs().max()))

@@ -725,8 +725,8 @@ def test_preconditioned_without_second_moments(kind: str, method: Any) -> None:
 
 def test_second_moments_missing_at_one_checkpoint() -> None:
     leg = pair("mlp", "adam").leg
-    held = [*leg.moments[:3], None, *leg.moments[4:]]
-    said = refused(run_of(leg, second_moments=held))
+    moments = [*leg.moments[:3], None, *leg.moments[4:]]
+    said = refused(run_of(leg, second_moments=moments))
     assert str(STEPS[3]) in said
     assert "second_moments" in said or "second moments" in said
 
@@ -741,17 +741,17 @@ def test_second_moments_missing_for_one_parameter() -> None:
 
 def test_second_moments_of_another_shape() -> None:
     leg = pair("mlp", "adam").leg
-    held = copy.deepcopy(leg.moments)
-    held[1]["2.weight"] = held[1]["2.weight"].T[:, :2].clone()
-    assert "2.weight" in refused(run_of(leg, second_moments=held))
+    moments = copy.deepcopy(leg.moments)
+    moments[1]["2.weight"] = moments[1]["2.weight"].T[:, :2].clone()
+    assert "2.weight" in refused(run_of(leg, second_moments=moments))
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_second_moments_that_are_no_second_moments(value: float) -> None:
     leg = pair("mlp", "adam").leg
-    held = copy.deepcopy(leg.moments)
-    held[1]["2.weight"][0, 0] = value
-    assert "2.weight" in refused(run_of(leg, second_moments=held))
+    moments = copy.deepcopy(leg.moments)
+    moments[1]["2.weight"][0, 0] = value
+    assert "2.weight" in refused(run_of(leg, second_moments=moments))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "AdamW8bit", "Adam8bit", "Lion", "SOAP"])

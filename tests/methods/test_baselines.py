@@ -91,8 +91,8 @@ def test_gradient_norm_and_cosine(case: str) -> None:
     actual = whence.GradientCosine().attribute(study, query, by_layer=True, **EXACT)
     close(actual.values, -cosines(f, g), 1e-9)
     close(actual.by_layer.sum(0), actual.values, 1e-9)
-    own = gradients(study, weights, "measurements", train)
-    expected = [-cosines(x[None], y[None])[0, 0] for x, y in zip(own, g, strict=True)]
+    measured = gradients(study, weights, "measurements", train)
+    expected = [-cosines(x[None], y[None])[0, 0] for x, y in zip(measured, g, strict=True)]
     close(whence.GradientCosine().attribute(study, **EXACT).values, expected, 1e-9)
 
 
@@ -120,16 +120,16 @@ def projection(study: whence.Study, dimension: int) -> np.ndarray:
 
 def test_less_is_the_angle_of_adams_steps() -> None:
     study, moments, checkpoints = adam_study()
-    P, expected, own = projection(study, 40), np.zeros((3, 12)), np.zeros(12)
+    P, expected, selves = projection(study, 40), np.zeros((3, 12)), np.zeros(12)
     for weights, v, rate in zip(checkpoints, moments, (0.1, 0.3), strict=True):
         Γ = gradients(study, weights, "losses", TRAIN, v) @ P.T
         f = gradients(study, weights, "measurements", QUERY) @ P.T
         self = gradients(study, weights, "measurements", TRAIN) @ P.T
         expected -= rate * cosines(f, Γ)
-        own -= rate * cosines(self, Γ).diagonal()
+        selves -= rate * cosines(self, Γ).diagonal()
     method = whence.LESS(dimension=40)
     close(method.attribute(study, QUERY, batch_size=5, **EXACT).values, expected, 1e-8)
-    close(method.attribute(study, **EXACT).values, own, 1e-8)
+    close(method.attribute(study, **EXACT).values, selves, 1e-8)
 
 
 @pytest.mark.parametrize("unit_norm", [False, True])
@@ -171,8 +171,8 @@ def test_bm25_by_hand() -> None:
     expected = by_hand(asked, documents, 1.2, 0.75)
     actual = whence.BM25().attribute(study, query, batch_size=4, **EXACT)
     close(actual.values, -expected, 1e-12)  # lower losses are better
-    own = by_hand(documents, documents, 1.2, 0.75).diagonal()
-    close(whence.BM25().attribute(study, **EXACT).values, -own, 1e-12)
+    selves = by_hand(documents, documents, 1.2, 0.75).diagonal()
+    close(whence.BM25().attribute(study, **EXACT).values, -selves, 1e-12)
     assert [e.example for e in actual.helpful(0, 1)] == [int(expected[0].argmax())]
 
 

@@ -66,8 +66,8 @@ def test_a_layer_has_the_products_of_its_own_gradients() -> None:
 
 def test_self_influence_and_several_runs() -> None:
     study, query, _ = trained("mlp")
-    own = whence.Source().attribute(study, by_layer=True, **EXACT)
-    close(own.by_layer.sum(0), whence.Source().attribute(study, **EXACT).values, 1e-10)
+    selves = whence.Source().attribute(study, by_layer=True, **EXACT)
+    close(selves.by_layer.sum(0), whence.Source().attribute(study, **EXACT).values, 1e-10)
     twice = whence.Study(
         study.model, study.tasks["train"], study.train["train"], [study.runs[0]] * 2
     )

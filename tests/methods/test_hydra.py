@@ -34,13 +34,13 @@ from whence.run import RunError
 
 def gradients(model: nn.Module, weights: Any, data: Any, what: str) -> torch.Tensor:
     """One row for each example, (n, p)."""
-    own = copy.deepcopy(model).double()
-    own.load_state_dict(weights)
+    copied = copy.deepcopy(model).double()
+    copied.load_state_dict(weights)
     rows = []
     for k in range(len(data)):
         batch = dense.batch_of(data, [k])
-        value = getattr(TASK, what)(own(batch[0]), batch).sum()
-        actual = torch.autograd.grad(value, list(own.parameters()))
+        value = getattr(TASK, what)(copied(batch[0]), batch).sum()
+        actual = torch.autograd.grad(value, list(copied.parameters()))
         rows.append(torch.cat([g.reshape(-1) for g in actual]))
     return torch.stack(rows)
 
@@ -87,10 +87,10 @@ def test_two_stages(tmp_path: Path) -> None:
 
 def test_recorded_weights_are_those_replayed(tmp_path: Path) -> None:
     query, stage = models.vectors(3, seed=4), one_stage("adam")
-    kept = studied(tmp_path / "a", smooth(), [stage], every_step=True)
+    recorded = studied(tmp_path / "a", smooth(), [stage], every_step=True)
     replayed = studied(tmp_path / "b", smooth(), [stage])
-    assert kept.runs[0].trajectory and not replayed.runs[0].trajectory
-    actual = [Hydra().attribute(study, query, **DOUBLE) for study in (kept, replayed)]
+    assert recorded.runs[0].trajectory and not replayed.runs[0].trajectory
+    actual = [Hydra().attribute(study, query, **DOUBLE) for study in (recorded, replayed)]
     close(actual[0].values, actual[1].values, 1e-10)
 
 
@@ -131,7 +131,10 @@ def test_dropout_needs_the_weights(tmp_path: Path) -> None:
     """Kept weights need no replaying; the gradients at them are those without dropout."""
     data, query = models.vectors(10), models.vectors(2, seed=4)
     recipe = Recipe(with_dropout, TASK, data, OPTIMIZERS["sgd"], batch_size=5, epochs=2)
-    runs = [recipe.run(0, tmp_path / str(kept), 2, every_step=kept) for kept in (False, True)]
+    runs = [
+        recipe.run(0, tmp_path / str(every_step), 2, every_step=every_step)
+        for every_step in (False, True)
+    ]
     studies = [whence.Study(with_dropout(), TASK, train=data, runs=run) for run in runs]
     with pytest.raises(ValueError, match=r"2 is Dropout\(p=0.3\).*cannot be replayed"):
         Hydra().attribute(studies[0], query, **DOUBLE)

@@ -59,8 +59,8 @@ def test_metrics(mlp: Any, metric: str) -> None:
     expected = similarity(metric, hidden(model, QUERY), hidden(model, TRAIN))
     close(scores.values, expected, 1e-10)
     alone = RepSim(metric).attribute(study, **EXACT)
-    own = similarity(metric, hidden(model, TRAIN), hidden(model, TRAIN)).diagonal()
-    np.testing.assert_allclose(alone.values, own, atol=1e-12)
+    selves = similarity(metric, hidden(model, TRAIN), hidden(model, TRAIN)).diagonal()
+    np.testing.assert_allclose(alone.values, selves, atol=1e-12)
     assert scores.diagnostics["representation"] == {"train": "4"}
 
 
@@ -157,15 +157,15 @@ class Pooled(whence.Classification):
 
 def test_a_task_may_have_its_own(mlp: Any) -> None:
     model, study = mlp
-    own = whence.Study(model, Pooled(), train=TRAIN, runs=study.runs[0])
-    scores = RepSim("dot").attribute(own, QUERY, **EXACT)
+    pooled = whence.Study(model, Pooled(), train=TRAIN, runs=study.runs[0])
+    scores = RepSim("dot").attribute(pooled, QUERY, **EXACT)
     close(
         scores.values,
         similarity("dot", *(model[:2](data.tensors[0]) for data in (QUERY, TRAIN))),
         1e-10,
     )
     assert scores.diagnostics["representation"] == {"train": "Pooled.representations"}
-    named = RepSim("dot", layer="4").attribute(own, QUERY, **EXACT)  # a layer that is named wins
+    named = RepSim("dot", layer="4").attribute(pooled, QUERY, **EXACT)  # a layer that is named wins
     close(named.values, RepSim("dot").attribute(study, QUERY, **EXACT).values, 1e-10)
 
 
@@ -249,8 +249,8 @@ def test_top_and_parts(mlp: Any, tmp_path: Path) -> None:
     assert top.helpful(1, 4).examples == plain.helpful(1, 4).examples
     parts = RepSim().attribute(study, QUERY, by_segment=True, **EXACT)
     assert (parts.by_segment == plain.values[None]).all()
-    kept = RepSim().attribute(study, QUERY, out=tmp_path / "scores", **EXACT)
-    assert (whence.Scores.load(tmp_path / "scores").values == kept.values).all()
+    stored = RepSim().attribute(study, QUERY, out=tmp_path / "scores", **EXACT)
+    assert (whence.Scores.load(tmp_path / "scores").values == stored.values).all()
 
 
 def test_the_model_is_left_alone(mlp: Any) -> None:

@@ -113,10 +113,10 @@ def test_diverged_trainings() -> None:
     with pytest.raises(ValueError, match=r"3 of the truth's 60 trainings diverged: .*exclude"):
         Downsampling(truth).attribute()
     scores = Downsampling(truth, exclude_diverged=True).attribute()
-    kept = np.arange(30) != 5
-    measured = whole.means[kept]
+    remaining = np.arange(30) != 5
+    measured = whole.means[remaining]
     measured[3] = whole.measurements[3, 1]
-    expected = Truth(whole.masks[kept], measured[:, None])
+    expected = Truth(whole.masks[remaining], measured[:, None])
     close(scores.values, Downsampling(expected).attribute().values, 1e-9)
     assert scores.diagnostics["diverged"] == 3 and scores.diagnostics["subsets"] == 29
 

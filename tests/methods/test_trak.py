@@ -342,8 +342,8 @@ def ensemble(task: Any = None) -> tuple[whence.Study, list[np.ndarray]]:
         model, half = models.mlp(), np.random.default_rng(seed).permutation(40)[:20]
         data = TensorDataset(*TRAIN[torch.from_numpy(half)])
         history = models.train_run(model, task, data, [5, 10], 0.2, batch_size=8, seed=seed)
-        made = (history.checkpoints, history.steps, history.rates)
-        runs.append(whence.Run.from_checkpoints(*made, subset=np.sort(half)))
+        recorded = (history.checkpoints, history.steps, history.rates)
+        runs.append(whence.Run.from_checkpoints(*recorded, subset=np.sort(half)))
         halves.append(half)
     return whence.Study(models.mlp(), task, train=TRAIN, runs=runs), halves
 
@@ -493,8 +493,8 @@ def test_another_measurement_is_projected_again(tmp_path: Path) -> None:
     run = it.history.run.save(tmp_path / "run")
     for task in (whence.Classification(), whence.Classification("loss")):
         fresh = whence.Study(it.model, task, train=TRAIN, runs=it.history.run)
-        kept = whence.Study(it.model, task, train=TRAIN, runs=run)
-        close(*(Trak(12).attribute(s, QUERY, **EXACT).values for s in (kept, fresh)), 1e-12)
+        cached = whence.Study(it.model, task, train=TRAIN, runs=run)
+        close(*(Trak(12).attribute(s, QUERY, **EXACT).values for s in (cached, fresh)), 1e-12)
 
 
 # --- bad input ----------------------------------------------------------------------------------

@@ -117,16 +117,16 @@ def finite_differences(model: nn.Module, stage: dict[str, Any], query: Any) -> n
     task, data, ε = stage["task"], stage["data"], 1e-5
 
     def measured(w: torch.Tensor) -> np.ndarray:
-        own = copy.deepcopy(model).double()
-        optimizer = stage["optimizer"](own.parameters())
+        copied = copy.deepcopy(model).double()
+        optimizer = stage["optimizer"](copied.parameters())
         for t, indices in enumerate(stage["batches"]):
             optimizer.param_groups[0]["lr"] = stage["rates"][t]
             batch = dense.batch_of(data, indices)
             optimizer.zero_grad()
-            (w[indices] * task.losses(task.outputs(own, batch), batch)).mean().backward()
+            (w[indices] * task.losses(task.outputs(copied, batch), batch)).mean().backward()
             optimizer.step()
         batch = dense.batch_of(query, range(len(query)))
-        actual: np.ndarray = task.measurements(task.outputs(own, batch), batch).detach().numpy()
+        actual: np.ndarray = task.measurements(task.outputs(copied, batch), batch).detach().numpy()
         return actual
 
     ones = torch.ones(len(data), dtype=torch.float64)
@@ -263,8 +263,8 @@ def test_two_stages_with_their_own_optimizers(tmp_path: Path) -> None:
     scores = Unrolled().attribute(study, query, **DOUBLE)
     close(scores.values, np.concatenate(expected, 1), 1e-9)
     assert list(scores.stage) == ["pretrain"] * 10 + ["finetune"] * 7
-    for name, own in zip(("pretrain", "finetune"), expected, strict=True):
-        close(Unrolled(stage=name).attribute(study, query, **DOUBLE).values, own, 1e-9)
+    for name, of_stage in zip(("pretrain", "finetune"), expected, strict=True):
+        close(Unrolled(stage=name).attribute(study, query, **DOUBLE).values, of_stage, 1e-9)
     parts = Unrolled().attribute(study, query, by_segment=True, **DOUBLE).by_segment
     assert (parts[:3, :, 10:] == 0).all() and (parts[3:, :, :10] == 0).all()
 
@@ -363,7 +363,7 @@ def test_a_run_made_of_checkpoints(tmp_path: Path) -> None:
     stage, query = one_stage("momentum"), models.vectors(3, seed=4)
     study = studied(tmp_path, smooth(), [stage])
     (run,) = study.runs
-    made = whence.Run.from_checkpoints(
+    incomplete = whence.Run.from_checkpoints(
         [c.weights() for c in run.checkpoints],
         [c.step for c in run.checkpoints],
         0.1,
@@ -372,7 +372,7 @@ def test_a_run_made_of_checkpoints(tmp_path: Path) -> None:
         batches=run.batches,
         initial=run.initial.weights(),
     )
-    again = whence.Study(smooth(), TASK, train=stage["data"], runs=made)
+    again = whence.Study(smooth(), TASK, train=stage["data"], runs=incomplete)
     exact = Unrolled().attribute(study, query, **DOUBLE).values
     close(Unrolled().attribute(again, query, **DOUBLE).values, exact, 1e-9)
 
@@ -488,9 +488,9 @@ def test_self_influence_is_the_diagonal(method: Unrolled, tmp_path: Path) -> Non
     study = studied(tmp_path, smooth(), stages)
     actual = method.attribute(study, **DOUBLE).values
     for name, place in (("pretrain", slice(0, 10)), ("finetune", slice(10, 17))):
-        own = copy.copy(method)
-        own.stage = name
-        whole = own.attribute(study, study.train[name], **DOUBLE).values
+        twin = copy.copy(method)
+        twin.stage = name
+        whole = twin.attribute(study, study.train[name], **DOUBLE).values
         close(actual[place], np.diag(whole), 1e-10)
 
 
@@ -820,10 +820,10 @@ def test_a_run_without_its_start(case: Any) -> None:
 
 def changed(case: Any, **fields: Any) -> whence.Study:
     (run,) = case[0].runs
-    made = copy.copy(run)
+    incomplete = copy.copy(run)
     for name, value in fields.items():
-        setattr(made, name, value)
-    return whence.Study(smooth(), TASK, train=models.vectors(10), runs=made)
+        setattr(incomplete, name, value)
+    return whence.Study(smooth(), TASK, train=models.vectors(10), runs=incomplete)
 
 
 def test_runs_that_cannot_be_replayed(case: Any) -> None:
@@ -888,8 +888,8 @@ def test_a_head_that_came_later(tmp_path: Path) -> None:
     weights = second.state_dict()
     for k, c in enumerate(run.checkpoints):
         if c.stage == "finetune":
-            made = whence.Run.from_checkpoints([weights], [1], 0.1).final
-            run.checkpoints[k] = type(c)(c.step, c.stage, made.files)
+            final = whence.Run.from_checkpoints([weights], [1], 0.1).final
+            run.checkpoints[k] = type(c)(c.step, c.stage, final.files)
     study = whence.Study({"pretrain": first, "finetune": second}, TASK, train=train, runs=run)
     refused(study, r"stage 'finetune' has parameters .*2\.weight.*initial values are not recorded")
 

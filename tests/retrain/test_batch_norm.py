@@ -199,8 +199,8 @@ def test_statistics_change_where_they_lie() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stack, "of", classmethod(of))
         stack = train_stack(recipe, TRAININGS, "products", CPU, data, updates=4)
-    for held in (dict(stack.template.named_buffers()), stack.statistics):
-        assert {name: s.data_ptr() for name, s in held.items()} == makes[0]
+    for buffers in (dict(stack.template.named_buffers()), stack.statistics):
+        assert {name: s.data_ptr() for name, s in buffers.items()} == makes[0]
     assert stack.statistics["sequence.num_batches_tracked"].tolist() == [4, 4, 4]
     assert stack.statistics["twice.0.num_batches_tracked"].tolist() == [8, 8, 8]
 

@@ -505,8 +505,8 @@ def test_a_long_training_of_few_updates_is_kept_too(
     trainings = [Training(0), Training(1)]
     wanted = measure(recipe, QUERY, trainings, engine="single", progress=False)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", -1.0)
-    kept = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
-    assert np.array_equal(kept, wanted)
+    stored = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
+    assert np.array_equal(stored, wanted)
 
 
 # --- recipes -----------------------------------------------------------------------------------
@@ -560,8 +560,8 @@ def test_the_fingerprint_knows_code_by_what_it_does(tmp_path: Path) -> None:
     assert bent(lambda x: F.relu(x)).fingerprint == same
     others = [bent(F.gelu), bent(F.relu, task=Doubled()), bent(F.relu, scheduler=OfDecay)]
     assert len({same, *(r.fingerprint for r in others)}) == 4
-    held = [recipes.recipe(task=Holding()).fingerprint for _ in range(2)]
-    assert held[0] == held[1]  # whose function lies elsewhere each time
+    fingerprints = [recipes.recipe(task=Holding()).fingerprint for _ in range(2)]
+    assert fingerprints[0] == fingerprints[1]  # whose function lies elsewhere each time
     sizes = {"alpha": 0.5, "subsets": 2, "seeds": 1, "out": tmp_path, "progress": False}
     ground_truth(bent(F.relu), QUERY, **sizes)
     with pytest.raises(ValueError, match=r"differ in: .*recipe\.losses\.train"):

@@ -330,14 +330,14 @@ def test_a_killed_process_resumes_where_it_was(tmp_path: Path, how: signal.Signa
         process.stdout.readline()  # at the fourth of twelve trainings
     process.send_signal(how)
     process.wait()
-    kept = len(list((tmp_path / "truth/parts").glob("*.safetensors")))
-    assert 3 <= kept < 12
+    parts = len(list((tmp_path / "truth/parts").glob("*.safetensors")))
+    assert 3 <= parts < 12
     with pytest.raises(FileNotFoundError, match="not finished"):
         Truth.load(tmp_path / "truth")
     process = started(tmp_path / "truth")
     output, _ = process.communicate()
     assert process.returncode == 0
-    assert len(output.split()) == 12 - kept  # only the missing ones
+    assert len(output.split()) == 12 - parts  # only the missing ones
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         recipe = recipes.recipe(model=recipes.dropout)
@@ -441,7 +441,7 @@ def test_long_trainings_at_once_resume_from_their_middle(
     recipe = LONG_TRAININGS[name]()
     stage = recipe.stages[0].name
     half = subsets(2, 20, len(recipe.stages[0].data))
-    trainings = [Training(k, own, stage) for k in (0, 1) for own in half]
+    trainings = [Training(k, subset, stage) for k in (0, 1) for subset in half]
     wanted = measure(recipe, QUERY, trainings, engine=engine, progress=False)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
@@ -543,9 +543,9 @@ def test_checkpoints_are_dealt_out_to_stages() -> None:
     ends = [24, 36]
     for asked, wanted in ((6, [3, 3]), (3, [2, 1]), ({"pretrain": 1, "finetune": 4}, [1, 4])):
         run = recipe.run(0, checkpoints=asked)
-        kept = [c.step for c in run.checkpoints]
-        assert [sum(c <= ends[0] for c in kept), sum(c > ends[0] for c in kept)] == wanted
-        assert set(ends) <= set(kept)
+        steps = [c.step for c in run.checkpoints]
+        assert [sum(c <= ends[0] for c in steps), sum(c > ends[0] for c in steps)] == wanted
+        assert set(ends) <= set(steps)
 
 
 def test_the_fingerprint_is_of_what_is_done() -> None:
@@ -726,8 +726,8 @@ def test_the_time_of_a_lock_is_short(tmp_path: Path) -> None:
 
 def test_tensor_rows() -> None:
     data = TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))
-    held = Data(Batches("train", data), CPU, torch.float64)
-    x, y = held.rows(torch.tensor([2, 0]))
+    on_device = Data(Batches("train", data), CPU, torch.float64)
+    x, y = on_device.rows(torch.tensor([2, 0]))
     assert x.tolist() == [[4, 5], [0, 1]] and y.tolist() == [2, 0] and x.dtype == torch.float64
 
 

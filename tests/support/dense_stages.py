@@ -61,16 +61,16 @@ def dynamics(
     if exact:
         return preconditioned_exactly(H + torch.diag(shift) + float(damping or 0.0) * eye, time, P)
     rate = P * (D + shift)
-    kept = torch.exp(-time * rate)
+    survival = torch.exp(-time * rate)
     if damping == "preconditioner":
-        return torch.diag(kept), torch.linalg.inv(H + torch.diag(shift + 1 / (time * P)))
+        return torch.diag(survival), torch.linalg.inv(H + torch.diag(shift + 1 / (time * P)))
     if diagonal:
         assert damping is None, "the diagonal form needs none"
         lost = torch.where(rate > 0, -torch.expm1(-time * rate) / rate, time)
-        return torch.diag(kept), torch.diag(P * lost)
+        return torch.diag(survival), torch.diag(P * lost)
     λ = 1e-8 if damping is None else float(damping)
     lost = torch.diag(-torch.expm1(-time * rate))
-    return torch.diag(kept), torch.linalg.solve(H + torch.diag(shift) + λ * eye, lost)
+    return torch.diag(survival), torch.linalg.solve(H + torch.diag(shift) + λ * eye, lost)
 
 
 def preconditioned_exactly(H: Tensor, time: float, P: Tensor) -> tuple[Tensor, Tensor]:
@@ -405,12 +405,12 @@ def pooled(stages: list[dict[str, Moments]], sizes: list[int]) -> dict[str, Mome
     total = sum(sizes)
     actual = {}
     for name in dict.fromkeys(name for moments in stages for name in moments):
-        held = [(m[name], n) for m, n in zip(stages, sizes, strict=True) if name in m]
-        positions = sum(m.positions for m, _ in held)
+        present = [(m[name], n) for m, n in zip(stages, sizes, strict=True) if name in m]
+        positions = sum(m.positions for m, _ in present)
         actual[name] = Moments(
-            sum(m.A * n for m, n in held) / total,  # type: ignore[arg-type]
-            sum(m.S * m.positions for m, _ in held) / positions,  # type: ignore[arg-type]
-            torch.cat([m.gradients * (n / total) ** 0.5 for m, n in held]),
+            sum(m.A * n for m, n in present) / total,  # type: ignore[arg-type]
+            sum(m.S * m.positions for m, _ in present) / positions,  # type: ignore[arg-type]
+            torch.cat([m.gradients * (n / total) ** 0.5 for m, n in present]),
             positions,
         )
     return actual

@@ -72,13 +72,13 @@ def step(
 ) -> list[Tensor]:
     """The parameters after a step, which torch makes in place: on copies, so that the graph of what
     came before stays as it is."""
-    made = [value.clone() for value in θ]
-    for value, g in zip(made, gradients, strict=True):
+    weights = [value.clone() for value in θ]
+    for value, g in zip(weights, gradients, strict=True):
         value.grad = g
     (group,) = optimizer.param_groups
     states = [optimizer.state.pop(p, {}) for p in group["params"]]
-    group["params"] = made
-    for value, state in zip(made, states, strict=True):
+    group["params"] = weights
+    for value, state in zip(weights, states, strict=True):
         # torch counts in float32, of which Adam's corrections would come out as coarse
         kept = {k: v.double() if k == "step" else v.clone() for k, v in state.items()}
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not state:
@@ -92,7 +92,7 @@ def step(
             }
         optimizer.state[value] = kept
     optimizer.step()
-    return made
+    return weights
 
 
 def effects(
@@ -147,8 +147,8 @@ def _train(
         for t, indices in enumerate(stage["batches"]):
             if "rates" in stage:
                 optimizer.param_groups[0]["lr"] = stage["rates"][t]
-            own = w[torch.as_tensor(indices)]
-            actual = slope(model, task, θ, batch_of(data, indices), own, curvature)
+            batch_weights = w[torch.as_tensor(indices)]
+            actual = slope(model, task, θ, batch_of(data, indices), batch_weights, curvature)
             if "expected" in stage and path:
                 (at,) = ((a + b) // 2 for a, b in stage["expected"] if a <= t < b)
                 whole, ones = batch_of(data, everyone), torch.ones_like(w)
