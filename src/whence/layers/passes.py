@@ -363,7 +363,8 @@ def load_weights(
             + "; ".join(problems)
             + ". Give Study the model that was trained, or the run that trained it"
         )
-    backed = {name for name, _ in named_tensors(model)}
+    kinds = model.named_parameters, model.named_buffers
+    backed = {name for named in kinds for name, _ in named(remove_duplicate=False)}
     for name in sorted(shared - backed):  # what a module only shows, such as a quantized one
         if not torch.equal(state[name].cpu(), weights[name].to(state[name].dtype)):
             raise InvalidInput(
@@ -374,12 +375,6 @@ def load_weights(
     with torch.no_grad():
         for name in (shared & backed) - set(later):
             state[name].copy_(weights[name])
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def rounded_products(dtype: torch.dtype, device: torch.device) -> str:
