@@ -51,7 +51,7 @@ def work(folder: Path, workload: str, method: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    held, sent = _factor_bytes(), _sent_bytes()
+    sizes, sent = _factor_bytes(), _sent_bytes()
     if size > 1:
         meeting = f"file://{folder}/meeting"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
@@ -70,7 +70,7 @@ def work(folder: Path, workload: str, method: str) -> None:
     measured = {
         "seconds": wall,
         "cpu_seconds": cpu,
-        "factors": sum(held),
+        "factors": sum(sizes),
         "peak": resident("VmHWM") - before,
         "sent": sum(sent),
         "stages": scores.diagnostics["cpu_seconds"],
@@ -81,15 +81,15 @@ def work(folder: Path, workload: str, method: str) -> None:
 
 def _factor_bytes() -> list[int]:
     """Filled with the bytes of what a rank holds of each fitted curvature."""
-    held: list[int] = []
+    sizes: list[int] = []
     placed = Fitter._placed
 
     def noting(self: Any, kind: Any, factors: Any) -> Any:
-        held.append(sum(x.nbytes for x in factors.values()))
+        sizes.append(sum(x.nbytes for x in factors.values()))
         return placed(self, kind, factors)
 
     Fitter._placed = noting  # type: ignore[method-assign]
-    return held
+    return sizes
 
 
 def _sent_bytes() -> list[int]:

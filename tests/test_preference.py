@@ -58,8 +58,8 @@ def margin(model: Any, weights: Any, pair: dict[str, torch.Tensor]) -> torch.Ten
 def test_tracin_is_that_of_the_losses_written_out() -> None:
     study, history = trained()
     model = study.model.double()
-    found = whence.TracIn().attribute(study, QUERY, by_layer=True, batch_size=2, **EXACT)
-    expected = np.zeros(found.shape)
+    actual = whence.TracIn().attribute(study, QUERY, by_layer=True, batch_size=2, **EXACT)
+    expected = np.zeros(actual.shape)
     for weights in history.checkpoints:
         f, g = (
             [
@@ -72,10 +72,10 @@ def test_tracin_is_that_of_the_losses_written_out() -> None:
             )
         )
         for name in weights:
-            if name.rsplit(".", 1)[0] in found.layers:
+            if name.rsplit(".", 1)[0] in actual.layers:
                 x, y = (torch.stack([each[name].flatten() for each in part]) for part in (f, g))
                 expected -= 0.5 * (x @ y.T).numpy()
-    close(found.values, expected, 1e-8)
+    close(actual.values, expected, 1e-8)
 
 
 def test_curvature_is_the_hessian_of_the_loss() -> None:
@@ -86,7 +86,7 @@ def test_curvature_is_the_hessian_of_the_loss() -> None:
         outputs = task.outputs(study.model.double(), batch)
     p = torch.sigmoid(task.measurements(outputs, batch))
     close(task.output_factor(outputs, batch)[:, 0, 0] ** 2, BETA**2 * p * (1 - p), 1e-10)
-    found = whence.Influence(0.1, solver="cg", tolerance=1e-10).attribute(study, QUERY, **EXACT)
+    actual = whence.Influence(0.1, solver="cg", tolerance=1e-10).attribute(study, QUERY, **EXACT)
     weights = history.checkpoints[-1]
     of: Any = study.model, weights, task
 
@@ -99,7 +99,7 @@ def test_curvature_is_the_hessian_of_the_loss() -> None:
     jacobian = g / slopes[:, None]
     H = (jacobian * (BETA**2 * p * (1 - p))[:, None]).T @ jacobian / len(TRAIN)
     w = torch.linalg.solve(H + 0.1 * torch.eye(len(H), dtype=H.dtype), f.T).T
-    close(found.values, -(w @ g.T).numpy() / len(TRAIN), 1e-6)
+    close(actual.values, -(w @ g.T).numpy() / len(TRAIN), 1e-6)
 
 
 def test_bad_input() -> None:

@@ -324,13 +324,13 @@ def recipe(task: whence.Task, y: Tensor) -> whence.Recipe:
 @pytest.mark.parametrize("name", ["one-hot", "soft", "ignored", "labels, mean", "soft labels"])
 def test_trainings_in_a_stack_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     task, y, _ = TASKS[name]
-    made = recipe(task, y)
-    query = TensorDataset(inputs(3, seed=5).float(), made.stages[0].data.dataset.tensors[1][:3])
+    built = recipe(task, y)
+    query = TensorDataset(inputs(3, seed=5).float(), built.stages[0].data.dataset.tensors[1][:3])
     truth = whence.evaluate.ground_truth(
-        made, query, alpha=0.5, subsets=3, seeds=1, out=tmp_path, progress=False
+        built, query, alpha=0.5, subsets=3, seeds=1, out=tmp_path, progress=False
     )
     for mask, measured in zip(truth.masks, truth.measurements, strict=True):
-        model = made.train(int(truth.seeds[0]), mask)
+        model = built.train(int(truth.seeds[0]), mask)
         batch = query[:]
         expected = task.measurements(model(batch[0]), batch).detach()
         close(np.ravel(measured)[:3], expected.double(), 1e-4)

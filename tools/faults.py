@@ -63,11 +63,11 @@ def try_all(kinds: list[str], attempts: int | None, limit: float, seed: int) -> 
             if failure is not None:
                 failures.append({"seed": number - 1, "what": failure[-2000:]})
                 print(f"{kind}, seed {number - 1}: {failure}", file=sys.stderr, flush=True)
-        seconds, made = round(time.monotonic() - start), number - seed
-        rows[kind] = {"attempts": made, "failures": len(failures), "seconds": seconds}
+        seconds, tried = round(time.monotonic() - start), number - seed
+        rows[kind] = {"attempts": tried, "failures": len(failures), "seconds": seconds}
         rows[kind] |= {"seed": seed, "commit": commit()}
         rows[kind] |= {"failed": failures}
-        print(f"{kind}: {len(failures)} of {made} failed, {seconds} s", flush=True)
+        print(f"{kind}: {len(failures)} of {tried} failed, {seconds} s", flush=True)
     return rows
 
 

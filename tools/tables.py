@@ -629,13 +629,13 @@ def processes_table() -> list[str]:
     ]
     for name, r in results.items():
         one, two = r["one"][0], r["two"]
-        wall, cpu, held, sent = (
+        wall, cpu, factors, sent = (
             max(rank[key] for rank in two) for key in ("seconds", "cpu_seconds", "factors", "sent")
         )
         lines.append(
             f"| {name} ({r['train']:,} × {r['query']}) | {one['seconds']:.0f} | {wall:.0f} "
             f"| {wall / one['seconds']:.2f} | {cpu / one['cpu_seconds']:.2f} "
-            f"| {held / one['factors']:.0%} | {sent / 2**20:,.0f} MiB | {r['agreement']:.0e} |"
+            f"| {factors / one['factors']:.0%} | {sent / 2**20:,.0f} MiB | {r['agreement']:.0e} |"
         )
     m = next(iter(results.values()))["machine"]
     least = min(r["rounds"] for r in results.values())

@@ -125,8 +125,8 @@ def calibrations(by_protocol: Mapping[str, Tasks]) -> str:
         cells: list[object] = [name]
         for protocol in PROTOCOLS:
             entries = by_protocol.get(protocol.name, {}).values()
-            found = [e["methods"][name]["slope"] for e in entries if name in e["methods"]]
-            slopes = [slope for slope in found if slope is not None]
+            every = [e["methods"][name]["slope"] for e in entries if name in e["methods"]]
+            slopes = [slope for slope in every if slope is not None]
             cells.append(_slopes(slopes) if slopes else None)
         rows.append(cells)
     heads = ["method", *(protocol.title for protocol in PROTOCOLS)]

@@ -150,12 +150,12 @@ def text(folder: Path = RESULTS) -> str:
     """The page."""
     stored = read_board(folder / "leaderboard.json")
     parts = {"tables": tables_part, "tasks": tasks_part, "methods": methods_part}
-    made = {name: partial(make, stored) for name, make in parts.items()}
+    makers = {name: partial(make, stored) for name, make in parts.items()}
     tasks = {protocol.name: tasks_of(stored, protocol) for protocol in PROTOCOLS}
     advice = {"picks": picks, "calibration": calibrations, "failures": failures}
     advice |= {"agreement": agreements}
-    made |= {name: partial(make, tasks) for name, make in advice.items()}
-    return filled("leaderboard.template.md", made)
+    makers |= {name: partial(make, tasks) for name, make in advice.items()}
+    return filled("leaderboard.template.md", makers)
 
 
 def scatter(tasks: Tasks, mode: str) -> Figure:

@@ -58,19 +58,19 @@ def _after(saved: Sums, count: int, truth: Truth, judged: Baseline) -> dict[str,
         for name in saved.forms
         if FORMS[name].combined and len(saved.sums[name]) == saved.protocol.runs
     ]
-    made: dict[str, tuple[list[str], Make]] = {}
+    makers: dict[str, tuple[list[str], Make]] = {}
     if default in saved.forms:
-        made[f"calibrated, {count} retrainings"] = (
+        makers[f"calibrated, {count} retrainings"] = (
             [default],
             lambda given, few: calibrate(given[default], few, exclude_diverged=True),
         )
     if len(inputs) > 1:
-        made[f"combined, {count} retrainings"] = (
+        makers[f"combined, {count} retrainings"] = (
             inputs,
             lambda given, few: combine(given, few, exclude_diverged=True),
         )
     rows, groups = {}, saved.retrainings(count)
-    for name, (names, make) in made.items():
+    for name, (names, make) in makers.items():
         each = {one: saved.scores(one) for one in names}
         runs = len(each[names[0]])
         singles = [
@@ -142,5 +142,5 @@ def _row(
 
 def _size(scores: Scores, truth: Truth) -> tuple[float, float]:
     """The slope of the real on the predicted changes, and the spread predicted / real."""
-    found = calibration(scores, truth, exclude_diverged=True, bootstrap=100)
-    return found.slope, float(np.std(found.predicted) / max(float(np.std(found.real)), 1e-30))
+    judged = calibration(scores, truth, exclude_diverged=True, bootstrap=100)
+    return judged.slope, float(np.std(judged.predicted) / max(float(np.std(judged.real)), 1e-30))

@@ -141,6 +141,15 @@ class MissingDependency(WhenceError, ImportError):
     """An optional package that is not installed."""
 
 
+@contextmanager
+def optional(needs: str, extra: str) -> Iterator[None]:
+    """For imports of optional packages: an error says what needs them, and how to install them."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependency(f"{needs}: pip install 'whence-tda[{extra}]'") from error
+
+
 # -- warnings --------------------------------------------------------------------------------------
 
 _collected: ContextVar[tuple[list[str], ...]] = ContextVar("collected warnings", default=())

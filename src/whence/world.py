@@ -401,9 +401,9 @@ def _form(sent: Sequence[Any]) -> tuple[torch.dtype, list[int]]:
     return known, [int(n) for n in shape]
 
 
-def _short(text: str, most: int = 120) -> str:
+def _short(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= 120 else line[:119] + "…"
 
 
 # --- tensors of which each process holds a part (FSDP2) -------------------------------------------

@@ -650,7 +650,7 @@ def bits(folder: Path) -> dict[str, bytes]:
     ],
     ids=["attribute", "truth"],
 )
-def test_interrupted_the_same_command_goes_on_to_the_same_bits(
+def test_the_same_command_resumes_to_the_same_bits(
     recorded: Path,
     tmp_path: Path,
     line: str,

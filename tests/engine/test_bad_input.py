@@ -143,7 +143,7 @@ def test_a_subset_of_other_data() -> None:
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1.0])
-def test_data_that_differs_at_every_read_is_told(noise: float) -> None:
+def test_data_that_differs_at_every_read_is_reported(noise: float) -> None:
     class Augmented(Dataset):
         def __len__(self) -> int:
             return len(TRAIN)
@@ -235,7 +235,7 @@ def test_only_an_early_checkpoint_is_of_another_architecture() -> None:
 @pytest.mark.parametrize("way", ["altered", "truncated", "missing"])
 def test_a_checkpoint_altered_after_the_study_was_made(tmp_path: Path, way: str) -> None:
     run = RUN.save(tmp_path / "run")
-    made = study(runs=run)
+    built = study(runs=run)
     file = tmp_path / "run" / "checkpoints" / "step-00000004.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -246,7 +246,7 @@ def test_a_checkpoint_altered_after_the_study_was_made(tmp_path: Path, way: str)
     with pytest.raises(
         whence.run.RunError, match=r"step-00000004.safetensors (was|is) .*estore it"
     ):
-        whence.Source.published(2).attribute(made, QUERY, **EXACT)
+        whence.Source.published(2).attribute(built, QUERY, **EXACT)
 
 
 def test_what_was_fitted_before_an_alteration_is_not_lost(tmp_path: Path) -> None:
@@ -254,12 +254,12 @@ def test_what_was_fitted_before_an_alteration_is_not_lost(tmp_path: Path) -> Non
     file = tmp_path / "run" / "checkpoints" / "step-00000012.safetensors"
     data = file.read_bytes()
     whole = attribute(whence.Source.published(3), runs=run)
-    kept = sorted((tmp_path / "run" / "factors").iterdir())
+    files = sorted((tmp_path / "run" / "factors").iterdir())
     file.write_bytes(data[:-1])
     with pytest.raises(whence.run.RunError):
         attribute(whence.Source.published(3), runs=run)
     file.write_bytes(data)
-    assert sorted((tmp_path / "run" / "factors").iterdir()) == kept
+    assert sorted((tmp_path / "run" / "factors").iterdir()) == files
     assert np.array_equal(attribute(whence.Source.published(3), runs=run).values, whole.values)
 
 
@@ -324,7 +324,7 @@ def test_a_frozen_layer_counts_for_nothing(name: str, outside: bool) -> None:
     assert abs(trained - without).max() > 1e-3 * abs(without).max()
 
 
-def test_everything_frozen_is_told() -> None:
+def test_everything_frozen_is_reported() -> None:
     run = grouped(dict.fromkeys(NAMES, 0.0))
     with pytest.warns(
         UserWarning, match=r"updates 0..2 are inert: every tracked layer's rate is 0"

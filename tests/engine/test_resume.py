@@ -651,8 +651,8 @@ def test_little_memory_splits_the_queries(
     anew = method.attribute(study(run, net(WIDE)), query, by_segment=True, **kind)
     for found in (anew.values, anew.by_segment.sum(0)):
         np.testing.assert_allclose(found, plenty, rtol=1e-9, atol=1e-12 * abs(plenty).max())
-    own = method.attribute(study(run, net(WIDE)), TRAIN, **kind).values.diagonal()
-    np.testing.assert_allclose(mine, own, rtol=1e-9, atol=1e-12 * abs(own).max())
+    diagonal = method.attribute(study(run, net(WIDE)), TRAIN, **kind).values.diagonal()
+    np.testing.assert_allclose(mine, diagonal, rtol=1e-9, atol=1e-12 * abs(diagonal).max())
 
 
 @pytest.mark.parametrize("method", [whence.Source.published(2), whence.TracIn()])
@@ -703,14 +703,14 @@ def test_top_is_the_top_of_all(
     whole = whence.Source.published(2).attribute(given, QUERY, **kind)
     out = tmp_path / "top" if on_disk else None
     top = whence.Source.published(2).attribute(given, QUERY, top=k, out=out, **kind)
-    kept = min(k, len(TRAIN))
+    count = min(k, len(TRAIN))
     for query in range(len(QUERY)):
         for end in ("helpful", "harmful"):
-            expected = getattr(whole, end)(query, kept)
-            found = getattr(top, end)(query, kept)
+            expected = getattr(whole, end)(query, count)
+            found = getattr(top, end)(query, count)
             assert found.examples == expected.examples
             np.testing.assert_allclose([e.value for e in found], [e.value for e in expected], 1e-9)
-    with pytest.raises(ValueError, match=f"only each query's top {kept}"):
+    with pytest.raises(ValueError, match=f"only each query's top {count}"):
         _ = top.values
 
 

@@ -52,8 +52,8 @@ def truth(values: Array) -> Truth:
 
 
 def fit(scores: Scores) -> dict[str, Any]:
-    found: dict[str, Any] = scores.diagnostics["calibration"]
-    return found
+    actual: dict[str, Any] = scores.diagnostics["calibration"]
+    return actual
 
 
 def changes(values: Array, truth: Truth, rows: Any = slice(None)) -> tuple[Array, Array]:
@@ -64,7 +64,7 @@ def changes(values: Array, truth: Truth, rows: Any = slice(None)) -> tuple[Array
 
 
 def test_slope_shrinkage_and_interval_by_plain_refits(values: Array, truth: Truth) -> None:
-    found = fit(calibrate(scores_of(values), truth))
+    actual = fit(calibrate(scores_of(values), truth))
 
     def line(rows: Any) -> float:
         p, t = changes(values, truth, rows)
@@ -78,17 +78,17 @@ def test_slope_shrinkage_and_interval_by_plain_refits(values: Array, truth: Trut
         return float(((t - shrinkage * without[:, None] * p) ** 2).sum())
 
     best = minimize_scalar(held_out_error, bounds=(0, 1), method="bounded")
-    assert found["fitted"] == pytest.approx(line(np.arange(M)))
-    assert found["shrinkage"] == pytest.approx(best.x, abs=1e-5)
-    assert found["slope"] == pytest.approx(found["shrinkage"] * found["fitted"])
+    assert actual["fitted"] == pytest.approx(line(np.arange(M)))
+    assert actual["shrinkage"] == pytest.approx(best.x, abs=1e-5)
+    assert actual["slope"] == pytest.approx(actual["shrinkage"] * actual["fitted"])
     error = np.sqrt((M - 1) / M * ((without - without.mean()) ** 2).sum())
-    assert found["standard_error"] == pytest.approx(error)
+    assert actual["standard_error"] == pytest.approx(error)
     half = student.ppf(0.975, M - 1) * error
-    assert found["interval"] == pytest.approx([found["fitted"] - half, found["fitted"] + half])
-    assert found["spread_ratio"] == pytest.approx(t.std() / p.std())
-    assert found["r2"] == pytest.approx(1 - held_out_error(found["shrinkage"]) / (t**2).sum())
-    assert (found["subsets"], found["trainings"], found["alpha"]) == (M, 2 * M, 0.5)
-    assert found["removals"] == N / 4 and len(found["truth"]) == 64
+    assert actual["interval"] == pytest.approx([actual["fitted"] - half, actual["fitted"] + half])
+    assert actual["spread_ratio"] == pytest.approx(t.std() / p.std())
+    assert actual["r2"] == pytest.approx(1 - held_out_error(actual["shrinkage"]) / (t**2).sum())
+    assert (actual["subsets"], actual["trainings"], actual["alpha"]) == (M, 2 * M, 0.5)
+    assert actual["removals"] == N / 4 and len(actual["truth"]) == 64
 
 
 def test_everything_that_adds_up_is_scaled(values: Array, truth: Truth) -> None:
@@ -138,10 +138,10 @@ def test_shrinking_pays_where_little_is_known() -> None:
         truth = simulated(values, 0.4, 6, 1, seed=simulation, noise=4.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = calibrate(scores_of(values), truth).diagnostics.get("calibration")
-        if found is not None:
-            shrunken.append((found["slope"] - 0.4) ** 2)
-            fitted.append((found["fitted"] - 0.4) ** 2)
+            actual = calibrate(scores_of(values), truth).diagnostics.get("calibration")
+        if actual is not None:
+            shrunken.append((actual["slope"] - 0.4) ** 2)
+            fitted.append((actual["fitted"] - 0.4) ** 2)
     assert np.mean(shrunken) < 0.8 * np.mean(fitted)
 
 
@@ -153,12 +153,12 @@ def test_residual_and_noise_of_one_training() -> None:
     shared = 0.5 * scale * random.normal(size=(1, 6, 3))  # of a seed, the same for all subsets
     noise = scale * random.normal(size=(400, 6, 3))
     truth = truth_of((masks @ (values + error).T)[:, None] + shared + noise, masks=masks)
-    found = fit(calibrate(scores_of(values), truth))
+    actual = fit(calibrate(scores_of(values), truth))
     spread = ((noise + shared).var(1, ddof=1).mean(0)) ** 0.5
-    np.testing.assert_allclose(found["noise"], spread, rtol=0.03)
-    line = found["slope"]
+    np.testing.assert_allclose(actual["noise"], spread, rtol=0.03)
+    line = actual["slope"]
     unknown = (masks @ ((1 - line) * values + error).T).var(0, ddof=1)
-    np.testing.assert_allclose(found["residual"], np.sqrt(unknown + spread**2), rtol=0.05)
+    np.testing.assert_allclose(actual["residual"], np.sqrt(unknown + spread**2), rtol=0.05)
     one = truth_of(truth.measurements[:, :1], masks=masks)
     alone = fit(calibrate(scores_of(values), one))
     assert alone["noise"] is None
@@ -172,11 +172,11 @@ def test_the_removal_interval_by_hand(values: Array, truth: Truth, tmp_path: Pat
     result = calibrate(scores_of(values), truth)
     result.save(tmp_path / "scores")
     result = Scores.load(tmp_path / "scores")
-    found, gone = fit(result), [3, 14, 15, 9]
+    actual, gone = fit(result), [3, 14, 15, 9]
     effect = result.removal_effect(2, gone)
     assert isinstance(effect, float) and effect == pytest.approx(-result.values[2, gone].sum())
-    noise, residual = found["noise"][2] ** 2, found["residual"][2] ** 2
-    slope = (effect * found["standard_error"] / found["slope"]) ** 2
+    noise, residual = actual["noise"][2] ** 2, actual["residual"][2] ** 2
+    slope = (effect * actual["standard_error"] / actual["slope"]) ** 2
     half = student.ppf(0.975, M - 1) * np.sqrt(slope + noise + (residual - noise) * 4 / (N / 4))
     low, high = result.removal_interval(2, gone)
     assert (low, high) == pytest.approx((effect - half, effect + half))
@@ -258,13 +258,13 @@ def test_diverged_trainings(values: Array, truth: Truth) -> None:
     broken = truth_of(measurements, masks=truth.masks)
     with pytest.raises(ValueError, match="3 of the truth's 24 trainings diverged"):
         calibrate(scores_of(values), broken)
-    found = fit(calibrate(scores_of(values), broken, exclude_diverged=True))
-    assert (found["subsets"], found["trainings"]) == (M - 1, 2 * M - 3)
+    actual = fit(calibrate(scores_of(values), broken, exclude_diverged=True))
+    assert (actual["subsets"], actual["trainings"]) == (M - 1, 2 * M - 3)
     whole = np.arange(M) != 7
     means = np.where(np.isfinite(measurements), measurements, np.nan)[whole]
     again = truth_of(np.nanmean(means, 1)[:, None], masks=truth.masks[whole])
-    assert found["slope"] == pytest.approx(fit(calibrate(scores_of(values), again))["slope"])
-    assert np.isfinite(found["residual"]).all() and np.isfinite(found["noise"]).all()
+    assert actual["slope"] == pytest.approx(fit(calibrate(scores_of(values), again))["slope"])
+    assert np.isfinite(actual["residual"]).all() and np.isfinite(actual["noise"]).all()
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -343,8 +343,8 @@ def test_only_one_subset_differs(truth: Truth) -> None:
     masks[2] = ~masks[2]
     values = np.random.default_rng(2).normal(size=(Q, N))
     odd = truth_of(np.repeat((masks @ values.T)[:, None], 2, 1), masks=masks)
-    found = fit(calibrate(scores_of(values), odd))
-    assert found["interval"][0] < 0 < 1 < found["interval"][1]  # it all depends on that one
+    actual = fit(calibrate(scores_of(values), odd))
+    assert actual["interval"][0] < 0 < 1 < actual["interval"][1]  # it all depends on that one
 
 
 # --- digits, really retrained --------------------------------------------------------------------
@@ -368,10 +368,10 @@ def test_digits_come_out_at_the_right_size() -> None:
     assert 0.8 < after.slope < 1.25
     assert after.r2 > 0 > before.r2
     assert lds(result, judge).value == pytest.approx(lds(scores, judge).value, abs=1e-3)
-    found = fit(result)
-    low, high = found["interval"]
+    actual = fit(result)
+    low, high = actual["interval"]
     assert low < before.interval[1] and before.interval[0] < high
-    assert found["truth"] != fit(calibrate(scores, judge))["truth"]
+    assert actual["truth"] != fit(calibrate(scores, judge))["truth"]
     other = whence.Recipe(
         judged.network,
         whence.Classification(),

@@ -40,8 +40,8 @@ def truth_of(real: Array, subsets: int, seed: int = 0, noise: float = 1.0, seeds
 
 
 def about(scores: Scores) -> dict[str, Any]:
-    found: dict[str, Any] = scores.diagnostics["combination"]
-    return found
+    actual: dict[str, Any] = scores.diagnostics["combination"]
+    return actual
 
 
 # --- the fit, by plain loops and scikit-learn ----------------------------------------------------
@@ -151,10 +151,10 @@ def test_the_best_input_where_the_combination_is_worse() -> None:
     inputs |= {f"noise {k}": scores_of(random.normal(size=real.shape)) for k in range(60)}
     truth = truth_of(real, 12, noise=0.1)
     result = combine(inputs, truth)
-    found = about(result)
-    assert found["returned"] == found["best"] == "right" and found["ridge"] is None
-    assert found["ahead"]["lds"] < 0 and found["ahead"]["interval"][1] < 0
-    assert found["weights"]["right"] == 1 and not any(list(found["weights"].values())[1:])
+    actual = about(result)
+    assert actual["returned"] == actual["best"] == "right" and actual["ridge"] is None
+    assert actual["ahead"]["lds"] < 0 and actual["ahead"]["interval"][1] < 0
+    assert actual["weights"]["right"] == 1 and not any(list(actual["weights"].values())[1:])
     np.testing.assert_allclose(result.values, calibrate(inputs["right"], truth).values)
 
 
@@ -276,8 +276,8 @@ def test_digits_are_not_worse_than_the_best_input() -> None:
         judged.recipe(), query, 0.5, 60, seeds=range(50, 54), seed=9, progress=False
     )
     result = combine(inputs, small)
-    found = compare({**inputs, "combined": result}, judged.truth())
-    best = max(inputs, key=lambda name: found[name].value)
-    assert found.difference("combined", best).interval[1] > 0
-    assert found["combined"].value > np.mean([found[name].value for name in inputs])
+    actual = compare({**inputs, "combined": result}, judged.truth())
+    best = max(inputs, key=lambda name: actual[name].value)
+    assert actual.difference("combined", best).interval[1] > 0
+    assert actual["combined"].value > np.mean([actual[name].value for name in inputs])
     assert 0.8 < calibration(result, judged.truth()).slope < 1.25

@@ -52,22 +52,22 @@ def test_lds_is_the_mean_of_scipys_spearman(values: Array, truth: Truth) -> None
         spearmanr(t, p).statistic
         for t, p in zip(truth.means.T, predictions(values, truth).T, strict=True)
     ]
-    found = lds(scores_of(values), truth)
-    np.testing.assert_allclose(found.per_query, expected, rtol=1e-6)
-    assert found.value == pytest.approx(np.mean(expected), rel=1e-6)
-    assert lds(values, truth).value == found.value
-    assert (found.method, found.queries, found.subsets, found.seeds) == ("Source", Q, M, R)
-    assert (found.alpha, found.runs, found.single) == (0.5, 1, None)
+    actual = lds(scores_of(values), truth)
+    np.testing.assert_allclose(actual.per_query, expected, rtol=1e-6)
+    assert actual.value == pytest.approx(np.mean(expected), rel=1e-6)
+    assert lds(values, truth).value == actual.value
+    assert (actual.method, actual.queries, actual.subsets, actual.seeds) == ("Source", Q, M, R)
+    assert (actual.alpha, actual.runs, actual.single) == (0.5, 1, None)
 
 
 def resampled(measured: Array, predicted: Array, weights: NDArray[Any]) -> float:
     """Mean over queries of scipy's correlation on a really drawn-out resample."""
     drawn = np.repeat(np.arange(len(weights)), weights.astype(int))
-    found = []
+    actual = []
     for t, p in zip(measured[drawn].T, predicted[drawn].T, strict=True):
         if np.ptp(t) > 0:
-            found.append(spearmanr(t, p).statistic if np.ptp(p) > 0 else 0.0)
-    return float(np.mean(found)) if found else np.nan
+            actual.append(spearmanr(t, p).statistic if np.ptp(p) > 0 else 0.0)
+    return float(np.mean(actual)) if actual else np.nan
 
 
 @pytest.mark.parametrize("subsets", [M, 3])  # of 3, a resample often holds one subset alone
@@ -75,14 +75,14 @@ def test_the_interval_is_that_of_drawn_out_resamples(values: Array, subsets: int
     random = np.random.default_rng(3)
     truth = truth_of(np.round(random.normal(size=(subsets, R, Q))))
     values = np.round(values)
-    found = lds(values, truth, bootstrap=150, seed=7)
+    actual = lds(values, truth, bootstrap=150, seed=7)
     drawn = np.random.default_rng(7).multinomial(subsets, [1 / subsets] * subsets, size=150)
     predicted = predictions(values, truth)
     means = np.array([resampled(truth.means, predicted, weights) for weights in drawn])
     means = means[~np.isnan(means)]
-    expected = np.percentile(means, [2.5, 97.5]) - means.mean() + found.value
-    np.testing.assert_allclose(found.interval, expected, atol=1e-6)
-    assert found.interval[0] <= found.value <= found.interval[1]
+    expected = np.percentile(means, [2.5, 97.5]) - means.mean() + actual.value
+    np.testing.assert_allclose(actual.interval, expected, atol=1e-6)
+    assert actual.interval[0] <= actual.value <= actual.interval[1]
 
 
 def test_perfect_scores_and_their_opposite(values: Array) -> None:
@@ -97,20 +97,20 @@ def test_perfect_scores_and_their_opposite(values: Array) -> None:
 def test_a_list_of_runs(values: Array, truth: Truth) -> None:
     random = np.random.default_rng(4)
     runs = [scores_of(values + random.normal(size=values.shape)) for _ in range(3)]
-    found = lds(runs, truth, bootstrap=200, seed=5)
+    actual = lds(runs, truth, bootstrap=200, seed=5)
     together = lds(ensemble(runs), truth, bootstrap=200, seed=5)
-    assert (found.runs, together.runs) == (3, 3)
-    assert found.value == pytest.approx(together.value)
-    assert found.interval == pytest.approx(together.interval)
-    assert together.single is None and found.single is not None
+    assert (actual.runs, together.runs) == (3, 3)
+    assert actual.value == pytest.approx(together.value)
+    assert actual.interval == pytest.approx(together.interval)
+    assert together.single is None and actual.single is not None
     alone = [lds(run, truth, bootstrap=200, seed=5) for run in runs]
-    assert found.single.value == pytest.approx(np.mean([one.value for one in alone]))
+    assert actual.single.value == pytest.approx(np.mean([one.value for one in alone]))
     np.testing.assert_allclose(
-        found.single.per_query, np.mean([one.per_query for one in alone], axis=0)
+        actual.single.per_query, np.mean([one.per_query for one in alone], axis=0)
     )
     # each resample's mean over the runs, so the interval is narrower than the widest run's
-    assert found.single.interval[0] < found.single.value < found.single.interval[1]
-    assert "single run" in repr(found) and "mean of 3 runs" in repr(found)
+    assert actual.single.interval[0] < actual.single.value < actual.single.interval[1]
+    assert "single run" in repr(actual) and "mean of 3 runs" in repr(actual)
 
 
 def test_columns_are_found_by_stage_and_id(values: Array, truth: Truth) -> None:
@@ -122,8 +122,8 @@ def test_columns_are_found_by_stage_and_id(values: Array, truth: Truth) -> None:
         train_ids=[*range(7), *order],
         stage=["pretrain"] * 7 + ["finetune"] * N,
     )
-    own = truth_of(truth.measurements, stage="finetune")
-    np.testing.assert_allclose(lds(staged, own).per_query, expected)
+    of_stage = truth_of(truth.measurements, stage="finetune")
+    np.testing.assert_allclose(lds(staged, of_stage).per_query, expected)
     rows = random.permutation(Q)
     shuffled = scores_of(values[rows], query_ids=rows)
     np.testing.assert_allclose(lds(shuffled, truth).per_query, expected)
@@ -170,9 +170,9 @@ def test_the_ceiling_is_what_the_signal_itself_reaches(seeds: int) -> None:
     signal = masks @ values.T
     shared = 50 * random.normal(size=(1, seeds, 60))  # what a seed does to all subsets alike
     noise = 4 * random.normal(size=(100, seeds, 60))
-    found = lds(values, truth_of(signal[:, None] + shared + noise, masks))
-    assert found.ceiling == pytest.approx(found.value, abs=0.03)
-    assert 0.4 < found.value < 0.9
+    actual = lds(values, truth_of(signal[:, None] + shared + noise, masks))
+    assert actual.ceiling == pytest.approx(actual.value, abs=0.03)
+    assert 0.4 < actual.value < 0.9
 
 
 def test_diverged_trainings(values: Array, truth: Truth) -> None:
@@ -183,17 +183,17 @@ def test_diverged_trainings(values: Array, truth: Truth) -> None:
     broken = truth_of(measurements)
     with pytest.raises(ValueError, match=f"{2 + R} of the truth's {M * R} trainings diverged"):
         lds(values, broken)
-    found = lds(values, broken, exclude_diverged=True)
-    assert (found.diverged, found.lost, found.subsets) == (2 + R, 1, M - 1)
+    actual = lds(values, broken, exclude_diverged=True)
+    assert (actual.diverged, actual.lost, actual.subsets) == (2 + R, 1, M - 1)
     whole = [j for j in range(M) if j != 7]
     means = [
         measurements[j][np.isfinite(measurements[j]).all(1)].mean(0)  # by hand
         for j in whole
     ]
     again = truth_of(np.array(means)[:, None], truth.masks[whole])
-    np.testing.assert_allclose(found.per_query, lds(values, again).per_query)
-    assert f"{2 + R} diverged trainings and with them 1 subsets" in repr(found)
-    assert found.ceiling is not None
+    np.testing.assert_allclose(actual.per_query, lds(values, again).per_query)
+    assert f"{2 + R} diverged trainings and with them 1 subsets" in repr(actual)
+    assert actual.ceiling is not None
     slope = calibration(values, broken, exclude_diverged=True)
     assert (slope.diverged, slope.lost) == (2 + R, 1)
     assert slope.slope == pytest.approx(calibration(values, again).slope)
@@ -207,12 +207,12 @@ def test_what_cannot_be_ranked_is_said(values: Array, truth: Truth) -> None:
     measurements[:, :, 1] = 4.0
     values = values.copy()
     values[2] = 0.1  # the same for every example: any subset of that size sums up to the same
-    found = lds(values, truth_of(measurements))
-    assert (found.undefined, found.unranked, found.queries) == (1, 1, Q - 1)
-    assert np.isnan(found.per_query[1]) and found.per_query[2] == 0
-    assert found.value == pytest.approx(np.nanmean(found.per_query))
-    assert "1 of constant measurement left out" in repr(found)
-    assert "1 with constant predictions count as 0" in repr(found)
+    actual = lds(values, truth_of(measurements))
+    assert (actual.undefined, actual.unranked, actual.queries) == (1, 1, Q - 1)
+    assert np.isnan(actual.per_query[1]) and actual.per_query[2] == 0
+    assert actual.value == pytest.approx(np.nanmean(actual.per_query))
+    assert "1 of constant measurement left out" in repr(actual)
+    assert "1 with constant predictions count as 0" in repr(actual)
     with pytest.raises(ValueError, match="same for all 12 subsets: nothing can be ranked"):
         lds(values, truth_of(np.ones_like(measurements)))
 
@@ -221,43 +221,43 @@ def test_rounding_is_no_ranking() -> None:
     masks = masks_of(100, 2000)
     truth = truth_of(np.random.default_rng(13).normal(size=(100, 1, 50)), masks)
     same = np.full((50, 2000), 0.1)  # summed up in blocks, subsets differ in the last digit
-    found = lds(same, truth, bootstrap=100)
-    assert (found.unranked, found.value) == (50, 0.0)
+    actual = lds(same, truth, bootstrap=100)
+    assert (actual.unranked, actual.value) == (50, 0.0)
 
 
 def test_compare(values: Array, truth: Truth) -> None:
-    found = compare({"worse": -values, "better": values, "<runs>": [values, values]}, truth)
-    assert found["better"].interval == lds(values, truth).interval
-    text = str(found)
+    actual = compare({"worse": -values, "better": values, "<runs>": [values, values]}, truth)
+    assert actual["better"].interval == lds(values, truth).interval
+    text = str(actual)
     assert text.index("better") < text.index("worse")
-    assert "| better |" in found.table().markdown()
-    assert "&lt;runs&gt;" in found._repr_html_() and "<runs>" not in found._repr_html_()
+    assert "| better |" in actual.table().markdown()
+    assert "&lt;runs&gt;" in actual._repr_html_() and "<runs>" not in actual._repr_html_()
 
 
 def test_differences_are_of_the_same_resamples(values: Array, truth: Truth) -> None:
     noise = values + np.random.default_rng(5).normal(size=values.shape) * values.std()
-    found = compare({"better": values, "same": values, "noisy": noise}, truth)
-    ahead = found.difference("better", "noisy")
-    assert ahead.value == pytest.approx(found["better"].value - found["noisy"].value)
-    apart = found["better"].resampled - found["noisy"].resampled
+    actual = compare({"better": values, "same": values, "noisy": noise}, truth)
+    ahead = actual.difference("better", "noisy")
+    assert ahead.value == pytest.approx(actual["better"].value - actual["noisy"].value)
+    apart = actual["better"].resampled - actual["noisy"].resampled
     assert ahead.interval == pytest.approx(np.percentile(apart, [2.5, 97.5]))
-    back = found["noisy"].minus(found["better"])
+    back = actual["noisy"].minus(actual["better"])
     assert back.interval == pytest.approx((-ahead.interval[1], -ahead.interval[0]))
     # what a resample does to both alike cancels: narrower than as if they were unrelated
-    widths = [np.subtract(*found[name].interval) ** 2 for name in ("better", "noisy")]
+    widths = [np.subtract(*actual[name].interval) ** 2 for name in ("better", "noisy")]
     assert abs(np.subtract(*ahead.interval)) < np.sqrt(sum(widths))
-    assert found.difference("better", "same").interval == (0, 0)
-    assert str(ahead) in str(found)  # in the table, beside the noisy method
+    assert actual.difference("better", "same").interval == (0, 0)
+    assert str(ahead) in str(actual)  # in the table, beside the noisy method
     with pytest.raises(KeyError, match="no method is called 'best': there are better, same, noisy"):
-        found.difference("best", "noisy")
+        actual.difference("best", "noisy")
     for other in (lds(noise, truth, bootstrap=200), lds(noise, truth_of(truth.measurements[:9]))):
         with pytest.raises(ValueError, match="do not share their resamples"):
-            found["better"].minus(other)
+            actual["better"].minus(other)
 
 
 def test_a_method_name_is_escaped_in_html(values: Array, truth: Truth) -> None:
-    found = lds(scores_of(values, method="<script>"), truth)
-    assert "<script>" not in found._repr_html_() and "&lt;script&gt;" in found._repr_html_()
+    actual = lds(scores_of(values, method="<script>"), truth)
+    assert "<script>" not in actual._repr_html_() and "&lt;script&gt;" in actual._repr_html_()
 
 
 def top_only() -> Scores:
@@ -311,30 +311,30 @@ def test_too_few_subsets_or_resamples(judge: Any, values: Array, truth: Truth) -
 
 
 def test_calibration_against_scipy_and_sklearn(values: Array, truth: Truth) -> None:
-    found = calibration(scores_of(values), truth)
+    actual = calibration(scores_of(values), truth)
     predicted = predictions(values, truth)
     p, t = predicted - predicted.mean(0), truth.means - truth.means.mean(0)
     line = linregress(p.ravel(), t.ravel())
-    assert found.slope == pytest.approx(line.slope)
+    assert actual.slope == pytest.approx(line.slope)
     assert line.intercept == pytest.approx(0, abs=1e-12)
-    assert found.r2_line == pytest.approx(line.rvalue**2)
-    assert found.r2 == pytest.approx(r2_score(t.ravel(), p.ravel()))
+    assert actual.r2_line == pytest.approx(line.rvalue**2)
+    assert actual.r2 == pytest.approx(r2_score(t.ravel(), p.ravel()))
     expected = [linregress(p[:, k], t[:, k]).slope for k in range(Q)]
-    np.testing.assert_allclose(found.slopes, expected)
-    assert found.quantiles[0.5] == pytest.approx(np.median(expected))
-    np.testing.assert_allclose(found.predicted, p.T)
-    np.testing.assert_allclose(found.real, t.T)
+    np.testing.assert_allclose(actual.slopes, expected)
+    assert actual.quantiles[0.5] == pytest.approx(np.median(expected))
+    np.testing.assert_allclose(actual.predicted, p.T)
+    np.testing.assert_allclose(actual.real, t.T)
 
 
 def test_the_interval_of_the_slope(values: Array, truth: Truth) -> None:
-    found = calibration(values, truth, bootstrap=120, seed=3)
+    actual = calibration(values, truth, bootstrap=120, seed=3)
     drawn = np.random.default_rng(3).multinomial(M, [1 / M] * M, size=120)
     predicted, slopes = predictions(values, truth), []
     for weights in drawn:
         rows = np.repeat(np.arange(M), weights)
         p, t = (x[rows] - x[rows].mean(0) for x in (predicted, truth.means))
         slopes.append(linregress(p.ravel(), t.ravel()).slope)
-    np.testing.assert_allclose(found.interval, np.percentile(slopes, [2.5, 97.5]))
+    np.testing.assert_allclose(actual.interval, np.percentile(slopes, [2.5, 97.5]))
 
 
 def test_calibrated_and_exaggerated_scores(values: Array) -> None:
@@ -352,14 +352,14 @@ def test_the_noise_that_limits_r2() -> None:
     values, masks = random.normal(size=(40, 30)), masks_of(100, 30)
     shared, noise = 9 * random.normal(size=(1, 5, 40)), 5 * random.normal(size=(100, 5, 40))
     measurements = (masks @ values.T)[:, None] + shared + noise
-    found = calibration(values, truth_of(measurements, masks))
-    assert found.ceiling == pytest.approx(found.r2, abs=0.02)
-    assert 0.3 < found.r2 < 0.8
+    actual = calibration(values, truth_of(measurements, masks))
+    assert actual.ceiling == pytest.approx(actual.r2, abs=0.02)
+    assert 0.3 < actual.r2 < 0.8
     assert calibration(values, truth_of(measurements[:, :1], masks)).ceiling is None
     measurements[random.random((100, 5)) < 0.2] = np.nan  # unequal numbers of seeds
     some = calibration(values, truth_of(measurements, masks), exclude_diverged=True)
     assert some.ceiling == pytest.approx(some.r2, abs=0.05)  # what the seeds do is noise now
-    assert some.r2 < found.r2
+    assert some.r2 < actual.r2
 
 
 def test_nothing_to_calibrate(values: Array, truth: Truth) -> None:
@@ -377,17 +377,17 @@ def test_mislabeled_against_sklearn(digits: int) -> None:
     random = np.random.default_rng(11)
     flipped = random.random(200) < 0.2
     suspicion = np.round(random.normal(size=200) + flipped, digits)
-    found = mislabeled(suspicion, flipped)
-    assert found.roc_auc == pytest.approx(roc_auc_score(flipped, suspicion))
-    assert found.average_precision == pytest.approx(average_precision_score(flipped, suspicion))
+    actual = mislabeled(suspicion, flipped)
+    assert actual.roc_auc == pytest.approx(roc_auc_score(flipped, suspicion))
+    assert actual.average_precision == pytest.approx(average_precision_score(flipped, suspicion))
     # the curve is the mean over all orders of equal suspicion
     curves = []
     for _ in range(1 if digits else 4000):
         order = np.lexsort((random.random(200), -suspicion))
         curves.append(np.append(0, np.cumsum(flipped[order])) / flipped.sum())
-    np.testing.assert_allclose(found.found, np.mean(curves, 0), atol=1e-12 if digits else 0.01)
-    assert found.found_after(0.5) == pytest.approx(found.found[100])
-    assert mislabeled(suspicion, np.flatnonzero(flipped)).roc_auc == found.roc_auc
+    np.testing.assert_allclose(actual.found, np.mean(curves, 0), atol=1e-12 if digits else 0.01)
+    assert actual.found_after(0.5) == pytest.approx(actual.found[100])
+    assert mislabeled(suspicion, np.flatnonzero(flipped)).roc_auc == actual.roc_auc
 
 
 @pytest.mark.parametrize("better_high", [True, False])
@@ -395,13 +395,13 @@ def test_what_is_suspicious(better_high: bool) -> None:
     flipped = np.arange(20) < 4
     sign = 1.0 if better_high else -1.0
     about: Any = {"higher_is_better": better_high}
-    own = sign * (np.linspace(0, 1, 20) + 5 * flipped)  # it did much for its own measurement
-    assert mislabeled(scores_of(own, **about), flipped).roc_auc == 1
+    selves = sign * (np.linspace(0, 1, 20) + 5 * flipped)  # it did much for its own measurement
+    assert mislabeled(scores_of(selves, **about), flipped).roc_auc == 1
     harm = np.random.default_rng(12).normal(size=(3, 20)) - sign * 20 * flipped
-    found = mislabeled(scores_of(harm, **about), flipped)
-    assert found.roc_auc == found.average_precision == 1
-    assert found.found_after(0.2) == 1 and "mean harm" in repr(found)
-    assert "Source, self-influence" in mislabeled(scores_of(own, **about), flipped)._repr_html_()
+    actual = mislabeled(scores_of(harm, **about), flipped)
+    assert actual.roc_auc == actual.average_precision == 1
+    assert actual.found_after(0.2) == 1 and "mean harm" in repr(actual)
+    assert "Source, self-influence" in mislabeled(scores_of(selves, **about), flipped)._repr_html_()
 
 
 def test_mislabeled_of_one_stage() -> None:

@@ -36,7 +36,7 @@ from whence.table import estimate
 
 
 def lds_of(value: float, alpha: float = 0.5, **more: Any) -> LDS:
-    found = LDS(
+    actual = LDS(
         value=value,
         interval=(value - 0.03, value + 0.02),
         per_query=np.full(9, value),
@@ -51,7 +51,7 @@ def lds_of(value: float, alpha: float = 0.5, **more: Any) -> LDS:
         diverged=0,
         lost=0,
     )
-    return replace(found, **more)
+    return replace(actual, **more)
 
 
 def removal() -> SubsetRemoval:
@@ -136,10 +136,10 @@ def test_lines_go_through_the_results() -> None:
     np.testing.assert_allclose(lines["Source"], [0.25, 0.75])
     np.testing.assert_allclose(lines["Random"], [0.0, 0.25])
     assert figure.axes[0].get_xscale() == "log"
-    found = suspicious()
-    curves = plot_mislabeled(found)
-    np.testing.assert_allclose(curves.axes[0].lines[0].get_ydata(), 100 * found["Source"].found)
-    assert legend(curves)[0] == f"Source (AUC {found['Source'].roc_auc:.2f})"
+    actual = suspicious()
+    curves = plot_mislabeled(actual)
+    np.testing.assert_allclose(curves.axes[0].lines[0].get_ydata(), 100 * actual["Source"].found)
+    assert legend(curves)[0] == f"Source (AUC {actual['Source'].roc_auc:.2f})"
     over = plot_lds_over_alpha(SERIES)
     np.testing.assert_allclose(over.axes[0].lines[0].get_ydata(), [0.6, 0.5])
     assert legend(over) == ["Source", "TracIn", "ceiling"]
@@ -210,5 +210,5 @@ def test_results_plot_themselves(tmp_path: Path) -> None:
     assert figure.axes[0].get_title() == "mine" and (tmp_path / "c.png").stat().st_size > 1000
     for kind in (LDS, Comparison, SubsetRemoval, Mislabeled):
         assert callable(kind.plot)
-    found = mislabeled(-np.arange(20.0), np.arange(20) < 5)
-    assert found.plot().axes[0].get_ylabel() == "mislabelled examples found (%)"
+    actual = mislabeled(-np.arange(20.0), np.arange(20) < 5)
+    assert actual.plot().axes[0].get_ylabel() == "mislabelled examples found (%)"

@@ -67,11 +67,11 @@ class World:
     ) -> NDArray[np.float64]:
         rows = getattr(query, "indices", range(Q))
         self.calls.append({"trainings": list(trainings), "rows": list(rows), **options})
-        found = np.array([[self.margin(q, training) for q in rows] for training in trainings])
+        actual = np.array([[self.margin(q, training) for q in rows] for training in trainings])
         for call, k in self.diverging:
             if call == len(self.calls) - 1:
-                found[k] = np.nan
-        return found
+                actual[k] = np.nan
+        return actual
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def by_hand(
     for q in queries:
         flipped_at.append(np.inf)
         for k in KS:
-            kept = np.setdiff1d(np.arange(N), orders[q][:k])
-            if np.mean([world.margin(q, Training(s, kept)) for s in seeds]) < 0:
+            remaining = np.setdiff1d(np.arange(N), orders[q][:k])
+            if np.mean([world.margin(q, Training(s, remaining)) for s in seeds]) < 0:
                 flipped_at[-1] = k
                 break
     return [float(np.mean(np.array(flipped_at) <= k)) for k in KS]
@@ -100,20 +100,20 @@ def test_the_protocol_of_the_paper(world: World) -> None:
     world.base[5] -= 1.5  # right under some seeds only
     good, bad = world.effect, np.random.default_rng(1).normal(size=(Q, N))
     by_method = {"good": scores_of(good), "bad": scores_of(bad)}
-    found = subset_removal(
+    actual = subset_removal(
         recipe_of(), by_method, data(Q, 1), KS, queries=8, random_floor=False, seed=20
     )
-    assert found.select_seeds == (20, 21, 22, 23, 24) and found.seeds == (25, 26, 27)
+    assert actual.select_seeds == (20, 21, 22, 23, 24) and actual.seeds == (25, 26, 27)
     full = np.array([[world.margin(q, Training(s)) for q in range(Q)] for s in range(20, 25)])
     right = set(np.flatnonzero((full > 0).all(0)))
     assert (full[:, 5] > 0).any() and not right & {3, 5} and len(right) > 8
-    assert found.right == len(right) and set(found.queries) <= right and len(found.queries) == 8
+    assert actual.right == len(right) and set(actual.queries) <= right and len(actual.queries) == 8
     for name, values in (("good", good), ("bad", bad)):
         orders = np.argsort(-values, axis=1)
         np.testing.assert_allclose(
-            found.flipped(name), by_hand(world, orders, found.queries, range(25, 28))
+            actual.flipped(name), by_hand(world, orders, actual.queries, range(25, 28))
         )
-    assert found.flipped("good")[-1] > found.flipped("bad")[-1]
+    assert actual.flipped("good")[-1] > actual.flipped("bad")[-1]
     # one call for each k, of one subset size, and nothing twice
     selection, *rounds = world.calls
     assert [training.subset for training in selection["trainings"]] == [None] * 5
@@ -121,15 +121,15 @@ def test_the_protocol_of_the_paper(world: World) -> None:
         assert {len(training.subset) for training in call["trainings"]} == {N - k}
         asked = [(t.seed, t.subset.tobytes()) for t in call["trainings"]]
         assert len(asked) == len(set(asked))
-        assert call["rows"] == found.queries.tolist()
-    assert found.trainings == sum(len(call["trainings"]) for call in world.calls)
+        assert call["rows"] == actual.queries.tolist()
+    assert actual.trainings == sum(len(call["trainings"]) for call in world.calls)
 
 
 def test_a_flipped_query_is_not_tried_again(world: World) -> None:
-    found = subset_removal(
+    actual = subset_removal(
         recipe_of(), {"good": scores_of(world.effect)}, data(Q, 1), KS, random_floor=False
     )
-    margins = found.margins["good"]
+    margins = actual.margins["good"]
     for column in margins.T:
         first = np.flatnonzero(column < 0)
         if len(first):
@@ -143,18 +143,18 @@ def test_a_flipped_query_is_not_tried_again(world: World) -> None:
 def test_nothing_left_to_try_ends_it(world: World) -> None:
     world.base -= 1.4  # right, but only just
     world.noise = 0.0
-    found = subset_removal(
+    actual = subset_removal(
         recipe_of(), {"good": scores_of(world.effect)}, data(Q, 1), KS, random_floor=False
     )
-    assert found.flipped("good").tolist() == [1.0] * 4 and len(world.calls) == 2
+    assert actual.flipped("good").tolist() == [1.0] * 4 and len(world.calls) == 2
 
 
 def test_equal_subsets_are_trained_once(world: World) -> None:
     scores = scores_of(world.effect)
     by_method = {"one": scores, "two": scores}
-    found = subset_removal(recipe_of(), by_method, data(Q, 1), KS, random_floor=False)
-    np.testing.assert_array_equal(found.margins["one"], found.margins["two"])
-    assert len(world.calls[1]["trainings"]) == 3 * len(found.queries)
+    actual = subset_removal(recipe_of(), by_method, data(Q, 1), KS, random_floor=False)
+    np.testing.assert_array_equal(actual.margins["one"], actual.margins["two"])
+    assert len(world.calls[1]["trainings"]) == 3 * len(actual.queries)
 
 
 def test_top_scores_and_low_is_better(world: World) -> None:
@@ -171,21 +171,21 @@ def test_top_scores_and_low_is_better(world: World) -> None:
         "top": Scores(None, method="Source", top=top, train_ids=np.arange(N), **about),
         "loss": scores_of(-values, measurement="loss", higher_is_better=False),
     }
-    found = subset_removal(recipe_of(), by_method, data(Q, 1), KS, random_floor=False)
+    actual = subset_removal(recipe_of(), by_method, data(Q, 1), KS, random_floor=False)
     for name in by_method:
-        np.testing.assert_array_equal(found.margins[name], found.margins["all"])
+        np.testing.assert_array_equal(actual.margins[name], actual.margins["all"])
 
 
 def test_the_random_floor_is_that_of_the_method(world: World) -> None:
     train, query = data(), data(Q, 1)
-    found = subset_removal(recipe_of(), {}, query, KS, seed=5)
+    actual = subset_removal(recipe_of(), {}, query, KS, seed=5)
     model, task = mlp((4, 3)), whence.Classification()
     study = whence.Study(model, task, train, train_run(model, task, train, [1]).run)
     values = Random(seed=5).attribute(study, query, dtype=torch.float64).values
     orders = np.argsort(-values, axis=1)
-    share = by_hand(world, orders, found.queries.tolist(), found.seeds)
-    np.testing.assert_allclose(found.flipped("Random"), share)
-    for q, training in zip(found.queries, world.calls[1]["trainings"][::3], strict=True):
+    share = by_hand(world, orders, actual.queries.tolist(), actual.seeds)
+    np.testing.assert_allclose(actual.flipped("Random"), share)
+    for q, training in zip(actual.queries, world.calls[1]["trainings"][::3], strict=True):
         removed = np.setdiff1d(np.arange(N), training.subset)
         np.testing.assert_array_equal(removed, np.sort(orders[q][: KS[0]]))
         assert set(train.tensors[1][removed].tolist()) == {int(query.tensors[1][q])}
@@ -233,31 +233,31 @@ def test_differences_are_of_the_same_queries(
     flips = [np.repeat(which, counts) for which in ([1, 1, 0, 0], [1, 0, 1, 0])]
     margins = {name: 1.0 - 2.0 * f[None] for name, f in zip("ab", flips, strict=True)}
     queries = np.arange(sum(counts))
-    found = SubsetRemoval((7,), margins, queries, len(queries), (0,), (1,), 1, 0)
-    (apart,) = found.difference("a", "b")
+    actual = SubsetRemoval((7,), margins, queries, len(queries), (0,), (1,), 1, 0)
+    (apart,) = actual.difference("a", "b")
     assert apart.value == pytest.approx((one - other) / len(queries))
     assert apart.interval == pytest.approx(expected, abs=5e-5)
-    (back,) = found.difference("b", "a")
+    (back,) = actual.difference("b", "a")
     assert back.interval == pytest.approx((-apart.interval[1], -apart.interval[0]))
 
 
 def test_wilsons_interval_is_scipys(world: World) -> None:
-    found = subset_removal(recipe_of(), {"good": scores_of(world.effect)}, data(Q, 1), KS)
-    for share, interval in zip(found.flipped("good"), found.interval("good"), strict=True):
-        tried = len(found.queries)
+    actual = subset_removal(recipe_of(), {"good": scores_of(world.effect)}, data(Q, 1), KS)
+    for share, interval in zip(actual.flipped("good"), actual.interval("good"), strict=True):
+        tried = len(actual.queries)
         expected = binomtest(round(share * tried), tried).proportion_ci(method="wilson")
         np.testing.assert_allclose(interval, expected, rtol=1e-5, atol=1e-9)
-    assert "good" in repr(found) and "Random" in found._repr_html_()
+    assert "good" in repr(actual) and "Random" in actual._repr_html_()
 
 
 def test_diverged_trainings_are_counted(world: World) -> None:
     world.noise = 0.0
     world.diverging = {(0, 1), (1, 0), (1, 3), (1, 4), (1, 5)}
-    found = subset_removal(
+    actual = subset_removal(
         recipe_of(), {"good": scores_of(world.effect)}, data(Q, 1), KS, random_floor=False
     )
-    assert found.diverged == 5 and "5 diverged" in repr(found)
-    margins = found.margins["good"]
+    assert actual.diverged == 5 and "5 diverged" in repr(actual)
+    margins = actual.margins["good"]
     assert not np.isnan(margins[0, 0])  # two seeds remain
     assert np.isnan(margins[0, 1])  # none: it has not flipped, and is tried again
     assert not np.isnan(margins[1, 1])
@@ -290,27 +290,27 @@ def test_really_trained(tmp_path: Path) -> None:
     opposite = scores_of(-scores.values)
     by_method = {"TracIn": scores, "opposite": opposite}
     options: Any = {"queries": 6, "select_seeds": 2, "seeds": 2, "progress": False}
-    found = subset_removal(recipe, by_method, query, [4, 16], out=tmp_path, **options)
+    actual = subset_removal(recipe, by_method, query, [4, 16], out=tmp_path, **options)
     again = subset_removal(recipe, by_method, query, [4, 16], out=tmp_path, **options)
     fresh = subset_removal(recipe, by_method, query, [4, 16], engine="single", **options)
-    for name, margins in found.margins.items():
+    for name, margins in actual.margins.items():
         np.testing.assert_array_equal(again.margins[name], margins)
         np.testing.assert_allclose(fresh.margins[name], margins, rtol=1e-6)
     # removing what helped lowers the margin more than removing what harmed, and than chance
-    left = {name: margins[0].mean() for name, margins in found.margins.items()}  # all are tried
+    left = {name: margins[0].mean() for name, margins in actual.margins.items()}  # all are tried
     assert left["TracIn"] < left["Random"] < left["opposite"]
-    assert found.flipped("TracIn")[-1] > found.flipped("opposite")[-1]
+    assert actual.flipped("TracIn")[-1] > actual.flipped("opposite")[-1]
     # one of the numbers, by an ordinary training
-    first = int(found.queries[0])
+    first = int(actual.queries[0])
     removed = scores.helpful(first, 4).examples
-    kept = np.setdiff1d(np.arange(60), removed)
+    remaining = np.setdiff1d(np.arange(60), removed)
     batch = tuple(tensor[first : first + 1] for tensor in query.tensors)
     by_seed = []
-    for seed in found.seeds:
-        model = recipe.train(seed, kept)
+    for seed in actual.seeds:
+        model = recipe.train(seed, remaining)
         margins = recipe.task.measurements(recipe.task.outputs(model, batch), batch)
         by_seed.append(margins.item())
-    assert found.margins["TracIn"][0, 0] == pytest.approx(np.mean(by_seed))
+    assert actual.margins["TracIn"][0, 0] == pytest.approx(np.mean(by_seed))
 
 
 def test_fewer_right_queries_than_asked(world: World) -> None:
@@ -413,8 +413,8 @@ def test_random_without_classes_and_without_queries() -> None:
     study = study_of(whence.Regression(), train, (4, 1))
     plain = Random().attribute(study, regression(5, seed=1), progress=False)
     assert (plain.values < 0).all() and (plain.values > -1).all()  # an error is better low
-    own = Random().attribute(study, progress=False)
-    assert own.is_self_influence and own.shape == (12,)
+    selves = Random().attribute(study, progress=False)
+    assert selves.is_self_influence and selves.shape == (12,)
 
 
 def test_random_over_stages() -> None:
@@ -435,8 +435,8 @@ def test_random_in_a_folder_and_top(tmp_path: Path) -> None:
     whole = Random().attribute(study, query, out=tmp_path / "all", progress=False)
     again = Random().attribute(study, query, out=tmp_path / "all", progress=False)
     np.testing.assert_array_equal(whole.values, again.values)
-    kept = Random().attribute(study, query, top=3, progress=False)
-    assert kept.helpful(2, 3).examples == whole.helpful(2, 3).examples
+    strongest = Random().attribute(study, query, top=3, progress=False)
+    assert strongest.helpful(2, 3).examples == whole.helpful(2, 3).examples
     with pytest.raises(ValueError, match="another calculation"):
         Random(seed=1).attribute(study, query, out=tmp_path / "all", progress=False)
     with pytest.raises(ValueError, match="stage='other' is not in the run"):

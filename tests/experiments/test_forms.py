@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import whence
 from experiments import tasks
 from experiments.engine.trainings import First, Trainings
-from experiments.studies import forms, migrate_forms, rows, sums
+from experiments.studies import forms, rows, sums
 from experiments.tasks import TASKS, models, recipes
 from experiments.tasks import forms as table
 from whence.evaluate import Truth, calibrate, calibration, combine, lds
@@ -281,23 +281,3 @@ def test_every_task_has_the_default_and_what_it_is_compared_with(task: str) -> N
     assert plain.segments == "auto"
     assert methods[default].segments in ([1, 3] if experiment.stage is None else ["stages"])
     assert (experiment.stage is None) == (table.DEFAULT in named)
-
-
-def test_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"single": [0.3, 0.2, 0.4], "ensemble": [0.5, 0.4, 0.6], "slope": 0.5, "spread": 0.25}
-    gains = {"gain, single": [0.1, 0, 0.2], "gain, ensemble": [0.2, 0.1, 0.3]}
-    of = {"subsets": 100, "seeds": 5, "runs": 3, "queries": 10_000, "alpha": 0.5}
-    old = {"forms": {"coupled": row | gains}, "of": of, "machine": {}, "device": "cuda"}
-    file = tmp_path / "forms.json"
-    file.write_text(json.dumps({"tasks": {"digits": old}, "machine": {}, "device": "cuda"}))
-    monkeypatch.setattr(sys, "argv", ["migrate", str(file)])
-    migrate_forms.main()
-    (entry,) = table.read_results(file)["tasks"]["digits"]
-    migrated = entry["forms"]["coupled"]
-    assert migrated["spread"] == 4 and migrated["single"] == row["single"]
-    over = {"single": gains["gain, single"], "ensemble": gains["gain, ensemble"]}
-    assert migrated["over"] == {"published": over}
-    held_out = len(TASKS["digits"].recipe()[1])
-    assert entry["protocol"]["queries"] == held_out < 10_000
-    described = asdict(sums.Protocol("digits", 0.5, 100, 5, 3, held_out))
-    assert {"task": "digits"} | entry["protocol"] == described

@@ -270,7 +270,7 @@ def test_source_is_first() -> None:
     assert word("cifar10", 2, result("cifar10", paper())) is None  # not claimed
 
 
-def test_why_source_is_not_first_is_told_by_other_methods() -> None:
+def test_other_methods_explain_why_source_is_not_first() -> None:
     lds = paper(source=0.2) | {GAUSS_NEWTON: entry(0.2)}
     (text,) = page.causes({"concrete": result("concrete", lds)}, ["concrete"])
     assert "Concrete: with the full Gauss-Newton matrix" in text and "λP⁻¹" not in text

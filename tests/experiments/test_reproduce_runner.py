@@ -67,7 +67,7 @@ def numbers(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_result(
+def test_a_killed_run_resumes_to_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = reproduction(tmp_path / "whole").run()

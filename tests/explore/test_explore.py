@@ -138,7 +138,7 @@ def test_rank_correlation_and_overlap() -> None:
         assert entry["other"] == ranks[entry["column"]]
 
 
-def test_overall_goes_on_from_call_to_call() -> None:
+def test_overall_continues_from_call_to_call() -> None:
     a, b = make(seed=1), make(seed=2)
     overall = Overall(ScoredData({"a": a, "b": b}), "a", "b", 10)
     steps = [overall.advance(0.0)["done"] for _ in range(Q)]
@@ -571,7 +571,7 @@ def test_cancelled_and_interrupted_retrainings_go_on(folder: Path) -> None:
     jobs.close()
 
 
-def test_a_retraining_that_fails_is_told_and_the_next_one_runs(
+def test_a_retraining_that_fails_is_reported_and_the_next_one_runs(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = threading.Event()

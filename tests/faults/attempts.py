@@ -276,15 +276,15 @@ def hostile_file(rng: Rng, folder: Path) -> None:
         place, value = _replace_somewhere(rng, content), rng.choice(VALUES)
         place(value)
         file.write_text(json.dumps(content))
-        told = f"{value!r:.40} in {what}"
+        messages = f"{value!r:.40} in {what}"
     elif rng.random() < 0.15:
         file.unlink()
         file.mkdir()
-        told = f"{what} is a folder"
+        messages = f"{what} is a folder"
     else:
         content = rng.choice(FILES)
         file.write_bytes(content)
-        told = f"{content[:30]!r} as {what}"
+        messages = f"{content[:30]!r} as {what}"
 
     def read() -> str:
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -293,7 +293,7 @@ def hostile_file(rng: Rng, folder: Path) -> None:
 
     ended = run(read)
     if not ended.fine and not ended.refused:
-        raise Broken(f"{told}: {ended}")
+        raise Broken(f"{messages}: {ended}")
 
 
 def _replace_somewhere(rng: Rng, content: Any) -> Callable[[Any], None]:
@@ -402,10 +402,10 @@ def network(rng: Rng) -> None:
     options["batch_size"] = rng.randint(1, 9)
     method = whence.Source.published(segments, curvature=curvature, fisher=fisher)
     what = f"{model}, {curvature}, {fisher}, {segments} segments at {steps}"
-    found = method.attribute(study, inputs[1], **options).values
-    close(found, oracle.source(segments, curvature, fisher).sum(0), f"SOURCE of {what}")
-    found = whence.TracIn().attribute(study, inputs[1], **options).values
-    close(found, oracle.tracin(), f"TracIn of {what}")
+    actual = method.attribute(study, inputs[1], **options).values
+    close(actual, oracle.source(segments, curvature, fisher).sum(0), f"SOURCE of {what}")
+    actual = whence.TracIn().attribute(study, inputs[1], **options).values
+    close(actual, oracle.tracin(), f"TracIn of {what}")
 
 
 def random_network(rng: Rng, folder: Path) -> None:
@@ -505,7 +505,7 @@ def program(rng: Rng, folder: Path) -> None:
     form = whence.Source(segments, curvature="gauss-newton", **plain)
     study = whence.Study(model, task, train, folder / "run")
     options: dict[str, Any] = {"dtype": torch.float64, "progress": False}
-    found = form.attribute(study, query, batch_size=rng.randint(1, n), **options).values
+    actual = form.attribute(study, query, batch_size=rng.randint(1, n), **options).values
     effective = (1 - settings.get("dampening", 0.0)) / (1 - momentum)
     wanted = paper(
         model,
@@ -521,7 +521,7 @@ def program(rng: Rng, folder: Path) -> None:
     )
     what = f"{model}, {kind.__name__} {settings}, {type(scheduler).__name__}, {style}, {late} late"
     what += f", {segments} of {steps}"
-    close(found, wanted, what, 1e-6)
+    close(actual, wanted, what, 1e-6)
 
 
 def groups(rng: Rng, model: Any, rate: float) -> list[dict[str, Any]]:

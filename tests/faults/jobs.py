@@ -145,7 +145,7 @@ def recipe() -> whence.Recipe:
 
 
 def truth(folder: Path) -> str:
-    found = ground_truth(
+    actual = ground_truth(
         recipe(),
         recipes.dataset(3, 9),
         0.5,
@@ -155,7 +155,7 @@ def truth(folder: Path) -> str:
         device="cpu",
         progress=False,
     )
-    return of_truth(found)
+    return of_truth(actual)
 
 
 def of_truth(found: whence.retrain.Truth) -> str:

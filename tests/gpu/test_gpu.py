@@ -64,19 +64,19 @@ def test_the_device_changes_nothing(name: str, optimizer: str, method: Any, tmp_
     else:
         run = models.train_run(model, task, train, [2, 5, 9], 0.1).run
     warnings.simplefilter("ignore")
-    found = {}
+    actual = {}
     for device in ("cpu", "cuda"):
         # a cache of its own, or the second device would read what the first has fitted
         cache = tmp_path / device
         study = whence.Study(model, task, train=train, runs=run, cache=cache)
         options: dict[str, Any] = {"device": device, "dtype": torch.float64, "progress": False}
-        found[device] = (
+        actual[device] = (
             method.attribute(study, query, **options).values,
             method.attribute(study, **options).values,
             method.attribute(study, query, **(options | {"dtype": torch.float32})).values,
         )
     single = 2e-2 if optimizer == "sgd" else 1e-1  # the mixed form at 1e-8 is sensitive
-    for cpu, gpu, close in zip(found["cpu"], found["cuda"], (1e-8, 1e-8, single), strict=True):
+    for cpu, gpu, close in zip(actual["cpu"], actual["cuda"], (1e-8, 1e-8, single), strict=True):
         np.testing.assert_allclose(gpu, cpu, rtol=0, atol=close * abs(cpu).max())
 
 
@@ -91,21 +91,21 @@ def test_factors_that_do_not_fit_on_the_gpu(optimizer: str, tmp_path: Path) -> N
         run = adam_run(model, task, train, tmp_path, rate=1e-4)
     else:
         run = models.train_run(model, task, train, [2, 5, 9], 0.1).run
-    found, peak = {}, {}
+    actual, peak = {}, {}
     for memory in ("4GB", "96MB"):
         study = whence.Study(model, task, train=train, runs=run, cache=tmp_path / memory)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         options: dict[str, Any] = {"device": "cuda", "memory": memory, "dtype": torch.float64}
         method = forms.exact(2) if optimizer == "adam" else whence.Source.published(2)
-        found[memory] = method.attribute(study, query, progress=False, batch_size=4, **options)
+        actual[memory] = method.attribute(study, query, progress=False, batch_size=4, **options)
         peak[memory] = torch.cuda.max_memory_allocated()
-    assert found["96MB"].diagnostics["factor_groups"] > 1
-    assert "factor_groups" not in found["4GB"].diagnostics
+    assert actual["96MB"].diagnostics["factor_groups"] > 1
+    assert "factor_groups" not in actual["4GB"].diagnostics
     assert peak["96MB"] < 0.8 * peak["4GB"], peak
-    together = found["4GB"].values
+    together = actual["4GB"].values
     np.testing.assert_allclose(
-        found["96MB"].values, together, rtol=0, atol=1e-7 * abs(together).max()
+        actual["96MB"].values, together, rtol=0, atol=1e-7 * abs(together).max()
     )
 
 
@@ -144,10 +144,10 @@ def test_trainings_at_once_on_the_gpu_are_those_of_the_cpu(name: str, engine: st
     trainings = [Training(s % 2, np.arange(s, 40, 2)) for s in range(3)]
     trainings += [Training(3, np.arange(25))]
     wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
-    found = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9)  # float64 is not graphed
+    actual = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-7, atol=1e-9)  # float64 is not graphed
     again = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
-    assert np.array_equal(found, again)
+    assert np.array_equal(actual, again)
 
 
 @pytest.mark.parametrize(("name", "engine"), ENGINES)
@@ -169,15 +169,15 @@ def test_a_cuda_graph_makes_the_updates_that_it_stands_for(
     monkeypatch.setattr(
         torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(1), replay(graph))[1]
     )
-    found = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
+    actual = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
     assert bool(replayed) == (name not in ("one cycle", "optimizer adagrad"))
     monkeypatch.setattr("whence.engine.graphs.WARM_UP", 10**9)
     wanted = measure(recipe, query, trainings, device="cuda", engine=engine, progress=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["optimizer nesterov", "optimizer adamw", "optimizer rmsprop"])
-def test_long_trainings_on_the_gpu_go_on_from_their_middle(
+def test_long_trainings_on_the_gpu_resume_from_their_middle(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, from a graph to a graph."""
@@ -209,8 +209,8 @@ def test_long_trainings_on_the_gpu_go_on_from_their_middle(
         patch.setattr(_StageTraining, "update", failing)
         measure(recipe, query, trainings, out=tmp_path, **options)
     assert list((tmp_path / "unfinished").iterdir())
-    found = measure(recipe, query, trainings, out=tmp_path, **options)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    actual = measure(recipe, query, trainings, out=tmp_path, **options)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_stages_and_runs_on_the_gpu(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_stages_and_runs_on_the_gpu(tmp_path: Path) -> None:
     query = recipes.dataset(5, seed=9)
     trainings = [Training(s, np.arange(20), "finetune") for s in range(3)]
     wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
-    found = measure(recipe, query, trainings, device="cuda", progress=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-7)
+    actual = measure(recipe, query, trainings, device="cuda", progress=False)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-7)
     here, there = (recipe.run(1, device=device) for device in ("cpu", "cuda"))
     for name, weight in here.final.weights().items():
         torch.testing.assert_close(weight, there.final.weights()[name], rtol=1e-8, atol=1e-10)
@@ -240,10 +240,10 @@ def test_one_at_a_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipes.recipe(model=recipes.dropout, transform=recipes.jitter)
     query = recipes.dataset(5, seed=9)
     with pytest.warns(UserWarning, match="one at a time"):
-        found = measure(recipe, query, [Training(0), Training(1)], device="cuda", progress=False)
+        actual = measure(recipe, query, [Training(0), Training(1)], device="cuda", progress=False)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "DATA_MEMORY_SHARE", 0.0)
     again = measure(recipe, query, [Training(1)], device="cuda", engine="single", progress=False)
-    assert np.array_equal(found[1], again[0])
+    assert np.array_equal(actual[1], again[0])
 
 
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "two stages", "batch norm"])
@@ -281,12 +281,12 @@ def test_runs_recorded_at_once_on_the_gpu(
             assert all(map(np.array_equal, run.batches, wanted.batches))
             for one, other in zip(run.checkpoints, wanted.checkpoints, strict=True):
                 assert one.step == other.step
-                for held in ("weights", "second_moments", "optimizer_state"):
-                    found, sought = getattr(one, held)() or {}, getattr(other, held)() or {}
-                    assert found.keys() == sought.keys()
+                for what in ("weights", "second_moments", "optimizer_state"):
+                    actual, sought = getattr(one, what)() or {}, getattr(other, what)() or {}
+                    assert actual.keys() == sought.keys()
                     for key, tensor in sought.items():
                         scale = max(0.01, float(tensor.abs().max()))
-                        torch.testing.assert_close(found[key], tensor, rtol=0, atol=close * scale)
+                        torch.testing.assert_close(actual[key], tensor, rtol=0, atol=close * scale)
 
 
 @pytest.mark.parametrize("apart", [0, 2**60], ids=["apart", "together"])
@@ -314,8 +314,8 @@ def test_batch_norm_on_the_gpu(norm: str, apart: int, monkeypatch: pytest.Monkey
             optimizer=lambda p: torch.optim.SGD(p, lr=5e-3, momentum=0.9),  # rounding grows slowly
         )
         wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
-        found = measure(recipe, query, trainings, device="cuda", engine="products", progress=False)
-        np.testing.assert_allclose(found, wanted, rtol=close, atol=close)
+        actual = measure(recipe, query, trainings, device="cuda", engine="products", progress=False)
+        np.testing.assert_allclose(actual, wanted, rtol=close, atol=close)
         assert bool(replayed) == (dtype == torch.float32)  # float64 is not graphed
 
 
@@ -328,8 +328,8 @@ def test_batch_norm_under_vmap_on_the_gpu() -> None:
     recipe = recipes.recipe(model=lambda: Started(own=True).double())
     query, trainings = recipes.dataset(5, seed=9), [Training(s, range(31)) for s in range(3)]
     wanted = measure(recipe, query, trainings, device="cpu", engine="single", progress=False)
-    found = measure(recipe, query, trainings, device="cuda", engine="vmap", progress=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9)
+    actual = measure(recipe, query, trainings, device="cuda", engine="vmap", progress=False)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("filling", [0, 2**60], ids=["one", "three"])
@@ -361,9 +361,9 @@ def test_resnet9_with_autocast_on_the_gpu(filling: int, monkeypatch: pytest.Monk
     assert (pool.engine, pool.why) == ("products", None)
     assert pool.at_once(Training(0), None, 3) == (1 if filling == 0 else 3)
     trainings = [Training(s, range(s, s + 80)) for s in range(3)]
-    found = measure(recipe, query, trainings, device="cuda", progress=False)
+    actual = measure(recipe, query, trainings, device="cuda", progress=False)
     wanted = measure(recipe, query, trainings, device="cuda", engine="single", progress=False)
-    np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std())
+    np.testing.assert_allclose(actual, wanted, atol=0.1 * wanted.std())
 
 
 def test_too_many_models_for_the_memory_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,8 +387,8 @@ def test_too_many_models_for_the_memory_are_halved(monkeypatch: pytest.MonkeyPat
     trainings = [Training(s, np.arange(20)) for s in range(7)]
     query = recipes.dataset(5, seed=9)
     with pytest.warns(UserWarning, match="do not fit into memory"):
-        found = measure(recipes.recipe(), query, trainings, device="cuda", progress=False)
-    assert asked[0] == 7 and np.isfinite(found).all() and found.shape == (7, 5)
+        actual = measure(recipes.recipe(), query, trainings, device="cuda", progress=False)
+    assert asked[0] == 7 and np.isfinite(actual).all() and actual.shape == (7, 5)
 
 
 @pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
@@ -410,7 +410,7 @@ def test_unrolling_on_the_gpu_is_that_of_the_cpu(method: Any, optimizer: str) ->
     study, query = whence.Study(recipe.build(0), recipe.task, data, run), recipes.dataset(5, 9)
     options: Any = {"dtype": torch.float64, "progress": False}
     wanted = method.attribute(study, query, device="cpu", **options).values
-    found = method.attribute(study, query, device="cuda", **options).values
-    np.testing.assert_allclose(found, wanted, rtol=1e-8, atol=1e-10 * np.abs(wanted).max())
+    actual = method.attribute(study, query, device="cuda", **options).values
+    np.testing.assert_allclose(actual, wanted, rtol=1e-8, atol=1e-10 * np.abs(wanted).max())
     again = method.attribute(study, query, device="cuda", **options).values
-    assert np.array_equal(found, again)
+    assert np.array_equal(actual, again)

@@ -439,7 +439,7 @@ def test_the_loss_is_the_models_own(reduction: str, marked: bool) -> None:
     check(model, train, query, LEFT_OUT[gpt2], task, collate)
 
 
-def test_padding_without_a_mask_is_told_by_its_labels() -> None:
+def test_padding_without_a_mask_is_known_from_its_labels() -> None:
     """Causal attention never looks at padding on the right."""
 
     def unmasked(rows: Any) -> Any:

@@ -124,8 +124,8 @@ def test_oracle_is_appendix_c_where_everything_is_diagonal() -> None:
     H, time = torch.diag(D), 3.0
     S, R = ds.preconditioned_exactly(H, time, P)
     for settings in ({"diagonal": True}, {"damping": 0.0}):
-        for found, expected in zip(ds.dynamics(H, D, time, P, **settings), (S, R), strict=True):
-            torch.testing.assert_close(found, expected)
+        for actual, expected in zip(ds.dynamics(H, D, time, P, **settings), (S, R), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 def test_oracle_exponentials_are_the_limit_of_small_updates() -> None:
@@ -144,13 +144,13 @@ def test_oracle_exponentials_are_the_limit_of_small_updates() -> None:
         return [S.T, R.T]
 
     expected = ds.extrapolated(truth)
-    for found, limit in zip(ds.preconditioned_exactly(H, time, P), expected, strict=True):
-        torch.testing.assert_close(found, limit, rtol=1e-4, atol=1e-5)
+    for actual, limit in zip(ds.preconditioned_exactly(H, time, P), expected, strict=True):
+        torch.testing.assert_close(actual, limit, rtol=1e-4, atol=1e-5)
     root = torch.diag(P.sqrt())  # the two forms of the same thing in appendix C
     S = root @ dense.F_S(root @ H @ root, time) @ torch.linalg.inv(root)
     R = root @ dense.F_r(root @ H @ root, time) @ root
-    for found, exact in zip((S.T, R), ds.preconditioned_exactly(H, time, P), strict=True):
-        torch.testing.assert_close(found, exact)
+    for actual, exact in zip((S.T, R), ds.preconditioned_exactly(H, time, P), strict=True):
+        torch.testing.assert_close(actual, exact)
 
 
 # --- SOURCE ---------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def test_source_exactly_in_single_precision_and_in_blocks() -> None:
     it = pair("conv", "adamw")
     method = forms.exact(2, fisher="exact")
     expected = it.dense.source(it.leg.segments(2), exact=True).sum(0)
-    found = method.attribute(it.study, it.query, progress=False).values
-    close(found, expected, 1e-3)
+    actual = method.attribute(it.study, it.query, progress=False).values
+    close(actual, expected, 1e-3)
     for row in range(3):  # a query's answer does not depend on its neighbours
         one = TensorDataset(*(t[row : row + 1] for t in it.query.tensors))
         close(method.attribute(it.study, one, **EXACT).values, expected[row : row + 1])
@@ -340,7 +340,7 @@ def test_sgd_written_as_a_preconditioner_of_one(name: str, damping: Any, weight_
     it = pair(name, "adam")
     ones = {n: torch.full_like(v, (1 - 1e-8) ** 2) for n, v in it.leg.moments[0].items()}
     changes = {"momentum": 0.0, "weight_decay": 0.03}
-    found = []
+    actual = []
     for kind in ({"optimizer": "sgd", "second_moments": None}, {"optimizer": "rmsprop"}):
         given = {"second_moments": [ones] * len(STEPS), "epsilon": 1e-8} | kind | changes
         study = whence.Study(
@@ -348,9 +348,9 @@ def test_sgd_written_as_a_preconditioner_of_one(name: str, damping: Any, weight_
         )
         settings = {"damping": damping, "weight_decay": weight_decay}
         method = whence.Source.published(3, "diagonal", "exact", **settings)
-        found.append(method.attribute(study, it.query, by_segment=True, **EXACT))
-    close(found[1].values, found[0].values, 1e-12)
-    close(found[1].by_segment, found[0].by_segment, 1e-12)
+        actual.append(method.attribute(study, it.query, by_segment=True, **EXACT))
+    close(actual[1].values, actual[0].values, 1e-12)
+    close(actual[1].by_segment, actual[0].by_segment, 1e-12)
 
 
 @pytest.mark.parametrize("damping", [None, 1e-5, 1e-2])
@@ -725,8 +725,8 @@ def test_preconditioned_without_second_moments(kind: str, method: Any) -> None:
 
 def test_second_moments_missing_at_one_checkpoint() -> None:
     leg = pair("mlp", "adam").leg
-    held = [*leg.moments[:3], None, *leg.moments[4:]]
-    said = refused(run_of(leg, second_moments=held))
+    moments = [*leg.moments[:3], None, *leg.moments[4:]]
+    said = refused(run_of(leg, second_moments=moments))
     assert str(STEPS[3]) in said
     assert "second_moments" in said or "second moments" in said
 
@@ -741,17 +741,17 @@ def test_second_moments_missing_for_one_parameter() -> None:
 
 def test_second_moments_of_another_shape() -> None:
     leg = pair("mlp", "adam").leg
-    held = copy.deepcopy(leg.moments)
-    held[1]["2.weight"] = held[1]["2.weight"].T[:, :2].clone()
-    assert "2.weight" in refused(run_of(leg, second_moments=held))
+    moments = copy.deepcopy(leg.moments)
+    moments[1]["2.weight"] = moments[1]["2.weight"].T[:, :2].clone()
+    assert "2.weight" in refused(run_of(leg, second_moments=moments))
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_second_moments_that_are_no_second_moments(value: float) -> None:
     leg = pair("mlp", "adam").leg
-    held = copy.deepcopy(leg.moments)
-    held[1]["2.weight"][0, 0] = value
-    assert "2.weight" in refused(run_of(leg, second_moments=held))
+    moments = copy.deepcopy(leg.moments)
+    moments[1]["2.weight"][0, 0] = value
+    assert "2.weight" in refused(run_of(leg, second_moments=moments))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "AdamW8bit", "Adam8bit", "Lion", "SOAP"])

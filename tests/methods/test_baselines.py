@@ -89,11 +89,11 @@ def test_gradient_norm_and_cosine(case: str) -> None:
     expected = sign * np.linalg.norm(g, axis=1)
     close(norms.values, np.stack([expected] * 3), 1e-9)
     close(whence.GradientNorm().attribute(study, **EXACT).values, expected, 1e-9)
-    found = whence.GradientCosine().attribute(study, query, by_layer=True, **EXACT)
-    close(found.values, -cosines(f, g), 1e-9)
-    close(found.by_layer.sum(0), found.values, 1e-9)
-    own = gradients(study, weights, "measurements", train)
-    expected = [-cosines(x[None], y[None])[0, 0] for x, y in zip(own, g, strict=True)]
+    actual = whence.GradientCosine().attribute(study, query, by_layer=True, **EXACT)
+    close(actual.values, -cosines(f, g), 1e-9)
+    close(actual.by_layer.sum(0), actual.values, 1e-9)
+    measured = gradients(study, weights, "measurements", train)
+    expected = [-cosines(x[None], y[None])[0, 0] for x, y in zip(measured, g, strict=True)]
     close(whence.GradientCosine().attribute(study, **EXACT).values, expected, 1e-9)
 
 
@@ -104,8 +104,8 @@ def test_a_zero_gradient_has_no_angle() -> None:
     data = torch.utils.data.TensorDataset(x, torch.tensor([0, 1, 2, 0]))
     run = whence.Run.from_checkpoints([model.state_dict()], [1], 0.1)
     study = whence.Study(model, whence.Classification(), train=data, runs=run)
-    found = whence.GradientCosine().attribute(study, data, progress=False).values
-    assert (found[0] == 0).all() and (found[:, 0] == 0).all() and (found[1:, 1:] != 0).all()
+    actual = whence.GradientCosine().attribute(study, data, progress=False).values
+    assert (actual[0] == 0).all() and (actual[:, 0] == 0).all() and (actual[1:, 1:] != 0).all()
 
 
 def projection(study: whence.Study, dimension: int) -> np.ndarray:
@@ -121,16 +121,16 @@ def projection(study: whence.Study, dimension: int) -> np.ndarray:
 
 def test_less_is_the_angle_of_adams_steps() -> None:
     study, moments, checkpoints = adam_study()
-    P, expected, own = projection(study, 40), np.zeros((3, 12)), np.zeros(12)
+    P, expected, selves = projection(study, 40), np.zeros((3, 12)), np.zeros(12)
     for weights, v, rate in zip(checkpoints, moments, (0.1, 0.3), strict=True):
         Γ = gradients(study, weights, "losses", TRAIN, v) @ P.T
         f = gradients(study, weights, "measurements", QUERY) @ P.T
         self = gradients(study, weights, "measurements", TRAIN) @ P.T
         expected -= rate * cosines(f, Γ)
-        own -= rate * cosines(self, Γ).diagonal()
+        selves -= rate * cosines(self, Γ).diagonal()
     method = whence.LESS(dimension=40)
     close(method.attribute(study, QUERY, batch_size=5, **EXACT).values, expected, 1e-8)
-    close(method.attribute(study, **EXACT).values, own, 1e-8)
+    close(method.attribute(study, **EXACT).values, selves, 1e-8)
 
 
 @pytest.mark.parametrize("unit_norm", [False, True])
@@ -170,11 +170,11 @@ def test_bm25_by_hand() -> None:
         for row in (query[k] for k in range(3))
     ]
     expected = by_hand(asked, documents, 1.2, 0.75)
-    found = whence.BM25().attribute(study, query, batch_size=4, **EXACT)
-    close(found.values, -expected, 1e-12)  # lower losses are better
-    own = by_hand(documents, documents, 1.2, 0.75).diagonal()
-    close(whence.BM25().attribute(study, **EXACT).values, -own, 1e-12)
-    assert [e.example for e in found.helpful(0, 1)] == [int(expected[0].argmax())]
+    actual = whence.BM25().attribute(study, query, batch_size=4, **EXACT)
+    close(actual.values, -expected, 1e-12)  # lower losses are better
+    selves = by_hand(documents, documents, 1.2, 0.75).diagonal()
+    close(whence.BM25().attribute(study, **EXACT).values, -selves, 1e-12)
+    assert [e.example for e in actual.helpful(0, 1)] == [int(expected[0].argmax())]
 
 
 def by_hand(asked: list[Any], documents: list[Any], k1: float, b: float) -> np.ndarray:
@@ -210,9 +210,9 @@ def test_bm25_of_words() -> None:
         model, whence.LanguageModeling(), train=Texts(rows), runs=run, collate=collate
     )
     query = Texts([{"input_ids": ids[0], "text": "the dog sleeps"}])
-    found = whence.BM25(field="text", k1=2.0, b=0.5).attribute(study, query, **EXACT)
+    actual = whence.BM25(field="text", k1=2.0, b=0.5).attribute(study, query, **EXACT)
     words = [["the", "cat", "sat"], ["a", "dog", "the", "dog"], ["birds", "fly"], ["the"] * 3]
-    close(found.values, -by_hand([["the", "dog", "sleeps"]], words, 2.0, 0.5), 1e-12)
+    close(actual.values, -by_hand([["the", "dog", "sleeps"]], words, 2.0, 0.5), 1e-12)
     with pytest.raises(whence.WhenceError, match="no text in a field 'words'"):
         whence.BM25(field="words").attribute(study, query, **EXACT)
 

@@ -84,8 +84,8 @@ def test_preconditioned_optimizers(kind: str) -> None:
     ]
     expected = -torch.linalg.solve(H, flat(query, names).T).T @ torch.stack(g).mean(0).T
     method = whence.Best(CONVERGED, query_at="final", floor=0.0)
-    found = method.attribute(it.study, it.query, **EXACT).values
-    close(found, (expected / oracle.sizes[segment.stage]).detach().numpy())
+    actual = method.attribute(it.study, it.query, **EXACT).values
+    close(actual, (expected / oracle.sizes[segment.stage]).detach().numpy())
 
 
 def test_few_iterations_come_close() -> None:

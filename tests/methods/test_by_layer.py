@@ -35,26 +35,26 @@ def trained(case: str) -> tuple[whence.Study, Any, models.History]:
 def test_layers_add_up(tmp_path: Path, method: str, case: str) -> None:
     study, query, _ = trained(case)
     plain = METHODS[method]().attribute(study, query, **EXACT)
-    found = METHODS[method]().attribute(study, query, by_layer=True, out=tmp_path, **EXACT)
-    assert found.by_layer.shape == (len(found.layers), *plain.shape) and not plain.layers
-    close(found.values, plain.values, 1e-10)
-    close(found.by_layer.sum(0), plain.values, 1e-10)
-    assert (abs(found.by_layer).max((1, 2)) > 0).all()
+    actual = METHODS[method]().attribute(study, query, by_layer=True, out=tmp_path, **EXACT)
+    assert actual.by_layer.shape == (len(actual.layers), *plain.shape) and not plain.layers
+    close(actual.values, plain.values, 1e-10)
+    close(actual.by_layer.sum(0), plain.values, 1e-10)
+    assert (abs(actual.by_layer).max((1, 2)) > 0).all()
     shares = [
-        [s["share_of_score"] for s in x.diagnostics.get("segments", [])] for x in (found, plain)
+        [s["share_of_score"] for s in x.diagnostics.get("segments", [])] for x in (actual, plain)
     ]
     assert shares[0] == pytest.approx(shares[1])
     opened = whence.Scores.load(tmp_path)
-    assert opened.layers == found.layers
-    np.testing.assert_array_equal(opened.by_layer, found.by_layer)
+    assert opened.layers == actual.layers
+    np.testing.assert_array_equal(opened.by_layer, actual.by_layer)
 
 
 def test_a_layer_has_the_products_of_its_own_gradients() -> None:
     """TracIn against autograd, layer by layer; grouped convolutions are one layer."""
     study, query, history = trained("conv")
     model, task, train = study.model, study.tasks["train"], study.train["train"]
-    found = whence.TracIn().attribute(study, query, by_layer=True, **EXACT)
-    expected = {name: np.zeros(found.shape) for name in found.layers}
+    actual = whence.TracIn().attribute(study, query, by_layer=True, **EXACT)
+    expected = {name: np.zeros(actual.shape) for name in actual.layers}
     for weights in history.checkpoints:
         measured = dense.per_example_gradients(model, weights, task, "measurements", query)
         losses = dense.per_example_gradients(model, weights, task, "losses", train)
@@ -62,13 +62,13 @@ def test_a_layer_has_the_products_of_its_own_gradients() -> None:
             layer = block.rsplit(".", 1)[0] if block[-1].isdigit() else block
             product = np.einsum("qoi,noi->qn", gradients.numpy(), losses[block].numpy())
             expected[layer] -= 0.1 * product
-    close(found.by_layer, np.stack([expected[name] for name in found.layers]), 1e-10)
+    close(actual.by_layer, np.stack([expected[name] for name in actual.layers]), 1e-10)
 
 
 def test_self_influence_and_several_runs() -> None:
     study, query, _ = trained("mlp")
-    own = whence.Source().attribute(study, by_layer=True, **EXACT)
-    close(own.by_layer.sum(0), whence.Source().attribute(study, **EXACT).values, 1e-10)
+    selves = whence.Source().attribute(study, by_layer=True, **EXACT)
+    close(selves.by_layer.sum(0), whence.Source().attribute(study, **EXACT).values, 1e-10)
     twice = whence.Study(
         study.model, study.tasks["train"], study.train["train"], [study.runs[0]] * 2
     )

@@ -79,8 +79,8 @@ class Pair:
         return self._averaged[segments]
 
     def attribute(self, *args: Any, method: Any = whence.FastSource, **settings: Any) -> Any:
-        made = method.published(*args, **({"fisher": "exact"} | settings))
-        return made.attribute(self.study, self.query, by_segment=True, **EXACT)
+        form = method.published(*args, **({"fisher": "exact"} | settings))
+        return form.attribute(self.study, self.query, by_segment=True, **EXACT)
 
 
 @cache
@@ -167,8 +167,8 @@ def test_source_and_fastsource_do_not_share_factors(tmp_path: Path) -> None:
                 (whence.Source, it.leg.segments(segments)),
                 (whence.FastSource, it.averaged(segments)),
             ):
-                made = method.published(segments, fisher="exact")
-                scores = made.attribute(study, it.query, **EXACT)
+                form = method.published(segments, fisher="exact")
+                scores = form.attribute(study, it.query, **EXACT)
                 close(scores.values, it.dense.source(held).sum(0))
 
 

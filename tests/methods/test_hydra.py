@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import dense_unrolled as dense
 from support import models
+from support.interrupting import interrupt
 from test_unrolled import (
     DOUBLE,
     OPTIMIZERS,
@@ -33,14 +34,14 @@ from whence.run import RunError
 
 def gradients(model: nn.Module, weights: Any, data: Any, what: str) -> torch.Tensor:
     """One row for each example, (n, p)."""
-    own = copy.deepcopy(model).double()
-    own.load_state_dict(weights)
+    copied = copy.deepcopy(model).double()
+    copied.load_state_dict(weights)
     rows = []
     for k in range(len(data)):
         batch = dense.batch_of(data, [k])
-        value = getattr(TASK, what)(own(batch[0]), batch).sum()
-        found = torch.autograd.grad(value, list(own.parameters()))
-        rows.append(torch.cat([g.reshape(-1) for g in found]))
+        value = getattr(TASK, what)(copied(batch[0]), batch).sum()
+        actual = torch.autograd.grad(value, list(copied.parameters()))
+        rows.append(torch.cat([g.reshape(-1) for g in actual]))
     return torch.stack(rows)
 
 
@@ -64,16 +65,16 @@ def test_the_hessian_dropped(name: str, tmp_path: Path) -> None:
     """The derivative of the training when each gradient is taken at constant weights."""
     query, stage = models.vectors(3, seed=4), one_stage(name)
     study = studied(tmp_path, smooth(), [stage])
-    found = Hydra().attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(smooth(), [stage], query, "none")[0])
+    actual = Hydra().attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(smooth(), [stage], query, "none")[0])
 
 
 def test_clipped_gradients(tmp_path: Path) -> None:
     query, stage = models.vectors(3, seed=4), one_stage("momentum")
     with pytest.warns(UserWarning, match="clip_norm"):
         study = studied(tmp_path, smooth(), [stage], clip_norm=0.5)
-    found = Hydra().attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(smooth(), [stage], query, "none", clip_norm=0.5)[0])
+    actual = Hydra().attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(smooth(), [stage], query, "none", clip_norm=0.5)[0])
 
 
 def test_two_stages(tmp_path: Path) -> None:
@@ -86,11 +87,11 @@ def test_two_stages(tmp_path: Path) -> None:
 
 def test_recorded_weights_are_those_replayed(tmp_path: Path) -> None:
     query, stage = models.vectors(3, seed=4), one_stage("adam")
-    kept = studied(tmp_path / "a", smooth(), [stage], every_step=True)
+    recorded = studied(tmp_path / "a", smooth(), [stage], every_step=True)
     replayed = studied(tmp_path / "b", smooth(), [stage])
-    assert kept.runs[0].trajectory and not replayed.runs[0].trajectory
-    found = [Hydra().attribute(study, query, **DOUBLE) for study in (kept, replayed)]
-    close(found[0].values, found[1].values, 1e-10)
+    assert recorded.runs[0].trajectory and not replayed.runs[0].trajectory
+    actual = [Hydra().attribute(study, query, **DOUBLE) for study in (recorded, replayed)]
+    close(actual[0].values, actual[1].values, 1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -108,26 +109,17 @@ def test_one_answer_however_it_is_computed(study: whence.Study) -> None:
     assert "adjoint_growth" not in whole.diagnostics
 
 
-def test_an_interrupted_sweep_goes_on(
+def test_an_interrupted_sweep_resumes(
     study: whence.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = models.vectors(3, seed=4)
     whole = Hydra().attribute(study, query, **DOUBLE)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
-    original, calls = Objective.slopes, 0
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return original(*args)
-
-    monkeypatch.setattr(Objective, "slopes", interrupted)
+    calls = interrupt(monkeypatch, Objective, "slopes", 6)
     with pytest.raises(KeyboardInterrupt):
         Hydra().attribute(study, query, out=tmp_path, **DOUBLE)
     scores = Hydra().attribute(study, query, out=tmp_path, **DOUBLE)
-    assert calls == 6 + 5 and (scores.values == whole.values).all()
+    assert len(calls) == 6 + 5 and (scores.values == whole.values).all()
 
 
 def with_dropout() -> nn.Module:
@@ -139,7 +131,10 @@ def test_dropout_needs_the_weights(tmp_path: Path) -> None:
     """Kept weights need no replaying; the gradients at them are those without dropout."""
     data, query = models.vectors(10), models.vectors(2, seed=4)
     recipe = Recipe(with_dropout, TASK, data, OPTIMIZERS["sgd"], batch_size=5, epochs=2)
-    runs = [recipe.run(0, tmp_path / str(kept), 2, every_step=kept) for kept in (False, True)]
+    runs = [
+        recipe.run(0, tmp_path / str(every_step), 2, every_step=every_step)
+        for every_step in (False, True)
+    ]
     studies = [whence.Study(with_dropout(), TASK, train=data, runs=run) for run in runs]
     with pytest.raises(ValueError, match=r"2 is Dropout\(p=0.3\).*cannot be replayed"):
         Hydra().attribute(studies[0], query, **DOUBLE)

@@ -31,11 +31,13 @@ METHODS: dict[str, Callable[[], Any]] = {
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
-def trained(model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, models.History]:
+def trained(
+    model: nn.Module | None = None, ends: tuple[int, ...] = (4, 8, 12, 16), **options: Any
+) -> tuple[nn.Module, models.History]:
     torch.manual_seed(0)
     model = model or models.mlp()
     task, data = whence.Classification(), models.vectors()
-    return model, models.train_run(model, task, data, [4, 8, 12, 16], 0.2, 0.5, **options)
+    return model, models.train_run(model, task, data, list(ends), 0.2, 0.5, **options)
 
 
 def values(
@@ -57,7 +59,7 @@ def test_splitting_a_stationary_segment_changes_nothing(curvature: str) -> None:
     model = models.mlp().double()
     history = models.stationary(model, [3, 4, 11, 12, 20, 29], 0.3)
     history.rates = [0.5 / (1 + step) for step in range(29)]
-    found = [
+    actual = [
         values(
             whence.Source.published(segments, curvature, fisher="exact"),
             model,
@@ -67,8 +69,8 @@ def test_splitting_a_stationary_segment_changes_nothing(curvature: str) -> None:
         )
         for segments in (1, 2, 3, 6, [11, 29])
     ]
-    for other in found[1:]:
-        close(other, found[0], 1e-9)
+    for other in actual[1:]:
+        close(other, actual[0], 1e-9)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -149,8 +151,8 @@ def test_linear_model_is_unrolled_exactly(at_optimum: bool) -> None:
             steps = list(range(1, count + 1))
             history, segments = models.train_run(model, task, train, steps, rate), count
         method = whence.Source.published(segments, fisher="exact")
-        found = values(method, model, history, train, query, task=task)
-        errors.append(abs(found - expected).max() / abs(expected).max())
+        actual = values(method, model, history, train, query, task=task)
+        errors.append(abs(actual - expected).max() / abs(expected).max())
     assert errors[2] < 0.05
     assert errors[1] < 0.6 * errors[0] and errors[2] < 0.6 * errors[1], errors
 
@@ -165,16 +167,16 @@ def test_removal_is_predicted_with_the_right_sign_and_scale() -> None:
         model.weight.copy_(best.T)
     truth = []
     for left_out in range(40):
-        kept = torch.arange(40) != left_out
-        other = torch.linalg.lstsq(x[kept], y[kept]).solution
+        remaining = torch.arange(40) != left_out
+        other = torch.linalg.lstsq(x[remaining], y[remaining]).solution
         truth.append((query.tensors[0] @ (best - other))[:, 0].numpy())
     history = models.stationary(model, [10_000], 1.0)
     for method in (
         whence.Source.published(1, fisher="exact"),
         whence.Influence.published(1e-10, fisher="exact"),
     ):
-        found = values(method, model, history, train, query, task=task)
-        close(found, np.stack(truth, 1), 0.25)  # 1/(1 - leverage), a tenth or so
+        actual = values(method, model, history, train, query, task=task)
+        close(actual, np.stack(truth, 1), 0.25)  # 1/(1 - leverage), a tenth or so
 
 
 @each_method
@@ -194,7 +196,7 @@ def test_scaling_the_measurement_scales_the_scores(method: str) -> None:
 
 @pytest.mark.parametrize("fisher", ["exact", "sampled"])
 def test_batches_and_workers_change_nothing(fisher: str) -> None:
-    model, history = trained()
+    model, history = trained(ends=(4, 8))  # every pass over the data starts the workers again
     method = whence.Source.published(segments=2, fisher=fisher)
     whole = values(method, model, history, TRAIN, QUERY)
     for batch_size in (1, 5, 12):
@@ -232,9 +234,9 @@ def test_example_order_changes_nothing(method: str) -> None:
 def test_a_duplicate_gets_the_same_score(method: str) -> None:
     model, history = trained()
     twice = Subset(TRAIN, [*range(len(TRAIN)), 5, 5])
-    found = values(METHODS[method](), model, history, twice, QUERY, batch_size=4)
-    close(found[:, -2], found[:, 5], 1e-12)
-    close(found[:, -1], found[:, 5], 1e-12)
+    actual = values(METHODS[method](), model, history, twice, QUERY, batch_size=4)
+    close(actual[:, -2], actual[:, 5], 1e-12)
+    close(actual[:, -1], actual[:, 5], 1e-12)
 
 
 def test_dict_examples_are_tuple_examples() -> None:
@@ -287,8 +289,8 @@ def test_float32_agrees_with_float64(name: str) -> None:
 def test_precision_is_honoured() -> None:
     model, history = trained()
     for dtype in (torch.float64, torch.float32):
-        found = values(METHODS["source"](), model, history, TRAIN, QUERY, dtype=dtype)
-        assert found.dtype == {torch.float64: np.float64, torch.float32: np.float32}[dtype]
+        actual = values(METHODS["source"](), model, history, TRAIN, QUERY, dtype=dtype)
+        assert actual.dtype == {torch.float64: np.float64, torch.float32: np.float32}[dtype]
 
 
 def test_same_seed_same_bits() -> None:

@@ -28,16 +28,16 @@ def study_of(model: nn.Module, task: Any, train: Any, steps: int = 4) -> whence.
 
 def similarity(metric: str, a: Tensor, b: Tensor) -> np.ndarray:
     """One pair at a time."""
-    found = np.empty((len(a), len(b)))
+    actual = np.empty((len(a), len(b)))
     for i, x in enumerate(a.detach().numpy()):
         for j, y in enumerate(b.detach().numpy()):
             if metric == "cosine":
-                found[i, j] = x @ y / (np.linalg.norm(x) * np.linalg.norm(y) or 1.0)
+                actual[i, j] = x @ y / (np.linalg.norm(x) * np.linalg.norm(y) or 1.0)
             elif metric == "dot":
-                found[i, j] = x @ y
+                actual[i, j] = x @ y
             else:
-                found[i, j] = -((x - y) ** 2).sum()
-    return found
+                actual[i, j] = -((x - y) ** 2).sum()
+    return actual
 
 
 def hidden(model: nn.Module, data: TensorDataset) -> Tensor:
@@ -59,8 +59,8 @@ def test_metrics(mlp: Any, metric: str) -> None:
     expected = similarity(metric, hidden(model, QUERY), hidden(model, TRAIN))
     close(scores.values, expected, 1e-10)
     alone = RepSim(metric).attribute(study, **EXACT)
-    own = similarity(metric, hidden(model, TRAIN), hidden(model, TRAIN)).diagonal()
-    np.testing.assert_allclose(alone.values, own, atol=1e-12)
+    selves = similarity(metric, hidden(model, TRAIN), hidden(model, TRAIN)).diagonal()
+    np.testing.assert_allclose(alone.values, selves, atol=1e-12)
     assert scores.diagnostics["representation"] == {"train": "4"}
 
 
@@ -115,13 +115,13 @@ def test_convolutions() -> None:
         model.get_submodule(name).register_forward_hook(
             lambda module, inputs, output, name=name: given.update({name: inputs[0].clone()})
         )
-    found = {}
+    actual = {}
     for what, data in (("query", query), ("train", train)):
         model(data.tensors[0])
-        found[what] = given["head"], given["circular"].mean((2, 3))
+        actual[what] = given["head"], given["circular"].mean((2, 3))
     for k, layer in enumerate((None, "circular")):
         scores = RepSim("dot", layer).attribute(study, query, **EXACT)
-        close(scores.values, similarity("dot", found["query"][k], found["train"][k]), 1e-10)
+        close(scores.values, similarity("dot", actual["query"][k], actual["train"][k]), 1e-10)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -156,15 +156,15 @@ class Pooled(whence.Classification):
 
 def test_a_task_may_have_its_own(mlp: Any) -> None:
     model, study = mlp
-    own = whence.Study(model, Pooled(), train=TRAIN, runs=study.runs[0])
-    scores = RepSim("dot").attribute(own, QUERY, **EXACT)
+    pooled = whence.Study(model, Pooled(), train=TRAIN, runs=study.runs[0])
+    scores = RepSim("dot").attribute(pooled, QUERY, **EXACT)
     close(
         scores.values,
         similarity("dot", *(model[:2](data.tensors[0]) for data in (QUERY, TRAIN))),
         1e-10,
     )
     assert scores.diagnostics["representation"] == {"train": "Pooled.representations"}
-    named = RepSim("dot", layer="4").attribute(own, QUERY, **EXACT)  # a layer that is named wins
+    named = RepSim("dot", layer="4").attribute(pooled, QUERY, **EXACT)  # a layer that is named wins
     close(named.values, RepSim("dot").attribute(study, QUERY, **EXACT).values, 1e-10)
 
 
@@ -248,8 +248,8 @@ def test_top_and_parts(mlp: Any, tmp_path: Path) -> None:
     assert top.helpful(1, 4).examples == plain.helpful(1, 4).examples
     parts = RepSim().attribute(study, QUERY, by_segment=True, **EXACT)
     assert (parts.by_segment == plain.values[None]).all()
-    kept = RepSim().attribute(study, QUERY, out=tmp_path / "scores", **EXACT)
-    assert (whence.Scores.load(tmp_path / "scores").values == kept.values).all()
+    stored = RepSim().attribute(study, QUERY, out=tmp_path / "scores", **EXACT)
+    assert (whence.Scores.load(tmp_path / "scores").values == stored.values).all()
 
 
 def test_the_model_is_left_alone(mlp: Any) -> None:

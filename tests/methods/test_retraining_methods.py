@@ -113,10 +113,10 @@ def test_diverged_trainings() -> None:
     with pytest.raises(ValueError, match=r"3 of the truth's 60 trainings diverged: .*exclude"):
         Downsampling(truth).attribute()
     scores = Downsampling(truth, exclude_diverged=True).attribute()
-    kept = np.arange(30) != 5
-    measured = whole.means[kept]
+    remaining = np.arange(30) != 5
+    measured = whole.means[remaining]
     measured[3] = whole.measurements[3, 1]
-    expected = Truth(whole.masks[kept], measured[:, None])
+    expected = Truth(whole.masks[remaining], measured[:, None])
     close(scores.values, Downsampling(expected).attribute().values, 1e-9)
     assert scores.diagnostics["diverged"] == 3 and scores.diagnostics["subsets"] == 29
 
@@ -168,14 +168,14 @@ def trained(recipe: whence.Recipe, query: Any, seed: int, **left: Any) -> np.nda
 def by_hand(recipe: whence.Recipe, query: Any, seeds: list[int], examples: Any) -> np.ndarray:
     """(seeds, q, examples)"""
     n = len(recipe.stages[0].data)
-    found = []
+    actual = []
     for seed in seeds:
         whole = trained(recipe, query, seed)
         without = [
             trained(recipe, query, seed, subset=np.delete(np.arange(n), m)) for m in examples
         ]
-        found.append(whole[:, None] - np.stack(without, 1))
-    return np.stack(found)
+        actual.append(whole[:, None] - np.stack(without, 1))
+    return np.stack(actual)
 
 
 def test_single() -> None:
@@ -222,7 +222,7 @@ def test_of_one_stage() -> None:
         LeaveOneOut(recipe).attribute(**QUIET)
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_resumes_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipes.recipe(epochs=1)
     method = LeaveOneOut(recipe, range(6))
     expected = method.attribute(query=QUERY, out=tmp_path / "whole", **QUIET)

@@ -108,13 +108,13 @@ ALL = [*CASES, *TASKS, *SHARED]
 def test_oracle_gradients_are_autograds(name: str) -> None:
     oracle = pair(name).dense
     model, task, weights = oracle.model, oracle.task, oracle.history.checkpoints[-1]
-    found = dense.per_example_gradients(model, weights, task, "losses", oracle.train)
+    actual = dense.per_example_gradients(model, weights, task, "losses", oracle.train)
     parameters = dict(model.named_parameters())
     for index, batch in enumerate(dense.examples(oracle.train)):
         loss = task.losses(task.outputs(model, batch), batch).sum()
         plain = torch.autograd.grad(loss, list(parameters.values()))
         for key, block in dense.matrices(model, dict(zip(parameters, plain, strict=True))).items():
-            torch.testing.assert_close(found[key][index], block, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(actual[key][index], block, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -161,9 +161,9 @@ def test_oracle_matrix_functions() -> None:
     values = torch.tensor([0, 1e-9, 1e-3, 1.0, 30, 1e3], dtype=torch.float64)
     H, time = basis @ torch.diag(values) @ basis.T, 7.0
     integral = (-torch.expm1(-time * values) / values).nan_to_num(nan=time)
-    for found, expected in ((dense.F_r, integral), (dense.F_S, torch.exp(-time * values))):
+    for actual, expected in ((dense.F_r, integral), (dense.F_S, torch.exp(-time * values))):
         expected = basis @ torch.diag(expected) @ basis.T
-        torch.testing.assert_close(found(H, time), expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(actual(H, time), expected, rtol=1e-9, atol=1e-11)
     # the finite sum it stands for: Σ_k η (I - ηH)^k over many small steps
     small, eye = H / 1e3, torch.eye(6, dtype=torch.float64)
     count = 20_000
@@ -370,7 +370,7 @@ def test_self_influence(name: str) -> None:
 def test_shared_weights_are_exact_or_refused(name: str, layer: str) -> None:
     it = pair(name)
     try:
-        found = {
+        actual = {
             "source": whence.Source.published(2, fisher="exact").attribute(
                 it.study, it.query, **EXACT
             ),
@@ -382,9 +382,9 @@ def test_shared_weights_are_exact_or_refused(name: str, layer: str) -> None:
     except (ValueError, TypeError, NotImplementedError) as error:
         assert layer in str(error)
         return
-    close(found["source"].values, it.dense.source(2).sum(0))
-    close(found["influence"].values, it.dense.influence(1e-3))
-    close(found["tracin"].values, it.dense.tracin())
+    close(actual["source"].values, it.dense.source(2).sum(0))
+    close(actual["influence"].values, it.dense.influence(1e-3))
+    close(actual["tracin"].values, it.dense.tracin())
 
 
 @pytest.mark.parametrize(
@@ -462,10 +462,10 @@ def test_curvature_follows_a_loss_that_a_subclass_changes() -> None:
     task, outputs = Weighted(), torch.randn(5, 3, dtype=torch.float64)
     batch = (None, torch.tensor([0, 1, 2, 2, 1]))
     factor = task.output_factor(outputs, batch)
-    for row, label, found in zip(outputs, batch[1], factor @ factor.mT, strict=True):
+    for row, label, actual in zip(outputs, batch[1], factor @ factor.mT, strict=True):
         one = (None, label.reshape(1))
         hessian = torch.func.hessian(lambda z, one=one: task.losses(z.unsqueeze(0), one)[0])(row)
-        torch.testing.assert_close(found, hessian, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(actual, hessian, rtol=1e-8, atol=1e-10)
     # and the draws have that covariance
     many = outputs[:1].repeat(40_000, 1).requires_grad_()
     twos = (None, torch.full((40_000,), 2))

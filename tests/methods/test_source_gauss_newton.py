@@ -14,8 +14,8 @@ import torch
 from support import dense, forms
 from support import dense_stages as ds
 from support.comparing import agree, close
+from support.interrupting import interrupt
 from test_influence_solvers import flat, gauss_newton
-from torch import Tensor
 
 import whence
 from whence.operators.gauss_newton import GaussNewton
@@ -101,9 +101,9 @@ def plain(name: str, segments: int, weight_decay: float = 0.0) -> np.ndarray:
 @pytest.mark.parametrize("name", [*test_exactness.MAIN, "mse-3", "binary", "twice"])
 def test_sgd(name: str, segments: int) -> None:
     it = test_exactness.pair(name)
-    found = attribute(it, segments)
-    agree(found, plain(name, segments))
-    assert found.diagnostics["lanczos"]["residual"] <= 1e-10
+    actual = attribute(it, segments)
+    agree(actual, plain(name, segments))
+    assert actual.diagnostics["lanczos"]["residual"] <= 1e-10
 
 
 def test_layers_are_not_taken_for_independent() -> None:
@@ -115,8 +115,8 @@ def test_layers_are_not_taken_for_independent() -> None:
 
 def test_weight_decay_as_curvature() -> None:
     it = test_exactness.pair("mlp")
-    found = attribute(it, 2, weight_decay="curvature")
-    agree(found, plain("mlp", 2, it.dense.history.weight_decay))
+    actual = attribute(it, 2, weight_decay="curvature")
+    agree(actual, plain("mlp", 2, it.dense.history.weight_decay))
 
 
 @pytest.mark.parametrize(
@@ -135,17 +135,17 @@ def test_preconditioned(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
 def test_damping_weight_decay_and_a_floor(kind: str) -> None:
     it = adaptive.pair("mlp", kind)
-    found = attribute(it, 2, damping=0.1, weight_decay="curvature", floor=0.5)
-    agree(found, whole(it.dense, it.leg.segments(2), 0.1, True, 0.5))
+    actual = attribute(it, 2, damping=0.1, weight_decay="curvature", floor=0.5)
+    agree(actual, whole(it.dense, it.leg.segments(2), 0.1, True, 0.5))
 
 
 def test_fastsource() -> None:
     it = adaptive.pair("mlp", "adam")
     method = forms.exact(2, curvature=WHOLE, method=whence.FastSource)
-    found = method.attribute(it.study, it.query, by_segment=True, **EXACT)
+    actual = method.attribute(it.study, it.query, by_segment=True, **EXACT)
     segments = it.leg.segments(2)
     averaged = [segment.averaged() for segment in segments]
-    agree(found, whole(it.dense, averaged))
+    agree(actual, whole(it.dense, averaged))
 
 
 @pytest.mark.parametrize("stage", [None, "before", "after"])
@@ -154,15 +154,15 @@ def test_stages_with_groups_of_their_own_rates(stage: str | None, tmp_path: Path
     it = test_stages.Trained(tmp_path / "run")
     expected = whole(it.dense, it.segments(2, 1)).sum(0)
     method = forms.exact([4, 8, 17], curvature=WHOLE, stage=stage)
-    found = method.attribute(it.study, test_stages.QUERY, **EXACT).values
-    close(found, expected if stage is None else expected[:, it.dense.columns[stage]])
+    actual = method.attribute(it.study, test_stages.QUERY, **EXACT).values
+    close(actual, expected if stage is None else expected[:, it.dense.columns[stage]])
 
 
 def test_self_influence() -> None:
     it = test_exactness.pair("mlp")
-    found = forms.exact(2, curvature=WHOLE).attribute(it.study, **EXACT).values
+    actual = forms.exact(2, curvature=WHOLE).attribute(it.study, **EXACT).values
     close(
-        found,
+        actual,
         [
             forms.exact(2, curvature=WHOLE).attribute(it.study, [row], **EXACT).values[0, k]
             for k, row in enumerate(it.dense.train)
@@ -171,19 +171,19 @@ def test_self_influence() -> None:
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 5}, {"memory": 2**20}])
-def test_nothing_hangs_on_batches_or_memory(options: dict[str, Any]) -> None:
+def test_nothing_depends_on_batches_or_memory(options: dict[str, Any]) -> None:
     """Little memory keeps fewer Krylov vectors, and takes fewer queries at a time."""
     it = test_exactness.pair("conv")
     method = forms.exact(2, curvature=WHOLE)
-    found = method.attribute(it.study, it.query, **EXACT, **options).values
-    close(found, plain("conv", 2).sum(0))
+    actual = method.attribute(it.study, it.query, **EXACT, **options).values
+    close(actual, plain("conv", 2).sum(0))
 
 
 def test_single_precision() -> None:
     it = adaptive.pair("conv", "adamw")
     method = forms.exact(2, curvature=WHOLE)
-    found = method.attribute(it.study, it.query, progress=False).values
-    close(found, whole(it.dense, it.leg.segments(2)).sum(0), 5e-3)
+    actual = method.attribute(it.study, it.query, progress=False).values
+    close(actual, whole(it.dense, it.leg.segments(2)).sum(0), 5e-3)
 
 
 def test_tokens_add_up() -> None:
@@ -192,20 +192,11 @@ def test_tokens_add_up() -> None:
     close(one.values.sum(1) + one.rest, plain("gpt-tied", 2).sum(0)[:, 2])
 
 
-def test_a_killed_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_call_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = test_exactness.pair("mlp")
     method = forms.exact(2, curvature=WHOLE)
     expected = method.attribute(it.study, it.query, **EXACT).values
-    product, left = GaussNewton.flat_product, 5
-
-    def mortal(self: GaussNewton, v: Tensor) -> Tensor:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-        return product(self, v)
-
-    monkeypatch.setattr(GaussNewton, "flat_product", mortal)
+    interrupt(monkeypatch, GaussNewton, "flat_product", 5)
     with pytest.raises(KeyboardInterrupt):
         method.attribute(it.study, it.query, out=tmp_path / "scores", **EXACT)
     again = method.attribute(it.study, it.query, out=tmp_path / "scores", **EXACT)
@@ -241,15 +232,15 @@ def test_bfloat16_is_refused() -> None:
         )
 
 
-def test_what_is_not_known_well_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poor_approximation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whence.operators.whitened.STEPS", 2)
     it = test_exactness.pair("mlp")
     with pytest.warns(
         UserWarning,
         match=r"all 3 layers together are only known to .* after 2 Lanczos",
     ):
-        found = attribute(it, 1)
-    assert found.diagnostics["lanczos"]["residual"] > 1e-3
+        actual = attribute(it, 1)
+    assert actual.diagnostics["lanczos"]["residual"] > 1e-3
 
 
 def test_the_estimate_counts_products() -> None:

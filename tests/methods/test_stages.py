@@ -298,8 +298,8 @@ def test_pooling_is_what_one_dataset_would_be() -> None:
     for name, whole in dense.moments(model, weights, task, fisher, both).items():
         torch.testing.assert_close(together[name].A, whole.A)
         torch.testing.assert_close(together[name].S, whole.S)
-        found, expected = (m.gradients.T @ m.gradients for m in (together[name], whole))
-        torch.testing.assert_close(found, expected)
+        actual, expected = (m.gradients.T @ m.gradients for m in (together[name], whole))
+        torch.testing.assert_close(actual, expected)
 
 
 # --- against real training ------------------------------------------------------------------------
@@ -483,8 +483,8 @@ def test_training_gradients_only_where_they_are_asked_for(method: str, asked: st
     counts = Counting()
     tasks = {name: counts.task(name) for name in data}
     study = whence.Study(model, tasks, train=data, runs=run)
-    made = getattr(whence, method)(2, stage=asked)
-    made.attribute(study, QUERY, **EXACT)
+    form = getattr(whence, method)(2, stage=asked)
+    form.attribute(study, QUERY, **EXACT)
     for leg in legs:
         wanted = asked in (None, leg.stage)
         segment = leg.segments(1)[0]
@@ -550,13 +550,13 @@ def test_mean_and_spread(ensemble: list[Trained], method: str) -> None:
     model = ensemble[0].model
     study = whence.Study(model, TASKS, train=DATA, runs=[it.place for it in ensemble])
     if method == "Source":
-        made: Any = whence.Source.published(4, fisher="exact")
+        form: Any = whence.Source.published(4, fisher="exact")
         by_segment = np.stack([it.dense.source(it.segments(2, 2)) for it in ensemble])
         each = by_segment.sum(1)
     else:
-        made = whence.Influence.published(1e-3, fisher="exact")
+        form = whence.Influence.published(1e-3, fisher="exact")
         each = np.stack([it.dense.influence(1e-3) for it in ensemble])
-    scores = made.attribute(study, QUERY, by_segment=method == "Source", **EXACT)
+    scores = form.attribute(study, QUERY, by_segment=method == "Source", **EXACT)
     close(scores.values, each.mean(0))
     close(scores.spread, each.std(0, ddof=1))
     if method == "Source":

@@ -56,16 +56,16 @@ def matrix(part: Random) -> Tensor:
 def held(n: int, t: int, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Gradients], Tensor]:
     """Gradients of n examples at t positions, as the library holds them and as one matrix."""
     generator = torch.Generator().manual_seed(t)
-    found, whole = {}, []
+    actual, whole = {}, []
     for block in BLOCKS:
         a = torch.randn(n, t, block.i, generator=generator, dtype=dtype)
         s = torch.randn(n, t, block.o, generator=generator, dtype=dtype)
         gradient = torch.einsum("nto,nti->noi", s, a)
         if block.bias:
             gradient = torch.cat([gradient, s.sum(1).unsqueeze(2)], 2)
-        found[block.name] = Gradients(block, [(a[:2], s[:2]), (gradient[2:], None)])
+        actual[block.name] = Gradients(block, [(a[:2], s[:2]), (gradient[2:], None)])
         whole.append(gradient.flatten(1))
-    return found, torch.cat(whole, 1)
+    return actual, torch.cat(whole, 1)
 
 
 @pytest.mark.parametrize("t", [1, 4])
@@ -109,9 +109,9 @@ def test_every_precision_has_the_same_signs(dtype: torch.dtype) -> None:
     gradients, whole = held(5, 1)
     for one in gradients.values():
         one.pieces = [(a.to(dtype), None if s is None else s.to(dtype)) for a, s in one.pieces]
-    found = random(dtype=dtype).project(gradients)
-    assert found.dtype == torch.float32
-    close(found.double(), whole @ matrix(random()).T, 5e-2 if dtype == torch.bfloat16 else 1e-5)
+    actual = random(dtype=dtype).project(gradients)
+    assert actual.dtype == torch.float32
+    close(actual.double(), whole @ matrix(random()).T, 5e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -143,8 +143,8 @@ def test_a_projection_that_leaves_a_layer_out_is_noticed(monkeypatch: pytest.Mon
     true = Random._signs
 
     def without(self: Random, block: ParameterBlock, parameters: range) -> Any:
-        for here, found in true(self, block, parameters):
-            yield here, found * (block.name != "2")
+        for here, actual in true(self, block, parameters):
+            yield here, actual * (block.name != "2")
 
     monkeypatch.setattr(Random, "_signs", without)
     with pytest.raises(RuntimeError, match="layer 2"):
@@ -342,8 +342,8 @@ def ensemble(task: Any = None) -> tuple[whence.Study, list[np.ndarray]]:
         model, half = models.mlp(), np.random.default_rng(seed).permutation(40)[:20]
         data = TensorDataset(*TRAIN[torch.from_numpy(half)])
         history = models.train_run(model, task, data, [5, 10], 0.2, batch_size=8, seed=seed)
-        made = (history.checkpoints, history.steps, history.rates)
-        runs.append(whence.Run.from_checkpoints(*made, subset=np.sort(half)))
+        recorded = (history.checkpoints, history.steps, history.rates)
+        runs.append(whence.Run.from_checkpoints(*recorded, subset=np.sort(half)))
         halves.append(half)
     return whence.Study(models.mlp(), task, train=TRAIN, runs=runs), halves
 
@@ -455,7 +455,7 @@ class Interrupted(BaseException):
     pass
 
 
-def test_projecting_goes_on_where_it_stopped(
+def test_projecting_resumes_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = case("mlp")
@@ -493,8 +493,8 @@ def test_another_measurement_is_projected_again(tmp_path: Path) -> None:
     run = it.history.run.save(tmp_path / "run")
     for task in (whence.Classification(), whence.Classification("loss")):
         fresh = whence.Study(it.model, task, train=TRAIN, runs=it.history.run)
-        kept = whence.Study(it.model, task, train=TRAIN, runs=run)
-        close(*(Trak(12).attribute(s, QUERY, **EXACT).values for s in (kept, fresh)), 1e-12)
+        cached = whence.Study(it.model, task, train=TRAIN, runs=run)
+        close(*(Trak(12).attribute(s, QUERY, **EXACT).values for s in (cached, fresh)), 1e-12)
 
 
 # --- bad input ----------------------------------------------------------------------------------
@@ -620,8 +620,8 @@ def test_on_digits() -> None:
 def test_the_same_projection_and_scores_on_a_gpu() -> None:
     there = Random(BLOCKS, 70, 1, torch.device("cuda"), torch.float64)
     rows = there.lift(torch.eye(70, dtype=torch.float64, device="cuda"))
-    found = torch.cat([rows[block.name].flatten(1) for block in BLOCKS], 1)
-    assert torch.equal(found.cpu(), matrix(random()))
+    actual = torch.cat([rows[block.name].flatten(1) for block in BLOCKS], 1)
+    assert torch.equal(actual.cpu(), matrix(random()))
     for name in CASES:
         it = case(name)
         study = whence.Study(it.model, it.task, train=it.train, runs=it.history.run)

@@ -16,6 +16,7 @@ import torch
 from support import dense_unrolled as dense
 from support import models
 from support.comparing import close
+from support.interrupting import interrupt
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
@@ -116,17 +117,17 @@ def finite_differences(model: nn.Module, stage: dict[str, Any], query: Any) -> n
     task, data, ε = stage["task"], stage["data"], 1e-5
 
     def measured(w: torch.Tensor) -> np.ndarray:
-        own = copy.deepcopy(model).double()
-        optimizer = stage["optimizer"](own.parameters())
+        copied = copy.deepcopy(model).double()
+        optimizer = stage["optimizer"](copied.parameters())
         for t, indices in enumerate(stage["batches"]):
             optimizer.param_groups[0]["lr"] = stage["rates"][t]
             batch = dense.batch_of(data, indices)
             optimizer.zero_grad()
-            (w[indices] * task.losses(task.outputs(own, batch), batch)).mean().backward()
+            (w[indices] * task.losses(task.outputs(copied, batch), batch)).mean().backward()
             optimizer.step()
         batch = dense.batch_of(query, range(len(query)))
-        found: np.ndarray = task.measurements(task.outputs(own, batch), batch).detach().numpy()
-        return found
+        actual: np.ndarray = task.measurements(task.outputs(copied, batch), batch).detach().numpy()
+        return actual
 
     ones = torch.ones(len(data), dtype=torch.float64)
     units = torch.eye(len(data), dtype=torch.float64)
@@ -139,8 +140,8 @@ def test_training_again_with_another_weight(name: str, tmp_path: Path) -> None:
     rate = OPTIMIZERS[name]([torch.zeros(1)]).defaults["lr"]
     stage = one_stage(name, rates=[rate * (1 - t / 20) for t in range(10)])
     query, study = models.vectors(3, seed=4), studied(tmp_path, smooth(), [stage])
-    found = Unrolled().attribute(study, query, **DOUBLE).values
-    close(found, finite_differences(smooth(), stage, query), 1e-7)
+    actual = Unrolled().attribute(study, query, **DOUBLE).values
+    close(actual, finite_differences(smooth(), stage, query), 1e-7)
 
 
 def test_coordinates_without_a_gradient(tmp_path: Path) -> None:
@@ -155,8 +156,8 @@ def test_coordinates_without_a_gradient(tmp_path: Path) -> None:
         "rates": [0.02] * 6,
     }
     query = models.documents(2, seed=4)
-    found = Unrolled().attribute(studied(tmp_path, model, [stage]), query, **DOUBLE).values
-    close(found, finite_differences(model, stage, query), 1e-6)
+    actual = Unrolled().attribute(studied(tmp_path, model, [stage]), query, **DOUBLE).values
+    close(actual, finite_differences(model, stage, query), 1e-6)
 
 
 MODELS: dict[str, Any] = {
@@ -193,16 +194,16 @@ def test_autograd_through_the_whole_training(name: str, curvature: str, tmp_path
     }
     model = model.double()
     study = studied(tmp_path, model, [stage])
-    found = Unrolled(curvature).attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, curvature)[0], 1e-9)
+    actual = Unrolled(curvature).attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(model, [stage], query, curvature)[0], 1e-9)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "centered"])
 def test_gauss_newton_by_optimizer(name: str, tmp_path: Path) -> None:
     model, stage, query = smooth(), one_stage(name), models.vectors(3, seed=4)
     study = studied(tmp_path, model, [stage])
-    found = Unrolled("gauss-newton").attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, "gauss-newton")[0], 1e-9)
+    actual = Unrolled("gauss-newton").attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(model, [stage], query, "gauss-newton")[0], 1e-9)
 
 
 def test_gauss_newton_is_the_hessian_of_a_linear_model(tmp_path: Path) -> None:
@@ -234,8 +235,8 @@ def test_batches_drawn_with_replacement(tmp_path: Path) -> None:
     g, stage, query = np.random.default_rng(0), one_stage(), models.vectors(3, seed=4)
     stage["batches"] = [g.integers(0, 10, size) for size in (4, 3, 5, 4, 6, 2, 4)]
     study = studied(tmp_path, smooth(), [stage])
-    found = Unrolled().attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(smooth(), [stage], query)[0], 1e-9)
+    actual = Unrolled().attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(smooth(), [stage], query)[0], 1e-9)
 
 
 # --- stages, subsets, frozen parameters ---------------------------------------------------------
@@ -262,13 +263,13 @@ def test_two_stages_with_their_own_optimizers(tmp_path: Path) -> None:
     scores = Unrolled().attribute(study, query, **DOUBLE)
     close(scores.values, np.concatenate(expected, 1), 1e-9)
     assert list(scores.stage) == ["pretrain"] * 10 + ["finetune"] * 7
-    for name, own in zip(("pretrain", "finetune"), expected, strict=True):
-        close(Unrolled(stage=name).attribute(study, query, **DOUBLE).values, own, 1e-9)
+    for name, of_stage in zip(("pretrain", "finetune"), expected, strict=True):
+        close(Unrolled(stage=name).attribute(study, query, **DOUBLE).values, of_stage, 1e-9)
     parts = Unrolled().attribute(study, query, by_segment=True, **DOUBLE).by_segment
     assert (parts[:3, :, 10:] == 0).all() and (parts[3:, :, :10] == 0).all()
 
 
-def test_an_optimizer_that_goes_on_keeps_its_state(tmp_path: Path) -> None:
+def test_an_optimizer_used_in_two_stages_keeps_its_state(tmp_path: Path) -> None:
     """Another dataset, the same momentum buffer: as one stage on both."""
     model, data, query = smooth(), models.vectors(10), models.vectors(3, seed=4)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -285,10 +286,10 @@ def test_an_optimizer_that_goes_on_keeps_its_state(tmp_path: Path) -> None:
             optimizer.step()
     train = {"a": Subset(data, range(6)), "b": Subset(data, range(6, 10))}
     study = whence.Study(model, TASK, train=train, runs=tmp_path)
-    found = Unrolled().attribute(study, query, **DOUBLE)
+    actual = Unrolled().attribute(study, query, **DOUBLE)
     expected = dense.effects(smooth(), [one_stage() | {"batches": blocks}], query)[0]
-    close(found.values, expected, 1e-9)
-    assert found.diagnostics["replay"]["deviation"] < 1e-12
+    close(actual.values, expected, 1e-9)
+    assert actual.diagnostics["replay"]["deviation"] < 1e-12
 
 
 class Branches(nn.Module):
@@ -362,7 +363,7 @@ def test_a_run_made_of_checkpoints(tmp_path: Path) -> None:
     stage, query = one_stage("momentum"), models.vectors(3, seed=4)
     study = studied(tmp_path, smooth(), [stage])
     (run,) = study.runs
-    made = whence.Run.from_checkpoints(
+    incomplete = whence.Run.from_checkpoints(
         [c.weights() for c in run.checkpoints],
         [c.step for c in run.checkpoints],
         0.1,
@@ -371,7 +372,7 @@ def test_a_run_made_of_checkpoints(tmp_path: Path) -> None:
         batches=run.batches,
         initial=run.initial.weights(),
     )
-    again = whence.Study(smooth(), TASK, train=stage["data"], runs=made)
+    again = whence.Study(smooth(), TASK, train=stage["data"], runs=incomplete)
     exact = Unrolled().attribute(study, query, **DOUBLE).values
     close(Unrolled().attribute(again, query, **DOUBLE).values, exact, 1e-9)
 
@@ -389,15 +390,15 @@ def test_expected_against_a_dense_recursion(every: int, curvature: str, tmp_path
         ends = np.linspace(0, length, -(-length // every) + 1).astype(int)
         stage["expected"] = list(pairwise(ends))
     method = Unrolled(curvature, expected=True, curvature_batch=100, credit_every=every)
-    found = method.attribute(study, query, **DOUBLE).values
-    close(found, np.concatenate(dense.effects(model, stages, query, curvature), 1), 1e-9)
+    actual = method.attribute(study, query, **DOUBLE).values
+    close(actual, np.concatenate(dense.effects(model, stages, query, curvature), 1), 1e-9)
 
 
 def test_damping_against_a_dense_recursion(tmp_path: Path) -> None:
     """v ← v - η (H_t + λ) v for plain SGD."""
     query, stage, λ = models.vectors(3, seed=4), one_stage("sgd", 9), 0.3
     study = studied(tmp_path, smooth(), [stage])
-    found = Unrolled(damping=λ).attribute(study, query, **DOUBLE).values
+    actual = Unrolled(damping=λ).attribute(study, query, **DOUBLE).values
     model, (x, y), (a, b) = smooth().double(), stage["data"].tensors, query.tensors
     shapes = {name: p.shape for name, p in model.named_parameters()}
     θ = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -419,7 +420,7 @@ def test_damping_against_a_dense_recursion(tmp_path: Path) -> None:
         expected[:, i] -= rate * v @ torch.func.jacrev(losses)(point).T / len(i)
         H = torch.func.hessian(lambda w, losses=losses: losses(w).mean())(point)
         v = v - rate * (v @ H + λ * v)
-    close(found, expected.detach().numpy(), 1e-9)
+    close(actual, expected.detach().numpy(), 1e-9)
 
 
 @pytest.mark.parametrize("expected", [False, True])
@@ -485,12 +486,12 @@ METHODS = [Unrolled(), Unrolled("gauss-newton", expected=True, curvature_batch=6
 def test_self_influence_is_the_diagonal(method: Unrolled, tmp_path: Path) -> None:
     stages = two_stages()
     study = studied(tmp_path, smooth(), stages)
-    found = method.attribute(study, **DOUBLE).values
+    actual = method.attribute(study, **DOUBLE).values
     for name, place in (("pretrain", slice(0, 10)), ("finetune", slice(10, 17))):
-        own = copy.copy(method)
-        own.stage = name
-        whole = own.attribute(study, study.train[name], **DOUBLE).values
-        close(found[place], np.diag(whole), 1e-10)
+        twin = copy.copy(method)
+        twin.stage = name
+        whole = twin.attribute(study, study.train[name], **DOUBLE).values
+        close(actual[place], np.diag(whole), 1e-10)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -577,42 +578,34 @@ def test_however_many_points_are_held(
 def test_float32_is_close(case: Any) -> None:
     study, query = case
     exact = Unrolled().attribute(study, query, **DOUBLE).values
-    found = Unrolled().attribute(study, query, progress=False)
-    assert found.values.dtype == np.float32
-    close(found.values, exact, 1e-3)
-    assert found.diagnostics["replay"]["deviation"] < 1e-2
+    actual = Unrolled().attribute(study, query, progress=False)
+    assert actual.values.dtype == np.float32
+    close(actual.values, exact, 1e-3)
+    assert actual.diagnostics["replay"]["deviation"] < 1e-2
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_an_interrupted_sweep_goes_on(
+def test_an_interrupted_sweep_resumes(
     method: Unrolled, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, query = case
     whole = method.attribute(study, query, by_segment=True, **DOUBLE)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
-    options, calls = DOUBLE | {"out": tmp_path, "by_segment": True}, 0
-    product = Objective.hessian if method.curvature == "hessian" else Objective.gauss_newton
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return product(*args)
-
-    monkeypatch.setattr(Objective, product.__name__, interrupted)
+    options = DOUBLE | {"out": tmp_path, "by_segment": True}
+    product = "hessian" if method.curvature == "hessian" else "gauss_newton"
+    calls = interrupt(monkeypatch, Objective, product, 6)
     with pytest.raises(KeyboardInterrupt):
         method.attribute(study, query, **options)
     assert (tmp_path / "sweep.safetensors").exists()
     scores = method.attribute(study, query, **options)
-    assert calls < 6 + 8  # of 9, not all again
+    assert len(calls) < 6 + 8  # of 9, not all again
     assert (scores.values == whole.values).all() and (scores.by_segment == whole.by_segment).all()
     for name in ("adjoint_growth", "segments", "replay"):
         assert scores.diagnostics[name] == whole.diagnostics[name]
     assert not (tmp_path / "sweep.safetensors").exists()
-    calls = 100
+    calls.clear()
     assert (method.attribute(study, query, **options).values == whole.values).all()
-    assert calls == 100
+    assert not calls
 
 
 def test_a_sweep_of_another_calculation_is_not_taken_up(
@@ -626,8 +619,8 @@ def test_a_sweep_of_another_calculation_is_not_taken_up(
     saved = unrolling.SweepSnapshot(tmp_path / "sweep.safetensors")
     total = unrolling.CreditSum(wrong, [3, 6, 9], apart=False)
     saved.save("another", total, 3, {"x": {WEIGHT: torch.zeros(1)}}, {})
-    found = Unrolled().attribute(study, query, out=tmp_path, **DOUBLE).values
-    assert (found == Unrolled().attribute(study, query, **DOUBLE).values).all()
+    actual = Unrolled().attribute(study, query, out=tmp_path, **DOUBLE).values
+    assert (actual == Unrolled().attribute(study, query, **DOUBLE).values).all()
     other = tmp_path / "other"
     other.mkdir()
     (other / "sweep.safetensors").write_bytes(b"nonsense")
@@ -682,14 +675,14 @@ def test_a_model_that_works_on_its_input(curvature: str, tmp_path: Path) -> None
     torch.manual_seed(0)
     model, stage, query = WorksInPlace().double(), one_stage(), models.vectors(3, seed=4)
     study = studied(tmp_path, model, [stage])
-    found = Unrolled(curvature).attribute(study, query, **DOUBLE).values
-    close(found, dense.effects(model, [stage], query, curvature)[0], 1e-9)
+    actual = Unrolled(curvature).attribute(study, query, **DOUBLE).values
+    close(actual, dense.effects(model, [stage], query, curvature)[0], 1e-9)
 
 
 # --- what is said -------------------------------------------------------------------------------
 
 
-def test_a_replay_that_strays_is_told(tmp_path: Path) -> None:
+def test_a_replay_that_strays_is_reported(tmp_path: Path) -> None:
     """The loop summed the losses of a batch, and the task says their mean."""
     model, data = smooth(), models.vectors(10)
     optimizer = SGD(model.parameters(), lr=0.05)
@@ -706,7 +699,7 @@ def test_a_replay_that_strays_is_told(tmp_path: Path) -> None:
     assert scores.diagnostics["replay"]["deviation"] > 0.5
 
 
-def test_chaos_is_told(tmp_path: Path) -> None:
+def test_chaos_is_reported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     stage = one_stage(count=40) | {"optimizer": lambda p: SGD(p, lr=6.0)}
@@ -721,7 +714,7 @@ def test_chaos_is_told(tmp_path: Path) -> None:
         )
 
 
-def test_a_derivative_beyond_the_precision_is_told() -> None:
+def test_a_derivative_beyond_the_precision_is_reported() -> None:
     replay = SimpleNamespace(steps=9, dtype=torch.float32)
     workspace: Any = SimpleNamespace(replay=replay)
     adjoint = {"0.weight": {WEIGHT: torch.full((2, 3), float("inf"))}}
@@ -771,12 +764,12 @@ def digits(folder: Path, *methods: Any) -> list[float]:
     masks = np.stack([g.permutation(200) < 100 for _ in range(20)])
     trained = [recipe.train(0, subset=mask, device="cpu") for mask in masks]
     truth = [TASK.measurements(model(batch[0]), batch).detach().numpy() for model in trained]
-    found = []
+    actual = []
     for method in methods:
         predicted = masks @ method.attribute(study, query, progress=False).values.T
         each = [spearmanr(predicted[:, q], np.array(truth)[:, q])[0] for q in range(20)]
-        found.append(float(np.mean(each)))
-    return found
+        actual.append(float(np.mean(each)))
+    return actual
 
 
 def test_digits(tmp_path: Path) -> None:
@@ -827,10 +820,10 @@ def test_a_run_without_its_start(case: Any) -> None:
 
 def changed(case: Any, **fields: Any) -> whence.Study:
     (run,) = case[0].runs
-    made = copy.copy(run)
+    incomplete = copy.copy(run)
     for name, value in fields.items():
-        setattr(made, name, value)
-    return whence.Study(smooth(), TASK, train=models.vectors(10), runs=made)
+        setattr(incomplete, name, value)
+    return whence.Study(smooth(), TASK, train=models.vectors(10), runs=incomplete)
 
 
 def test_runs_that_cannot_be_replayed(case: Any) -> None:
@@ -895,8 +888,8 @@ def test_a_head_that_came_later(tmp_path: Path) -> None:
     weights = second.state_dict()
     for k, c in enumerate(run.checkpoints):
         if c.stage == "finetune":
-            made = whence.Run.from_checkpoints([weights], [1], 0.1).final
-            run.checkpoints[k] = type(c)(c.step, c.stage, made.files)
+            final = whence.Run.from_checkpoints([weights], [1], 0.1).final
+            run.checkpoints[k] = type(c)(c.step, c.stage, final.files)
     study = whence.Study({"pretrain": first, "finetune": second}, TASK, train=train, runs=run)
     refused(study, r"stage 'finetune' has parameters .*2\.weight.*initial values are not recorded")
 

@@ -16,6 +16,7 @@ import torch
 from support import dense, judged, models
 from support import dense_stages as ds
 from support.comparing import close
+from support.interrupting import interrupt
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -355,7 +356,7 @@ def test_eigenpairs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(made) == 16
 
 
-def test_a_killed_iteration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_iteration_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = joint("mlp")
     monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     method = whence.Influence.published(λ, solver="arnoldi", rank=3, iterations=9)
@@ -372,19 +373,11 @@ def test_a_killed_iteration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return method.attribute(study, it.query, **EXACT).values
 
     expected = attribute(tmp_path / "whole")
-    product, made = GaussNewton.flat_product, []
-
-    def mortal(self: GaussNewton, v: Tensor) -> Tensor:
-        made.append(1)
-        if len(made) == 6:
-            raise KeyboardInterrupt
-        return product(self, v)
-
-    monkeypatch.setattr(GaussNewton, "flat_product", mortal)
+    calls = interrupt(monkeypatch, GaussNewton, "flat_product", 6)
     with pytest.raises(KeyboardInterrupt):
         attribute(tmp_path / "killed")
     np.testing.assert_array_equal(attribute(tmp_path / "killed"), expected)
-    assert len(made) == 6 + 4
+    assert len(calls) == 6 + 4
 
 
 def test_lanczos_of_a_matrix_with_few_directions() -> None:
@@ -504,15 +497,7 @@ def test_killed_and_called_again(
     monkeypatch.setattr(whence.persist.files.Throttle, "due", lambda _: True)
     method = whence.Influence.published(**ALL[solver])
     whole = method.attribute(it.study, it.query, out=tmp_path / "whole", **EXACT)
-    solve, calls = Inverse.__matmul__, []
-
-    def mortal(self: Any, v: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return solve(self, v)
-
-    monkeypatch.setattr(Inverse, "__matmul__", mortal)
+    calls = interrupt(monkeypatch, Inverse, "__matmul__", 3)
     with pytest.raises(KeyboardInterrupt):
         method.attribute(it.study, it.query, out=tmp_path / "killed", **EXACT)
     again = method.attribute(it.study, it.query, out=tmp_path / "killed", **EXACT)

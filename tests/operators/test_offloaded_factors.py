@@ -140,7 +140,7 @@ def test_with_room_enough_nothing_is_parted(
     assert not [w for w in recwarn if "groups of layers" in str(w.message)]
 
 
-def test_stopped_among_the_groups_it_goes_on(
+def test_stopped_among_the_groups_it_resumes(
     tmp_path: Path, crowded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stop(BaseException): ...

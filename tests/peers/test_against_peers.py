@@ -55,7 +55,7 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
     part = FitData(passes, study.data["train"], study.used(run, "train"), identity, lambda _: "")
     fitter = Fitter([part], study.store(run), batch_size=5, fisher=fisher)
     covariances, fitted = fitter.covariances(run.final), EKFAC.fit(fitter, [run.final]).factors
-    found = {}
+    actual = {}
     for site in passes.tracked.layers:
         A, S = covariances[f"{site.name}/A"], covariances[f"{site.name}/S"]
         weight = site.uses[0][0].weight
@@ -66,8 +66,8 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
             )
             order = torch.cat([order, torch.arange(len(order), len(A))])
             A = A[order][:, order]
-        found[site.name] = (A, S, fitted[site.name].eigenvalues)
-    return found
+        actual[site.name] = (A, S, fitted[site.name].eigenvalues)
+    return actual
 
 
 # --- cases --------------------------------------------------------------------------------------
@@ -213,22 +213,22 @@ def kronfluence_factors(name: str, folder: Path) -> dict[str, tuple[Tensor, Tens
     """In our conventions."""
     it = case(name)
     _, covariances, eigenvalues = ekfac_peer(name, folder / name)
-    found = {}
+    actual = {}
     for layer, sum_s in covariances["gradient_covariance"].items():
         positions = covariances["num_gradient_covariance_processed"][layer]
         A = covariances["activation_covariance"][layer] / len(it.train)
         processed = eigenvalues["num_lambda_processed"][layer]
-        found[layer] = (A, sum_s / positions, eigenvalues["lambda_matrix"][layer] / processed)
-    return found
+        actual[layer] = (A, sum_s / positions, eigenvalues["lambda_matrix"][layer] / processed)
+    return actual
 
 
 def dense_factors(it: Case, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    found = {}
+    actual = {}
     for name, m in it.dense.moments(it.dense.last, fisher).items():
         bases = torch.linalg.eigh(m.S)[1], torch.linalg.eigh(m.A)[1]
         gradients = m.gradients.unflatten(1, (len(m.S), len(m.A)))
-        found[name] = (m.A, m.S, (bases[0].T @ gradients @ bases[1]).square().sum(0))
-    return found
+        actual[name] = (m.A, m.S, (bases[0].T @ gradients @ bases[1]).square().sum(0))
+    return actual
 
 
 @pytest.mark.parametrize("ours", ["dense", "library"])
@@ -236,10 +236,12 @@ def dense_factors(it: Case, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tens
 def test_factors_against_kronfluence(name: str, ours: str, folder: Path) -> None:
     it = case(name)
     theirs = kronfluence_factors(name, folder)
-    found = dense_factors(it, "empirical") if ours == "dense" else factors_of(it.study, "empirical")
-    assert set(found) == set(theirs)
+    actual = (
+        dense_factors(it, "empirical") if ours == "dense" else factors_of(it.study, "empirical")
+    )
+    assert set(actual) == set(theirs)
     for layer, expected in theirs.items():
-        for mine, other in zip(found[layer], expected, strict=True):
+        for mine, other in zip(actual[layer], expected, strict=True):
             close(mine, other, 1e-6)
 
 
@@ -263,8 +265,8 @@ def blocks_of(it: Case, matrix: Tensor) -> dict[str, Tensor]:
         count = parameter.numel()
         where[name] = torch.arange(start, start + count).view(parameter.shape)
         start += count
-    found = dense.matrices(it.model, where)
-    return {k: matrix[v.flatten()][:, v.flatten()] for k, v in found.items()}
+    actual = dense.matrices(it.model, where)
+    return {k: matrix[v.flatten()][:, v.flatten()] for k, v in actual.items()}
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])

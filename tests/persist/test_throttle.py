@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_every_so_many_seconds(clock: Clock) -> None:
+def test_at_regular_intervals(clock: Clock) -> None:
     throttle = Throttle(20.0)
     for _ in range(3):
         clock.now += 19.9

@@ -132,7 +132,7 @@ def test_every_setting(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_stages_go_on_with_the_statistics(stage: str) -> None:
+def test_stages_continue_with_the_statistics(stage: str) -> None:
     recipe = recipes.two_stages(model=residual(momentum=None))
     trainings = [Training(s, np.arange(s, s + 17), stage) for s in range(3)]
     assert_same_models(recipe, trainings)
@@ -178,11 +178,11 @@ def test_a_frozen_batch_norm_stays_as_it_is() -> None:
 def test_what_measure_gives() -> None:
     recipe = recipes.recipe(model=residual())
     trainings = [*TRAININGS, Training(1), Training(2, range(5, 21))]
-    found = measure(recipe, QUERY, trainings, progress=False)
+    actual = measure(recipe, QUERY, trainings, progress=False)
     alone = measure(recipe, QUERY, trainings, engine="single", progress=False)
-    np.testing.assert_allclose(found, alone, rtol=1e-9)
+    np.testing.assert_allclose(actual, alone, rtol=1e-9)
     apart = [measure(recipe, QUERY, [t], progress=False)[0] for t in trainings]
-    np.testing.assert_allclose(found, apart, rtol=1e-9)
+    np.testing.assert_allclose(actual, apart, rtol=1e-9)
 
 
 def test_statistics_change_where_they_lie() -> None:
@@ -199,8 +199,8 @@ def test_statistics_change_where_they_lie() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stack, "of", classmethod(of))
         stack = train_stack(recipe, TRAININGS, "products", CPU, data, updates=4)
-    for held in (dict(stack.template.named_buffers()), stack.statistics):
-        assert {name: s.data_ptr() for name, s in held.items()} == makes[0]
+    for buffers in (dict(stack.template.named_buffers()), stack.statistics):
+        assert {name: s.data_ptr() for name, s in buffers.items()} == makes[0]
     assert stack.statistics["sequence.num_batches_tracked"].tolist() == [4, 4, 4]
     assert stack.statistics["twice.0.num_batches_tracked"].tolist() == [8, 8, 8]
 
@@ -335,13 +335,13 @@ def test_autocast_gives_weights_their_own_gradients() -> None:
     layer = stacked.stack_modules(
         plain, {n: nn.Parameter(p.unsqueeze(0)) for n, p in plain.named_parameters()}, {}, 1
     )
-    found = []
+    actual = []
     for module in (layer, plain):
         with torch.autocast("cpu", torch.bfloat16):
             y = module(x)
         assert y.dtype == torch.bfloat16
         y.float().square().sum().backward()
-        found.append(
+        actual.append(
             [
                 x.grad,
                 *(
@@ -351,7 +351,7 @@ def test_autocast_gives_weights_their_own_gradients() -> None:
             ]
         )
         x.grad = None
-    for ours, wanted in zip(*found, strict=True):
+    for ours, wanted in zip(*actual, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, wanted, rtol=0.02, atol=0.02)
 
@@ -395,9 +395,9 @@ def test_gpt2_is_stacked_as_it_is() -> None:
     )
     query, trainings = TensorDataset(ids[16:]), [Training(s, range(s, s + 10)) for s in range(3)]
     assert choose_engine(recipe, Batches("query", query), CPU) == ("products", None)
-    found = measure(recipe, query, trainings, engine="products", progress=False)
+    actual = measure(recipe, query, trainings, engine="products", progress=False)
     wanted = measure(recipe, query, trainings, engine="single", progress=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-9)
 
 
 # --- data that lies on the device --------------------------------------------------------------
@@ -421,8 +421,8 @@ def test_one_at_a_time_from_data_on_the_device(kind: Any) -> None:
     near.stages = tuple(pool._stage_on_device(stage) for stage in recipe.stages)
     assert all(stage.on_device is not None for stage in near.stages)
     assert near.fingerprint == recipe.fingerprint
-    wanted, found = (r.train(3, range(5, 40), device=CPU).state_dict() for r in (recipe, near))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted, actual = (r.train(3, range(5, 40), device=CPU).state_dict() for r in (recipe, near))
+    assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
 
 
 def test_data_that_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def test_data_that_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatc
     assert pool._stage_on_device(whole.stages[0]) is whole.stages[0]
 
 
-def test_a_recorded_run_that_was_killed_before_its_first_checkpoint_goes_on(
+def test_a_recorded_run_that_was_killed_before_its_first_checkpoint_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))

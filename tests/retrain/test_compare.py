@@ -170,10 +170,10 @@ def test_a_stage_too_few(run: whence.Run) -> None:
 
 
 def test_a_run_of_a_recipe_passes(tmp_path: Path) -> None:
-    made = recipe(with_batch_norm, adam, drop_last=True)
-    run = made.run(3, tmp_path, checkpoints=2)
+    other = recipe(with_batch_norm, adam, drop_last=True)
+    run = other.run(3, tmp_path, checkpoints=2)
     assert run.steps == 12 and {len(b) for b in run.batches or []} == {16}
-    assert differences(made, run) == [] and other_initial_weights(made, run, 3) is None
+    assert differences(other, run) == [] and other_initial_weights(other, run, 3) is None
 
 
 def test_drop_last_trains_the_same_alone_and_together() -> None:

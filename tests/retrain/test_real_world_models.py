@@ -92,12 +92,12 @@ def assert_right(
         if engine is not None:
             pool = TrainingPool.open(recipe, Batches("query", query, recipe.collate), None)
             assert (pool.engine or "single") == engine, pool.why
-        found = measure(recipe, query, trainings, progress=False)
+        actual = measure(recipe, query, trainings, progress=False)
     assert torch.equal(torch.get_rng_state(), before)
     if engine == "single":
         assert any("one at a time" in str(w.message) for w in caught)
     wanted = np.stack([plainly_measured(recipe, t, query) for t in trainings])
-    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(actual, wanted, rtol=rtol, atol=rtol)
 
 
 # --- threads -----------------------------------------------------------------------------------
@@ -119,22 +119,22 @@ def test_threads_build_the_models_of_their_seeds() -> None:
     before = torch.get_rng_state()
     torch.set_num_threads(2)
     try:
-        found = measure(recipe, QUERY, trainings, progress=False)
+        actual = measure(recipe, QUERY, trainings, progress=False)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(torch.get_rng_state(), before)
     assert not [f for f in warnings.filters if f not in filters and "lr_scheduler" in str(f)]
     wanted = measure(recipe, QUERY, trainings, engine="single", progress=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_task_that_keeps_something_is_each_threads_own() -> None:
     class Keeping(whence.Classification):
         def outputs(self, model: nn.Module, batch: Any) -> Tensor:
-            found = super().outputs(model, batch)
-            self.kept = found.square().mean(1)
-            return found
+            actual = super().outputs(model, batch)
+            self.kept = actual.square().mean(1)
+            return actual
 
         def losses(self, outputs: Tensor, batch: Any) -> Tensor:
             return super().losses(outputs, batch) + 0.1 * self.kept
@@ -145,12 +145,12 @@ def test_a_task_that_keeps_something_is_each_threads_own() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = measure(recipe, QUERY, trainings, progress=False)
+        actual = measure(recipe, QUERY, trainings, progress=False)
     finally:
         torch.set_num_threads(threads)
     assert recipe.fingerprint == same
     wanted = [plainly_measured(recipe, t, QUERY) for t in trainings]
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-9)
 
 
 def test_an_interrupt_ends_the_wait_for_another_process(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_padding_has_no_gradient_in_any_model(engine: str) -> None:
     data.tensors[0][[1, 2, 3, 5, 6, 7, 8, 19, 20, 21], 3:] = 0
     recipe = recipes.recipe(model=lambda: Padded().double(), train=data)
     trainings = [Training(seed) for seed in range(3)]
-    found = measure(recipe, tokens(4, 1), trainings, engine=engine, progress=False)
+    actual = measure(recipe, tokens(4, 1), trainings, engine=engine, progress=False)
     wanted = [plainly_measured(recipe, t, tokens(4, 1)) for t in trainings]
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-9)
 
 
 class Noisy(nn.Module):
@@ -298,10 +298,10 @@ def test_numbers_that_are_none_hide_nothing() -> None:
     recipe = recipes.recipe(train=TensorDataset(x, y))
     trainings = [Training(0, range(1, 15)), Training(0, range(10, 30)), Training(1, range(30, 48))]
     with pytest.warns(UserWarning, match="1 of 3 trainings diverged"):
-        found = measure(recipe, QUERY, trainings, progress=False)
+        actual = measure(recipe, QUERY, trainings, progress=False)
     assert TrainingPool.open(recipe, Batches("query", QUERY), None).engine == "products"
-    assert np.isnan(found).all(1).tolist() == [False, True, False]
-    np.testing.assert_allclose(found[2], plainly_measured(recipe, trainings[2], QUERY), rtol=1e-9)
+    assert np.isnan(actual).all(1).tolist() == [False, True, False]
+    np.testing.assert_allclose(actual[2], plainly_measured(recipe, trainings[2], QUERY), rtol=1e-9)
 
 
 # --- optimizers --------------------------------------------------------------------------------
@@ -505,8 +505,8 @@ def test_a_long_training_of_few_updates_is_kept_too(
     trainings = [Training(0), Training(1)]
     wanted = measure(recipe, QUERY, trainings, engine="single", progress=False)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", -1.0)
-    kept = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
-    assert np.array_equal(kept, wanted)
+    stored = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
+    assert np.array_equal(stored, wanted)
 
 
 # --- recipes -----------------------------------------------------------------------------------
@@ -560,8 +560,8 @@ def test_the_fingerprint_knows_code_by_what_it_does(tmp_path: Path) -> None:
     assert bent(lambda x: F.relu(x)).fingerprint == same
     others = [bent(F.gelu), bent(F.relu, task=Doubled()), bent(F.relu, scheduler=OfDecay)]
     assert len({same, *(r.fingerprint for r in others)}) == 4
-    held = [recipes.recipe(task=Holding()).fingerprint for _ in range(2)]
-    assert held[0] == held[1]  # whose function lies elsewhere each time
+    fingerprints = [recipes.recipe(task=Holding()).fingerprint for _ in range(2)]
+    assert fingerprints[0] == fingerprints[1]  # whose function lies elsewhere each time
     sizes = {"alpha": 0.5, "subsets": 2, "seeds": 1, "out": tmp_path, "progress": False}
     ground_truth(bent(F.relu), QUERY, **sizes)
     with pytest.raises(ValueError, match=r"differ in: .*recipe\.losses\.train"):
@@ -618,11 +618,11 @@ def test_updates_that_are_replayed(settings: dict[str, Any]) -> None:
     trainings = [Training(s, range(s, 30 + s)) for s in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = measure(recipe, QUERY, trainings, device="cuda", progress=False)
+        actual = measure(recipe, QUERY, trainings, device="cuda", progress=False)
         again = measure(recipe, QUERY, trainings, device="cuda", progress=False)
         wanted = measure(recipe, QUERY, trainings, device="cuda", engine="single", progress=False)
-    assert np.array_equal(found, again)
+    assert np.array_equal(actual, again)
     half = next(recipe.build(0).parameters()).dtype == torch.bfloat16
     np.testing.assert_allclose(
-        found, wanted, rtol=0.1 if half else 1e-4, atol=0.1 if half else 1e-4
+        actual, wanted, rtol=0.1 if half else 1e-4, atol=0.1 if half else 1e-4
     )

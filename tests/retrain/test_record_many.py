@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import models, recipes
+from support.interrupting import interrupt
 from torch import nn
 
 import whence
@@ -146,7 +147,7 @@ def test_scores_are_those_of_one_by_one(optimizer: str, together: Any, tmp_path:
     (run,) = together(recipe, [4], tmp_path, 3)
     alone, query = recipe.run(4, checkpoints=3, device="cpu"), recipes.dataset(3, seed=9)
     for method in (whence.Source.published(2), whence.Hydra(), whence.Unrolled()):
-        found, wanted = (
+        actual, wanted = (
             method.attribute(
                 whence.Study(recipe.build(0), recipe.task, recipes.dataset(), one),
                 query,
@@ -156,7 +157,7 @@ def test_scores_are_those_of_one_by_one(optimizer: str, together: Any, tmp_path:
             ).values
             for one in (run, alone)
         )
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-8 * np.abs(wanted).max())
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-8 * np.abs(wanted).max())
 
 
 # --- resumed, and refused ----------------------------------------------------------------------
@@ -180,21 +181,14 @@ def test_what_is_there_is_opened_and_the_others_are_made(
     assert together(recipe, [], tmp_path) == [] and len(made) == 2
 
 
-def test_interrupted_between_two_checkpoints_it_goes_on(
+def test_interrupted_between_two_checkpoints_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, written = recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"]), []
-    plain = ROOM.StackCheckpoint.load
-
-    def dies(*given: Any) -> None:
-        written.append(given)
-        if len(written) == 9:  # the third checkpoint of the second run
-            raise KeyboardInterrupt
-        plain(*given)
-
+    recipe = recipes.recipe(optimizer=recipes.OPTIMIZERS["adamw"])
     options: Any = {"progress": False, "device": "cpu"}
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(ROOM.StackCheckpoint, "load", dies)
+        # the third checkpoint of the second run
+        interrupt(patched, ROOM.StackCheckpoint, "load", 9)
         record(recipe, range(3), tmp_path / "runs", **options)
     first = Run.open(tmp_path / "runs/0")
     assert first.finished and not Run.open(tmp_path / "runs/1").finished
@@ -206,7 +200,7 @@ def test_interrupted_between_two_checkpoints_it_goes_on(
 
 
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "stages", "batch norm"])
-def test_long_runs_go_on_from_their_last_checkpoint(
+def test_long_runs_resume_from_their_last_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain.stack import _StageTraining
@@ -222,7 +216,7 @@ def test_long_runs_go_on_from_their_last_checkpoint(
     total = wanted[0].checkpoints[-1].step
     monkeypatch.setattr(ROOM, "LONG", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    made, written, update, load = [0], [0], _StageTraining.update, ROOM.StackCheckpoint.load
+    made, update = [0], _StageTraining.update
 
     def failing(self: Any, *arguments: Any) -> None:
         if len(self.seeds) == 3:
@@ -231,19 +225,13 @@ def test_long_runs_go_on_from_their_last_checkpoint(
             made[0] += 1
         update(self, *arguments)
 
-    def dies(*given: Any) -> None:
-        written[0] += 1
-        if written[0] == 9:  # in the second run
-            raise KeyboardInterrupt
-        load(*given)
-
     monkeypatch.setattr(_StageTraining, "update", failing)
     out = tmp_path / "runs"
     for stop in (3, total // 2, total - 1):  # before the first checkpoint, and later
         with pytest.raises(KeyboardInterrupt):
             record(recipe, range(3), out, **options)
         made[0] = stop
-    monkeypatch.setattr(ROOM.StackCheckpoint, "load", dies)
+    interrupt(monkeypatch, ROOM.StackCheckpoint, "load", 9)  # in the second run
     stop = 10**9
     with pytest.raises(KeyboardInterrupt):
         record(recipe, range(3), out, **options)

@@ -123,8 +123,8 @@ def test_measurements_are_those_of_the_trained_models() -> None:
     recipe = recipes.recipe()
     trainings = [Training(s, sub) for s, sub in enumerate(subsets(5, 24, recipes.N))]
     trainings += [Training(7), Training(8, np.arange(10, 40))]  # other sizes beside them
-    found = measure(recipe, QUERY, trainings, progress=False)
-    for row, training in zip(found, trainings, strict=True):
+    actual = measure(recipe, QUERY, trainings, progress=False)
+    for row, training in zip(actual, trainings, strict=True):
         training = training if training.subset is not None else Training(7, np.arange(recipes.N))
         model = plainly_trained(recipe, training).eval()
         batch = QUERY.tensors
@@ -156,11 +156,11 @@ def test_what_cannot_be_stacked_is_trained_alone_and_said() -> None:
     recipe = recipes.recipe(model=recipes.dropout)
     trainings = [Training(s, sub) for s, sub in enumerate(subsets(2, 24, recipes.N))]
     with pytest.warns(UserWarning, match="one at a time: .*Dropout"):
-        found = measure(recipe, QUERY, trainings, progress=False)
+        actual = measure(recipe, QUERY, trainings, progress=False)
     again = np.concatenate(  # dropout's draws depend on seed and update, not on earlier draws
         [measure(recipe, QUERY, [t], progress=False, engine="single") for t in reversed(trainings)]
     )[::-1]
-    assert np.array_equal(found, again)
+    assert np.array_equal(actual, again)
 
 
 def test_a_model_that_looks_at_the_whole_batch_is_found_out() -> None:
@@ -323,21 +323,21 @@ def started(
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_killed_process_goes_on_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_killed_process_resumes_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
     process = started(tmp_path / "truth", pause=0.2)
     assert process.stdout is not None
     for _ in range(4):
         process.stdout.readline()  # at the fourth of twelve trainings
     process.send_signal(how)
     process.wait()
-    kept = len(list((tmp_path / "truth/parts").glob("*.safetensors")))
-    assert 3 <= kept < 12
+    parts = len(list((tmp_path / "truth/parts").glob("*.safetensors")))
+    assert 3 <= parts < 12
     with pytest.raises(FileNotFoundError, match="not finished"):
         Truth.load(tmp_path / "truth")
     process = started(tmp_path / "truth")
     output, _ = process.communicate()
     assert process.returncode == 0
-    assert len(output.split()) == 12 - kept  # only the missing ones
+    assert len(output.split()) == 12 - parts  # only the missing ones
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         recipe = recipes.recipe(model=recipes.dropout)
@@ -385,7 +385,7 @@ def test_torchrun(tmp_path: Path) -> None:
     np.testing.assert_allclose(Truth.load(out).measurements, wanted.measurements, rtol=1e-10)
 
 
-def test_a_long_training_goes_on_from_its_middle(
+def test_a_long_training_resumes_from_its_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain import measure as module
@@ -411,8 +411,8 @@ def test_a_long_training_goes_on_from_its_middle(
         measure(recipe, QUERY, trainings, out=tmp_path, engine="single", progress=False)
     assert list((tmp_path / "unfinished").iterdir())
     before = len(made)
-    found = measure(recipe, QUERY, trainings, out=tmp_path, engine="single", progress=False)
-    assert np.array_equal(found, wanted)
+    actual = measure(recipe, QUERY, trainings, out=tmp_path, engine="single", progress=False)
+    assert np.array_equal(actual, wanted)
     assert len(made) - before < 20  # not from the start: it has 35 updates
     assert not list((tmp_path / "unfinished").iterdir())
 
@@ -433,7 +433,7 @@ LONG_TRAININGS: dict[str, Any] = {
         *((name, "vmap") for name in LONG_TRAININGS if name != "batch norm"),
     ],
 )
-def test_long_trainings_at_once_go_on_from_their_middle(
+def test_long_trainings_at_once_resume_from_their_middle(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain.stack import _StageTraining
@@ -441,7 +441,7 @@ def test_long_trainings_at_once_go_on_from_their_middle(
     recipe = LONG_TRAININGS[name]()
     stage = recipe.stages[0].name
     half = subsets(2, 20, len(recipe.stages[0].data))
-    trainings = [Training(k, own, stage) for k in (0, 1) for own in half]
+    trainings = [Training(k, subset, stage) for k in (0, 1) for subset in half]
     wanted = measure(recipe, QUERY, trainings, engine=engine, progress=False)
     monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
@@ -464,8 +464,8 @@ def test_long_trainings_at_once_go_on_from_their_middle(
         with pytest.raises(KeyboardInterrupt):
             measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
         assert len(list((tmp_path / "unfinished").iterdir())) == 1
-    found = measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
-    assert np.array_equal(found, wanted)
+    actual = measure(recipe, QUERY, trainings, out=tmp_path, engine=engine, progress=False)
+    assert np.array_equal(actual, wanted)
     assert made[0] == total  # none was made twice
     assert not list((tmp_path / "unfinished").iterdir())
 
@@ -488,8 +488,8 @@ def test_a_damaged_unfinished_training_is_said(
         measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
     for file in files:
         file.unlink()
-    found = measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
-    assert np.array_equal(found, measure(recipe, QUERY, trainings, progress=False))
+    actual = measure(recipe, QUERY, trainings, out=tmp_path, progress=False)
+    assert np.array_equal(actual, measure(recipe, QUERY, trainings, progress=False))
 
 
 # --- Recipe.run --------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def test_a_damaged_unfinished_training_is_said(
 
 @pytest.mark.parametrize("model", [recipes.dropout, recipes.batch_norm])
 @pytest.mark.parametrize("stop", [1, 9, 24, 30, 36])
-def test_an_interrupted_run_goes_on_with_the_same_bits(
+def test_an_interrupted_run_resumes_with_the_same_bits(
     tmp_path: Path, stop: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whence.retrain.stage import StageRecipe
@@ -543,9 +543,9 @@ def test_checkpoints_are_dealt_out_to_stages() -> None:
     ends = [24, 36]
     for asked, wanted in ((6, [3, 3]), (3, [2, 1]), ({"pretrain": 1, "finetune": 4}, [1, 4])):
         run = recipe.run(0, checkpoints=asked)
-        kept = [c.step for c in run.checkpoints]
-        assert [sum(c <= ends[0] for c in kept), sum(c > ends[0] for c in kept)] == wanted
-        assert set(ends) <= set(kept)
+        steps = [c.step for c in run.checkpoints]
+        assert [sum(c <= ends[0] for c in steps), sum(c > ends[0] for c in steps)] == wanted
+        assert set(ends) <= set(steps)
 
 
 def test_the_fingerprint_is_of_what_is_done() -> None:
@@ -726,8 +726,8 @@ def test_the_time_of_a_lock_is_short(tmp_path: Path) -> None:
 
 def test_tensor_rows() -> None:
     data = TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))
-    held = Data(Batches("train", data), CPU, torch.float64)
-    x, y = held.rows(torch.tensor([2, 0]))
+    on_device = Data(Batches("train", data), CPU, torch.float64)
+    x, y = on_device.rows(torch.tensor([2, 0]))
     assert x.tolist() == [[4, 5], [0, 1]] and y.tolist() == [2, 0] and x.dtype == torch.float64
 
 

@@ -131,9 +131,9 @@ def test_weights_changed_between_updates(change: Callable[..., None], tmp_path: 
 
 def test_weights_swapped_for_an_evaluation_and_restored_are_no_change(tmp_path: Path) -> None:
     def evaluate(model: nn.Module, k: int) -> None:
-        kept = copy.deepcopy(model.state_dict())
+        before = copy.deepcopy(model.state_dict())
         model.load_state_dict(net().state_dict())
-        model.load_state_dict(kept)
+        model.load_state_dict(before)
 
     _, run, messages = recorded(tmp_path, evaluate)
     assert not messages and not run.warnings

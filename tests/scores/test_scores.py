@@ -349,7 +349,7 @@ def score(out, values, *, key="a", top=None, segments=None, width=2, killed_afte
 @pytest.mark.usefixtures("still_clock")
 @pytest.mark.parametrize("kind", [{}, {"segments": 2}, {"top": 3}])
 @pytest.mark.parametrize("killed_after", [0, 1, 4, 9])
-def test_a_killed_call_goes_on_with_the_same_bits(tmp_path, kind, killed_after):
+def test_a_killed_call_resumes_with_the_same_bits(tmp_path, kind, killed_after):
     values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)  # 12 blocks
     score(tmp_path / "whole", values, **kind)
     with pytest.raises(Killed):

@@ -678,7 +678,7 @@ def bytes_of(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("at", [1, 3, 8, 17, 23])
-def test_killed_anywhere_it_goes_on(
+def test_killed_anywhere_it_resumes(
     it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes_everything: None, at: int
 ) -> None:
     options = BUILD | {"fisher": "sampled", "batch_size": 8}

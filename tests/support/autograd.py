@@ -47,13 +47,13 @@ def rows(
     """Gradients of these parameters, example by example."""
     parameters = dict(model.named_parameters())
     wanted = [parameters[name] for name in names]
-    found = []
+    actual = []
     for k in range(len(dataset)):
         batch = dense.batch_of([dataset[k]])
         (number,) = value(task.outputs(model, batch), batch)
         parts = torch.autograd.grad(number, wanted, allow_unused=True, materialize_grads=True)
-        found.append(torch.cat([part.detach().flatten() for part in parts]))
-    return torch.stack(found)
+        actual.append(torch.cat([part.detach().flatten() for part in parts]))
+    return torch.stack(actual)
 
 
 def products(
@@ -86,9 +86,11 @@ def check(
         warnings.simplefilter("always")
         scores = whence.TracIn().attribute(study, query, batch_size=batch_size, **EXACT)
     assert sorted(part["name"] for part in scores.excluded) == sorted(left_out)
-    told = [str(w.message) for w in caught if "left out" in str(w.message)]
-    assert len(told) == bool(left_out)
-    assert sum(name in message for message in told for name in left_out) >= min(3, len(left_out))
+    messages = [str(w.message) for w in caught if "left out" in str(w.message)]
+    assert len(messages) == bool(left_out)
+    assert sum(name in message for message in messages for name in left_out) >= min(
+        3, len(left_out)
+    )
     names = [n for n, _ in model.named_parameters() if of_module(n) not in left_out]
     expected = products(twin or model, names, train, query, task)
     error = abs(scores.values - expected).max() / abs(expected).max()

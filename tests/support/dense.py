@@ -249,7 +249,7 @@ def inputs_and_gradients(
         hook.remove()
 
     mask = task.mask(batch)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    actual: dict[str, tuple[Tensor, Tensor]] = {}
     which = 0
     for name, uses in seen.items():
         module = model.get_submodule(name)
@@ -260,8 +260,8 @@ def inputs_and_gradients(
             for block, pair in _positions(name, module, entered, s, mask).items():
                 parts.setdefault(block, []).append(pair)
         for block, pairs in parts.items():
-            found[block] = (torch.cat([a for a, _ in pairs]), torch.cat([s for _, s in pairs], 1))
-    return found
+            actual[block] = (torch.cat([a for a, _ in pairs]), torch.cat([s for _, s in pairs], 1))
+    return actual
 
 
 def _positions(
@@ -434,8 +434,8 @@ class Dense:
     def _gradients(self, checkpoint: int, quantity: str, of_query: bool) -> Blocks:
         weights = self.history.checkpoints[checkpoint]
         data = self.query if of_query and self.query is not None else self.train
-        found = per_example_gradients(self.model, weights, self.task, quantity, data, self.collate)
-        return {name: gradient.flatten(1) for name, gradient in found.items()}
+        actual = per_example_gradients(self.model, weights, self.task, quantity, data, self.collate)
+        return {name: gradient.flatten(1) for name, gradient in actual.items()}
 
     def _moments(self, checkpoint: int, fisher: str) -> dict[str, Moments]:
         kinds = {"exact": exact, "empirical": empirical}

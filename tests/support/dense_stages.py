@@ -61,16 +61,16 @@ def dynamics(
     if exact:
         return preconditioned_exactly(H + torch.diag(shift) + float(damping or 0.0) * eye, time, P)
     rate = P * (D + shift)
-    kept = torch.exp(-time * rate)
+    survival = torch.exp(-time * rate)
     if damping == "preconditioner":
-        return torch.diag(kept), torch.linalg.inv(H + torch.diag(shift + 1 / (time * P)))
+        return torch.diag(survival), torch.linalg.inv(H + torch.diag(shift + 1 / (time * P)))
     if diagonal:
         assert damping is None, "the diagonal form needs none"
         lost = torch.where(rate > 0, -torch.expm1(-time * rate) / rate, time)
-        return torch.diag(kept), torch.diag(P * lost)
+        return torch.diag(survival), torch.diag(P * lost)
     λ = 1e-8 if damping is None else float(damping)
     lost = torch.diag(-torch.expm1(-time * rate))
-    return torch.diag(kept), torch.linalg.solve(H + torch.diag(shift) + λ * eye, lost)
+    return torch.diag(survival), torch.linalg.solve(H + torch.diag(shift) + λ * eye, lost)
 
 
 def preconditioned_exactly(H: Tensor, time: float, P: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,12 +155,12 @@ class Leg:
         """Dealt out in order as equally as can be, or as lists of checkpoint numbers."""
         everything = np.arange(len(self.checkpoints))
         dealt = np.array_split(everything, spec) if isinstance(spec, int) else spec
-        found, start = [], self.start
+        actual, start = [], self.start
         for members in dealt:
             end = self.steps[members[-1]]
             rates = self.rates[start - self.start : end - self.start]
             names = {name for row in rates for name in row}
-            found.append(
+            actual.append(
                 Segment(
                     self.stage,
                     [self.checkpoints[c] for c in members],
@@ -173,21 +173,21 @@ class Leg:
                 )
             )
             start = end
-        return found
+        return actual
 
 
 def second_moments(model: nn.Module, optimizer: Any) -> Values:
     """v̂ = v / (1 - β₂^t) of Adam; RMSprop's v as it is, less the squared mean when centered."""
-    found = {}
+    actual = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         if "exp_avg_sq" in state:
             beta = optimizer.defaults["betas"][1]
-            found[name] = state["exp_avg_sq"] / (1 - beta ** int(state["step"]))
+            actual[name] = state["exp_avg_sq"] / (1 - beta ** int(state["step"]))
         elif "square_avg" in state:
             mean = state.get("grad_avg", torch.zeros_like(parameter))
-            found[name] = state["square_avg"] - mean.square()
-    return found
+            actual[name] = state["square_avg"] - mean.square()
+    return actual
 
 
 def train(
@@ -278,8 +278,8 @@ class Staged:
     def _gradients(self, key: int, stage: str, quantity: str, of_query: bool) -> Blocks:
         it = self.stages[stage]
         data = self.query if of_query else it.data
-        found = dense.per_example_gradients(it.model, self._weights[key], it.task, quantity, data)
-        return {name: gradient.flatten(1) for name, gradient in found.items()}
+        actual = dense.per_example_gradients(it.model, self._weights[key], it.task, quantity, data)
+        return {name: gradient.flatten(1) for name, gradient in actual.items()}
 
     def _moments(self, key: int, stage: str, fisher: str, step: int) -> dict[str, Moments]:
         it = self.stages[stage]
@@ -313,11 +313,11 @@ class Staged:
         how = (curvature, fisher, damping, weight_decay, exact, floor)
         if self.query is not None:
             return self._source(segments, self.last, *how)
-        found = np.zeros((len(segments), self.total))
+        actual = np.zeros((len(segments), self.total))
         for stage, columns in self.columns.items():
             each = self._source(segments, stage, *how)
-            found[:, columns] = each[:, :, columns].diagonal(axis1=1, axis2=2)
-        return found
+            actual[:, columns] = each[:, :, columns].diagonal(axis1=1, axis2=2)
+        return actual
 
     def _source(
         self,
@@ -379,8 +379,8 @@ class Staged:
         "source" needs the whole run as one segment of one stage.
         """
         key, step = self._key(self.final), segments[-1].steps[-1] if segments else 0
-        found = {s: self.moments(key, s, fisher, step) for s in self.stages}
-        together = pooled(list(found.values()), list(self.sizes.values()))
+        actual = {s: self.moments(key, s, fisher, step) for s in self.stages}
+        together = pooled(list(actual.values()), list(self.sizes.values()))
         H = dense.dense_curvature(curvature, [together])
         query = self._queries(self.last)
         shift = dict.fromkeys(query, damping)
@@ -403,17 +403,17 @@ class Staged:
 def pooled(stages: list[dict[str, Moments]], sizes: list[int]) -> dict[str, Moments]:
     """The moments of several datasets' examples taken as one dataset."""
     total = sum(sizes)
-    found = {}
+    actual = {}
     for name in dict.fromkeys(name for moments in stages for name in moments):
-        held = [(m[name], n) for m, n in zip(stages, sizes, strict=True) if name in m]
-        positions = sum(m.positions for m, _ in held)
-        found[name] = Moments(
-            sum(m.A * n for m, n in held) / total,  # type: ignore[arg-type]
-            sum(m.S * m.positions for m, _ in held) / positions,  # type: ignore[arg-type]
-            torch.cat([m.gradients * (n / total) ** 0.5 for m, n in held]),
+        present = [(m[name], n) for m, n in zip(stages, sizes, strict=True) if name in m]
+        positions = sum(m.positions for m, _ in present)
+        actual[name] = Moments(
+            sum(m.A * n for m, n in present) / total,  # type: ignore[arg-type]
+            sum(m.S * m.positions for m, _ in present) / positions,  # type: ignore[arg-type]
+            torch.cat([m.gradients * (n / total) ** 0.5 for m, n in present]),
             positions,
         )
-    return found
+    return actual
 
 
 def _of_layer(model: nn.Module, values: dict[str, float], block: str) -> float:

@@ -60,11 +60,11 @@ def slope(
     point = point if point.requires_grad else point.requires_grad_()
     objective = (w * task.losses(point, batch)).sum() / len(w)
     (pull,) = torch.autograd.grad(objective, point, create_graph=True)
-    flat, found, start = J.T @ pull.reshape(-1), [], 0
+    flat, actual, start = J.T @ pull.reshape(-1), [], 0
     for value in θ.values():
-        found.append(flat[start : start + value.numel()].reshape(value.shape))
+        actual.append(flat[start : start + value.numel()].reshape(value.shape))
         start += value.numel()
-    return found
+    return actual
 
 
 def step(
@@ -72,13 +72,13 @@ def step(
 ) -> list[Tensor]:
     """The parameters after a step, which torch makes in place: on copies, so that the graph of what
     came before stays as it is."""
-    made = [value.clone() for value in θ]
-    for value, g in zip(made, gradients, strict=True):
+    weights = [value.clone() for value in θ]
+    for value, g in zip(weights, gradients, strict=True):
         value.grad = g
     (group,) = optimizer.param_groups
     states = [optimizer.state.pop(p, {}) for p in group["params"]]
-    group["params"] = made
-    for value, state in zip(made, states, strict=True):
+    group["params"] = weights
+    for value, state in zip(weights, states, strict=True):
         # torch counts in float32, of which Adam's corrections would come out as coarse
         kept = {k: v.double() if k == "step" else v.clone() for k, v in state.items()}
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not state:
@@ -92,7 +92,7 @@ def step(
             }
         optimizer.state[value] = kept
     optimizer.step()
-    return made
+    return weights
 
 
 def effects(
@@ -121,8 +121,8 @@ def effects(
         for k in range(len(query)):
             batch = batch_of(query, [k])
             f = task.measurements(outputs(model, task, path[-1], batch), batch).sum()
-            found = torch.autograd.grad(f, weights, retain_graph=True, allow_unused=True)
-            rows.append([w * 0 if g is None else g for g, w in zip(found, weights, strict=True)])
+            actual = torch.autograd.grad(f, weights, retain_graph=True, allow_unused=True)
+            rows.append([w * 0 if g is None else g for g, w in zip(actual, weights, strict=True)])
     return [torch.stack([row[s] for row in rows]).detach().numpy() for s in range(len(stages))]
 
 
@@ -147,22 +147,22 @@ def _train(
         for t, indices in enumerate(stage["batches"]):
             if "rates" in stage:
                 optimizer.param_groups[0]["lr"] = stage["rates"][t]
-            own = w[torch.as_tensor(indices)]
-            found = slope(model, task, θ, batch_of(data, indices), own, curvature)
+            batch_weights = w[torch.as_tensor(indices)]
+            actual = slope(model, task, θ, batch_of(data, indices), batch_weights, curvature)
             if "expected" in stage and path:
                 (at,) = ((a + b) // 2 for a, b in stage["expected"] if a <= t < b)
                 whole, ones = batch_of(data, everyone), torch.ones_like(w)
                 bent = slope(model, task, θ, whole, ones, curvature)
                 credited = slope(model, task, path[before + at], whole, w, "none")
-                found = [
+                actual = [
                     g.detach() + (h - h.detach()) + (c - c.detach())
-                    for g, h, c in zip(found, bent, credited, strict=True)
+                    for g, h, c in zip(actual, bent, credited, strict=True)
                 ]
             if clip_norm is not None:
-                norm = torch.stack([g.square().sum() for g in found if g is not None]).sum().sqrt()
+                norm = torch.stack([g.square().sum() for g in actual if g is not None]).sum().sqrt()
                 factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-                found = [g if g is None else g * factor for g in found]
-            θ = dict(zip(θ, step(optimizer, list(θ.values()), found), strict=True))
+                actual = [g if g is None else g * factor for g in actual]
+            θ = dict(zip(θ, step(optimizer, list(θ.values()), actual), strict=True))
             yield θ
         before += len(stage["batches"])
 

@@ -21,9 +21,9 @@ class Flat:
 
     def __init__(self, study: whence.Study) -> None:
         run = study.runs[0]
-        found = study.passes(run, device=torch.device("cpu"), dtype=torch.float64, quiet=True)
+        actual = study.passes(run, device=torch.device("cpu"), dtype=torch.float64, quiet=True)
         self.study = study
-        self.sites = found[study.stages[-1]].tracked.layers
+        self.sites = actual[study.stages[-1]].tracked.layers
         self.blocks = {b.name: b for site in self.sites for b in site.blocks}
 
     def gradients(
@@ -54,10 +54,10 @@ class Flat:
 
     def _row(self, model: Any, value: Tensor) -> Tensor:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+        actual = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
         of = {
             id(p): torch.zeros_like(p) if g is None else g
-            for p, g in zip(parameters, found, strict=True)
+            for p, g in zip(parameters, actual, strict=True)
         }
         parts = []
         for site in self.sites:

@@ -13,5 +13,5 @@ def exact(*args: Any, method: Any = whence.Source, **settings: Any) -> whence.So
     """Appendix C without the diagonal approximation and without an inverse."""
     names = ("segments", "curvature", "fisher")
     given = dict(zip(names, args, strict=False))
-    made: whence.Source = method(**(UNCOUPLED | given | settings))
-    return made
+    form: whence.Source = method(**(UNCOUPLED | given | settings))
+    return form

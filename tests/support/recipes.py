@@ -154,8 +154,8 @@ def plainly_trained(recipe: whence.Recipe, training: Training) -> nn.Module:
         torch.manual_seed(training.seed)
         model = recipe.model().train()
     for stage in recipe.stages:
-        own = training.subset if stage.name == recipe.stage(training.stage).name else None
-        examples = np.arange(len(stage.data)) if own is None else np.asarray(own)
+        subset = training.subset if stage.name == recipe.stage(training.stage).name else None
+        examples = np.arange(len(stage.data)) if subset is None else np.asarray(subset)
         optimizer, step = stage.optimizer(model.parameters()), 0
         total = stage.epochs * -(-len(examples) // stage.batch_size)
         scheduler = stage.scheduler(optimizer, total) if stage.scheduler else None

@@ -62,9 +62,9 @@ def train(
     with recorder:
         for step in range(start, stop):
             batch = np.random.default_rng(step).choice(len(TRAIN), 4, replace=False)
-            own = torch.utils.data.default_collate([TRAIN[int(k)] for k in batch[rank::size]])
+            share = torch.utils.data.default_collate([TRAIN[int(k)] for k in batch[rank::size]])
             optimizer.zero_grad()
-            TASK.losses(TASK.outputs(model, own), own).mean().backward()
+            TASK.losses(TASK.outputs(model, share), share).mean().backward()
             recorder.step(batch)
             optimizer.step()
         if stop < STEPS:

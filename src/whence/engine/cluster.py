@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from whence.errors import InvalidInput, MissingDependency, RankFailed
+from whence.errors import InvalidInput, RankFailed, optional
 from whence.world import World
 
 RETRIES = 5  # for work whose worker died
@@ -16,12 +16,8 @@ START = 20.0  # seconds for which all workers are waited for
 
 def connect() -> Any:
     """Ray, connected to its cluster, or to a new one on this machine."""
-    try:
+    with optional("executor='ray' needs Ray", "ray"):
         import ray
-    except ImportError as error:
-        raise MissingDependency(
-            "executor='ray' needs Ray: pip install 'whence-tda[ray]'"
-        ) from error
     if not ray.is_initialized():
         # a cluster on this machine, whose workers import from the same paths
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

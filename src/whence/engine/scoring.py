@@ -354,10 +354,10 @@ def _exhaust(vectors: Iterable[Any]) -> None:
 
 
 def readouts(
-    workspace: Workspace, vectors: Any, scale: float, examples: int, own: Collection[str] = ()
+    workspace: Workspace, vectors: Any, scale: float, examples: int, plain: Collection[str] = ()
 ) -> Readouts:
     """The vectors, times `scale`, in whichever basis makes the inner products with this many
-    examples cheapest; of the blocks `own`, in the parameters'. Their memory is reused."""
+    examples cheapest; of the blocks `plain`, in the parameters'. Their memory is reused."""
     if isinstance(vectors, PlainGradients):
         return {k: vectors.readouts.pop(k).scaled(scale) for k in list(vectors.readouts)}
     ready: Readouts = {}
@@ -365,7 +365,7 @@ def readouts(
         value, basis = vectors.values.pop(name), vectors.bases[name]
         block, t = workspace.blocks[name], workspace.positions[name]
         if basis is not None and (
-            name in own
+            name in plain
             or cost.rotate_queries(block, len(value)) < cost.rotate_examples(block, t, examples)
         ):
             value, basis = rotate(value, basis, None), None

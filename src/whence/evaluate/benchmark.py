@@ -13,7 +13,6 @@ Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``R`` seeds, ``K`` 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from whence.persist.files import (
     write_bytes,
     write_json,
 )
+from whence.persist.identity import sha256_of
 from whence.retrain import Truth
 from whence.retrain.truth import FIELDS
 from whence.table import Table, Tabled, estimate
@@ -232,7 +232,7 @@ class Benchmark:
         address = url.removesuffix(DESCRIPTION).rstrip("/")
         raw = _fetched(f"{address}/{DESCRIPTION}", DESCRIPTION_LIMIT)
         base = as_path(cache) if cache is not None else _cache() / "benchmarks"
-        folder = base / hashlib.sha256(raw).hexdigest()[:16]
+        folder = base / sha256_of(raw)[:16]
         make_folder(folder)
         write_bytes(folder / DESCRIPTION, raw)
         content = read_json(folder / DESCRIPTION, schema=SCHEMA, remedy=REMEDY)
@@ -283,7 +283,7 @@ def score_against(
 
 
 def _identity(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"bytes": len(data), "sha256": sha256_of(data)}
 
 
 def _inside(name: Any) -> str:

@@ -29,14 +29,14 @@ calibrate(scores)), so methods without a unit can be calibrated too.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whence.errors import InvalidInput, InvalidType, MissingDependency, warn
+from whence.errors import InvalidInput, InvalidType, optional, warn
 from whence.evaluate.groups import SAME, Floats, Groups, centred, group, locate
+from whence.persist.identity import sha256_of
 from whence.scores import Scores
 
 if TYPE_CHECKING:
@@ -151,10 +151,8 @@ def warn_unchanged(reason: str, scores: Scores) -> None:
 
 def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
     """The slope of the measured on the predicted changes (q, M); or why there is none."""
-    try:
+    with optional("calibrate needs SciPy", "eval"):
         from scipy.special import stdtrit
-    except ImportError as error:
-        raise MissingDependency("calibrate needs SciPy: pip install 'whence-tda[eval]'") from error
     p, t = centred(predicted), centred(groups.measured)
     m = groups.subsets
     a, b, tt = (p * t).sum(0), (p * p).sum(0), float((t * t).sum())
@@ -231,11 +229,9 @@ def scaled(scores: Scores, truth: Truth, fit: Fit) -> Scores:
 
 def fingerprint(truth: Truth) -> str:
     """SHA-256 of a truth's subsets and measurements."""
-    sha = hashlib.sha256(f"{truth.recipe} {truth.query} {truth.stage}".encode())
-    for array in (truth.masks, truth.measurements):
-        sha.update(repr(array.shape).encode())
-        sha.update(np.ascontiguousarray(array).tobytes())
-    return sha.hexdigest()
+    arrays = truth.masks, truth.measurements
+    about = f"{truth.recipe} {truth.query} {truth.stage}"
+    return sha256_of(about, *(part for array in arrays for part in (repr(array.shape), array)))
 
 
 def _noise(truth: Truth, groups: Groups) -> tuple[Floats | None, Floats | None]:

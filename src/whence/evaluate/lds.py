@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput, MissingDependency, MissingKey
+from whence.errors import InvalidInput, MissingKey, optional
 from whence.evaluate.groups import Floats, Given, group
 from whence.evaluate.plots import StrPath, plot_lds
 from whence.retrain.contrast import mean_of_sound
@@ -128,7 +128,7 @@ class LDS(Tabled):
         return Table(None, facts, title=f"LDS of {self.method}{runs}")
 
 
-class Comparison(dict[str, LDS]):
+class Comparison(Tabled, dict[str, LDS]):
     """The LDS of several methods on one truth: a dict that prints as a table, best first."""
 
     def difference(self, one: str, other: str) -> Difference:
@@ -158,12 +158,6 @@ class Comparison(dict[str, LDS]):
             cells += [None if result.ceiling is None else f"{result.ceiling:.3f}", result.queries]
             rows.append(cells)
         return Table(heads, rows)
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 def described(result: Any) -> str:
@@ -387,10 +381,8 @@ def noise_ceiling(
     """How well the mean over seeds correlates with the mean over endlessly many, at most: the root
     of its `reliability`, with r the rank correlation of two halves. ``valid`` (M, R) are the
     trainings that count."""
-    try:
+    with optional("lds needs SciPy", "eval"):
         from scipy.stats import rankdata
-    except ImportError as error:
-        raise MissingDependency("lds needs SciPy: pip install 'whence-tda[eval]'") from error
     halves_agree = []
     for halves in split(truth, valid, random):
         u, v = (rankdata(half, axis=0) - (len(half) + 1) / 2 for half in halves)

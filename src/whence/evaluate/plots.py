@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from whence.errors import InvalidInput, MissingDependency
+from whence.errors import InvalidInput, optional
 from whence.table import one_line
 
 if TYPE_CHECKING:
@@ -219,11 +219,9 @@ def plot_calibration(
 @contextmanager
 def _figure(size: tuple[float, float], path: StrPath | None) -> Iterator[tuple[Figure, Axes]]:
     """A figure with one axis, in our style; written to ``path`` at the end."""
-    try:
+    with optional("plots need matplotlib", "plots"):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("plots need matplotlib: pip install 'whence-tda[plots]'") from error
     suffix = "" if path is None else Path(path).suffix.lower()
     if path is not None and suffix not in (".png", ".pdf", ".svg"):
         raise InvalidInput(f"path={os.fspath(path)!r} must end in .png, .pdf or .svg")

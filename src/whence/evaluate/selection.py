@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Subset
 
-from whence.errors import InvalidInput, MissingDependency
+from whence.errors import InvalidInput, optional
 from whence.evaluate.groups import Floats, Ints, columns
 from whence.retrain import Training, measure
 from whence.retrain.measure import TrainingOptions
@@ -74,12 +74,8 @@ class Selection(Tabled):
             raise InvalidInput("all trainings diverged: lower the learning rate of the recipe")
         if len(pairs) == 1:
             return float(pairs[0]), (np.nan, np.nan)
-        try:
+        with optional("the interval needs SciPy", "eval"):
             from scipy.special import stdtrit
-        except ImportError as error:
-            raise MissingDependency(
-                "the interval needs SciPy: pip install 'whence-tda[eval]'"
-            ) from error
         half = stdtrit(len(pairs) - 1, 0.975) * pairs.std(ddof=1) / len(pairs) ** 0.5
         return float(pairs.mean()), (float(pairs.mean() - half), float(pairs.mean() + half))
 
@@ -143,10 +139,10 @@ def select(
     sign = 1.0 if scores.higher_is_better else -1.0
     sign = -sign if scores.is_self_influence else sign
     help_ = np.nan_to_num(sign * mean_scores(scores, choosing)[where], nan=-np.inf)
-    kept = np.zeros(count, dtype=bool)
-    kept[_order(help_, duplicate_of)[:size]] = True
+    selected = np.zeros(count, dtype=bool)
+    selected[_order(help_, duplicate_of)[:size]] = True
     every = range(seeds) if isinstance(seeds, int) else seeds
-    trainings = [Training(s) for s in every] + [Training(s, kept, about.name) for s in every]
+    trainings = [Training(s) for s in every] + [Training(s, selected, about.name) for s in every]
     for s in every:
         mask = np.zeros(count, dtype=bool)
         mask[random.permutation(count)[:size]] = True
@@ -158,7 +154,7 @@ def select(
     means[np.isnan(means).any(2)] = np.nan  # diverged
     by_kind = [dict(zip(kinds, means[:, :, k], strict=True)) for k in range(len(what))]
     return Selection(
-        kept,
+        selected,
         help_,
         by_kind[0],
         len(judging),

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from whence.errors import InvalidInput, MissingDependency
+from whence.errors import InvalidInput, optional
 from whence.explore.explorer import Explorer
 from whence.explore.jobs import Jobs
 from whence.explore.scored_data import Given, ScoredData, open_scores
@@ -121,12 +120,7 @@ class Running:
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -228,13 +222,9 @@ def prepare(
     Args:
         framed: a page at localhost, such as a notebook, may show this one in a frame.
     """
-    try:
+    with optional("the explorer needs FastAPI and uvicorn", "explore"):
         import fastapi
         import uvicorn
-    except ImportError as error:
-        raise MissingDependency(
-            "the explorer needs FastAPI and uvicorn: pip install 'whence-tda[explore]'"
-        ) from error
     del fastapi, uvicorn
     if host not in LOCAL:
         raise InvalidInput(

@@ -6,12 +6,10 @@ So the products themselves are captured (`seen`). They have positions before exa
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from whence.layers.kind import Kind, refused_subclass, register
+from whence.layers.kind import Kind, register
 from whence.layers.linear import Linear
 
 
@@ -26,16 +24,7 @@ class Projection(Kind):
     def refusal(self, module: nn.Module) -> str | None:
         if module._parameters.get("in_proj_weight") is None:
             return "it projects queries, keys and values with weights of their own (kdim, vdim)"
-        return refused_subclass(module, nn.MultiheadAttention)
-
-    def shape(self, module: Any) -> tuple[int, int, int]:
-        return 1, 3 * module.embed_dim, module.embed_dim
-
-    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
-        return [x]
-
-    def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
-        return [gradient]
+        return super().refusal(module)
 
 
 class Output(Linear):

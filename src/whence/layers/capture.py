@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -20,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from whence.errors import InvalidInput
 from whence.layers.kind import Kind, Places
 from whence.layers.rows import Rows
 
@@ -291,12 +291,7 @@ class Tape:
             F.linear = self._product  # type: ignore[assignment]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._functional:
             F.linear = self._linear
         for handle in self._handles:
@@ -398,6 +393,15 @@ class Tape:
         if any(call.x._version != call.version for call in calls):
             return "its input is changed in place after it is read"
         return None
+
+    def check(self) -> None:
+        """Refuse a layer whose calls cannot be used."""
+        for layer in self.layers:
+            problem = self.problem(layer)
+            if problem:
+                raise InvalidInput(
+                    f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
+                )
 
     def shared(self, layer: TrackedLayer) -> bool:
         """Whether all calls look up the same rows for every example of the batch."""

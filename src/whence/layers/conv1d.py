@@ -24,12 +24,6 @@ class Conv1D(Kind):
         inputs, outputs = module.weight.shape
         return 1, outputs, inputs
 
-    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
-        return [x.reshape(len(x), -1, x.shape[-1])]
-
-    def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
-        return [gradient.reshape(len(gradient), -1, gradient.shape[-1])]
-
     def matrices(self, module: Any, weight: Tensor) -> list[Tensor]:
         return [weight.T]
 

@@ -15,21 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whence.layers.kind import Kind, register, same_forward
+from whence.layers.kind import Kind, register, register_each
 from whence.layers.shifted import add_shifted_gram, patch_sums
 
 MIN_CHANNELS = 16  # from here on, many small products are faster than one large one
 
 
 class Convolution(Kind):
-    def refusal(self, module: nn.Module) -> str | None:
-        assert isinstance(self.module, type)
-        inside = [getattr(c, "_conv_forward", None) for c in (type(module), self.module)]
-        if same_forward(module, self.module) and inside[0] is inside[1]:
-            return None
-        base = self.module.__name__
-        return f"{type(module).__name__} is a subclass of {base} with its own forward"
-
     def shape(self, module: Any) -> tuple[int, int, int]:
         o = module.out_channels
         return module.groups, o // module.groups, module.weight.numel() // o
@@ -44,10 +36,6 @@ class Convolution(Kind):
 
     def matrices(self, module: Any, weight: Tensor) -> list[Tensor]:
         return list(weight.movedim(1, -1).reshape(self.shape(module)))
-
-
-class Conv1d(Convolution):
-    module = nn.Conv1d
 
 
 class Conv2d(Convolution):
@@ -69,21 +57,10 @@ class Conv2d(Convolution):
         return patch_sums(image)
 
 
-class Conv3d(Convolution):
-    module = nn.Conv3d
-
-
 class Transposed(Kind):
     """Output gradients are patches, (place in the kernel, channel); inputs are pixels."""
 
     bias_column = False
-
-    def refusal(self, module: nn.Module) -> str | None:
-        assert isinstance(self.module, type)
-        if same_forward(module, self.module):
-            return None
-        base = self.module.__name__
-        return f"{type(module).__name__} is a subclass of {base} with its own forward"
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         i = module.in_channels
@@ -104,18 +81,6 @@ class Transposed(Kind):
         parts = weight.reshape(groups, i, *weight.shape[1:])
         parts = parts.movedim(1, -1).movedim(1, -2)  # (g, ..., c, i)
         return list(parts.reshape(groups, o, i))
-
-
-class ConvTranspose1d(Transposed):
-    module = nn.ConvTranspose1d
-
-
-class ConvTranspose2d(Transposed):
-    module = nn.ConvTranspose2d
-
-
-class ConvTranspose3d(Transposed):
-    module = nn.ConvTranspose3d
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -149,5 +114,6 @@ def _padded(module: Any, x: Tensor) -> Tensor:
     return F.pad(x, pads) if any(pads) else x
 
 
-for kind in (Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d):
-    register(kind())
+register(Conv2d())
+register_each(Convolution, nn.Conv1d, nn.Conv3d)
+register_each(Transposed, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from whence.layers.kind import Kind, refused_subclass, register
+from whence.layers.kind import Kind, register
 from whence.layers.rows import Rows
 
 SCALED = "ScaledWordEmbedding"  # of transformers: rows times `embed_scale`
@@ -19,12 +19,7 @@ class Embedding(Kind):
 
     def refusal(self, module: nn.Module) -> str | None:
         scaled = type(module).__name__.endswith(SCALED) and hasattr(module, "embed_scale")
-        return (None if scaled else refused_subclass(module, nn.Embedding)) or _changes_weights(
-            module
-        )
-
-    def shape(self, module: nn.Embedding) -> tuple[int, int, int]:
-        return 1, module.num_embeddings, module.embedding_dim
+        return (None if scaled else super().refusal(module)) or _changes_weights(module)
 
     def inputs(self, module: nn.Embedding, x: Tensor) -> list[Rows]:
         ids = x.reshape(len(x), -1).long()
@@ -34,9 +29,6 @@ class Embedding(Kind):
             weights = torch.ones_like(ids).to(module.weight) if weights is None else weights
             weights = weights * torch.as_tensor(scale, dtype=weights.dtype, device=ids.device)
         return [Rows(ids, module.num_embeddings, weights)]
-
-    def gradients(self, module: nn.Embedding, gradient: Tensor) -> list[Tensor]:
-        return [gradient.reshape(len(gradient), -1, module.embedding_dim)]
 
 
 class EmbeddingBag(Kind):
@@ -49,10 +41,7 @@ class EmbeddingBag(Kind):
         assert isinstance(module, nn.EmbeddingBag)
         if module.mode == "max":
             return "the maximum over a bag is not linear in the rows"
-        return refused_subclass(module, nn.EmbeddingBag) or _changes_weights(module)
-
-    def shape(self, module: nn.EmbeddingBag) -> tuple[int, int, int]:
-        return 1, module.num_embeddings, module.embedding_dim
+        return super().refusal(module) or _changes_weights(module)
 
     def inputs(self, module: nn.EmbeddingBag, x: Tensor) -> list[Rows]:
         ids = x.reshape(len(x), -1).long()
@@ -62,9 +51,6 @@ class EmbeddingBag(Kind):
         if module.mode == "mean":
             weights = weights / weights.sum(1, keepdim=True).clamp_min(1)
         return [Rows(ids, module.num_embeddings, weights)]
-
-    def gradients(self, module: nn.EmbeddingBag, gradient: Tensor) -> list[Tensor]:
-        return [gradient.reshape(len(gradient), 1, module.embedding_dim)]
 
 
 def _changes_weights(module: nn.Module) -> str | None:

@@ -117,19 +117,6 @@ class Router(Kind):
             and not module._modules
         )
 
-    def refusal(self, module: nn.Module) -> str | None:
-        return None
-
-    def shape(self, module: Any) -> tuple[int, int, int]:
-        o, i = module.weight.shape
-        return 1, o, i
-
-    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
-        return [x]
-
-    def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
-        return [gradient]
-
 
 register(Experts())
 register(Router())

@@ -7,8 +7,9 @@ in the output at each position t, the per-example gradient of the weight has one
     lookup          y_t = W[a_t]        G = Σ_t 1[a_t] s_tᵀ       a row numbers, s (n, t, i)
     elementwise     y_t = w ∘ a_t       g = Σ_t s_t ∘ a_t         a and s (n, t, d)
 
-A kind turns the module's input x and the gradient at its output, dloss/dy, into `a` and `s`. A
-layer that consists of several independent ones (a grouped convolution) gives one pair per block.
+A kind turns the module's input x and the gradient at its output, dloss/dy, into `a` and `s`; by
+default, as for `nn.Linear`. A layer that consists of several independent ones (a grouped
+convolution) gives one pair per block.
 
 x and y are seen in one of four ways (`Kind.seen`):
 
@@ -22,7 +23,6 @@ To support another layer, write a subclass and `register` it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -78,7 +78,7 @@ class Notes(Protocol):
     def __call__(self, weight: str, x: Tensor, y: Tensor, places: Places | None = None) -> None: ...
 
 
-class Kind(ABC):
+class Kind:
     """How to capture one kind of layer. All methods are pure."""
 
     #: the class of the modules, or patterns of its name where importing it would cost too much
@@ -100,9 +100,13 @@ class Kind(ABC):
         """Whether a module of that class, or of a subclass, is of this kind."""
         return True
 
-    @abstractmethod
     def refusal(self, module: nn.Module) -> str | None:
-        """Why this module cannot be captured; None if it can."""
+        """Why this module cannot be captured, such as a subclass with a forward of its own; None if
+        it can."""
+        base = self.module
+        if not isinstance(base, type) or base is nn.Module or same_forward(module, base):
+            return None
+        return f"{type(module).__name__} is a subclass of {base.__name__} with its own forward"
 
     def parts(self, module: Any) -> Sequence[Part]:
         """The matrices of a module that has several, each a layer of its own; else none."""
@@ -117,14 +121,15 @@ class Kind(ABC):
         """What the host's forward computes. It calls `note` with x and y of every weight."""
         return note.forward(*args, **kwargs)
 
-    @abstractmethod
     def shape(self, module: Any) -> tuple[int, int, int]:
         """(blocks, o, i) without the bias coordinate; (1, rows, i) of a lookup, (1, d, 1) of an
         elementwise layer."""
+        o, i = module._parameters[self.attributes[0]].shape
+        return 1, o, i
 
-    @abstractmethod
     def inputs(self, module: Any, x: Tensor) -> Sequence[Tensor | Rows]:
-        """`a` of each block: (n, t, i), or `Rows` of a lookup."""
+        """`a` of each block: (n, t, i), or `Rows` of a lookup. Middle axes of x are positions."""
+        return [x.reshape(len(x), -1, x.shape[-1])]
 
     def add_gram(self, module: Any, x: Tensor, total: Tensor) -> Tensor | None:
         """Add Σ a aᵀ over all positions to the upper triangle of total (i, i) without forming `a`.
@@ -133,9 +138,9 @@ class Kind(ABC):
         """
         return None
 
-    @abstractmethod
     def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
         """`s` (n, t, o) of each block."""
+        return [gradient.reshape(len(gradient), -1, gradient.shape[-1])]
 
     def matrices(self, module: Any, weight: Tensor) -> list[Tensor]:
         """A tensor shaped like the weight as matrices (o, i), one per block."""
@@ -157,6 +162,12 @@ def register(kind: Kind) -> None:
     KINDS.insert(0, kind)
 
 
+def register_each(kind: type[Kind], *modules: type[nn.Module]) -> None:
+    """Track several classes of modules by one kind."""
+    for module in modules:
+        register(type(module.__name__, (kind,), {"module": module})())
+
+
 def kind_of(module: nn.Module) -> Kind | None:
     """The first kind that has the module's class and claims it, if any."""
     classes = type(module).__mro__
@@ -173,11 +184,5 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def same_forward(module: nn.Module, base: type[nn.Module]) -> bool:
     """Whether a (subclass) module computes exactly what its base class computes."""
-    return type(module).forward is base.forward
-
-
-def refused_subclass(module: nn.Module, base: type[nn.Module]) -> str | None:
-    """Why a subclass with a forward of its own is refused; None if it has none."""
-    if same_forward(module, base):
-        return None
-    return f"{type(module).__name__} is a subclass of {base.__name__} with its own forward"
+    methods = "forward", "_conv_forward"
+    return all(getattr(type(module), m, None) is getattr(base, m, None) for m in methods)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.layers.kind import Kind, refused_subclass, register
+from whence.layers.kind import Kind, register
 
 
 class Norm(Kind):
@@ -22,10 +22,6 @@ class Norm(Kind):
 
     form = "elementwise"
     channels_first = False
-
-    def refusal(self, module: nn.Module) -> str | None:
-        assert isinstance(self.module, type)
-        return refused_subclass(module, self.module)
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         return 1, module.weight.numel(), 1
@@ -72,7 +68,7 @@ class BatchNorm(Norm):
     def refusal(self, module: nn.Module) -> str | None:
         if getattr(module, "running_mean", None) is None:
             return "without running statistics, its output depends on the rest of the batch"
-        return refused_subclass(module, _BatchNorm)
+        return super().refusal(module)
 
     def normalised(self, module: _BatchNorm, x: Tensor) -> Tensor:
         mean, variance = module.running_mean, module.running_var
@@ -98,9 +94,6 @@ class NamedNorm(Norm):
             and parameters.keys() <= {"weight", "bias"}
             and all(p.dim() == 1 for p in parameters.values())
         )
-
-    def refusal(self, module: nn.Module) -> str | None:
-        return None
 
     def normalised(self, module: Any, x: Tensor) -> Tensor:
         outputs = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from whence.layers.kind import Kind, Seen
 
@@ -22,9 +22,6 @@ class Bias(Kind):
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-
-    def refusal(self, module: nn.Module) -> str | None:
-        return None
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         return 1, module.bias.numel(), 1
@@ -46,9 +43,6 @@ class Direct(Kind):
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
-
-    def refusal(self, module: nn.Module) -> str | None:
-        return None
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         return 1, module._parameters[self.attribute].numel(), 1

@@ -168,8 +168,7 @@ class Passes:
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
     ) -> Iterator[BackwardPass]:
         named = examples_of(data.name, indices)
-        layers = self.tracked.layers
-        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
+        tape = Tape(self.model, self.tracked.layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), named, tape:
             outputs = self.task.outputs(self.model, batch)
             if self.observe is not None:
@@ -183,12 +182,7 @@ class Passes:
                 values = self._values(outputs, batch, indices, signal)
                 directions = [(values.sum(), None)]
         alone = self._alone(data, indices, values, signal) if signal.name != "exact" else {}
-        for layer in self.tracked.layers:
-            problem = tape.problem(layer)
-            if problem:
-                raise InvalidInput(
-                    f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
-                )
+        tape.check()
         seen = [output for output, _ in directions[:1]]
         seen += [call.x for calls in tape.calls.values() for call in calls]
         mask = self.task.mask(batch)
@@ -299,8 +293,7 @@ class Passes:
     def _diagnosis(self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal) -> str:
         """Run a bad batch again, and name the first layer and examples that are not finite."""
         plain = Signal("loss") if signal.name == "exact" else signal
-        layers = self.tracked.layers
-        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
+        tape = Tape(self.model, self.tracked.layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), tape:
             outputs = self.task.outputs(self.model, batch)
             self._check_targets(data, indices, outputs, batch)
@@ -370,7 +363,8 @@ def load_weights(
             + "; ".join(problems)
             + ". Give Study the model that was trained, or the run that trained it"
         )
-    backed = {name for name, _ in named_tensors(model)}
+    kinds = model.named_parameters, model.named_buffers
+    backed = {name for named in kinds for name, _ in named(remove_duplicate=False)}
     for name in sorted(shared - backed):  # what a module only shows, such as a quantized one
         if not torch.equal(state[name].cpu(), weights[name].to(state[name].dtype)):
             raise InvalidInput(
@@ -381,12 +375,6 @@ def load_weights(
     with torch.no_grad():
         for name in (shared & backed) - set(later):
             state[name].copy_(weights[name])
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def rounded_products(dtype: torch.dtype, device: torch.device) -> str:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from whence.errors import InvalidInput
-from whence.layers.kind import Kind, Notes, Part, Places, refused_subclass, register
+from whence.layers.kind import Kind, Notes, Part, Places, register_each
 
 State = tuple[Tensor, ...]  # h, and c of an LSTM
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -40,10 +40,6 @@ class Recurrent(Kind):
     def __init__(self, weight: str = "") -> None:
         self.weight = weight
 
-    def refusal(self, module: nn.Module) -> str | None:
-        assert isinstance(self.module, type)
-        return refused_subclass(module, self.module)
-
     def parts(self, module: Any) -> list[Part]:
         weights = [name for name in module._parameters if name.startswith("weight")]
         pairs = [(name, name.replace("weight", "bias", 1)) for name in weights]
@@ -56,12 +52,6 @@ class Recurrent(Kind):
     def shape(self, module: Any) -> tuple[int, int, int]:
         o, i = module._parameters[self.weight].shape
         return 1, o, i
-
-    def inputs(self, module: Any, x: Tensor) -> list[Tensor]:
-        return [x.reshape(len(x), -1, x.shape[-1])]
-
-    def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
-        return [gradient.reshape(len(gradient), -1, gradient.shape[-1])]
 
     def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
         return _forward(host, partial(_Products, host, F.linear, note), note.n, *args, **kwargs)
@@ -206,5 +196,4 @@ def _packed(x: Tensor, numbers: Tensor, like: PackedSequence) -> PackedSequence:
     return like._replace(data=data)
 
 
-for each in FAMILIES:
-    register(type(each.__name__, (Recurrent,), {"module": each})())
+register_each(Recurrent, *FAMILIES)

@@ -211,12 +211,7 @@ class Separation:
         with torch.enable_grad(), tape:
             each = values(self.task.outputs(self.model, batch), batch)
             total = each.sum()
-        for layer in layers:
-            problem = tape.problem(layer)
-            if problem:
-                raise InvalidInput(
-                    f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
-                )
+        tape.check()
         factors = tape.backward(total, None, self.task.mask(batch), keep=False)
         parts = [sketch(part, seed) for seed, (_, blocks) in enumerate(factors) for part in blocks]
         return each.detach(), torch.cat(parts, 1)

@@ -41,9 +41,9 @@ def unsharded(model: nn.Module) -> nn.Module:
         plain = type(module).__mro__[2]  # FSDP's class for it, FSDPModule, the class itself
         memo[id(module)] = object.__new__(plain)
     for module in units:
-        own = {name: value for name, value in vars(module).items() if not _of_fsdp(name)}
-        own |= {name: _other_hooks(hooks) for name, hooks in own.items() if name.endswith("_hooks")}
-        vars(memo[id(module)]).update(copy.deepcopy(own, memo), **{UNIT: True})
+        state = {name: value for name, value in vars(module).items() if not _of_fsdp(name)}
+        hooks = {name: _other_hooks(h) for name, h in state.items() if name.endswith("_hooks")}
+        vars(memo[id(module)]).update(copy.deepcopy(state | hooks, memo), **{UNIT: True})
     return copy.deepcopy(model, memo)
 
 
@@ -75,8 +75,8 @@ def _of_fsdp(name: str) -> bool:
 
 def _other_hooks(hooks: Mapping[int, Any]) -> Mapping[int, Any]:
     """The hooks of a module that FSDP did not register."""
-    kept = [(k, h) for k, h in hooks.items() if "fsdp" not in str(getattr(h, "__module__", ""))]
-    return type(hooks)(kept)  # type: ignore[call-arg]
+    others = [(k, h) for k, h in hooks.items() if "fsdp" not in str(getattr(h, "__module__", ""))]
+    return type(hooks)(others)  # type: ignore[call-arg]
 
 
 # --- weights when they are needed ---------------------------------------------------------------

@@ -48,6 +48,9 @@ class Method(ABC):
     _linear = False  # whether scores are linear in the queries' measurements
     _fixed: tuple[str, ...] = ()  # settings of a base class that this method does not have
 
+    def __init__(self, stage: str | None = None) -> None:
+        self.stage = stage
+
     @abstractmethod
     def score(
         self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None

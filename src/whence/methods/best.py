@@ -27,7 +27,6 @@ from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
 from whence.operators.gauss_newton import GaussNewton
 from whence.operators.operator import survival as F_S
-from whence.run import Segment
 
 MOST_RESIDUAL = 0.5  # of conjugate gradients, without a warning: eight iterations leave about 0.1
 
@@ -80,9 +79,6 @@ class Best(SegmentedMethod):
         self.iterations, self.relative_damping = iterations, relative_damping
         along: Any = {"query_at": query_at, "floor": floor, "seed": seed}
         super().__init__(segments, curvature, fisher, stage, **along)
-
-    def rates(self, workspace: Workspace, segment: Segment) -> Rates:
-        return Rates.of(workspace, segment, floor=self.floor)
 
     def operator(
         self, workspace: Workspace, term: Term, rates: Rates, resident: int

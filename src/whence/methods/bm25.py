@@ -37,6 +37,7 @@ WORDS = re.compile(r"\w+")
 class Corpus:
     """How many examples have each word, and how long examples are."""
 
+    workspace: Workspace
     examples: int = 0
     words: int = 0
     having: Counter[Any] = field(default_factory=Counter)
@@ -74,7 +75,7 @@ class BM25(Similarity):
         self.field, self.k1, self.b, self.stage = field, float(k1), float(b), stage
 
     def prepare(self, workspace: Workspace) -> Corpus:
-        corpus = Corpus()
+        corpus = Corpus(workspace)
         for stage in workspace.stages:
             data = workspace.scored_data(stage)
             for block in cut(len(data), workspace.batch_size):
@@ -84,15 +85,10 @@ class BM25(Similarity):
         return corpus
 
     def features(
-        self,
-        workspace: Workspace,
-        prepared: Corpus,
-        examples: Queries,
-        checkpoint: Weights,
-        as_query: bool,
+        self, prepared: Corpus, examples: Queries, checkpoint: Weights, as_query: bool
     ) -> Tensor:
         """A sparse matrix (n, words): a query's idf, or an example's weights."""
-        rows, columns, values = [], [], []
+        rows, columns, values, workspace = [], [], [], prepared.workspace
         counted = [
             counts
             for block in examples.batches(workspace.batch_size)

@@ -33,9 +33,6 @@ class GradientCosine(GradientMethod):
     _linear = False
     _shared = True
 
-    def __init__(self, stage: str | None = None) -> None:
-        self.stage = stage
-
     def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[str, Tensor]:
         """1/‖∇L‖ of the examples that are scored, (n,) per stage; 0 where the gradient is 0."""
         weights = {}

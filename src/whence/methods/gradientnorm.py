@@ -9,7 +9,6 @@ gradients. What a method adds to this control is what it knows about the query. 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from whence.engine.queries import Queries
@@ -25,22 +24,12 @@ class GradientNorm(Similarity):
         stage: attribute to this stage's examples only (default: all stages').
     """
 
-    def __init__(self, stage: str | None = None) -> None:
-        self.stage = stage
-
     def features(
-        self,
-        workspace: Workspace,
-        prepared: None,
-        examples: Queries,
-        checkpoint: Weights,
-        as_query: bool,
+        self, prepared: Workspace, examples: Queries, checkpoint: Weights, as_query: bool
     ) -> Tensor:
         if as_query:
-            return torch.ones(
-                len(examples), 1, device=workspace.device, dtype=workspace.accumulator
-            )
-        return gradient_norms(workspace, examples, checkpoint).unsqueeze(1)
+            return prepared.zero.new_ones(len(examples), 1)
+        return gradient_norms(prepared, examples, checkpoint).unsqueeze(1)
 
     def compare(self, queries: Tensor, examples: Tensor) -> Tensor:
         return dot(queries, examples)

@@ -39,9 +39,6 @@ class Hydra(Unrolling):
 
     _follows = False
 
-    def __init__(self, stage: str | None = None) -> None:
-        self.stage = stage
-
     def sweep(
         self,
         workspace: ReplayWorkspace,

@@ -51,16 +51,11 @@ class LESS(Similarity):
         return ProjectedSpace.random(workspace, self.dimension, True, self.seed)
 
     def features(
-        self,
-        workspace: Workspace,
-        prepared: ProjectedSpace,
-        examples: Queries,
-        checkpoint: Weights,
-        as_query: bool,
+        self, prepared: ProjectedSpace, examples: Queries, checkpoint: Weights, as_query: bool
     ) -> Tensor:
         if as_query:
             return prepared.gradients(examples, checkpoint).values
-        P = preconditioner_at(workspace, checkpoint)
+        P = preconditioner_at(prepared.workspace, checkpoint)
         return torch.cat(list(prepared.rows(examples, checkpoint, LOSS, P)))
 
     def sign(self, workspace: Workspace) -> float:

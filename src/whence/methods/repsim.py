@@ -67,15 +67,10 @@ class RepSim(Similarity):
         return METRICS[self.metric](queries, examples)
 
     def features(
-        self,
-        workspace: Workspace,
-        prepared: None,
-        examples: Queries,
-        checkpoint: Weights,
-        as_query: bool,
+        self, prepared: Workspace, examples: Queries, checkpoint: Weights, as_query: bool
     ) -> Tensor:
         """h at the final model, (n, r)."""
-        data, stage = examples.data, examples.stage
+        data, stage, workspace = examples.data, examples.stage, prepared
         passes, parts = workspace.passes[stage], []
         passes.load(checkpoint)
         blocks = examples.batches(workspace.batch_size)

@@ -71,17 +71,12 @@ class Similarity(Method):
         return [(workspace.run.final, 1.0)]
 
     def prepare(self, workspace: Workspace) -> Any:
-        """What the features need; called once per run."""
-        return None
+        """What the features need, by default the workspace; called once per run."""
+        return workspace
 
     @abstractmethod
     def features(
-        self,
-        workspace: Workspace,
-        prepared: Any,
-        examples: Queries,
-        checkpoint: Weights,
-        as_query: bool,
+        self, prepared: Any, examples: Queries, checkpoint: Weights, as_query: bool
     ) -> Tensor:
         """Features of some examples, (n, r), as queries or as training examples."""
 
@@ -124,7 +119,7 @@ class Similarity(Method):
                 every, rows = workspace.query.some(last, np.arange(count)), slice(0, count)
                 for _, c in places:
                     if c.sha256 not in queries:
-                        queries[c.sha256] = self.features(workspace, prepared, every, c, True)
+                        queries[c.sha256] = self.features(prepared, every, c, True)
                 step = max(workspace.batch_size, SCORES_PER_BLOCK // count)
             step = min(step, max(1, workspace.memory // 32 // self.width(workspace)))
             chunks = workspace.world.mine(workspace.columns(step))
@@ -133,14 +128,13 @@ class Similarity(Method):
                     continue
                 stage, points = chunk.stage, at[chunk.stage]
                 examples = Queries(workspace.scored_data(stage), stage, chunk.indices)
-                values = self._compared(workspace, prepared, examples, points, queries)
+                values = self._compared(prepared, examples, points, queries)
                 scores = (self.sign(workspace) * values).cpu().numpy()
                 writer.write(rows, chunk.place, scores, scores[None] if by else None)
         return writer.finish(**self.metadata(workspace))
 
     def _compared(
         self,
-        workspace: Workspace,
         prepared: Any,
         examples: Queries,
         points: Sequence[tuple[Weights, float]],
@@ -149,13 +143,13 @@ class Similarity(Method):
         """Σ_c w_c similarity of these examples with all queries, (q, n), or with themselves."""
         total: Tensor | None = None
         for c, weight in points:
-            trained = self.features(workspace, prepared, examples, c, False)
+            trained = self.features(prepared, examples, c, False)
             if queries:
                 values = self.compare(queries[c.sha256], trained)
             else:
                 as_query = trained
                 if not self._symmetric:
-                    as_query = self.features(workspace, prepared, examples, c, True)
+                    as_query = self.features(prepared, examples, c, True)
                 values = self.compare(as_query, trained).diagonal()
             total = weight * values if total is None else total + weight * values
         assert total is not None

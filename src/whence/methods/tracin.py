@@ -24,9 +24,6 @@ class TracIn(GradientMethod):
 
     _factored = True
 
-    def __init__(self, stage: str | None = None) -> None:
-        self.stage = stage
-
     def terms(self, workspace: Outline) -> list[Term]:
         return [Term(c.stage, [c]) for c in workspace.run.checkpoints]
 

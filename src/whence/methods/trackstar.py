@@ -110,12 +110,7 @@ class TrackStar(Similarity):
         return Prepared(space, diagonal, root.to(workspace.zero))
 
     def features(
-        self,
-        workspace: Workspace,
-        prepared: Prepared,
-        examples: Queries,
-        checkpoint: Weights,
-        as_query: bool,
+        self, prepared: Prepared, examples: Queries, checkpoint: Weights, as_query: bool
     ) -> Tensor:
         rows = torch.cat(list(prepared.rows(examples, checkpoint, as_query)))
         return rows if prepared.root is None else rows.to(prepared.root) @ prepared.root

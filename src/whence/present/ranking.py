@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from whence.errors import InvalidInput, MissingDependency
+from whence.errors import InvalidInput, optional
 from whence.present.check import by_stage
 from whence.present.predict import predictions
 from whence.present.views import Floats, Ints, TrainingExamples, prediction_view
@@ -130,10 +130,8 @@ def ranking(
     scores: Scores, study: Study | None = None, query: int | None = None, **options: Any
 ) -> Any:
     """`ranked_columns` as a pandas DataFrame."""
-    try:
+    with optional("ranking needs pandas", "pandas"):
         import pandas as pd
-    except ImportError as error:
-        raise MissingDependency("ranking needs pandas: pip install 'whence-tda[pandas]'") from error
     return pd.DataFrame(ranked_columns(scores, query, study, **options))
 
 

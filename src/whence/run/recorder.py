@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -300,12 +299,7 @@ class Recorder:
         self._attach(self._state.restored if isinstance(self._state, Fresh) else None)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         state = self._finish()
         if isinstance(state, Observing) and kind is None:
             self._assist()

@@ -22,9 +22,9 @@ from whence.errors import (
     InvalidIndex,
     InvalidInput,
     InvalidType,
-    MissingDependency,
     MissingFile,
     collected_warnings,
+    optional,
 )
 from whence.persist.arrays import Entry as ArrayEntry
 from whence.persist.arrays import load_array, save_array
@@ -247,8 +247,8 @@ class Scores:
         if self.strongest is None:
             values = self._row(row)[columns]
         else:
-            kept, where = self.row_scores(query)
-            by_column = dict(zip(where.tolist(), kept.tolist(), strict=True))
+            scores, where = self.row_scores(query)
+            by_column = dict(zip(where.tolist(), scores.tolist(), strict=True))
             lost = [int(c) for c in columns if int(c) not in by_column]
             if lost:
                 raise InvalidInput(
@@ -302,12 +302,8 @@ class Scores:
 
         With stages, columns are (stage, example). Self-influence has one row per training example.
         """
-        try:
+        with optional("to_pandas needs pandas", "pandas"):
             import pandas as pd
-        except ImportError as error:
-            raise MissingDependency(
-                "to_pandas needs pandas: pip install 'whence-tda[pandas]'"
-            ) from error
         examples: Any = pd.Index(self.train_ids, name="example")
         if self.stage is not None:
             examples = pd.MultiIndex.from_arrays(

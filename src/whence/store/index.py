@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.data import cut
-from whence.errors import MissingDependency
+from whence.errors import optional
 from whence.store.rows import StoredRows
 
 EXHAUSTIVE = 10_000  # rows, below which all are compared
@@ -60,10 +60,6 @@ def _some(rows: Sequence[StoredRows], which: NDArray[np.int64]) -> NDArray[np.fl
 
 
 def _faiss() -> Any:
-    try:
+    with optional("index='faiss' needs FAISS", "faiss"):
         import faiss
-    except ImportError as error:
-        raise MissingDependency(
-            "index='faiss' needs FAISS: pip install 'whence-tda[faiss]'"
-        ) from error
     return faiss

@@ -65,6 +65,7 @@ class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
             "neftune_noise_alpha": args.neftune_noise_alpha,
             "load_best_model_at_end": args.load_best_model_at_end,
         }
+        default = type(args).__dataclass_fields__["max_grad_norm"].default
         self._run.begin(
             model,
             optimizer,
@@ -72,7 +73,7 @@ class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
             done=state.global_step,
             size=dataset_size(train_dataloader),
             notes={name: value for name, value in not_modelled.items() if value},
-            usual=["clip_norm"] if args.max_grad_norm == _default(args, "max_grad_norm") else [],
+            usual=["clip_norm"] if args.max_grad_norm == default else [],
             retried=args.auto_find_batch_size and not state.global_step,
         )
 
@@ -82,9 +83,7 @@ class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
         if control.should_save:
             self._run.mark()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if control.should_save:
-            self._run.mark()
+    on_epoch_end = on_step_end
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._run.mark()  # an evaluation may decide to save after on_step_end
@@ -97,8 +96,3 @@ class RecorderCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._run.end()
-
-
-def _default(arguments: Any, name: str) -> Any:
-    """The default of a setting of the TrainingArguments."""
-    return type(arguments).__dataclass_fields__[name].default
