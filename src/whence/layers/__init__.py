@@ -10,6 +10,7 @@ from whence.layers import (  # noqa: F401  (kinds)
     norms,
     recurrent,
 )
+from whence.layers.capture import LayerFactors, ParameterBlock, Tape, TrackedLayer
 from whence.layers.choose import (
     Chooser,
     by_name,
@@ -20,16 +21,25 @@ from whence.layers.choose import (
     mlp_only,
 )
 from whence.layers.kind import KINDS, Kind, register
+from whence.layers.tracked import Excluded, Tracked, find, report
 
 __all__ = [
     "KINDS",
     "Chooser",
+    "Excluded",
     "Kind",
+    "LayerFactors",
+    "ParameterBlock",
+    "Tape",
+    "Tracked",
+    "TrackedLayer",
     "by_name",
     "by_type",
     "everything",
+    "find",
     "last_blocks",
     "matrices",
     "mlp_only",
     "register",
+    "report",
 ]

@@ -1,6 +1,6 @@
 """Runs: recording a training, and reading what it recorded."""
 
-from whence.run.checkpoint import Checkpoint, RunError
+from whence.run.checkpoint import Checkpoint, RunError, plain_names
 from whence.run.mean_checkpoint import MeanCheckpoint
 from whence.run.recorder import Recorder
 from whence.run.run import Run
@@ -14,4 +14,5 @@ __all__ = [
     "RunError",
     "Segment",
     "Stage",
+    "plain_names",
 ]
