@@ -36,11 +36,12 @@ def pairs(count: int, seed: int) -> Pairs:
 TRAIN, QUERY = pairs(6, 0), pairs(3, 1)
 
 
-def trained() -> tuple[whence.Study, models.History]:
+def trained(layers: str = "all") -> tuple[whence.Study, models.History]:
     torch.manual_seed(0)
     model, task = models.Transformer(tied=False), whence.Preference(beta=BETA)
     history = models.train_run(model, task, TRAIN, [3, 6], 0.5, collate=whence.padded)
-    return whence.Study(model, task, TRAIN, history.run, collate=whence.padded), history
+    study = whence.Study(model, task, TRAIN, history.run, collate=whence.padded, layers=layers)
+    return study, history
 
 
 def margin(model: Any, weights: Any, pair: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -80,7 +81,7 @@ def test_tracin_is_that_of_the_losses_written_out() -> None:
 
 def test_curvature_is_the_hessian_of_the_loss() -> None:
     """In the output, and in the Gauss-Newton matrix of influence functions."""
-    study, history = trained()
+    study, history = trained("matrices")
     task, batch = study.tasks["train"], whence.padded(TRAIN)
     with torch.no_grad():
         outputs = task.outputs(study.model.double(), batch)

@@ -293,16 +293,22 @@ def grouped(rates: dict[str, float]) -> whence.Run:
 
 
 @pytest.mark.parametrize("name", ["source", "influence", "tracin"])
-def test_weight_and_bias_at_different_rates_are_refused_by_name(name: str) -> None:
+def test_parts_of_a_fused_layer_at_different_rates_are_refused_by_name(name: str) -> None:
+    """A linear layer is cut into weight and bias; attention's packed projection is not."""
     method = {
-        "source": whence.Source.published(2),
-        "influence": whence.Influence.published("source"),
+        "source": whence.Source(1),
+        "influence": whence.Influence("source"),
         "tracin": whence.TracIn(),
     }[name]
-    run = grouped(dict.fromkeys(NAMES, 0.1) | {"2.bias": 0.3})
-    with pytest.raises(ValueError, match=r"layer 2 .*2.weight 0.1, 2.bias 0.3.*Study\(layers="):
-        attribute(method, model=smooth(), runs=run)
-    attribute(method, model=smooth(), runs=run, layers=["0", "4"])
+    model = models.Attentive().double()
+    names = [parameter for parameter, _ in model.named_parameters()]
+    rates = [0.3 if parameter == "attention.in_proj_bias" else 0.1 for parameter in names]
+    groups = [[parameter] for parameter in names]
+    run = whence.Run.from_checkpoints([model.state_dict()], [1], [rates], groups=groups)
+    with pytest.raises(ValueError, match=r"attention.in_proj_bias 0.3.*Study\(layers="):
+        attribute(method, model=model, runs=run)
+    with pytest.warns(UserWarning, match="left out"):
+        attribute(method, model=model, runs=run, layers="matrices")
 
 
 @pytest.mark.parametrize("outside", [False, True])

@@ -89,7 +89,8 @@ class Case:
     def __init__(self, model: nn.Module, task: Any, train: Any, query: Any) -> None:
         self.model, self.task, self.train, self.query = model, task, train, query
         self.history = models.train_run(model, task, train, [5, 10], 0.2)
-        self.study = whence.Study(model, task, train=train, runs=self.history.run)
+        run = self.history.run
+        self.study = whence.Study(model, task, train=train, runs=run, layers="matrices")
         self.dense = dense.Dense(model, task, train, self.history, query)
 
     def values(self, **settings: Any) -> np.ndarray:

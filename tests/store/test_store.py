@@ -53,7 +53,8 @@ class Case:
         self.model, self.task, self.train, self.query = model, task, train, query
         kind = {"momentum": 0.5, "batch_size": 8}
         self.history = models.train_run(model, task, train, STEPS, lambda k: 0.2 / (1 + k), **kind)
-        self.study = whence.Study(model, task, train=train, runs=self.history.run)
+        run = self.history.run
+        self.study = whence.Study(model, task, train=train, runs=run, layers="matrices")
         self.dense = dense.Dense(model, task, train, self.history, query)
         self.flat = Flat(self.study)
         self.parameters = sum(b.size for b in self.flat.blocks.values())

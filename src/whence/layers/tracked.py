@@ -245,7 +245,7 @@ def _uses(
         yield path, module, list(parts)
         return
     weight, bias = (module._parameters.get(name) for name in kind.attributes)
-    if kind.bias_column and one_block(weight, bias):
+    if kind.bias_column and (kind.seen != "call" or one_block(weight, bias)):
         yield path, module, [(kind, *kind.attributes)]
     elif bias is None:
         yield path, module, [(kind, "weight")]
