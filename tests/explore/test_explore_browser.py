@@ -303,6 +303,16 @@ def test_what_if_is_predicted_retrained_and_judged(browser: Any, explorer: Runni
         page.reload()
         page.wait_for_selector(".charts.judged .dot")
 
+        # a job that ends between the answer for the page and the answer for the list
+        def earlier(route: Any) -> None:
+            answer = route.fetch()
+            stale = answer.json() | {"judged": None, "state": "running"}
+            route.fulfill(response=answer, json=stale)
+
+        page.route(f"**/api/jobs/{job.all()[0].id}?*", earlier, times=1)
+        page.reload()
+        page.wait_for_selector(".charts.judged .dot")
+
         Slow.fails.set()
         try:
             page.locator(".result .link").first.click()
