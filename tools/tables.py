@@ -677,7 +677,7 @@ def sharded_table() -> list[str]:
         f"`python -m benchmarks.sharded_model`: TracIn, {r['train']} × {r['query']}, "
         f"{r['weights'] / 2**20:,.0f} MiB of weights in float32, two processes, one thread each, "
         f"gloo, {m['processor']}, torch {m['torch']}, {m['date']}. Largest relative difference of "
-        f"a score: {r['difference']:.0e}.",
+        f"a score: {r['difference']:.0g}.",
     ]
 
 
