@@ -543,7 +543,7 @@ def best_table() -> list[str]:
         "difference is paired, with a 95 % interval. *Spread* is the standard deviation of the "
         "predicted over that of the real changes. `python -m experiments.studies.forms`.",
         "",
-        "The same with other settings, one model:",
+        f"With other settings, for one run (the default: the mean of {of['runs']} runs):",
         "",
         *variants,
     ]
