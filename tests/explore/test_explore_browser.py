@@ -147,6 +147,23 @@ def test_queries_by_keyboard(browser: Any, explorer: Running) -> None:
         assert visit.text("#ticked") == "1"
 
 
+def test_an_address_names_a_query_further_down(browser: Any) -> None:
+    values = np.random.default_rng(0).standard_normal((250, N)).astype(np.float32)
+    many = whence.Scores(
+        values, method="Made", measurement="margin", unit="logits", higher_is_better=True
+    )
+    with (
+        start({"many": many}) as explorer,
+        Visit(browser, explorer, "#page=queries&row=240") as visit,
+    ):
+        chosen = visit.page.locator(".query-item[aria-current]")
+        assert chosen.inner_text().split()[-1] == "240"
+        box = chosen.bounding_box()
+        assert box is not None and 0 < box["y"] < 900
+        visit.page.keyboard.press("k")
+        visit.until(lambda: visit.text("h2") == "Query 239")
+
+
 def test_the_explorer_begins_with_an_overview(browser: Any, explorer: Running) -> None:
     made = scores()
     with Visit(browser, explorer, "") as visit:

@@ -260,6 +260,9 @@
     const name = scoresName();
     if (!listed.of) await loadList();
     current = Number(where.row ?? (listed.items[0] ? listed.items[0].row : 0));
+    // an address may name a query further down: extend the list to it, if it is near enough
+    const all = listed.total === listed.of && asked.order === "number";
+    for (let turns = 0; all && listed.items.length <= current && turns < 10 && !loading; turns += 1) await loadList(true);
     mark();
     const k = Number(where.k || 10);
     const view = await get("/api/query", { scores: name, row: current, k });
