@@ -563,6 +563,22 @@ def test_a_fault_that_many_checks_meet_is_one(
     assert "batch: not checked, because of the problem of: run, weights" in shown
 
 
+def test_a_model_of_another_architecture_is_one_problem(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("layers study.py") == 0  # makes the run
+    text = (small / "study.py").read_text()
+    lines = (
+        "import torch, whence\nstudy = whence.Study(torch.nn.Sequential(torch.nn.Linear(2, 3)), "
+    )
+    lines += "whence.Classification(), study.train, study.runs)\n"
+    (small / "other.py").write_text(text + lines)
+    capsys.readouterr()
+    assert typed("doctor other.py") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("another architecture") == 1 and "1 problem found" in shown
+
+
 def test_a_study_file_does_not_train_in_silence(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
