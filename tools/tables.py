@@ -504,13 +504,15 @@ BEST_FORMS = {  # heads of a table, and the forms in forms.json
     "δ = 10": "best, damping 10",
     "query at the end": "best, query at the end",
 }
+BEST_VARIANTS = list(BEST_FORMS)[4:]
 
 
 def best_table() -> list[str]:
     """LDS of `Best` and its variants, at every α."""
-    heads = ["LDS", "α", "ceiling", *BEST_FORMS, "`Best()` − the paper's form"]
-    heads += ["spread of `Source()`", "of `Best()`"]
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    last = ["`Best()` − the paper's form", "spread of `Source()`", "of `Best()`"]
+    forms_heads = [head for head in BEST_FORMS if head not in BEST_VARIANTS]
+    lines = _heads("LDS", "α", "ceiling", *forms_heads, *last)
+    variants = _heads("LDS of `Best()`", "α", "default: 8 iterations, δ = 3", *BEST_VARIANTS)
     of: dict[str, Any] = {}
     for task, entries in ours.read(RESULTS).items():
         for entry in sorted(entries, key=lambda entry: float(entry["protocol"]["alpha"])):
@@ -519,24 +521,38 @@ def best_table() -> list[str]:
                 continue
             of = entry["protocol"]
             default = DEFAULT if DEFAULT in forms else DEFAULT_BY_STAGE
-            cells = [f"{of['alpha']:g}", f"{forms[BEST]['ceiling']:.2f}"]
+            cells = {}
             for head, name in BEST_FORMS.items():
                 row = forms.get(name or default)
                 both = row and row["ensemble"] and head in ("`Source()`", "`Best()`")
                 value = "" if row is None else f"{row['single'][0]:.2f}"
-                cells.append(f"{value} / {row['ensemble'][0]:.2f}" if both else value)
+                cells[head] = f"{value} / {row['ensemble'][0]:.2f}" if both else value
             gain, low, high = forms[BEST]["over"][PUBLISHED]["single"]
-            cells.append(f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]")
-            cells += [f"{forms[name]['spread']:.2f}" for name in (default, BEST)]
-            lines.append(f"| {tables.title(task)} | {' | '.join(cells)} |")
+            first = [tables.title(task), f"{of['alpha']:g}"]
+            main = [*first, f"{forms[BEST]['ceiling']:.2f}", *(cells[h] for h in forms_heads)]
+            main.append(f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]")
+            main += [f"{forms[name]['spread']:.2f}" for name in (default, BEST)]
+            lines.append(f"| {' | '.join(main)} |")
+            varied = [cells[head] for head in BEST_VARIANTS]
+            if any(varied):
+                now = f"{forms[BEST]['single'][0]:.2f}"
+                variants.append(f"| {' | '.join([*first, now, *varied])} |")
     return [
         *lines,
         "",
         f"LDS of one model, and after the slash of the mean of {of['runs']}; "
-        f"{of['subsets']} × {of['seeds']} retrainings for each row. Variants: one run. The "
+        f"{of['subsets']} × {of['seeds']} retrainings for each row. The "
         "difference is paired, with a 95 % interval. *Spread* is the standard deviation of the "
         "predicted over that of the real changes. `python -m experiments.studies.forms`.",
+        "",
+        f"With other settings, for one run (the default: the mean of {of['runs']} runs):",
+        "",
+        *variants,
     ]
+
+
+def _heads(*names: str) -> list[str]:
+    return [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
 
 
 def best_cost_table() -> list[str]:
@@ -679,7 +695,7 @@ def sharded_table() -> list[str]:
         f"`python -m benchmarks.sharded_model`: TracIn, {r['train']} × {r['query']}, "
         f"{r['weights'] / 2**20:,.0f} MiB of weights in float32, two processes, one thread each, "
         f"gloo, {m['processor']}, torch {m['torch']}, {m['date']}. Largest relative difference of "
-        f"a score: {r['difference']:.0e}.",
+        f"a score: {r['difference']:.0g}.",
     ]
 
 

@@ -41,8 +41,10 @@ def scatter(folder: Path, path: Path) -> None:
 
     read = tables.read(folder)
     results = {task: read[task] for task in DRAWN if task in read}
+    drawn: list[tuple[Any, list[tuple[str, float, float, str]]]] = []
     figure, axes = plt.subplots(1, len(results), figsize=(5.6 * len(results), 4.4), squeeze=False)
     for axis, (task, result) in zip(axes[0], results.items(), strict=True):
+        labels: list[tuple[str, float, float, str]] = []
         for name, entry in result["lds"].items():
             if entry["single"] is None:
                 continue
@@ -51,23 +53,47 @@ def scatter(folder: Path, path: Path) -> None:
             seconds = max(entry["seconds"], 0.05)
             error = [[value - low], [high - value]]
             axis.errorbar(seconds, value, error, fmt="o", color=colour, elinewidth=1, capsize=2)
-            left = colour != "#777777"  # so that labels do not meet
-            axis.annotate(
+            labels.append((name, seconds, value, colour))
+        axis.set(xscale="log", xlabel="seconds", ylabel="LDS", title=TASKS[task].title)
+        axis.set_xlim(0.02, 40_000)  # room for the names
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+        drawn.append((axis, labels))
+    figure.tight_layout()
+    for axis, labels in drawn:
+        _label(axis, labels)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _label(axis: Any, labels: list[tuple[str, float, float, str]]) -> None:
+    """Write the names next to their points, where they cover neither each other nor a point."""
+    from matplotlib.transforms import Bbox
+
+    renderer, frame = axis.figure.canvas.get_renderer(), axis.get_window_extent()
+    points = [axis.transData.transform(place) for _, *place, _ in labels]
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in points]
+    sides = [("left", 6), ("right", -6)]
+    shifts = [
+        (side, across, up) for up in (-3, 5, -11, 12, -18, 19, 26, -25) for side, across in sides
+    ]
+    for name, seconds, value, colour in sorted(labels, key=lambda label: -label[2]):
+        for side, across, up in shifts:
+            text = axis.annotate(
                 name,
                 (seconds, value),
-                xytext=(-5 if left else 5, 3),
-                ha="right" if left else "left",
+                xytext=(across, up),
+                ha=side,
                 textcoords="offset points",
                 fontsize=8,
                 color=colour,
             )
-        axis.set(xscale="log", xlabel="seconds", ylabel="LDS", title=TASKS[task].title)
-        axis.set_xlim(0.02, 5000)
-        axis.axhline(0, color="black", linewidth=0.8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+            box = text.get_window_extent(renderer)
+            inside = frame.x0 < box.x0 and box.x1 < frame.x1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        taken.append(box)
 
 
 def _numbers(single: Any) -> tuple[float, float, float]:

@@ -92,7 +92,6 @@ def main_table(results: Mapping[str, Sequence[Entry]]) -> str:
     rows: list[list[object]] = []
     for task in TASKS:
         if task not in results:
-            rows.append([title(task), "*not run*", *[""] * (len(heads) + 3)])
             continue
         entry = shown(results[task])
         cells = [_both(entry["forms"].get(form(task, name))) for name in heads]
@@ -153,7 +152,7 @@ def _where(results: Mapping[str, Sequence[Entry]]) -> str:
         verb = "tests" if len(others) == 1 else "test"
         text += f". {counted(len(others), 'other task')} {verb} them"
     absent = [task for task in TASKS if task not in results]
-    text += f". Not run: {_titles(absent)}." if absent else "."
+    text += f". Run with the paper's forms only: {_titles(absent)}." if absent else "."
     return text + " † marks numbers of a task that chose."
 
 

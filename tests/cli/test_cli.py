@@ -232,7 +232,7 @@ def test_help_and_typos(capsys: pytest.CaptureFixture[str]) -> None:
         ("top runs --query 0", "runs holds no scores"),
         ("top study.py --query 0", "study.py is a file"),
         ("top scores --query 6", "query=6 is out of range: these scores have queries 0..5"),
-        ("top scores", "say which query"),
+        ("top scores", "--query 0..5, or --overall"),
         ("top scores --query 0 -k 0", "Invalid value for '-k'"),
         (
             "attribute study.py --out scores --segments 2",
@@ -315,7 +315,7 @@ def test_the_demo_answers_machines(tmp_path: Path) -> None:
     found = json.loads(answer)
     worst, accuracy = found["flipped_among_the_worst"], found["accuracy"]
     assert worst["SOURCE"] > 200 and worst["influence functions"] > 200
-    assert 200 > worst["the same as published"] > worst["at random"]
+    assert 200 > worst["influence, as published"] > worst["at random"]
     assert accuracy["SOURCE"] > accuracy["all"] + 0.04  # proved by retraining
     assert (tmp_path / "tour/report.html").stat().st_size > 10**5
     code, shown, said = process(tmp_path, "doctor tour/study.py --json")
@@ -323,7 +323,7 @@ def test_the_demo_answers_machines(tmp_path: Path) -> None:
     assert code == 0 and checks["recipe"]["message"] == "it trained the run, with seed 0"
     assert "trains" not in said
     code, shown, _ = process(tmp_path, "top tour/scores/source -q 0 --study tour/study.py")
-    assert code == 0 and "image" in shown
+    assert code == 0 and "image" not in shown and "label" in shown
     assert (tmp_path / found["figure"]).exists()
 
 
@@ -561,6 +561,22 @@ def test_a_fault_that_many_checks_meet_is_one(
     shown = capsys.readouterr().out
     assert shown.count("truncated or altered") == 1 and "1 problem found" in shown
     assert "batch: not checked, because of the problem of: run, weights" in shown
+
+
+def test_a_model_of_another_architecture_is_one_problem(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("layers study.py") == 0  # makes the run
+    text = (small / "study.py").read_text()
+    lines = (
+        "import torch, whence\nstudy = whence.Study(torch.nn.Sequential(torch.nn.Linear(2, 3)), "
+    )
+    lines += "whence.Classification(), study.train, study.runs)\n"
+    (small / "other.py").write_text(text + lines)
+    capsys.readouterr()
+    assert typed("doctor other.py") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("another architecture") == 1 and "1 problem found" in shown
 
 
 def test_a_study_file_does_not_train_in_silence(

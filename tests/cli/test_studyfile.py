@@ -391,6 +391,18 @@ def test_init_from_a_script(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "study.py exists" in capsys.readouterr().err
 
 
+def test_a_file_that_init_left_incomplete_says_which_lines(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "my_script.py").write_text("optimizer = torch.optim.SGD(parameters, lr=0.1)\n")
+    assert main(["init", "my_script.py"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", "study.py"]) == 2
+    assert capsys.readouterr().err == (
+        "whence: study.py is not complete: replace the ... in lines 6, 7, 8\n"
+    )
+
+
 def test_init_from_a_lightning_checkpoint(here: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     state = {f"model.{name}": value for name, value in model.state_dict().items()}

@@ -147,6 +147,23 @@ def test_queries_by_keyboard(browser: Any, explorer: Running) -> None:
         assert visit.text("#ticked") == "1"
 
 
+def test_an_address_names_a_query_further_down(browser: Any) -> None:
+    values = np.random.default_rng(0).standard_normal((250, N)).astype(np.float32)
+    many = whence.Scores(
+        values, method="Made", measurement="margin", unit="logits", higher_is_better=True
+    )
+    with (
+        start({"many": many}) as explorer,
+        Visit(browser, explorer, "#page=queries&row=240") as visit,
+    ):
+        chosen = visit.page.locator(".query-item[aria-current]")
+        assert chosen.inner_text().split()[-1] == "240"
+        box = chosen.bounding_box()
+        assert box is not None and 0 < box["y"] < 900
+        visit.page.keyboard.press("k")
+        visit.until(lambda: visit.text("h2") == "Query 239")
+
+
 def test_the_explorer_begins_with_an_overview(browser: Any, explorer: Running) -> None:
     made = scores()
     with Visit(browser, explorer, "") as visit:
@@ -300,6 +317,16 @@ def test_what_if_is_predicted_retrained_and_judged(browser: Any, explorer: Runni
         row = int(np.argmax(np.abs(outcome.change)))
         cells = page.locator(".result tbody tr").filter(has_text=f"query {row}").first.inner_text()
         assert f"{abs(outcome.change[row]):.2f}"[:3] in cells
+        page.reload()
+        page.wait_for_selector(".charts.judged .dot")
+
+        # a job that ends between the answer for the page and the answer for the list
+        def earlier(route: Any) -> None:
+            answer = route.fetch()
+            stale = answer.json() | {"judged": None, "state": "running"}
+            route.fulfill(response=answer, json=stale)
+
+        page.route(f"**/api/jobs/{job.all()[0].id}?*", earlier, times=1)
         page.reload()
         page.wait_for_selector(".charts.judged .dot")
 

@@ -397,10 +397,13 @@ def top(
         raise CommandError(f"--overall ranks by all queries: leave out --query {query}")
     if duplicates and not (as_csv and study):
         raise CommandError("--duplicates compares training examples: give --csv and --study")
+    if query is None and not overall and not opened.is_self_influence:
+        last = opened.shape[0] - 1
+        raise CommandError(f"say which query: --query 0..{last}, or --overall for the mean of all")
+    if query is not None:
+        opened.row_index(query)
     examples = None if study is None else StudyExamples(opened, study, check)
     if as_csv:
-        if not overall:
-            opened.row_index(query)
         return _csv(opened, query, examples, duplicates)
     if overall and not opened.is_self_influence:
         opened = _mean(opened)
@@ -504,8 +507,13 @@ def line(example: dict[str, Any]) -> str:
     text = example.get("text") or ", ".join(f"{n}={v}" for n, v in example.get("row", []))
     text = " ".join(text.split())
     text = text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
-    content = text or ("image" if example["kind"] == "image" else "")
-    return "  ".join(part for part in (example.get("label"), content) if part)
+    return "  ".join(part for part in (example.get("label"), text) if part) or example["kind"]
+
+
+def line_heading(examples: Iterable[dict[str, Any]]) -> str:
+    """The heading of a column of such lines: a terminal shows no pictures, only their labels."""
+    content = any(example.get("text") or example.get("row") for example in examples)
+    return "label, content" if content else "label"
 
 
 def _tables(scores: Scores, data: dict[str, Any], heading: str) -> Any:
@@ -528,7 +536,7 @@ def _tables(scores: Scores, data: dict[str, Any], heading: str) -> Any:
         if stages:
             table.add_column("stage")
         if any("kind" in entry for entry in data[end]):
-            table.add_column("label, content")
+            table.add_column(line_heading(data[end]))
         for e in data[end]:
             change = f"{e['value']:+.4g}"
             bar = "█" * round(BAR * abs(e["value"]) / strongest)

@@ -105,8 +105,9 @@ def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tup
                 known = isinstance(error, (WhenceError, OSError))
                 kind = "" if known else type(error).__name__ + ": "
                 verdict, message = BAD, kind + " ".join(str(error).split())
-        if verdict == BAD and faults.setdefault(message, name) != name:
-            verdict, message = NOTE, f"not checked, because of the problem of: {faults[message]}"
+        fault = re.sub(r"at step \d+", "at a step", message)  # one fault of all checkpoints
+        if verdict == BAD and faults.setdefault(fault, name) != name:
+            verdict, message = NOTE, f"not checked, because of the problem of: {faults[fault]}"
         yield name, verdict, message
         for text in (" ".join(str(warning.message).split()) for warning in caught):
             # the check of the layers says what is tracked

@@ -123,6 +123,10 @@ def load_study(path: str | Path) -> StudyFile:
         return _from_yaml(path)
     if path.suffix != ".py":
         raise StudyFileError(f"{path} is neither a .py nor a .yaml file: give a study file")
+    lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
+    if todo := [n for n, text in lines if re.match(r"\w+ = \.\.\.\s*(#|$)", text)]:
+        which = f"line{'s' * (len(todo) > 1)} {listed(todo)}"
+        raise StudyFileError(f"{path} is not complete: replace the ... in {which}")
     names = vars(_imported(path))
     return StudyFile(
         path,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whence.cli.attributing import StudyExamples, line
+from whence.cli.attributing import StudyExamples, line, line_heading
 from whence.cli.options import (
     Check,
     ScoresPath,
@@ -172,11 +172,15 @@ def _table(scores: Scores, data: dict[str, Any], k: int) -> str:
         if retrained:
             error = f" ± {change['error']:.2g}" if math.isfinite(change["error"]) else ""
             rows[-1] += [f"{change['real']:+.3g}{error}", f"{change['before']:.3g}"]
-    heads = ["query", *(["label, content"] if described else []), "predicted"]
+    heads = ["query", *([line_heading(shown)] if described else []), "predicted"]
     heads += ["retrained", "before"] if retrained else []
-    removed = f"{len(data['examples'])} training examples ({listed(data['examples'])})"
-    title = f"{scores.call}: change of the {scores.measurement} in {scores.unit} without {removed}"
-    note = f"{len(rows)} of {len(data['queries'])} queries, those that change most"
+    number = len(data["examples"])
+    removed = f"{number} training example{'s' * (number > 1)} ({listed(data['examples'])})"
+    title = (
+        f"{scores.method}: change of the {scores.measurement} in {scores.unit} without {removed}"
+    )
+    count = len(data["queries"])
+    note = f"{len(rows)} of {count} queries, those that change most" if count > 1 else ""
     agreed = data.get("agreement", {}).get("spearman")
     if agreed is not None:
         note += f"; rank correlation of predicted and retrained changes: {agreed:.2f}"

@@ -48,7 +48,7 @@ SHOWN = 3  # queries that are printed and drawn
 METHODS = {  # and the folders of their scores
     "SOURCE": (whence.Source(), "source"),
     "influence functions": (whence.Influence(), "influence"),
-    "the same as published": (whence.Influence.published(), "influence-published"),
+    "influence, as published": (whence.Influence.published(), "influence-published"),
     "TracIn": (whence.TracIn(), "tracin"),
 }
 
@@ -121,9 +121,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: TensorDat
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="whence demo", description="A minute's tour on pictures.")
+    parser = argparse.ArgumentParser(
+        prog="whence demo",
+        description="Find wrong labels in pictures, and prove it by retraining: a minute.",
+    )
     parser.add_argument("--out", default="whence-demo", help="folder for run, scores and report")
-    parser.add_argument("--seed", type=int, default=0, help="of wrong labels and training")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the wrong labels and of training"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON, for machines"

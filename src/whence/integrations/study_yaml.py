@@ -46,7 +46,7 @@ KEYS = {
     "layers": "patterns of the layers to track, or matrices",
     "cache": "folder for fitted factors (default: output_dir/factors)",
     "classes": "names of the classes (default: the model's)",
-    "notes": "what SOURCE does not model, such as {clip_norm: 1.0}",
+    "notes": "what SOURCE does not model, such as `{clip_norm: 1.0}`",
 }
 REQUIRED = ("output_dir", "task", "train")
 #: types of values other than text

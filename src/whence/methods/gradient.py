@@ -308,6 +308,10 @@ class SegmentedMethod(GradientMethod):
                 f"fisher={fisher!r} means nothing to curvature='gauss-newton', which samples "
                 "nothing: leave it out"
             )
+        if isinstance(segments, str) and segments not in (AUTO, "stages"):
+            raise InvalidInput(
+                f"segments={segments!r}: use a number, a list of update counts, 'auto' or 'stages'"
+            )
         self.segments = segments if isinstance(segments, (int, str)) else list(segments)
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
         self.weight_decay, self.coupling = weight_decay, bool(coupling)

@@ -71,14 +71,14 @@ class Ranking(list[Entry]):
         return [entry.example for entry in self]
 
     def _repr_html_(self) -> str:
-        rows = [(e.example, f"{e.value:+.4e}", e.stage) for e in self]
+        rows = [(e.example, f"{e.value:+.4g}", e.stage) for e in self]
         staged = any(e.stage is not None for e in self)
         heads = ["example", "value", "stage"] if staged else ["example", "value"]
         return Table(heads, [row[: len(heads)] for row in rows])._repr_html_()
 
     def __repr__(self) -> str:
         rows = [
-            f"{e.example:>10}  {e.value:+.4e}  {one_line(e.stage or '')}".rstrip() for e in self
+            f"{e.example:>10}  {e.value:+.4g}  {one_line(e.stage or '')}".rstrip() for e in self
         ]
         return "\n".join([f"{'example':>10}  value", *rows])
 

@@ -260,6 +260,9 @@
     const name = scoresName();
     if (!listed.of) await loadList();
     current = Number(where.row ?? (listed.items[0] ? listed.items[0].row : 0));
+    // an address may name a query further down: extend the list to it, if it is near enough
+    const all = listed.total === listed.of && asked.order === "number";
+    for (let turns = 0; all && listed.items.length <= current && turns < 10 && !loading; turns += 1) await loadList(true);
     mark();
     const k = Number(where.k || 10);
     const view = await get("/api/query", { scores: name, row: current, k });
@@ -580,13 +583,16 @@
     const jobsSpot = el("div", { class: "jobs" });
     const parts = [el("header", { class: "plain-head" }, el("h2", {}, "What if"),
       el("p", { class: "muted" }, "What if some training examples were missing? The scores predict how the measurement of every query changes: by minus the sum of their scores. Retraining without them shows the actual change."))];
+    let shown; // the state of the job that the page shows
     if (where.job) {
-      parts.push(await jobResult(where.job));
+      const job = await get(`/api/jobs/${encodeURIComponent(where.job)}`).catch((error) => ({ missing: error.message }));
+      shown = job.state;
+      parts.push(job.missing ? notice(job.missing) : await jobResult(job));
     } else {
       parts.push(await tickedPanel(places), places.length ? await prediction(places) : null);
     }
     parts.push(panel("Retrainings", null, jobsSpot));
-    followJobs(jobsSpot, where.job);
+    followJobs(jobsSpot, where.job, shown);
     return el("article", { class: "whatif" }, parts);
   }
 
@@ -670,9 +676,7 @@
     return spot;
   }
 
-  async function jobResult(id) {
-    let job;
-    try { job = await get(`/api/jobs/${encodeURIComponent(id)}`); } catch (error) { return notice(error.message); }
+  async function jobResult(job) {
     const back = el("p", {}, el("button", { type: "button", class: "link", onclick: () => go({ page: "whatif", scores: scoresName() }) }, "← ticked examples"));
     const title = `Without ${examples(job.removed)}`;
     const retick = button("Tick these examples", () => { tick([...ticked], false); tick(job.examples, true); go({ page: "whatif", scores: scoresName() }); });
@@ -738,21 +742,18 @@
       job.error ? notice(job.error) : null);
   }
 
-  async function followJobs(spot, open) {
-    let before = null;
+  async function followJobs(spot, open, shown) {
     try {
       for (let first = true; first || spot.isConnected; first = false) {
         const answer = await get("/api/jobs");
-        const states = JSON.stringify(answer.jobs.map((job) => [job.id, job.state]));
-        const turned = before !== null && before !== states;
-        before = states;
+        const opened = answer.jobs.find((job) => job.id === open);
         const notes = overview.retrain.others ? el("p", { class: "muted small" }, `${overview.retrain.others} more in ${overview.retrain.folder} belong to another recipe or other queries.`) : "";
         const focused = spot.contains(document.activeElement) ? document.activeElement.textContent : null;
         spot.replaceChildren(answer.jobs.length ? el("ul", {}, answer.jobs.map((job) => jobRow(job, open)))
           : el("p", { class: "muted" }, answer.refused ? `Retraining is not available: ${answer.refused}.` : "None yet. Tick examples and retrain without them."), notes);
         const again = [...spot.querySelectorAll("button")].find((one) => one.textContent === focused);
         if (again) again.focus({ preventScroll: true });
-        if (turned && open) { show({ keep: true }); return; }
+        if (opened && opened.state !== shown) { show({ keep: true }); return; }
         if (!answer.jobs.some((job) => job.at_work)) return;
         await wait(500);
       }
