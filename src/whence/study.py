@@ -230,8 +230,8 @@ class Study:
         if not count:
             return []
         return [
-            f"stage {stage!r}: {count} of {spread} examples that were checked have no target but "
-            f"{IGNORED}, and so no loss. They count in N: training minimised the sum of "
+            f"stage {stage!r}: {count} of {spread} examples that were checked have only the target "
+            f"{IGNORED}, which has no loss. They count in N: training minimised the sum of "
             "losses divided by all examples. If it divided by the others only, as "
             "nn.CrossEntropyLoss() does, leave them out of the training data"
         ]
@@ -248,8 +248,8 @@ class Study:
         if not count:
             return []
         return [
-            f"{count} of {spread} queries that were checked have no target but {IGNORED}, so there "
-            "is nothing to explain: their scores are 0"
+            f"{count} of {spread} queries that were checked have only the target {IGNORED}: there "
+            "is nothing to explain, and their scores are 0"
         ]
 
     def _other_model(self, run: Run) -> list[str]:

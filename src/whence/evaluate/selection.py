@@ -147,7 +147,7 @@ def select(
         "the recipe",
         about.data.fingerprint(),
     )
-    if not scores.is_self_influence:
+    if scores.provenance.get("query") and not scores.is_self_influence:
         asked = Batches("query", query, recipe.collate)
         check_same_queries(scores, asked.fingerprint(), "the query set")
     size = _size(drop, keep, count)

@@ -48,9 +48,8 @@ class LeaveOneOut:
             raise InvalidType(f"recipe is a {type(recipe).__name__}: give a whence.Recipe")
         self._recipe, self._stage = recipe, recipe.stage(stage)
         self.examples = None if examples is None else [whole("examples", e) for e in examples]
-        self.seeds = [
-            whole("seeds", s) for s in (range(seeds) if isinstance(seeds, int) else seeds)
-        ]
+        named = range(seeds) if isinstance(seeds, int) else seeds
+        self.seeds = [whole("seeds", seed) for seed in named]
         self.stage, self.exclude_diverged = self._stage.name, exclude_diverged
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidInput(f"seeds={seeds}: give at least one, and none twice")
