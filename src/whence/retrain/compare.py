@@ -15,8 +15,10 @@ from whence.retrain.recipe import Recipe
 from whence.retrain.stacked import running_statistics
 from whence.retrain.stage import StageRecipe
 from whence.run import Run, Stage, optimizers
+from whence.run.checkpoint import Checkpoint
 from whence.study import Study, loader
 from whence.table import listed
+from whence.task import Task
 
 TRIED = 64  # examples whose losses are compared
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # same updates either way
@@ -89,18 +91,21 @@ def other_losses(recipe: Recipe, study: Study, run: Run) -> list[str]:
         data = study.data[name]
         rows = np.linspace(0, len(data) - 1, min(TRIED, len(data))).round().astype(np.int64)
         batch = place(data.take(np.unique(rows)), cpu, torch.float32)
-        each = []
-        for model, task in ((study.models[name], study.tasks[name]), (recipe.build(0), stage.task)):
+
+        def losses(model: nn.Module, task: Task, last: Checkpoint, batch: Any) -> torch.Tensor:
             loaded = loader(model, cpu, torch.float32)
-            loaded.load(weights[-1])
+            loaded.load(last)
             with torch.no_grad():
-                each.append(task.losses(task.outputs(loaded.model, batch), batch).double())
-        if not torch.allclose(*each, rtol=1e-4, atol=1e-5, equal_nan=True):
-            k = int((each[0] - each[1]).abs().argmax())
+                return task.losses(task.outputs(loaded.model, batch), batch).double()
+
+        ours = losses(study.models[name], study.tasks[name], weights[-1], batch)
+        theirs = losses(recipe.build(0), stage.task, weights[-1], batch)
+        if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True):
+            k = int((ours - theirs).abs().argmax())
             where = f"stage {name!r}: " if len(study.stages) > 1 else ""
             sentences.append(
-                f"{where}the loss of example {int(np.unique(rows)[k])} is {float(each[0][k]):.4g} "
-                f"in the study and {float(each[1][k]):.4g} in the recipe, at the same weights"
+                f"{where}the loss of example {int(np.unique(rows)[k])} is {float(ours[k]):.4g} "
+                f"in the study and {float(theirs[k]):.4g} in the recipe, at the same weights"
             )
     return sentences
 
