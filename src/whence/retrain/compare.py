@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from whence.data import place
 from whence.retrain.recipe import Recipe
@@ -21,6 +21,7 @@ from whence.table import listed
 from whence.task import Task
 
 TRIED = 64  # examples whose losses are compared
+WHERE = (torch.device("cpu"), torch.float32)
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # same updates either way
 
 
@@ -81,25 +82,18 @@ def other_initial_weights(recipe: Recipe, run: Run, seed: int) -> str | None:
 def other_losses(recipe: Recipe, study: Study, run: Run) -> list[str]:
     """Whether model and task of the recipe have other losses than the study's, on some examples at
     the run's final weights; one sentence for each stage."""
-    sentences, cpu = [], torch.device("cpu")
+    sentences: list[str] = []
     if len(recipe.stages) != len(study.stages):
-        return []
+        return sentences
     for stage, name in zip(recipe.stages, study.stages, strict=True):
         weights = [c for c in run.checkpoints if c.stage == name]
         if not weights:
             continue
         data = study.data[name]
         rows = np.linspace(0, len(data) - 1, min(TRIED, len(data))).round().astype(np.int64)
-        batch = place(data.take(np.unique(rows)), cpu, torch.float32)
-
-        def losses(model: nn.Module, task: Task, last: Checkpoint, batch: Any) -> torch.Tensor:
-            loaded = loader(model, cpu, torch.float32)
-            loaded.load(last)
-            with torch.no_grad():
-                return task.losses(task.outputs(loaded.model, batch), batch).double()
-
-        ours = losses(study.models[name], study.tasks[name], weights[-1], batch)
-        theirs = losses(recipe.build(0), stage.task, weights[-1], batch)
+        batch = place(data.take(np.unique(rows)), *WHERE)
+        ours = _losses(study.models[name], study.tasks[name], weights[-1], batch)
+        theirs = _losses(recipe.build(0), stage.task, weights[-1], batch)
         if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True):
             k = int((ours - theirs).abs().argmax())
             where = f"stage {name!r}: " if len(study.stages) > 1 else ""
@@ -108,6 +102,14 @@ def other_losses(recipe: Recipe, study: Study, run: Run) -> list[str]:
                 f"in the study and {float(theirs[k]):.4g} in the recipe, at the same weights"
             )
     return sentences
+
+
+def _losses(model: nn.Module, task: Task, weights: Checkpoint, batch: Any) -> Tensor:
+    """The losses of a copy of the model with these weights, (n,)."""
+    loaded = loader(model, *WHERE)
+    loaded.load(weights)
+    with torch.no_grad():
+        return task.losses(task.outputs(loaded.model, batch), batch).double()
 
 
 def _of_stage(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -> Iterator[str]:
