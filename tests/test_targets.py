@@ -158,7 +158,28 @@ def test_what_ignored_examples_are_divided_by_is_announced() -> None:
     study = whence.Study(net(), whence.Classification(), data, run)
     with pytest.warns(UserWarning, match="3 of 12 examples .* the target -100"):
         scores = whence.TracIn().attribute(study, data, **EXACT)
-    assert len(scores.warnings) == 1
+    examples, queries = scores.warnings
+    assert "examples" in examples and "3 of 12 queries" in queries
+
+
+WITHOUT = torch.tensor([[-100, -100, -100], [0, 1, -100]] * 6)
+NOTHING: dict[str, tuple[whence.Task, Tensor]] = {
+    "labels": (whence.MultiLabel(), WITHOUT.double()),
+    "documents": (whence.LanguageModeling(), WITHOUT),
+}
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_examples_without_any_target(kind: str) -> None:
+    task, targets = NOTHING[kind]
+    ignored = task.ignored((inputs(), targets))
+    assert ignored is not None and ignored.tolist() == [True, False] * 6
+
+    class Other(type(task)):  # type: ignore[misc]
+        def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+            return outputs.sum(1)
+
+    assert Other().ignored((inputs(), targets)) is None  # whose losses are not known
 
 
 def test_ignored_positions_of_a_document_have_no_curvature() -> None:

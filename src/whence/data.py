@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
 from whence.errors import InvalidInput, InvalidType, examples_of, warn
 from whence.persist.identity import digest, sha256_of
@@ -20,6 +26,7 @@ Collate = Callable[[list[Any]], Any]
 Labels = NDArray[np.int64]
 READ_AT_ONCE = 1024  # examples whose labels are read
 HASH_BATCH = 256  # examples per digest
+MOST_EXAMPLES = 10**12  # of a dataset; indices of all are in memory
 READ_TWICE = 8192  # examples that are compared with a second read, of a larger dataset
 
 
@@ -39,8 +46,20 @@ class Batches:
                 f"{name} is a {type(dataset).__name__}: it must be a map-style dataset, "
                 "with len(dataset) and dataset[index] (a TensorDataset, a list of examples, ...)"
             )
-        if len(dataset) == 0:
+        try:
+            count = len(dataset)
+        except Exception as error:  # of the user's code
+            raise InvalidInput(
+                f"len({name}) failed: {type(error).__name__}: {error}. It must be the number of "
+                "examples"
+            ) from error
+        if count == 0:
             raise InvalidInput(f"{name} is empty: it must hold at least one example")
+        if count > MOST_EXAMPLES:
+            raise InvalidInput(
+                f"len({name}) is {count:,}: a dataset may have {MOST_EXAMPLES:,} examples. "
+                "Give those that were trained on"
+            )
         self.name, self.dataset, self.collate = name, dataset, collate
         self._fingerprint: str | None = None
         self._moving = ""
@@ -61,12 +80,12 @@ class Batches:
         with examples_of(self.name, indices, "the dataset or its collate function"):
             rows = [self.dataset[int(k)] for k in indices]
             batch = self._collated(rows) if self.collate is None else self.collate(rows)
-        for tensor in _tensors(batch):
-            if not _plain(tensor):
-                raise InvalidType(
-                    f"{self.name} batches have a tensor that is {_kind(tensor)}: give "
-                    "Study(collate=...) that makes it dense"
-                )
+            for tensor in _tensors(batch):
+                if not _plain(tensor):
+                    raise InvalidType(
+                        f"{self.name} batches have a tensor that is {_kind(tensor)}: give "
+                        "Study(collate=...) that makes it dense"
+                    )
         return batch
 
     def _collated(self, rows: list[Any]) -> Any:
@@ -227,9 +246,10 @@ class Contrast:
         return len(self.a)
 
     @property
-    def examples(self) -> list[Any]:
-        """All of a, then all of b."""
-        return [side[k] for side in (self.a, self.b) for k in range(len(side))]
+    def examples(self) -> Any:
+        """All of a, then all of b. They are read when they are asked for, so that examples that
+        differ between two reads are noticed."""
+        return ConcatDataset([self.a, self.b])
 
 
 def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:

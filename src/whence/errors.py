@@ -15,10 +15,12 @@ use it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import index
 from typing import Any
 
 __all__ = [
@@ -92,6 +94,39 @@ def check_choice(name: str, value: str, options: Iterable[str]) -> str:
 
 class InvalidType(WhenceError, TypeError):
     """An object of the wrong type."""
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """The value of a setting as an int, also of NumPy's integers; refuses all that is no whole
+    number, True and False, and what is below `least`."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    limit = "" if least is None else f", at least {least}"
+    if number is None:
+        raise InvalidType(f"{name}={value!r} must be a whole number{limit}")
+    if least is not None and number < least:
+        raise InvalidInput(f"{name}={value!r} must be a whole number{limit}")
+    return number
+
+
+def finite(name: str, value: Any) -> float:
+    """The value of a setting as a float; refuses texts, NaN and infinity."""
+    try:
+        read = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        read = math.nan
+    if not math.isfinite(read):
+        raise InvalidInput(f"{name}={value!r} must be a finite number")
+    return read
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value of a setting that is True or False; a text such as "no" would count as True."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
+        raise InvalidType(f"{name}={value!r} must be True or False")
+    return bool(value)
 
 
 class InvalidIndex(WhenceError, IndexError):

@@ -68,6 +68,12 @@ class LanguageModeling(Task):
         moved = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return moved if mask is None else moved.masked_fill(mask == 0, IGNORED)
 
+    def ignored(self, batch: Any) -> Tensor | None:
+        """The documents without a token that has a loss, (n,)."""
+        if type(self).losses is not LanguageModeling.losses:
+            return None
+        return (self.targets(batch) == IGNORED).all(1)
+
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         targets, wrong = self._checked(outputs, batch)
         return unless(wrong, self._over_tokens(outputs, targets, lambda count: count))

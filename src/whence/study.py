@@ -35,7 +35,7 @@ from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.targets import IGNORED
-from whence.task import Classification, Task
+from whence.task import Task
 from whence.world import World
 
 Runs = Run | str | os.PathLike[str]
@@ -226,18 +226,30 @@ class Study:
 
     def _ignored(self, stage: str) -> list[str]:
         """Whether examples have no loss: then it matters what training divided by."""
-        task, data = self.tasks[stage], self.data[stage]
-        if not isinstance(task, Classification):
-            return []
-        spread = candidates(data)
-        count = sum(int(task.ignored(batch).sum()) for batch in looked_at(data, spread))
+        count, spread = self._without_target(stage, self.data[stage])
         if not count:
             return []
         return [
-            f"stage {stage!r}: {count} of {len(spread)} examples that were checked have the "
-            f"target {IGNORED}, which has no loss. They count in N: training minimised the sum of "
+            f"stage {stage!r}: {count} of {spread} examples that were checked have only the target "
+            f"{IGNORED}, which has no loss. They count in N: training minimised the sum of "
             "losses divided by all examples. If it divided by the others only, as "
             "nn.CrossEntropyLoss() does, leave them out of the training data"
+        ]
+
+    def _without_target(self, stage: str, data: Batches) -> tuple[int, int]:
+        """How many examples have no loss, and of how many that were checked."""
+        task, spread = self.tasks[stage], candidates(data)
+        each = (task.ignored(batch) for batch in looked_at(data, spread))
+        return sum(int(none.sum()) for none in each if none is not None), len(spread)
+
+    def query_warnings(self, query: Batches) -> list[str]:
+        """Why scores of queries may mean nothing."""
+        count, spread = self._without_target(self.stages[-1], query)
+        if not count:
+            return []
+        return [
+            f"{count} of {spread} queries that were checked have only the target {IGNORED}: there "
+            "is nothing to explain, and their scores are 0"
         ]
 
     def _other_model(self, run: Run) -> list[str]:

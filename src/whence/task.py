@@ -101,6 +101,10 @@ class Task:
             "tuples or mappings, or override targets(batch) in your Task"
         )
 
+    def ignored(self, batch: Any) -> Tensor | None:
+        """The examples whose targets say that they have no loss, (n,); None if no target can."""
+        return None
+
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         """Each example's training loss, (n,). Training minimised their mean."""
         raise InvalidType(f"{type(self).__name__} must define losses(outputs, batch)")
@@ -362,6 +366,13 @@ class MultiLabel(Task):
         )
         logits = outputs.reshape(len(outputs), -1)
         return logits, targets.to(outputs.dtype), known, wrong
+
+    def ignored(self, batch: Any) -> Tensor | None:
+        """The examples of which no label is known, (n,)."""
+        if type(self).losses is not MultiLabel.losses:
+            return None
+        targets = self.targets(batch)
+        return (targets.reshape(len(targets), -1) == IGNORED).all(1)
 
     def _over_labels(
         self, values: Tensor, known: Tensor, normaliser: Callable[[Tensor], Tensor]

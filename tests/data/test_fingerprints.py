@@ -98,6 +98,7 @@ def rare_collate(rows: list[Any]) -> Any:
         lambda: Batches("train", Flipping(50_000)),
         lambda: Batches("train", Subset(OneNoisy(), range(600))),
         lambda: Batches("train", hugging_face().with_transform(noise)),
+        lambda: Batches("query", whence.Contrast(Watched(), OneNoisy()).examples),
     ],
 )
 @pytest.mark.parametrize("seed", range(5))
@@ -370,3 +371,25 @@ def test_few_examples_are_read_twice_of_many(monkeypatch: pytest.MonkeyPatch) ->
 
     Batches("train", Counted(50_000)).fingerprint()
     assert len(reads) == 50_000 + 2 * whence.data.READ_TWICE
+
+
+@pytest.mark.parametrize("length", [24.0, 2**62, RuntimeError("no idea")])
+def test_lengths_that_make_no_sense(length: Any) -> None:
+    class Odd(Watched):
+        def __len__(self) -> int:
+            if isinstance(length, Exception):
+                raise length
+            return length  # type: ignore[no-any-return]
+
+    with pytest.raises(whence.WhenceError, match=r"^len\(train\) "):
+        Batches("train", Odd())
+
+
+def test_a_batch_that_contains_itself_is_refused() -> None:
+    def collate(rows: list[Any]) -> Any:
+        batch: list[Any] = [torch.stack([row[0] for row in rows])]
+        batch.append(batch)
+        return batch
+
+    with pytest.raises(whence.WhenceError, match="collate function failed on train example 0"):
+        Batches("train", Watched(), collate).take([0])

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import whence
 import whence.run
 from whence.engine.options import ComputeOptions
+from whence.retrain.truth import Truth, draw_subsets
+from whence.run.schedule import CheckpointSchedule
 
 EXACT = {"dtype": torch.float64, "progress": False}
 TRAIN, QUERY = models.vectors(), models.vectors(3, seed=1)
@@ -487,7 +489,7 @@ def test_scores_too_large_for_their_type_say_so() -> None:
         (lambda: attribute(memory=8), r"memory=8 bytes .*mebibyte.*'8GB'"),
         (lambda: attribute(memory="-2GB"), r"memory=.*'8GB'"),
         (lambda: attribute(batch_size=0), r"batch_size=0 .*at least 1"),
-        (lambda: attribute(top=0), r"top=0: .*at least one"),
+        (lambda: attribute(top=0), r"top=0 must be .*at least 1"),
         (lambda: attribute(top=2, by_segment=True), r"top=2 together with by_segment"),
         (lambda: attribute(top=2, runs=[RUN, RUN]), r"top=2 with 2 runs: .*Leave top out"),
     ],
@@ -732,3 +734,56 @@ def test_compute_options_that_make_no_sense(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(whence.WhenceError, match=f"^{name}="):
         ComputeOptions(**options)
+
+
+NO_NUMBERS = [2.5, "8", None, True, float("nan")]
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, [1.5], [[1]]], ids=str)
+def test_segments_that_are_no_numbers(value: Any) -> None:
+    with pytest.raises(whence.WhenceError, match=r"^segments="):
+        attribute(whence.Source(segments=value))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    plain, numpy = (whence.Source.published(kind(1), seed=kind(3)) for kind in (int, np.int64))
+    assert repr(plain) == repr(numpy)
+
+
+@pytest.mark.parametrize("value", [v for v in NO_NUMBERS if v is not None], ids=str)
+def test_settings_that_are_no_numbers(value: Any, tmp_path: Path) -> None:
+    for name, make in (
+        ("seed", lambda: whence.Source(seed=value)),
+        ("top", lambda: attribute(top=value)),
+        ("dimension", lambda: whence.Trak(value)),
+        ("checkpoints", lambda: CheckpointSchedule.of(value, 10)),
+        ("total_steps", lambda: CheckpointSchedule.of(2, value)),
+        ("seeds", lambda: Truth(np.ones((1, 1), bool), [[[1.0]]], seeds=[value])),
+        ("subsets", lambda: draw_subsets(10, 0.5, value)),
+    ):
+        with pytest.raises(whence.WhenceError, match=f"^{name}="):
+            make()
+
+
+@pytest.mark.parametrize("value", ["x", None, float("nan"), float("inf"), True], ids=str)
+def test_settings_that_are_not_finite(value: Any) -> None:
+    states = [net().state_dict()] * 2
+    for name, make in (
+        ("damping", lambda: whence.Source(damping=value)),
+        (
+            "weight_decay",
+            lambda: whence.Run.from_checkpoints(states, [0, 1], 0.1, weight_decay=value),
+        ),
+        ("memory", lambda: attribute(memory="1e400GB" if value == float("inf") else value or "x")),
+    ):
+        with pytest.raises(whence.WhenceError, match=f"^{name}="):
+            make()
+
+
+def test_a_text_is_no_truth_value(tmp_path: Path) -> None:
+    for name, make in (
+        ("coupling", lambda: whence.Source(coupling="no")),  # type: ignore[arg-type]
+        ("joint", lambda: whence.GradientStore.build(study(), tmp_path, 4, joint="no")),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(whence.WhenceError, match=f"^{name}='no' must be True or False"):
+            make()

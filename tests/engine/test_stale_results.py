@@ -218,6 +218,57 @@ def helper_function(new: bool) -> Any:
     return helper_outside
 
 
+class Scaled:
+    """Its method is a setting; what it multiplies by is the object's."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def times(self, losses: Tensor) -> Tensor:
+        return self.factor * losses
+
+
+class ByTable:
+    """Calls a function that it holds in a dict."""
+
+    def __init__(self, function: Any) -> None:
+        self.table = {"function": function}
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        return self.table["function"](losses)  # type: ignore[no-any-return]
+
+
+def half_detached(h: Tensor) -> Tensor:
+    return 0.5 * h + 0.5 * h.detach()
+
+
+def with_hook(new: bool) -> nn.Module:
+    """A hook that changes gradients, but no output."""
+    model = Net()
+    hook = (lambda m, x, y: half_detached(y)) if new else (lambda m, x, y: y)
+    model.register_forward_hook(hook)
+    return model
+
+
+class Configured(Net):
+    """Its activation is in a dict of settings."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.settings = {"activation": activation}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.settings["activation"](self.enter(x)))
+
+
+def half_detached_tanh(h: Tensor) -> Tensor:
+    return half_detached(torch.tanh(h))
+
+
+def plain_tanh(h: Tensor) -> Tensor:
+    return torch.tanh(h)
+
+
 #: changes of the study, before and after an edit
 EDITS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "closure": lambda new: {"task": Weighted(by_closure(2.0 if new else 1.0))},
@@ -234,6 +285,12 @@ EDITS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "metaclass": lambda new: {"task": with_metaclass(1.0 + new)},
     "class of an object": lambda new: {"task": Helped(helper_object(new))},
     "function behind a function": lambda new: {"task": Helped(helper_function(new))},
+    "object of a bound method": lambda new: {"task": Helped(Scaled(1.0 + 2 * new).times)},
+    "function in a dict of an object": lambda new: {"task": Helped(ByTable(helper_function(new)))},
+    "hook": lambda new: {"model": with_hook(new)},
+    "function in a dict of the model": lambda new: {
+        "model": Configured(half_detached_tanh if new else plain_tanh)
+    },
     "forward": lambda new: {"model": edited_net(far_scaled) if new else Net()},
     "attribute of the model": lambda new: {"model": Net(3.0 if new else 1.0)},
     "gradient": lambda new: {"model": edited_net(detached) if new else Net()},
@@ -319,6 +376,55 @@ def test_a_study_whose_task_changes_in_place(recorded: Path, tmp_path: Path) -> 
         method.attribute(same, QUERY, **QUIET).values,
         method.attribute(afresh, QUERY, **QUIET).values,
     )
+
+
+def test_a_hook_that_keeps_activations_is_no_edit(recorded: Path, tmp_path: Path) -> None:
+    """What it keeps is different after every pass over the data."""
+    kept: dict[str, Tensor] = {}
+
+    def keeping() -> nn.Module:
+        model = Net()
+        model.enter.register_forward_hook(lambda module, x, y: kept.update(enter=y))
+        return model
+
+    folder, method = tmp_path / "out", METHODS["source"]()
+    first = method.attribute(
+        study(recorded, tmp_path / "a", model=keeping()), QUERY, out=folder, **QUIET
+    )
+    again = method.attribute(
+        study(recorded, tmp_path / "a", model=keeping()), QUERY, out=folder, **QUIET
+    )
+    np.testing.assert_array_equal(first.values, again.values)
+
+
+def test_factors_of_matrices_and_of_all_layers_share_a_cache(tmp_path: Path) -> None:
+    """Published forms track linear layers only: neither answers for the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+    run = models.train_run(model, whence.Classification(), models.vectors(30), [2, 4], 0.2).run
+
+    def of(cache: str) -> whence.Study:
+        return whence.Study(model, whence.Classification(), TRAIN, run, cache=tmp_path / cache)
+
+    forms = [whence.Source(1), whence.Source.published(1)]
+    alone = [form.attribute(of(f"{k}"), QUERY, **QUIET).values for k, form in enumerate(forms)]
+    for order, name in (((0, 1), "a"), ((1, 0), "b")):
+        for k in order:
+            values = forms[k].attribute(of(name), QUERY, **QUIET).values
+            np.testing.assert_array_equal(values, alone[k])
+    forms[0].attribute(of("a"), QUERY, out=tmp_path / "out", **QUIET)
+    matrices = whence.Study(
+        model, whence.Classification(), TRAIN, run, cache=tmp_path / "a", layers="matrices"
+    )
+    with pytest.raises(FolderConflict, match="another calculation"):
+        forms[0].attribute(matrices, QUERY, out=tmp_path / "out", **QUIET)
+
+
+def test_what_differs_is_named(recorded: Path, tmp_path: Path) -> None:
+    of, out = study(recorded, tmp_path / "a"), tmp_path / "out"
+    whence.TracIn().attribute(of, QUERY, out=out, by_layer=True, **QUIET)
+    with pytest.raises(FolderConflict, match=r"different: layers\)"):
+        whence.TracIn().attribute(of, QUERY, out=out, **QUIET)
 
 
 class Stopped(Exception):

@@ -6,6 +6,7 @@ import functools
 import http.server
 import json
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,14 @@ def test_bad_input(tmp_path: Path) -> None:
     benchmark, effects = known()
     with pytest.raises(ValueError, match="other queries than the truth"):
         benchmark.score(scores_of(effects[::-1], query="in another order"))
+    with pytest.raises(ValueError, match="about candidates, which the run never trained on"):
+        benchmark.score(scores_of(effects, candidates=True))
+    about_data = Truth(benchmark.truth.masks, benchmark.truth.measurements, query="q", data="these")
+    assert lds(scores_of(effects, train={"train": "these"}), about_data).value > 0.5
+    with pytest.raises(ValueError, match="other training data than the truth"):
+        lds(scores_of(effects, train={"train": "others"}), about_data)
+    about_data.save(tmp_path / "truth")
+    assert Truth.load(tmp_path / "truth").data == "these"
     with pytest.raises(ValueError, match="about 29 training examples"):
         benchmark.score(scores_of(effects[:, 1:]))
     with pytest.raises(ValueError, match="of 3 queries"):
@@ -190,3 +199,71 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
     assert data["mine"]["differences"]["bad"]["interval"][0] > 0
     assert run(["score-against", str(tmp_path / "mine"), places[1]]) != 0
     assert "benchmark.json" in capsys.readouterr().err
+
+
+def test_sizes_that_cancel_do_not_pass_the_limit(server: Any, tmp_path: Path) -> None:
+    url, folder, asked = server
+    sizes = {"a": {"bytes": 10**12, "sha256": ""}, "b": {"bytes": -(10**12), "sha256": ""}}
+    edit_json(folder / "benchmark.json", files=sizes)
+    with pytest.raises(DamagedFile, match="bytes=-1000000000000"):
+        Benchmark.download(url, tmp_path / "cache")
+    many = {f"{k}.npy": {"bytes": 0, "sha256": ""} for k in range(1001)}
+    edit_json(folder / "benchmark.json", files=many)
+    with pytest.raises(DamagedFile, match="names 1,001 files"):
+        Benchmark.download(url, tmp_path / "cache")
+    assert asked == 2 * ["/b/benchmark.json"]
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """Sends these bytes, whatever it is asked."""
+
+    sent: tuple[bytes, ...] = ()
+
+    def do_GET(self) -> None:
+        for piece in self.sent:
+            self.wfile.write(piece)
+            self.wfile.flush()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [(b"\x1b[31mno status\r\n\r\n",), (HEAD, *[b" "] * 400), (b"HTTP/1.1 200 OK\r\n" * 999,)],
+)
+def test_servers_that_do_not_answer_as_they_should(
+    sent: tuple[bytes, ...], tmp_path: Path, monkeypatch: Any
+) -> None:
+    handler = type("Handler", (Answering,), {"sent": sent})
+    monkeypatch.setattr("whence.evaluate.benchmark.TIMEOUT", 0.0 if sent[0] == HEAD else 5.0)
+    monkeypatch.setattr("whence.evaluate.benchmark.SLOWEST", 10**12)
+    monkeypatch.setattr("urllib.request.urlopen", functools.partial(_opened, timeout_of_test=5.0))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as it:
+        threading.Thread(target=it.serve_forever, daemon=True).start()
+        with pytest.raises(MissingFile, match=r"sends too slowly|cannot be read") as raised:
+            Benchmark.download(f"http://127.0.0.1:{it.server_port}", tmp_path)
+        it.shutdown()
+    assert "\x1b" not in str(raised.value)
+
+
+_urlopen = urllib.request.urlopen
+
+
+def _opened(url: str, timeout: float, timeout_of_test: float) -> Any:
+    return _urlopen(url, timeout=timeout_of_test)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "https://a b", "http://\x00/", "http://x\ny/"])
+def test_addresses_that_are_none(url: str, tmp_path: Path) -> None:
+    with pytest.raises(whence.WhenceError):
+        Benchmark.download(url, tmp_path)
+
+
+def test_a_benchmark_that_is_open_is_taken_as_it_is() -> None:
+    benchmark, effects = known()
+    expected = benchmark.score(effects).result.value
+    assert score_against(benchmark, effects).result.value == expected

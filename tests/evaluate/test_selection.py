@@ -146,3 +146,30 @@ def test_input_that_is_wrong(options: dict[str, Any], message: str) -> None:
     if not options:
         with pytest.raises(InvalidInput, match="both choose and judge"):
             select(recipes.recipe(), made(drawn(1)), QUERY, drop=1)
+
+
+def test_scores_of_other_queries_or_data_are_refused() -> None:
+    recipe = recipes.recipe(epochs=1)
+    options: dict[str, Any] = {"drop": 5, "seeds": 1, "device": "cpu", "progress": False}
+    for about, message in (
+        ({"query": "others"}, "other queries than the query set"),
+        ({"train": {"train": "others"}}, "other training data than the recipe"),
+        ({"candidates": True}, "about candidates"),
+    ):
+        scores = made(drawn())
+        scores.provenance.update(about)
+        with pytest.raises(InvalidInput, match=message):
+            select(recipe, scores, QUERY, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"drop": float("nan")}, {"drop": "3"}, {"seeds": 0}, {"seeds": []}]
+)
+def test_numbers_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(whence.WhenceError, match=f"^{next(iter(wrong))}="):
+        select(recipes.recipe(epochs=1), made(drawn()), QUERY, **({"drop": 5} | wrong))
+
+
+def test_arguments_in_the_wrong_order() -> None:
+    with pytest.raises(TypeError, match=r"select\(Scores and Recipe\)"):
+        select(made(drawn()), recipes.recipe(epochs=1), QUERY, drop=5)  # type: ignore[arg-type]

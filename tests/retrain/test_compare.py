@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import whence
-from whence.retrain.compare import differences, other_initial_weights, unknown
+from whence.retrain.compare import differences, other_initial_weights, other_losses, unknown
 
 INPUTS = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
 TRAIN = TensorDataset(INPUTS, torch.arange(50) % 3)
@@ -197,3 +197,29 @@ def test_drop_last_is_true_or_false() -> None:
 def test_batches_that_were_not_recorded(run: whence.Run) -> None:
     (doubt,) = unknown(recipe(), replace(run, batches=None))
     assert "does not show the size of its batches" in doubt
+
+
+def test_rates_of_every_layer_count(tmp_path: Path) -> None:
+    """The run has a smaller rate for its head; in the recipe all layers are one group."""
+
+    def slow_head(p: Any) -> Any:
+        first, second, *head = list(p)
+        return sgd([{"params": [first, second]}, {"params": head, "lr": 0.01}])
+
+    run = recorded(tmp_path, optimizer=slow_head)
+    (text,) = differences(recipe(), run)
+    assert "the learning rate at update 1 was 0.01 in the run for 2." in text
+    assert differences(recipe(optimizer=slow_head), run) == []
+
+
+class Halved(whence.Classification):
+    def losses(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return super().losses(outputs, batch) * torch.where(batch[1] == 2, 0.5, 1.0)
+
+
+def test_another_loss_is_found_out(run: whence.Run) -> None:
+    study = whence.Study(plain(), whence.Classification(), TRAIN, run)
+    assert other_losses(recipe(), study, run) == []
+    other = whence.Recipe(plain, Halved(), TRAIN, sgd, batch_size=16, epochs=4)
+    (text,) = other_losses(other, study, run)
+    assert "in the study and" in text and "at the same weights" in text

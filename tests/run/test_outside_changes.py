@@ -564,3 +564,60 @@ def test_batches_of_another_dataset_are_refused() -> None:
     run = drawn([np.array([0, 30])] * 4)
     with pytest.raises(whence.WhenceError, match="used example 30, but the data has 24"):
         whence.Study(net(), whence.Classification(), DATA, run)
+
+
+def test_a_head_that_is_replaced_after_training(tmp_path: Path) -> None:
+    """The other layers still have the weights that training led to."""
+    model, run, _ = recorded(tmp_path)
+    model[4].reset_parameters()
+    nn.init.normal_(model[4].weight, std=10.0)  # far from anything that training saw
+    assert any("are not the run's final ones" in m for m in attributed(model, run).warnings)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_batches_that_are_named_one_by_one(before: bool, tmp_path: Path) -> None:
+    """With gradient accumulation, all but the last would be lost."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        heard() as messages,
+        whence.Recorder(tmp_path, model, optimizer, checkpoints=1, total_steps=3) as recorder,
+    ):
+        for _ in range(3):
+            for which in (torch.arange(12), torch.arange(12, 24)):
+                if before:
+                    recorder.step(which)
+                (F.cross_entropy(model(X[which]), Y[which]) / 2).backward()
+                if not before:
+                    recorder.step(which)
+            optimizer.step()
+            optimizer.zero_grad()
+    (message,) = [m for m in messages if "more than once before an update" in m]
+    assert message in whence.Run.open(tmp_path).warnings
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_an_update_that_is_skipped_names_its_batch_in_vain(finite: bool, tmp_path: Path) -> None:
+    """As a scaler of mixed precision does where gradients overflow; or a loop that goes on."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        heard() as messages,
+        whence.Recorder(tmp_path, model, optimizer, checkpoints=1, total_steps=3) as recorder,
+    ):
+        for k in range(5):
+            recorder.step([k])
+            if finite:
+                optimizer.zero_grad()
+            F.cross_entropy(model(X[:8]), Y[:8]).backward()
+            if k in (1, 3):
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.mul_(1.0 if finite else torch.inf)
+            else:
+                optimizer.step()
+            if not finite:
+                optimizer.zero_grad()
+    assert not [m for m in messages if "more than once" in m]
+    batches = whence.Run.open(tmp_path).batches
+    assert batches is not None and [list(b) for b in batches] == [[0], [2], [4]]

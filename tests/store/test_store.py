@@ -1061,6 +1061,13 @@ def test_a_full_disk(it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
 
 
+@pytest.mark.parametrize("option", ["examples", "by_layer", "query_rank", "dtype"])
+def test_options_that_a_store_does_not_have(it: Case, tmp_path: Path, option: str) -> None:
+    store = GradientStore.build(it.study, tmp_path / "s", 12, methods=["tracin"], **BUILD)
+    with pytest.raises(whence.WhenceError, match=f"^{option} is no option of a store"):
+        store.tracin(QUERY, **{option: None}, **QUIET)  # type: ignore[misc]
+
+
 def test_the_model_is_left_alone(it: Case, tmp_path: Path) -> None:
     model = it.model.train()
     before = copy.deepcopy(model.state_dict())

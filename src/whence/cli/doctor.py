@@ -214,7 +214,7 @@ def _cost(file: StudyFile, method: str, device: Any) -> Finding:
 
 
 def _recipe(file: StudyFile) -> Finding:
-    from whence.retrain.compare import differences, other_initial_weights, unknown
+    from whence.retrain.compare import differences, other_initial_weights, other_losses, unknown
 
     recipe, study = file.recipe, file.study
     if recipe is None:
@@ -226,7 +226,7 @@ def _recipe(file: StudyFile) -> Finding:
     run = study.runs[0]
     if run.origin and run.origin.get("recipe") == recipe.fingerprint:
         return SOUND, f"it trained the run, with seed {run.origin['seed']}"
-    unequal = differences(recipe, run)
+    unequal = [*differences(recipe, run), *other_losses(recipe, study, run)]
     if unequal:
         return BAD, f"it is not the training that the run recorded: {'; '.join(unequal)}"
     if run.initial is None:

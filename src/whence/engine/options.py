@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypedDict
 
 import torch
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, finite, whole
 
 SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
 
@@ -51,8 +51,7 @@ class ComputeOptions:
     def __post_init__(self) -> None:
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size)
-        if not isinstance(self.workers, Integral) or self.workers < 0:
-            raise InvalidInput(f"workers={self.workers!r} must be a whole number, at least 0")
+        whole("workers", self.workers, 0)
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise InvalidInput(f"dtype={self.dtype!r} must be a dtype such as torch.float32")
         if self.device is not None:
@@ -73,10 +72,11 @@ def allowance(memory: int | str | None, device: torch.device) -> int:
         text = memory.upper().replace("IB", "B").replace(" ", "")
         try:
             memory = int(float(text[:-2]) * units[text[-2:]])
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):
             raise InvalidInput(
                 f"memory={memory!r} is not understood: use bytes, or a text like '8GB'"
             ) from None
+    memory = int(finite("memory", memory))
     if memory < 2**20:
         raise InvalidInput(
             f"memory={memory} bytes is less than a mebibyte: use bytes, or a text like '8GB'"
@@ -111,13 +111,13 @@ def check_device(device: Any) -> None:
 
 def check_count(name: str, value: Any) -> None:
     """Refuse a value that is not a whole number, at least 1."""
-    if not isinstance(value, Integral) or value < 1:
-        raise InvalidInput(f"{name}={value!r} must be a whole number, at least 1")
+    whole(name, value, 1)
 
 
 def check_damping(damping: Any, otherwise: str = "") -> None:
     """Refuse a damping that is negative or not a number; `otherwise` names other choices."""
-    if isinstance(damping, bool) or not (isinstance(damping, Real) and float(damping) >= 0):
+    known = isinstance(damping, Real) and not isinstance(damping, bool)
+    if not known or not 0 <= float(damping) < float("inf"):
         raise InvalidInput(f"damping={damping!r} must be zero or positive{otherwise}")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from whence.engine.queries import Queries
 from whence.engine.trials import MEASUREMENTS
 from whence.engine.workspace import MEASUREMENT, Workspace
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, whole
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Signal, Weights
 from whence.layers.tracked import Tracked
@@ -154,6 +154,7 @@ def try_out(workspace: Workspace, projection: Projection) -> None:
 def check_dimension(dimension: int, blocks: Sequence[ParameterBlock], memory: int) -> None:
     """Refuse a projection to more numbers than parameters, or than there is memory for."""
     parameters = sum(block.size for block in blocks)
+    whole("dimension", dimension, 1)
     if dimension > parameters:
         raise InvalidInput(
             f"dimension={dimension}, but only {parameters} parameters are tracked and trained: "

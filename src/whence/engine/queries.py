@@ -69,7 +69,7 @@ class QuerySet:
     def _weighted(self, given: ArrayLike) -> QuerySet:
         try:
             weights = np.atleast_2d(np.asarray(given, dtype=np.float64))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # also a tensor that requires gradients
             raise InvalidInput(
                 "query_weights must be numbers, (queries,) or (k, queries)"
             ) from None

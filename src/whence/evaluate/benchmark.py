@@ -14,18 +14,19 @@ Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``R`` seeds, ``K`` 
 from __future__ import annotations
 
 import os
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.error import URLError
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput, MissingFile
+from whence.errors import InvalidInput, MissingFile, WhenceError, whole
 from whence.evaluate.groups import Given
 from whence.evaluate.lds import LDS, Comparison, Difference, described, lds
 from whence.persist.arrays import load_array, save_array
@@ -41,13 +42,16 @@ from whence.persist.files import (
 from whence.persist.identity import sha256_of
 from whence.retrain import Truth
 from whence.retrain.truth import FIELDS
-from whence.table import Table, Tabled, estimate
+from whence.table import Table, Tabled, estimate, one_line
 
 SCHEMA = 1
 DESCRIPTION = "benchmark.json"
 LIMIT = 2**28  # bytes of a download
 DESCRIPTION_LIMIT = 2**20
+FILES = 1000  # of a download
 TIMEOUT = 60.0  # seconds without an answer
+SLOWEST = 2**14  # bytes per second on average, after the first minute
+PIECE = 2**16  # bytes that are read at once
 REMEDY = "publish the benchmark again, or delete the downloaded folder"
 
 
@@ -227,7 +231,7 @@ class Benchmark:
             cache: folder (default: whence in $XDG_CACHE_HOME, or in ~/.cache).
             limit: bytes that all files together may have.
         """
-        if urlsplit(url).scheme not in ("http", "https"):
+        if _scheme(url) not in ("http", "https"):
             raise InvalidInput(f"url={url!r} must start with https:// or http://")
         address = url.removesuffix(DESCRIPTION).rstrip("/")
         raw = _fetched(f"{address}/{DESCRIPTION}", DESCRIPTION_LIMIT)
@@ -238,7 +242,11 @@ class Benchmark:
         content = read_json(folder / DESCRIPTION, schema=SCHEMA, remedy=REMEDY)
         with parsing(folder / DESCRIPTION, REMEDY):
             files = {_inside(name): dict(one) for name, one in content["files"].items()}
-            total = sum(int(one["bytes"]) for one in files.values())
+            if len(files) > FILES:
+                raise InvalidInput(f"it names {len(files):,} files, and at most {FILES:,} may be")
+            for one in files.values():
+                whole("bytes", one["bytes"], 0)
+            total = sum(one["bytes"] for one in files.values())
         if total > limit:
             raise InvalidInput(
                 f"{url} has {total:,} bytes, and limit={limit:,}: raise the limit if you trust it"
@@ -259,7 +267,7 @@ class Benchmark:
 
 
 def score_against(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Benchmark,
     scores: Given | Sequence[Given],
     *,
     bootstrap: int = 1000,
@@ -270,12 +278,14 @@ def score_against(
 
     Args:
         source: a folder that `Benchmark.save` wrote, or the URL of one (http or https), which is
-            then downloaded.
+            then downloaded; or a `Benchmark`.
         scores, bootstrap, seed: as in `Benchmark.score`.
         limit: bytes of a download.
     """
+    if isinstance(source, Benchmark):
+        return source.score(scores, bootstrap=bootstrap, seed=seed)
     text = os.fspath(source)
-    if urlsplit(text).scheme in ("http", "https"):
+    if _scheme(text) in ("http", "https"):
         benchmark = Benchmark.download(text, limit=limit)
     else:
         benchmark = Benchmark.open(text)
@@ -300,13 +310,29 @@ def _cache() -> Path:
     return (Path(given) if given else Path.home() / ".cache") / "whence"
 
 
+def _scheme(url: str) -> str:
+    try:
+        return urlsplit(url).scheme
+    except ValueError:  # such as "http://[::1"
+        return ""
+
+
 def _fetched(url: str, most: int) -> bytes:
-    """What a URL has, of at most this many bytes."""
+    """What a URL has, of at most this many bytes. A server that sends a byte now and then is not
+    waited for."""
+    pieces, size, begun = [], 0, time.monotonic()
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
-            data: bytes = answer.read(most + 1)
-    except (URLError, OSError) as error:
-        raise MissingFile(f"{url} cannot be read ({error}): check the address") from error
-    if len(data) > most:
-        raise InvalidInput(f"{url} has more than the {most:,} bytes that it may have")
-    return data
+            while piece := answer.read1(min(PIECE, most + 1 - size)):
+                pieces.append(piece)
+                size += len(piece)
+                if size > most:
+                    raise InvalidInput(f"{url} has more than the {most:,} bytes that it may have")
+                if time.monotonic() - begun > TIMEOUT + size / SLOWEST:
+                    raise MissingFile(f"{url} sends too slowly: {size:,} bytes so far. Try later")
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(error, WhenceError):
+            raise
+        reason = one_line(f"{url} cannot be read ({error})")  # the server may have written it
+        raise MissingFile(f"{reason}: check the address") from None
+    return b"".join(pieces)

@@ -39,7 +39,7 @@ from whence.evaluate.calibrate import (
     scaled,
     warn_unchanged,
 )
-from whence.evaluate.groups import Floats, centred, group, locate
+from whence.evaluate.groups import Floats, centred, group, locate, training_data
 from whence.evaluate.lds import check_bootstrap, correlations, middle, recentred
 from whence.scores import Scores
 
@@ -226,8 +226,7 @@ def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Trut
     """Refuse scores of different data. Where a fingerprint is missing, nothing is compared."""
     known: dict[str, tuple[str, Any]] = {}
     for name, one in zip(names, given, strict=True):
-        train = one.provenance.get("train") or {}
-        data = train.get(truth.stage) if truth.stage in train else next(iter(train.values()), None)
+        data = training_data(one, truth.stage)
         facts = {"training data": data, "queries": one.provenance.get("query")}
         for what, value in facts.items():
             if not value:

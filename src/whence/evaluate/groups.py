@@ -8,7 +8,7 @@ Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``R`` seeds, ``K`` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,16 +122,21 @@ def locate(scores: Scores, truth: Truth) -> tuple[Ints, Ints]:
                 f"the scores have {name}={ours!r}, the truth {name}={theirs!r}: attribute with "
                 "the task that the truth was measured with"
             )
-    attributed = scores.provenance.get("query")
-    if attributed and truth.query and attributed != truth.query:
-        raise InvalidInput(
-            "the scores were made for other queries than the truth (their contents differ, or "
-            "their order): attribute the queries that the truth was measured on"
-        )
+    check_same_queries(scores, truth.query, "the truth")
     _check_model(scores, truth)
-    across = columns(scores, truth.stage, truth.masks.shape[1], "the truth")
+    across = columns(scores, truth.stage, truth.masks.shape[1], "the truth", truth.data)
     _check_queries(scores.shape[0], truth)
     return by_number("query_ids", scores.query_ids, "the truth"), across
+
+
+def check_same_queries(scores: Scores, query: str, whose: str) -> None:
+    """Refuse scores of other queries than those of this fingerprint, where both are known."""
+    attributed = scores.provenance.get("query")
+    if attributed and query and attributed != query:
+        raise InvalidInput(
+            f"the scores were made for other queries than {whose} (their contents differ, or "
+            "their order): attribute the same queries, each by itself"
+        )
 
 
 def _check_model(scores: Scores, truth: Truth) -> None:
@@ -146,8 +151,17 @@ def _check_model(scores: Scores, truth: Truth) -> None:
             )
 
 
-def columns(scores: Scores, stage: str | None, examples: int, whose: str) -> Ints:
-    """The columns of examples 0 … n − 1 of a stage, (n,)."""
+def columns(scores: Scores, stage: str | None, examples: int, whose: str, data: str = "") -> Ints:
+    """The columns of examples 0 … n − 1 of a stage, (n,).
+
+    Args:
+        data: fingerprint of the training data that the scores must be about; "" if it is not known.
+    """
+    if scores.provenance.get("candidates"):
+        raise InvalidInput(
+            f"the scores are about candidates, which the run never trained on, but {whose} is "
+            "about its training data: attribute with a Study without candidates"
+        )
     stages = [] if scores.stage is None else list(dict.fromkeys(scores.stage))
     if stage is None and len(stages) > 1:
         raise InvalidInput(
@@ -167,7 +181,21 @@ def columns(scores: Scores, stage: str | None, examples: int, whose: str) -> Int
             f"the scores are about {len(chosen)} training examples, but {whose} about {examples}: "
             "they must be of the same training data"
         )
+    attributed = training_data(scores, stage)
+    if data and attributed and attributed != data:
+        raise InvalidInput(
+            f"the scores are about other training data than {whose} (the contents of the examples "
+            "differ, or their order): attribute a study of the same data"
+        )
     return chosen[by_number("train_ids", scores.train_ids[chosen], whose)]
+
+
+def training_data(scores: Scores, stage: str | None) -> str | None:
+    """The fingerprint of the scored examples of a stage, if it is known."""
+    train = scores.provenance.get("train")
+    if not isinstance(train, Mapping) or not train:
+        return None
+    return str(train[stage] if stage in train else next(iter(train.values())))
 
 
 def by_number(name: str, ids: Ints, whose: str) -> Ints:

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Unpack
 
 import numpy as np
 
-from whence.errors import InvalidInput, warn
+from whence.errors import InvalidInput, warn, whole
 from whence.evaluate.groups import Floats
 from whence.retrain import Training, measure
 from whence.retrain.measure import TrainingOptions
@@ -108,7 +107,7 @@ def metasmoothness(
     """
     if not 0 < step <= 0.5:
         raise InvalidInput(f"step={step} must be above 0 and at most 0.5, two steps to weight zero")
-    if index(directions) < 3:
+    if whole("directions", directions) < 3:
         raise InvalidInput(f"directions={directions}: a correlation needs at least 3")
     chosen = recipe.stage(stage)
     dropped = ~draw_subsets(len(chosen.data), alpha, directions, seed)
@@ -120,8 +119,8 @@ def metasmoothness(
     measured = measure(recipe, query, trainings, out=out, **options)
     if not np.isfinite(measured).all():
         raise InvalidInput("a training diverged: its metasmoothness is not defined")
-    half, whole = measured[1::2], measured[2::2]
-    first, second = (half - measured[0]) / step, (whole - half) / step
+    half, gone = measured[1::2], measured[2::2]
+    first, second = (half - measured[0]) / step, (gone - half) / step
     result = Metasmoothness(
         value=_agreement(first, second),
         correlation=_correlation(first, second),
@@ -129,7 +128,7 @@ def metasmoothness(
         second=second,
         alpha=float(alpha),
         step=float(step),
-        seed=index(training_seed),
+        seed=whole("training_seed", training_seed),
     )
     if not result.smooth:
         warn(

@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 from whence.data import Batches, Labels, classes
 from whence.errors import InvalidInput, InvalidType, warn
-from whence.evaluate.groups import Floats, Ints, by_number, columns
+from whence.evaluate.groups import Floats, Ints, by_number, check_same_queries, columns
 from whence.evaluate.lds import Difference
 from whence.evaluate.plots import StrPath, plot_removal
 from whence.methods.random import draws
@@ -175,10 +175,12 @@ def subset_removal(
     _check_methods(scores_by_method, random_floor)
     for name, scores in scores_by_method.items():
         _check(name, scores, len(asked), ks[-1])
+        check_same_queries(scores, asked.fingerprint(), "the query set")
+    fingerprint = reduced.data.fingerprint()
     places = {
         name: (
             by_number("query_ids", scores.query_ids, "the query set"),
-            columns(scores, reduced.name, len(reduced.data), "the recipe"),
+            columns(scores, reduced.name, len(reduced.data), "the recipe", fingerprint),
         )
         for name, scores in scores_by_method.items()
     }

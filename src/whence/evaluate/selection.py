@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Subset
 
-from whence.errors import InvalidInput, optional
-from whence.evaluate.groups import Floats, Ints, columns
+from whence.data import Batches
+from whence.errors import InvalidInput, InvalidType, finite, optional, whole
+from whence.evaluate.groups import Floats, Ints, check_same_queries, columns
 from whence.retrain import Training, measure
 from whence.retrain.measure import TrainingOptions
 from whence.retrain.recipe import Recipe
@@ -130,9 +131,21 @@ def select(
         out: folder that keeps finished trainings. Repeat the same call to resume.
         options: `device`, `memory`, `executor`, `engine`, `progress`: as in `retrain.measure`.
     """
+    if not isinstance(recipe, Recipe) or not isinstance(scores, Scores):
+        kinds = f"{type(recipe).__name__} and {type(scores).__name__}"
+        raise InvalidType(f"select({kinds}): give a whence.Recipe and whence.Scores")
     about = recipe.stage(stage)
     count = len(about.data)
-    where = columns(scores, about.name if scores.stage else None, count, "select")
+    where = columns(
+        scores,
+        about.name if scores.stage else None,
+        count,
+        "the recipe",
+        about.data.fingerprint(),
+    )
+    if scores.provenance.get("query") and not scores.is_self_influence:
+        asked = Batches("query", query, recipe.collate)
+        check_same_queries(scores, asked.fingerprint(), "the query set")
     size = _size(drop, keep, count)
     random = np.random.default_rng(seed)
     choosing, judging = _halves(scores, query, test, random)
@@ -141,7 +154,10 @@ def select(
     help_ = np.nan_to_num(sign * mean_scores(scores, choosing)[where], nan=-np.inf)
     selected = np.zeros(count, dtype=bool)
     selected[_order(help_, duplicate_of)[:size]] = True
-    every = range(seeds) if isinstance(seeds, int) else seeds
+    named = seeds if isinstance(seeds, Sequence) else range(whole("seeds", seeds))
+    every = [whole("seeds", s) for s in named]
+    if not every:
+        raise InvalidInput(f"seeds={seeds!r}: train each kind at least once")
     trainings = [Training(s) for s in every] + [Training(s, selected, about.name) for s in every]
     for s in every:
         mask = np.zeros(count, dtype=bool)
@@ -172,6 +188,7 @@ def _size(drop: float | None, keep: float | None, count: int) -> int:
         raise InvalidInput("give either drop= or keep=: a number of examples, or a share below 1")
     given, name = (drop, "drop") if keep is None else (keep, "keep")
     assert given is not None
+    given = finite(name, given)
     number = round(given * count) if 0 < given < 1 else int(given)
     if (number != given and not 0 < given < 1) or not 0 < number < count:
         raise InvalidInput(

@@ -239,7 +239,10 @@ class Method(ABC):
         workspace.ledger.restore(writer.account, writer.progress_file)
         if layers is not None:
             workspace.ledger.diagnostics["layers"] = list(layers)
-        for message in workspace.study.warnings(workspace.run):
+        reasons = list(workspace.study.warnings(workspace.run))
+        if workspace.query is not None and what == LOSSES:
+            reasons += workspace.study.query_warnings(workspace.query.data)
+        for message in reasons:
             warn(message, stacklevel=4)
         messages = collected_warnings()
         messages[:0] = [m for m in writer.account.get("warnings", []) if m not in messages]

@@ -34,7 +34,7 @@ from whence.engine.query_factors import plan
 from whence.engine.scoring import Parts, readouts
 from whence.engine.tokens import Tokens, score_tokens, shared_tokens
 from whence.engine.workspace import GAUSS_NEWTON, LOSS, Outline, Term, Workspace
-from whence.errors import InvalidIndex, InvalidInput, check_choice
+from whence.errors import InvalidIndex, InvalidInput, check_choice, flag, whole
 from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost
@@ -308,14 +308,10 @@ class SegmentedMethod(GradientMethod):
                 f"fisher={fisher!r} means nothing to curvature='gauss-newton', which samples "
                 "nothing: leave it out"
             )
-        if isinstance(segments, str) and segments not in (AUTO, "stages"):
-            raise InvalidInput(
-                f"segments={segments!r}: use a number, a list of update counts, 'auto' or 'stages'"
-            )
-        self.segments = segments if isinstance(segments, (int, str)) else list(segments)
+        self.segments = read_segments(segments)
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
-        self.weight_decay, self.coupling = weight_decay, bool(coupling)
-        self.query_at, self.floor, self.seed = query_at, floor, seed
+        self.weight_decay, self.coupling = weight_decay, flag("coupling", coupling)
+        self.query_at, self.floor, self.seed = query_at, floor, whole("seed", seed)
 
     def terms(self, workspace: Outline) -> list[Term]:
         spec = chosen_segments(workspace) if self.segments == AUTO else self.segments
@@ -380,6 +376,19 @@ class SegmentedMethod(GradientMethod):
         if self.curvature != GAUSS_NEWTON:
             passes = KINDS[self.curvature].passes_over(work.fitted)
         return passes | super().passes_needed(work)
+
+
+def read_segments(given: Any) -> int | str | list[int]:
+    """`segments` as plain numbers; whether they fit is known with the run."""
+    if isinstance(given, str):
+        if given not in (AUTO, "stages"):
+            raise InvalidInput(
+                f"segments={given!r}: use a number, a list of update counts, 'auto' or 'stages'"
+            )
+        return given
+    if np.ndim(given) == 0:
+        return whole("segments", given)
+    return [whole("segments", end) for end in given]
 
 
 def chosen_segments(workspace: Outline) -> int | str:

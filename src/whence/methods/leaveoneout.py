@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 
-from whence.errors import InvalidIndex, InvalidInput, InvalidType, collect_warnings
+from whence.errors import InvalidIndex, InvalidInput, InvalidType, collect_warnings, whole
 from whence.persist.files import as_path
 from whence.persist.identity import call_text, defaults_of
 from whence.retrain import contrast, measure
@@ -48,8 +47,9 @@ class LeaveOneOut:
         if not isinstance(recipe, Recipe):
             raise InvalidType(f"recipe is a {type(recipe).__name__}: give a whence.Recipe")
         self._recipe, self._stage = recipe, recipe.stage(stage)
-        self.examples = None if examples is None else [index(e) for e in examples]
-        self.seeds = list(range(seeds)) if isinstance(seeds, int) else [index(s) for s in seeds]
+        self.examples = None if examples is None else [whole("examples", e) for e in examples]
+        named = range(seeds) if isinstance(seeds, int) else seeds
+        self.seeds = [whole("seeds", seed) for seed in named]
         self.stage, self.exclude_diverged = self._stage.name, exclude_diverged
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidInput(f"seeds={seeds}: give at least one, and none twice")

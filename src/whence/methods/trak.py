@@ -30,7 +30,7 @@ from whence.engine.options import check_count, check_damping
 from whence.engine.projected_space import Space, projecting
 from whence.engine.queries import Queries
 from whence.engine.workspace import LOSS, MEASUREMENT, Term, Workspace
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, whole
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.operators.projected import ProjectedVectors
@@ -71,7 +71,7 @@ class Trak(GradientMethod):
     ) -> None:
         check_count("dimension", dimension)
         check_damping(damping)
-        self.dimension, self.seed, self.stage = dimension, seed, stage
+        self.dimension, self.seed, self.stage = dimension, whole("seed", seed), stage
         self.joint, self.damping = bool(joint), float(damping)
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> Prepared:

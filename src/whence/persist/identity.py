@@ -32,6 +32,7 @@ INSTRUCTIONS = (
     *("LOAD_GLOBAL", "STORE_GLOBAL", "IMPORT_NAME"),
     *("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"),
 )
+STATE = ("_parameters", "_buffers", "_modules", "training")  # of a module, which is no code
 OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__")
 
 
@@ -224,20 +225,36 @@ def setting_sha256(value: Any) -> str:
 def model_sha256(model: nn.Module) -> str:
     """The digest of the code of a model's modules, also of methods replaced in one of them."""
     modules = list(model.modules())
+    own = {id(module) for module in modules}
     replaced = [
         [name, value]
         for module in modules
         for name, value in sorted(vars(module).items())
         if isinstance(value, (FunctionType, MethodType, functools.partial))
     ]
-    return sha256_of(class_sha256(*{type(m) for m in modules}), _code_sha256(replaced, set()))
+    # Hooks, and functions inside lists, dicts and objects that modules hold. What a hook captures
+    # is no setting, but what it keeps of the forward passes.
+    visited, others = set(own), []
+    for module in modules:
+        for name, value in sorted(vars(module).items()):
+            code = [] if name in STATE else _code_inside(value, visited)
+            if name.endswith("_hooks"):
+                code = [getattr(each, "__code__", each) for each in code]
+            others += [[name, each] for each in code]
+    return sha256_of(
+        class_sha256(*{type(m) for m in modules}),
+        _code_sha256(replaced, set(own)),
+        *([_code_sha256(others, set(own))] if others else []),
+    )
 
 
 def _code_sha256(value: Any, seen: set[int]) -> str:
     """Args:
     seen: ids of the functions and classes that are in the digest already.
     """
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
+    if isinstance(value, MethodType):
+        value = [value.__func__, *([] if id(value.__self__) in seen else [value.__self__])]
+    if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     if isinstance(value, functools.partial):
         value = [value.func, *value.args, *value.keywords.items()]
@@ -247,6 +264,7 @@ def _code_sha256(value: Any, seen: set[int]) -> str:
         return sha256_of(*(_code_sha256(item, seen) for item in value))
     if not isinstance(value, (type, FunctionType)):
         code = [type(value)] if _version(type(value).__module__) is None else []
+        code = _code_inside(value, set()) or code
         return digest(value) if not code else sha256_of(digest(value), _code_sha256(code, seen))
     name = f"{value.__module__}.{value.__qualname__}"
     version = _version(value.__module__)
@@ -254,6 +272,38 @@ def _code_sha256(value: Any, seen: set[int]) -> str:
         return sha256_of(name, version or "")
     seen.add(id(value))
     return sha256_of(name, *(_code_sha256(part, seen) for part in _contents(value)))
+
+
+def _code_inside(value: Any, visited: set[int]) -> list[Any]:
+    """The functions and bound methods that a value holds, in containers and in attributes of
+    objects; and the classes of these objects. The code of installed packages is left out.
+
+    Args:
+        visited: ids of the values that are not looked into.
+    """
+    if isinstance(value, (type, ModuleType, CodeType, Tensor, np.ndarray, *PLAIN)):
+        return []
+    if value is None or id(value) in visited:
+        return []
+    visited.add(id(value))
+    if isinstance(value, FunctionType):
+        return [value] if _version(value.__module__) is None else []
+    if isinstance(value, MethodType):
+        return [value.__func__, *_code_inside(value.__self__, visited)]
+    if isinstance(value, functools.partial):
+        parts: list[Any] = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = list(value)
+    elif isinstance(value, (set, frozenset)):
+        parts = sorted(value, key=lambda part: str(getattr(part, "__qualname__", "")))
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    inside = [code for part in parts for code in _code_inside(part, visited)]
+    if _version(type(value).__module__) is None:
+        inside.append(type(value))
+    return inside
 
 
 def _contents(value: Any) -> Iterator[Any]:

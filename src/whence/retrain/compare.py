@@ -8,14 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from whence.data import place
 from whence.retrain.recipe import Recipe
 from whence.retrain.stacked import running_statistics
 from whence.retrain.stage import StageRecipe
 from whence.run import Run, Stage, optimizers
+from whence.run.checkpoint import Checkpoint
+from whence.study import Study, loader
 from whence.table import listed
+from whence.task import Task
 
+TRIED = 64  # examples whose losses are compared
+WHERE = (torch.device("cpu"), torch.float32)
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # same updates either way
 
 
@@ -71,6 +77,39 @@ def other_initial_weights(recipe: Recipe, run: Run, seed: int) -> str | None:
         if ours.shape != initial[name].shape or not torch.equal(ours, initial[name].to(ours.dtype)):
             return name
     return None
+
+
+def other_losses(recipe: Recipe, study: Study, run: Run) -> list[str]:
+    """Whether model and task of the recipe have other losses than the study's, on some examples at
+    the run's final weights; one sentence for each stage."""
+    sentences: list[str] = []
+    if len(recipe.stages) != len(study.stages):
+        return sentences
+    for stage, name in zip(recipe.stages, study.stages, strict=True):
+        weights = [c for c in run.checkpoints if c.stage == name]
+        if not weights:
+            continue
+        data = study.data[name]
+        rows = np.linspace(0, len(data) - 1, min(TRIED, len(data))).round().astype(np.int64)
+        batch = place(data.take(np.unique(rows)), *WHERE)
+        ours = _losses(study.models[name], study.tasks[name], weights[-1], batch)
+        theirs = _losses(recipe.build(0), stage.task, weights[-1], batch)
+        if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True):
+            k = int((ours - theirs).abs().argmax())
+            where = f"stage {name!r}: " if len(study.stages) > 1 else ""
+            sentences.append(
+                f"{where}the loss of example {int(np.unique(rows)[k])} is {float(ours[k]):.4g} "
+                f"in the study and {float(theirs[k]):.4g} in the recipe, at the same weights"
+            )
+    return sentences
+
+
+def _losses(model: nn.Module, task: Task, weights: Checkpoint, batch: Any) -> Tensor:
+    """The losses of a copy of the model with these weights, (n,)."""
+    loaded = loader(model, *WHERE)
+    loaded.load(weights)
+    with torch.no_grad():
+        return task.losses(task.outputs(loaded.model, batch), batch).double()
 
 
 def _of_stage(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -> Iterator[str]:
@@ -137,22 +176,23 @@ def _rates(
 ) -> Iterator[str]:
     columns, names = _columns(recorded, run), optimizers.names_of(model)
     groups = stage.make_optimizer(model).param_groups
-    firsts = [next(_trained(group, names), "") for group in groups]
+    # one parameter of every pair of a group of the recipe and a column of the run
+    pairs = {(k, columns.get(n)): n for k, g in enumerate(groups) for n in _trained(g, names)}
     table = stage.schedule(model, examples)[: recorded.end - recorded.start]
     arrays = {"learning rate": run.learning_rates, "momentum": run.momentums}
     for k, (what, rows) in enumerate(arrays.items()):
-        for number, name in enumerate(firsts):
-            if name not in columns:
+        for (number, column), name in pairs.items():
+            if column is None:
                 continue
             ours = np.array([optimizers.rate(step[number])[k] for step in table])
-            theirs = rows[recorded.start : recorded.start + len(ours), columns[name]]
+            theirs = rows[recorded.start : recorded.start + len(ours), column]
             apart = np.flatnonzero(~np.isclose(ours, theirs, rtol=1e-5, atol=0.0))
             if len(apart):
                 at = int(apart[0])
                 yield (
                     f"the {what} at update {recorded.start + at + 1} was {theirs[at]:.4g} in the "
-                    f"run and is {ours[at]:.4g} in the recipe (unequal at {len(apart)} of "
-                    f"{len(ours)} updates)"
+                    f"run for {name}, and is {ours[at]:.4g} in the recipe (unequal at {len(apart)} "
+                    f"of {len(ours)} updates)"
                 )
                 break
 

@@ -7,10 +7,13 @@ import os
 import torch
 from torch import nn
 
+from whence.engine.options import check_device
+
 
 def training_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
     """The device asked for; else the one the factory put the model on, or a GPU if there is one."""
     if device is not None:
+        check_device(device)
         return torch.device(device)
     built_on = next(model.parameters()).device
     if built_on.type != "cpu" or not torch.cuda.is_available():

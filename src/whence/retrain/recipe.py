@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from whence.data import HASH_BATCH, Batches, Collate, cut, place
 from whence.draws import reseed
-from whence.errors import InvalidInput, InvalidType, examples_of
+from whence.errors import InvalidInput, InvalidType, examples_of, whole
 from whence.persist.files import as_path
 from whence.persist.identity import sha256_of
 from whence.retrain.callback import Callback
@@ -396,10 +395,10 @@ class Recipe:
         if isinstance(asked, Mapping):
             if set(asked) != set(names):
                 raise InvalidInput(f"checkpoints={dict(asked)}, but the stages are {names}")
-            return {name: index(asked[name]) for name in names}
+            return {name: whole("checkpoints", asked[name]) for name in names}
         if np.ndim(asked):
-            return [index(step) for step in np.asarray(asked)]
-        count = index(asked)  # type: ignore[arg-type]
+            return [whole("checkpoints", step) for step in np.asarray(asked)]
+        count = whole("checkpoints", asked)
         if count < len(names):
             raise InvalidInput(
                 f"checkpoints={count}: keep at least one for each of the stages {names}"

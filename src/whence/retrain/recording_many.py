@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import index
 from pathlib import Path
 from time import monotonic
 from typing import cast
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from whence.data import Batches
 from whence.engine.options import free_and_total
-from whence.errors import InvalidInput, InvalidType, check_choice
+from whence.errors import InvalidInput, InvalidType, check_choice, whole
 from whence.persist.files import as_path
 from whence.progress import progress_bar
 from whence.retrain.callback import Callback, Update
@@ -147,7 +146,9 @@ def _trainings(
         raise InvalidInput(
             f"{len(chosen)} subsets for {len(seeds)} seeds: give one per run (None for all data)"
         )
-    return [Training(index(s), subset, stage) for s, subset in zip(seeds, chosen, strict=True)]
+    return [
+        Training(whole("seeds", s), subset, stage) for s, subset in zip(seeds, chosen, strict=True)
+    ]
 
 
 def _folders(out: Folder | Sequence[Folder], trainings: list[Training]) -> dict[Training, Path]:

@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from whence.data import HASH_BATCH, READ_TWICE, Batches, Collate, cut, place
 from whence.draws import Uniform, keys, reseed, update_seed
-from whence.errors import InvalidInput, InvalidType, examples_of
+from whence.errors import InvalidInput, InvalidType, examples_of, whole
 from whence.persist.identity import digest, sha256_of
 from whence.retrain.callback import Callback, Update
 from whence.run import optimizers
@@ -336,7 +335,7 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
     for what in ("scheduler", "transform"):
         if given[what] is not None and not callable(given[what]):
             raise InvalidType(f"{what} is {given[what]!r}: give a function, or None")
-    sizes = {what: index(given[what]) for what in ("batch_size", "epochs")}
+    sizes = {what: whole(what, given[what]) for what in ("batch_size", "epochs")}
     for what, size in sizes.items():
         if size < 1:
             raise InvalidInput(f"{what}={size} must be at least 1")
@@ -370,9 +369,9 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
 
 def checked_seed(seed: int) -> int:
     """The seed as a plain integer."""
-    if not 0 <= index(seed) < 2**63:
+    if not 0 <= whole("seed", seed) < 2**63:
         raise InvalidInput(f"seed={seed}: use a number from 0 to 2^63 - 1")
-    return index(seed)
+    return whole("seed", seed)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

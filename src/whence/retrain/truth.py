@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index
 from typing import Any, Unpack
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from whence.data import Batches
 from whence.draws import keys, uniforms
-from whence.errors import InvalidInput, MissingFile
+from whence.errors import InvalidInput, MissingFile, finite, flag, whole
 from whence.persist.arrays import load_array, save_array
 from whence.persist.files import as_path, check_types, make_folder, parsing, read_json, write_json
 from whence.retrain.grid import Grid
@@ -33,6 +32,7 @@ FIELDS = (
     "stage",
     "recipe",
     "query",
+    "data",
     "in_place",
 )
 
@@ -48,7 +48,7 @@ class Truth:
             in differences between subsets.
         measurement, unit, higher_is_better: of the task.
         stage: the stage whose data was resampled; None for a recipe of one stage.
-        recipe, query: fingerprints.
+        recipe, query, data: fingerprints; data is that of the training data of `stage`.
         in_place: the protocol. False (*expected*): each model trains on the subset alone, with
             batches and seeds of its own. True (*single model*): each is the model of all examples,
             trained again with its seed and its batches, and the examples outside the subset have
@@ -69,11 +69,17 @@ class Truth:
         stage: str | None = None,
         recipe: str = "",
         query: str = "",
+        data: str = "",
         in_place: bool = False,
         notes: dict[str, Any] | None = None,
     ) -> None:
-        self.masks: NDArray[np.bool_] = np.asarray(masks)
-        self.measurements: NDArray[np.float64] = np.asarray(measurements, np.float64)
+        try:
+            self.masks: NDArray[np.bool_] = np.asarray(masks)
+            self.measurements: NDArray[np.float64] = np.asarray(measurements, np.float64)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"masks must be booleans (M, n), and measurements numbers (M, R, q): {error}"
+            ) from None
         if self.masks.ndim != 2 or self.masks.dtype != bool:
             raise InvalidInput(
                 f"masks are {self.masks.dtype} of shape {self.masks.shape}: give booleans (M, n)"
@@ -84,15 +90,16 @@ class Truth:
                 "give (M, R, q)"
             )
         repeats = self.measurements.shape[1]
-        self.seeds = list(range(repeats)) if seeds is None else [index(s) for s in seeds]
+        self.seeds = list(range(repeats)) if seeds is None else [whole("seeds", s) for s in seeds]
         if len(self.seeds) != repeats:
             raise InvalidInput(
                 f"{len(self.seeds)} seeds for {repeats} repeats: give one per repeat"
             )
-        self.alpha = float(self.masks.mean()) if alpha is None else float(alpha)
+        self.alpha = float(self.masks.mean()) if alpha is None else finite("alpha", alpha)
         self.measurement, self.unit = measurement, unit
         self.higher_is_better, self.stage = bool(higher_is_better), stage
-        self.recipe, self.query, self.in_place = recipe, query, bool(in_place)
+        self.recipe, self.query, self.data = recipe, query, data
+        self.in_place = bool(in_place)
         self.notes = dict(notes or {})
 
     @property
@@ -154,8 +161,10 @@ class Truth:
         content = read_json(file, schema=SCHEMA, remedy=remedy)
         with parsing(file, remedy):
             check_types(content, alpha=float, seeds=list, measurement=str, unit=str, notes=dict)
-            content.setdefault("in_place", False)  # earlier versions had one protocol
+            for name, missing in (("in_place", False), ("data", "")):  # in earlier versions
+                content.setdefault(name, missing)
             check_types(content, higher_is_better=bool, recipe=str, query=str, in_place=bool)
+            check_types(content, data=str)
             arrays = content["arrays"] if "arrays" in content else _without_checksums(content)
             return cls(
                 load_array(folder / "masks.npy", arrays["masks"], remedy=remedy),
@@ -224,11 +233,13 @@ def ground_truth(
         options: `device`, `memory`, `executor`, `engine`, `progress`: as in
             `whence.retrain.measure`.
     """
-    chosen, data, alpha = recipe.stage(stage), Batches("query", query, recipe.collate), float(alpha)
+    chosen, data = recipe.stage(stage), Batches("query", query, recipe.collate)
+    alpha, in_place = finite("alpha", alpha), flag("in_place", in_place)
     masks = draw_subsets(len(chosen.data), alpha, subsets, seed)
     if seeds is None:
         seeds = 1 if in_place else 10
-    named = [index(s) for s in (seeds if isinstance(seeds, Iterable) else range(seeds))]
+    given = seeds if isinstance(seeds, Iterable) else range(whole("seeds", seeds))
+    named = [whole("seeds", s) for s in given]
     if not named:
         raise InvalidInput(f"seeds={seeds}: train each subset at least once")
     if len(set(named)) != len(named):
@@ -261,6 +272,7 @@ def ground_truth(
         stage=chosen.name if len(recipe.stages) > 1 else None,
         recipe=fingerprint_of(about["recipe"]),
         query=about["query"],
+        data=chosen.data.fingerprint(),
         in_place=in_place,
         notes=grid.notes,
     )
@@ -276,7 +288,7 @@ def draw_subsets(examples: int, alpha: float, count: int, seed: int = 0) -> NDAr
         raise InvalidInput(
             f"alpha={alpha} must be above 0 and at most 1 - 1/n = {1 - 1 / examples}"
         )
-    if index(count) < 1:
+    if whole("subsets", count) < 1:
         raise InvalidInput(f"subsets={count}: draw at least one")
     size = math.ceil(alpha * examples - 1e-9)
     if size >= examples:
@@ -285,7 +297,7 @@ def draw_subsets(examples: int, alpha: float, count: int, seed: int = 0) -> NDAr
             f"{1 - 1 / examples}"
         )
     numbers, everyone = torch.arange(count).unsqueeze(1), torch.arange(examples)
-    drawn = uniforms(keys(seed, numbers, everyone), 1).squeeze(-1)
+    drawn = uniforms(keys(whole("seed", seed), numbers, everyone), 1).squeeze(-1)
     masks = np.zeros((count, examples), bool)
     np.put_along_axis(masks, drawn.argsort(dim=1, stable=True)[:, :size].numpy(), True, 1)
     return masks

@@ -242,6 +242,10 @@ def distance_from_final(
         _product(parameters, weights, names)
         > ALIKE * _norm(parameters, names) * _norm(weights, names)
     )
+    # some layers have the weights that training led to, to the bit, and only others do not
+    derived |= any(
+        _equal(parameters[n], weights[n]) and not _equal(start[n], weights[n]) for n in names
+    )
     return (away, moved) if away < NEARER * moved or derived else None
 
 

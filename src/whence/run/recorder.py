@@ -7,17 +7,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from whence.errors import InvalidInput, warn
+from whence.errors import InvalidInput, warn, whole
 from whence.persist.files import as_path
 from whence.run import optimizers
 from whence.run.checkpoint import RunError, parameters_sha256, plain_state
@@ -25,7 +24,7 @@ from whence.run.format import RunData, checked_indices, checked_subset
 from whence.run.gather import assist, divided, leading
 from whence.run.resume import Provenance, RestoredCheckpoint, resumed_run
 from whence.run.schedule import CheckpointSchedule, DueCheckpoints
-from whence.run.watch import GradientWatch, WeightWatch
+from whence.run.watch import GradientWatch, WeightWatch, accumulated, first_gradient
 from whence.run.writer import RunWriter
 
 # --- states -------------------------------------------------------------------------------------
@@ -80,6 +79,7 @@ class Writing:
     stage: DeclaredStage
     due: DueCheckpoints = field(default_factory=DueCheckpoints)
     batch: NDArray[np.int64] | None = None  # the examples of the next update
+    noted: tuple[Tensor | None, int] = (None, 0)  # `first_gradient` when they were named
     hooks: list[RemovableHandle] = field(default_factory=list)
     watch: WeightWatch | None = None  # from the first update of a stage on
     gradients: GradientWatch | None = None  # up to the first updates
@@ -387,7 +387,14 @@ class Recorder:
                     "before every optimizer.step(), starting with the first"
                 )
             flat = np.asarray(indices).reshape(-1)
+            if self._state.batch is not None and accumulated(self.model, self._state.noted):
+                self.warn(
+                    "recorder.step(indices) was called more than once before an update, and "
+                    "gradients were added up: only the examples of the last call are recorded. "
+                    "With gradient accumulation call it once, with the examples of all batches"
+                )
             self._state.batch = checked_indices("recorder.step(indices)", flat)
+            self._state.noted = first_gradient(self.model)
 
     def warn(self, message: str) -> None:
         """Warn, and store the message with the run."""
@@ -608,9 +615,9 @@ def _distributed() -> bool:
 
 
 def _checked_size(size: int | None) -> int | None:
-    if size is not None and index(size) < 1:
+    if size is not None and whole("size", size) < 1:
         raise InvalidInput(f"size={size}: a stage needs at least one example")
-    return index(size) if size is not None else None
+    return whole("size", size) if size is not None else None
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from whence.errors import InvalidInput, collect_warnings
+from whence.errors import InvalidInput, collect_warnings, finite
 from whence.persist.files import as_path
 from whence.persist.identity import sha256_of
 from whence.run.checkpoint import Checkpoint, RunError, TensorFile, plain_names, untie
@@ -95,9 +95,9 @@ class Run(RunData):
         betas = np.broadcast_to(_per_update("momentum", momentum, total, groups), rates.shape)
         parts = _stages(stages, sizes, counts)
         settings = {
-            "dampening": float(dampening),
-            "weight_decay": float(weight_decay),
-            "eps": float(epsilon),
+            "dampening": finite("dampening", dampening),
+            "weight_decay": finite("weight_decay", weight_decay),
+            "eps": finite("epsilon", epsilon),
         }
         return cls(
             checkpoints=[
@@ -304,7 +304,12 @@ def _per_update(
     name: str, value: ArrayLike, total: int, groups: Sequence[Sequence[str]] | None
 ) -> NDArray[np.float64]:
     """(T, G). G is 1 if the value has no axis for groups and `groups` is not given."""
-    array = np.asarray(value, np.float64)
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(
+            f"{name}={value!r} must be numbers: one, ({total},) or ({total}, groups)"
+        ) from None
     if array.ndim > 2 or (array.ndim and len(array) != total):
         raise InvalidInput(
             f"{name} has shape {array.shape}, but the last checkpoint is after {total} updates: "

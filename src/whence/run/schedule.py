@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 
 import numpy as np
 
-from whence.errors import InvalidInput, warn
+from whence.errors import InvalidInput, warn, whole
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,14 @@ class CheckpointSchedule:
 
     @classmethod
     def of(cls, checkpoints: int | Sequence[int], total_steps: int | None) -> CheckpointSchedule:
-        if total_steps is not None and index(total_steps) < 1:
+        if total_steps is not None and whole("total_steps", total_steps) < 1:
             raise InvalidInput(f"total_steps={total_steps}: use at least one update")
         if np.ndim(checkpoints):
-            steps = tuple(index(step) for step in np.asarray(checkpoints))
+            steps = tuple(whole("checkpoints", step) for step in np.asarray(checkpoints))
             if not steps or steps[0] < 1 or list(steps) != sorted(set(steps)):
                 raise InvalidInput(f"checkpoints={list(steps)}: give increasing update counts")
             return cls(steps, total_steps)
-        count = index(checkpoints)  # type: ignore[arg-type]
+        count = whole("checkpoints", checkpoints)
         if count < 1:
             raise InvalidInput(f"checkpoints={count}: use at least 1")
         if total_steps is None:

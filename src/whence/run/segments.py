@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, whole
 from whence.run.checkpoint import Checkpoint
 
 
@@ -82,13 +81,15 @@ def assign_checkpoints(
     if isinstance(spec, bool) or (np.ndim(spec) == 0 and not hasattr(spec, "__index__")):
         raise InvalidInput(f"segments={spec!r}: use a number, a list of update counts, or 'stages'")
     if np.ndim(spec) == 0:
-        counts = _segments_per_stage([len(points) for _, points in by_stage], index(spec))  # type: ignore[arg-type]
+        counts = _segments_per_stage(
+            [len(points) for _, points in by_stage], whole("segments", spec)
+        )
         return [
             (stage, tuple(points[i] for i in chunk))
             for (stage, points), count in zip(by_stage, counts, strict=True)
             for chunk in np.array_split(np.arange(len(points)), count)
         ]
-    return _ending_at(checkpoints, by_stage, [index(end) for end in spec])  # type: ignore[union-attr]
+    return _ending_at(checkpoints, by_stage, [whole("segments", end) for end in spec])  # type: ignore[union-attr]
 
 
 def _segments_per_stage(checkpoints: list[int], segments: int) -> list[int]:

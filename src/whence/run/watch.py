@@ -236,6 +236,23 @@ class GradientWatch:
         self._handles, self._parameters = [], {}
 
 
+def first_gradient(model: nn.Module) -> tuple[Tensor | None, int]:
+    """The first gradient that a parameter of the model has, and how often it was written to."""
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    gradient = next(gradients, None)
+    return gradient, 0 if gradient is None else gradient._version
+
+
+def accumulated(model: nn.Module, before: tuple[Tensor | None, int]) -> bool:
+    """Whether backward passes have added to the model's gradients since then. Gradients that were
+    set to None, or that are not finite (mixed precision skips their update), are of another one."""
+    gradient, version = first_gradient(model)
+    if gradient is None or (before[0] is not None and gradient is not before[0]):
+        return False
+    written = before[0] is None or version > before[1]
+    return written and bool(gradient.isfinite().all())
+
+
 def _norm(gradient: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(gradient.detach().float())
     return norm

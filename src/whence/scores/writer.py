@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from whence.errors import DiskFull, FolderConflict, InvalidInput, MissingFile
+from whence.errors import DiskFull, FolderConflict, InvalidInput, MissingFile, whole
 from whence.persist.arrays import Checksums, create_array, entry_of, map_array, save_array
 from whence.persist.cache import Tried
 from whence.persist.files import (
@@ -87,8 +87,8 @@ class ScoreWriter:
             ("layers", layers),
             ("top", top),
         ):
-            if number is not None and number < 1:
-                raise InvalidInput(f"{name}={number}: there must be at least one")
+            if number is not None:
+                whole(name, number, 1)
         parts = {BY_SEGMENT: segments, BY_LAYER: layers}
         asked = [name for name, count in parts.items() if count is not None]
         if top is not None and asked:
@@ -435,8 +435,8 @@ class ScoreWriter:
         words = {"key": "method, weights, data, or the code of model or task"}
         differs = [
             words.get(name, name)
-            for name in self._calculation
-            if known.get(name) != self._calculation[name]
+            for name in {**self._calculation, "layers": None}
+            if known.get(name) != self._calculation.get(name)
         ] or changed
         raise FolderConflict(
             f"{out} holds the scores of another calculation (different: {', '.join(differs)}): "

@@ -26,10 +26,13 @@ from whence.engine.queries import QuerySet
 from whence.engine.workspace import LOSS, Workspace, scored_stages
 from whence.errors import (
     InvalidInput,
+    InvalidType,
     check_choice,
     collect_warnings,
     collected_warnings,
+    flag,
     warn,
+    whole,
 )
 from whence.layers.passes import precision_as_asked, rounded_products
 from whence.methods import Influence, Source, TracIn, Trak
@@ -156,9 +159,9 @@ class GradientStore(StoreContents):
             settings = {
                 "dimension": dimension,
                 "projection": projection,
-                "joint": bool(joint),
+                "joint": flag("joint", joint),
                 "fisher": fisher,
-                "seed": seed,
+                "seed": whole("seed", seed),
                 "dtype": str(dtype).removeprefix("torch."),
             }
             rounded = rounded_products(dtype, workspace.device)
@@ -313,6 +316,12 @@ class GradientStore(StoreContents):
             raise InvalidInput(
                 "a store answers queries: for self-influence use the method itself, as in "
                 "whence.Source().attribute(study)"
+            )
+        unknown = sorted(options.keys() - AnswerOptions.__annotations__.keys())
+        if unknown:
+            raise InvalidType(
+                f"{unknown[0]} is no option of a store, which has "
+                f"{', '.join(AnswerOptions.__annotations__)}: for others attribute the study itself"
             )
         compute: dict[str, Any] = dict(options)
         out, top = compute.pop("out", None), compute.pop("top", None)
