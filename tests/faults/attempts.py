@@ -395,7 +395,7 @@ def network(rng: Rng) -> None:
     kind = {"momentum": rng.choice([0.0, 0.5]), "weight_decay": rng.choice([0.0, 0.05])}
     history = models.train_run(model, task, inputs[0], steps, rng.uniform(0.02, 0.3), **kind)
     oracle = dense.Dense(model, task, inputs[0], history, inputs[1])
-    study = whence.Study(model, task, train=inputs[0], runs=history.run)
+    study = whence.Study(model, task, inputs[0], history.run, layers="matrices")  # as the oracle
     curvature = rng.choice(["ekfac", "kfac", "diagonal", "identity"])
     fisher, segments = rng.choice(["exact", "empirical"]), rng.randint(1, len(steps))
     options: dict[str, Any] = {"dtype": torch.float64, "progress": False}
