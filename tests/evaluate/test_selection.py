@@ -148,18 +148,21 @@ def test_input_that_is_wrong(options: dict[str, Any], message: str) -> None:
             select(recipes.recipe(), made(drawn(1)), QUERY, drop=1)
 
 
-def test_scores_of_other_queries_or_data_are_refused() -> None:
+def test_scores_of_other_queries_are_refused_and_of_other_data_announced() -> None:
     recipe = recipes.recipe(epochs=1)
     options: dict[str, Any] = {"drop": 5, "seeds": 1, "device": "cpu", "progress": False}
     for about, message in (
         ({"query": "others"}, "other queries than the query set"),
-        ({"train": {"train": "others"}}, "other training data than the recipe"),
         ({"candidates": True}, "about candidates"),
     ):
         scores = made(drawn())
         scores.provenance.update(about)
         with pytest.raises(InvalidInput, match=message):
             select(recipe, scores, QUERY, **options)
+    scores = made(drawn())
+    scores.provenance.update({"train": {"train": "others"}})
+    with pytest.warns(UserWarning, match="other training data than the recipe"):
+        select(recipe, scores, QUERY, **options)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.retrain.contrast import mean_of_sound
 from whence.scores import Scores
 
@@ -183,9 +183,10 @@ def columns(scores: Scores, stage: str | None, examples: int, whose: str, data: 
         )
     attributed = training_data(scores, stage)
     if data and attributed and attributed != data:
-        raise InvalidInput(
-            f"the scores are about other training data than {whose} (the contents of the examples "
-            "differ, or their order): attribute a study of the same data"
+        warn(
+            f"the scores are about other training data than {whose}: the contents of the examples "
+            "differ, or their order. If that is not an augmentation or a dtype, attribute a study "
+            "of the same data"
         )
     return chosen[by_number("train_ids", scores.train_ids[chosen], whose)]
 
