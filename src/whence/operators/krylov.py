@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
-CHECK_EVERY = 4  # steps between two tests of whether a matrix function has converged
+CHECK_EVERY = 2  # steps between two tests of whether a matrix function has converged
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def _orthogonalised(
     image: Tensor, current: Tensor, previous: Tensor, alpha: Tensor, beta: Tensor, k: int
 ) -> Tensor:
     """What a product adds to the Krylov space: A v less its parts in v and in the one before."""
-    new = image - alpha[:, k : k + 1].to(current) * current
-    return new - beta[:, k - 1 : k].to(current) * previous if k else new
+    new = torch.addcmul(image, alpha[:, k : k + 1].to(current), current, value=-1)
+    return new.addcmul_(beta[:, k - 1 : k].to(current), previous, value=-1) if k else new
 
 
 def _normalised(new: Tensor, beta: Tensor, k: int) -> Tensor:
@@ -229,12 +229,41 @@ class Lanczos:
 
         At most `rank`, and only those that are more than the rounding error of a zero.
         """
+        values, rotations, residuals = self.in_basis()
+        noise = self.done * torch.finfo(self.basis.dtype).eps * float(values.abs().max())
+        rank = min(rank, int((values > noise).sum()))
+        vectors = rotations[:, :rank].T.to(self.basis) @ self.basis[: self.done]
+        return values[:rank], vectors, residuals[:rank]
+
+    def in_basis(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Eigenvalues (k,) of T, the largest first, eigenvectors as columns (k, k), and the
+        residuals (k,) that these leave with A."""
         k = self.done
         off_diagonal = torch.diag(self.beta[: k - 1], 1)
         T = torch.diag(self.alpha[:k]) + off_diagonal + off_diagonal.T
-        values, rotations = torch.linalg.eigh(T)
-        noise = k * torch.finfo(self.basis.dtype).eps * float(values.abs().max())
-        chosen = [j for j in reversed(range(k)) if float(values[j]) > noise][:rank]
-        residuals = self.beta[k - 1] * rotations[-1, chosen].abs()
-        vectors = rotations[:, chosen].T.to(self.basis) @ self.basis[:k]
-        return values[chosen], vectors, residuals
+        values, rotations = (x.flip(-1) for x in torch.linalg.eigh(T))
+        return values, rotations, self.beta[k - 1] * rotations[-1].abs()
+
+
+def leading_directions(
+    product: Product, start: Tensor, steps: int, enough: float, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """The leading eigenvalues (r,), largest first, and eigenvectors (r, p).
+
+    Args:
+        start: (p,), what the Krylov space begins with.
+        steps: at most this many products.
+        enough: all eigenvalues above this number are wanted, and these products may find fewer.
+        tolerance: the residual with which an eigenvector counts as found, a share of its eigenvalue.
+    """
+    lanczos, found = Lanczos(start, steps), 0
+    while not lanczos.finished:
+        lanczos.step(product)
+        if lanczos.done % CHECK_EVERY == 0 or lanczos.finished:
+            values, _, residuals = lanczos.in_basis()
+            missing = residuals > tolerance * values
+            found = int((missing.cumsum(0) == 0).sum())
+            if found < len(values) and float(values[found]) <= enough:
+                break
+    values, vectors, _ = lanczos.leading(found)
+    return values, vectors

@@ -18,13 +18,23 @@ from whence.data import cut
 from whence.errors import warn
 from whence.layers.passes import products_as
 from whence.operators.chebyshev import RowMatrices
-from whence.operators.krylov import Product, Solution, conjugate_gradients, matrix_functions
+from whence.operators.krylov import (
+    Product,
+    Solution,
+    conjugate_gradients,
+    leading_directions,
+    matrix_functions,
+)
 from whence.operators.operator import BlockDiagonal, BlockVectors, Function, Inverse, Operator
 
 STEPS, CG_STEPS = 500, 2000  # at most
 CG_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LANCZOS_VECTORS = 10  # per query: right side, answers, and products on the way
 KRYLOV_VECTORS = 150  # for each query where products are cheap; half of them are stored
+LEADING_STEPS, ENOUGH = 48, 4.0  # products that look for eigenvalues above this number ...
+SMALL_SPACE = 4096  # ... but not in spaces of fewer dimensions
+#: numbers in the queries' vectors of a block that are solved at a time: they stay in a CPU's cache
+NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 Shape = tuple[int, ...]  # (o, width) of a block
 
@@ -93,16 +103,43 @@ class Whitened(Operator[BlockVectors]):
             return by_row
         product, tolerance = self._product(shapes, right), self.H.tolerance[right.dtype]
         answers = right.new_empty(len(functions), *right.shape)
+        values, directions = self._leading(product, right, tolerance)
+        inside = right @ directions.mT  # (q, r)
+
+        def outside(x: Tensor) -> Tensor:
+            return torch.addmm(x, x @ directions.mT, directions, alpha=-1) if len(values) else x
+
         for rows in cut(len(right), self._rows(right)):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             stored = self.H.memory // 2 // (len(rows) * _row_bytes(right))
             with products_as("highest"):  # rounded to TF32, products do not converge
                 solution = matrix_functions(
-                    product, functions, right[here], STEPS, tolerance, stored
+                    lambda x: outside(product(x)),
+                    functions,
+                    outside(right[here]),
+                    STEPS,
+                    tolerance,
+                    stored,
                 )
-            answers[:, here] = solution.x
+                answers[:, here] = solution.x
+                for f, answer in zip(functions, answers, strict=True):
+                    answer[here].addmm_(inside[here] * f(values).to(inside), directions)
             self._note(names, solution, tolerance)
         return list(answers)
+
+    def _leading(self, product: Product, right: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (r,) and eigenvectors (r, p) of M that all queries are first freed from.
+
+        Lanczos iterations take about √σ steps, σ the largest eigenvalue. A few eigenvalues are much
+        larger than all others, and their eigenvectors are the same for every query.
+        """
+        p = right.shape[1]
+        if not self.block_diagonal or p < SMALL_SPACE:
+            return right.new_zeros(0, dtype=torch.float64), right.new_zeros(0, p)
+        generator = torch.Generator().manual_seed(p)
+        start = torch.randn(p, generator=generator, dtype=torch.float64).to(right)
+        with products_as("highest"):
+            return leading_directions(product, start, LEADING_STEPS, ENOUGH, tolerance / 10)
 
     def _by_row(
         self, name: str, shape: Shape, functions: Sequence[Function], right: Tensor
@@ -185,10 +222,11 @@ class Whitened(Operator[BlockVectors]):
         A product with a matrix of all layers is a pass over the data, so as many queries as fit
         share one. Products with a block are cheap, so that room for their Krylov vectors is better.
         """
-        vectors = LANCZOS_VECTORS * 2
-        if self.block_diagonal:
-            vectors = LANCZOS_VECTORS + KRYLOV_VECTORS
-        return max(1, self.H.memory // (vectors * _row_bytes(right)))
+        if not self.block_diagonal:
+            return max(1, self.H.memory // (LANCZOS_VECTORS * 2 * _row_bytes(right)))
+        fit = self.H.memory // ((LANCZOS_VECTORS + KRYLOV_VECTORS) * _row_bytes(right))
+        numbers = NUMBERS.get(right.device.type, NUMBERS["cuda"])
+        return max(1, min(fit, numbers // max(1, right.shape[1])))
 
     def _note(self, names: Sequence[str], solution: Solution, tolerance: float) -> None:
         residual, steps = float(solution.residuals.max()), int(solution.steps.max())
