@@ -86,8 +86,9 @@ def matrix_functions(
     Args:
         functions: elementwise on eigenvalues.
         steps: the maximum.
-        tolerance: a row has converged when no f(T) e₁ has changed by more than this share of itself
-            in the last few steps. That change is returned as the residual.
+        tolerance: a row has converged when no f(T) e₁ is expected to change by more than this share
+            of itself in the next few steps, if changes go on shrinking as they did. What is
+            expected is returned as the residual.
         stored: how many Krylov vectors of each row to keep. The others are computed a second time
             when the answer is added up.
     """
@@ -95,7 +96,7 @@ def matrix_functions(
     start = right / norms.clamp_min(torch.finfo(right.dtype).tiny)
     alpha, beta = (right.new_zeros(len(right), steps, dtype=torch.float64) for _ in range(2))
     weights = alpha.new_zeros(len(functions), *alpha.shape)  # f(T) e₁
-    residuals = torch.zeros_like(alpha[:, 0])
+    residuals, changes = torch.zeros_like(alpha[:, 0]), torch.ones_like(weights[:, :, 0])
     taken = torch.zeros(len(right), dtype=torch.int64, device=right.device)
     active = norms[:, 0].nonzero()[:, 0]
     krylov: list[Tensor] = []
@@ -114,8 +115,9 @@ def matrix_functions(
             columns = torch.nn.functional.pad(columns, (0, steps - k - 1))
             change = (columns - weights[:, active]).norm(dim=2)
             change = change / columns.norm(dim=2).clamp_min(1e-300)
-            weights[:, active], taken[active] = columns, k + 1
-            residuals[active] = change.max(0).values
+            shrinking = (change / changes[:, active].clamp_min(1e-300)).clamp_max(1.0)
+            weights[:, active], changes[:, active], taken[active] = columns, change, k + 1
+            residuals[active] = (change * shrinking).max(0).values
             unconverged = residuals[active] > tolerance
             if not bool(unconverged.any()):
                 break
