@@ -3,10 +3,10 @@
     python -m benchmarks.layers [--width 192] [--layers 6] [--device cpu] [--repeats 3]
 
 Unless `--vocabulary` is given, it keeps GPT-2-small's ratio of the embedding to the blocks (38.6 to
-85 million). The model is trained for a few updates by `--optimizer`. Prints the seconds of `TracIn`,
-`Influence` and `Source` with `layers="matrices"` and with `layers="all"`, from scratch and with
-cached factors, the best of some repeats taken in turn, their ratio, and the seconds of each kind of
-work.
+85 million). The model is trained for a few updates by `--optimizer`. Prints the seconds of
+`TracIn`, `Influence` and `Source` with `layers="matrices"` and with `layers="all"`, from scratch
+and with cached factors, the best of some repeats taken in turn, their ratio, and the seconds of
+each kind of work.
 """
 
 from __future__ import annotations

@@ -256,7 +256,8 @@ def leading_directions(
         start: (p,), what the Krylov space begins with.
         steps: at most this many products.
         enough: all eigenvalues above this number are wanted, and these products may find fewer.
-        tolerance: the residual with which an eigenvector counts as found, a share of its eigenvalue.
+        tolerance: the residual with which an eigenvector counts as found, a share of its
+            eigenvalue.
     """
     lanczos, found = Lanczos(start, steps), 0
     while not lanczos.finished:
