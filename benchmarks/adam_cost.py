@@ -25,9 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import whence
-from benchmarks.report import RESULTS, write_readme
 from experiments.tasks import data, models, recipes
-from experiments.tasks.machine import machine
 
 EPOCHS, BATCH, CHECKPOINTS = 3, 32, 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -80,7 +78,6 @@ def bert() -> Case:
         intermediate_size=768,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
     )
     model = models.Encoder(BertForSequenceClassification(config))  # type: ignore[no-untyped-call]
     sets = _first(train, 250), _first(held_out, 20)
@@ -106,7 +103,7 @@ def trained(case: Case, optimizer: torch.optim.Optimizer) -> whence.Run:
     )
     with recorder:
         for _ in range(EPOCHS):
-            for some in torch.randperm(count).split(BATCH):
+            for some in torch.split(torch.randperm(count), BATCH):
                 batch = [column[some] for column in case.train.tensors]
                 optimizer.zero_grad()
                 losses = case.task.losses(case.task.outputs(case.model, batch), batch)
@@ -160,18 +157,13 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", default="matrices")
-    parser.add_argument("--write", action="store_true", help="into benchmarks/results")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    results: dict[str, Any] = {"machine": machine()}
     for name in chosen.cases:
-        results[name] = measure(name, chosen.rounds, chosen.layers)
-        print(name, json.dumps(results[name]), flush=True)
-        print("  ", json.dumps(ratios(results[name]["seconds"])), flush=True)
-    if chosen.write:
-        (RESULTS / "adam_cost.json").write_text(json.dumps(results, indent=1) + "\n")
-        write_readme()
+        result = measure(name, chosen.rounds, chosen.layers)
+        print(name, json.dumps(result), flush=True)
+        print("  ", json.dumps(ratios(result["seconds"])), flush=True)
 
 
 if __name__ == "__main__":
