@@ -17,7 +17,8 @@ from whence.operators.whitened import Whitened
 
 def orthogonal(d: int, seed: int) -> Tensor:
     g = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64))[0]
+    basis: Tensor = torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64))[0]
+    return basis
 
 
 def decaying(o: int, i: int, largest: float) -> Tensor:
