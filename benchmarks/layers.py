@@ -3,9 +3,10 @@
     python -m benchmarks.layers [--width 192] [--layers 6] [--device cpu] [--repeats 3]
 
 Unless `--vocabulary` is given, it keeps GPT-2-small's ratio of the embedding to the blocks (38.6 to
-85 million). The model is trained for a few updates by `--optimizer`. Prints the seconds of `Source`
-and `TracIn` with the default layers and with `layers="all"`, the best of some repeats taken in
-turn, their ratio, and the seconds of each kind of work.
+85 million). The model is trained for a few updates by `--optimizer`. Prints the seconds of
+`TracIn`, `Influence` and `Source` with `layers="matrices"` and with `layers="all"`, from scratch
+and with cached factors, the best of some repeats taken in turn, their ratio, and the seconds of
+each kind of work.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
-    parser.add_argument("--only", choices=["TracIn", "Source"])
+    parser.add_argument("--only", choices=["TracIn", "Influence", "Source"])
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     vocabulary = options.vocabulary or int(RATIO * 12 * options.layers * options.width)
@@ -66,25 +67,27 @@ def main() -> None:
     run = trained(model, train, options.optimizer)
     # other programs do not count on a CPU
     clock = time.process_time if options.device == "cpu" else time.perf_counter
-    for method in (whence.TracIn(), whence.Source(segments=1)):
+    for method in (whence.TracIn(), whence.Influence(), whence.Source(segments=1)):
         if options.only not in (None, type(method).__name__):
             continue
         work: dict[str, dict[str, float]] = {}
-        seconds = {"default": float("inf"), "all": float("inf")}
+        times: dict[str, dict[str, float]] = {"from scratch": {}, "scores": {}}
         for _ in range(options.repeats):
-            for name, layers in (("default", None), ("all", "all")):
+            for layers in ("matrices", "all"):
                 task = whence.LanguageModeling()
                 cache = tempfile.mkdtemp()  # nothing is fitted before
                 study = whence.Study(model, task, train, run, layers=layers, cache=cache)
-                start = clock()
-                scores = method.attribute(study, query, device=options.device, progress=False)
-                seconds[name] = min(seconds[name], clock() - start)
-                work[name] = scores.diagnostics["cpu_seconds"]
-        ratio = seconds["all"] / seconds["default"]
-        times = ", ".join(f"{name} {x:.2f} s" for name, x in seconds.items())
-        print(f"{type(method).__name__}: {times}, ratio {ratio:.2f}", flush=True)
-        for name, each in work.items():
-            print(f"  {name}:", ", ".join(f"{kind} {x:.2f}" for kind, x in each.items()))
+                for seconds in times.values():
+                    start = clock()
+                    scores = method.attribute(study, query, device=options.device, progress=False)
+                    seconds[layers] = min(seconds.get(layers, float("inf")), clock() - start)
+                    work.setdefault(layers, scores.diagnostics["cpu_seconds"])
+        for what, seconds in times.items():
+            each = ", ".join(f"{name} {x:.2f} s" for name, x in seconds.items())
+            ratio = seconds["all"] / seconds["matrices"]
+            print(f"{type(method).__name__}, {what}: {each}, ratio {ratio:.2f}", flush=True)
+        for name, kinds in work.items():
+            print(f"  {name}:", ", ".join(f"{kind} {x:.2f}" for kind, x in kinds.items()))
 
 
 if __name__ == "__main__":

@@ -433,7 +433,8 @@ def _excluded(
             count = sum(sizes[name] for name in names)
             moved = [name for name in names if name in trained]
             given = [reasons[k] for k in moved if k in reasons]
-            reason = next(iter(given), type(module).__name__) if moved else FROZEN
+            unknown = f"{type(module).__name__} uses {listed(moved, LISTED)} in a way of its own"
+            reason = next(iter(given), unknown) if moved else FROZEN
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))
     return tuple(excluded), total

@@ -26,7 +26,8 @@ from whence.operators.operator import (
     inverse,
     rotate,
 )
-from whence.operators.whitened import Whitened
+from whence.operators.trimmed import Trimmed
+from whence.operators.whitened import Blockwise, Whitened
 
 if TYPE_CHECKING:
     from whence.operators.fit import Fitter
@@ -274,3 +275,19 @@ class Factored(Operator[BlockVectors]):
             rotated = rotate(value, None, basis) * self.block_eigenvalues(name)
             products[name] = rotate(rotated, basis, None)
         return products
+
+    def trimmed(self, errors: Mapping[str, float], share: float) -> Blockwise:
+        """`product` with these blocks, each off by at most this error, and by no more than this
+        share of its largest eigenvalue."""
+        short = {}
+        for name, error in errors.items():
+            basis, values = self.factors[name].basis, self.block_eigenvalues(name)
+            if basis is not None and basis.outputs is not None:
+                negligible = min(error, share * float(values.max()))
+                short[name] = Trimmed.of(basis.outputs, basis.inputs, values, negligible)
+
+        def product(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            others = self.product({n: v for n, v in values.items() if n not in short})
+            return others | {n: short[n].product(v) for n, v in values.items() if n in short}
+
+        return product

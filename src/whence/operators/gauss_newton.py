@@ -44,7 +44,7 @@ from whence.operators.operator import (
 )
 from whence.operators.products import Readout, add_weighted
 from whence.operators.statistics import FitData
-from whence.operators.whitened import Whitened
+from whence.operators.whitened import Blockwise, Whitened
 from whence.progress import progress_bar
 
 ALTERNATIVE = "a curvature layer by layer, such as 'ekfac'"
@@ -142,6 +142,10 @@ class GaussNewton(Operator[BlockVectors]):
 
     def rows_of(self, name: str) -> None:
         """No block has rows that do not mix."""
+
+    def trimmed(self, errors: Mapping[str, float], share: float) -> Blockwise:
+        """`product`: nothing is known that could be left out."""
+        return self.product
 
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """H v in the parameters' own coordinates: (q, o, width) by block."""

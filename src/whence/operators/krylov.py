@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
-CHECK_EVERY = 4  # steps between two tests of whether a matrix function has converged
+CHECK_EVERY = 2  # steps between two tests of whether a matrix function has converged
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ def matrix_functions(
     Args:
         functions: elementwise on eigenvalues.
         steps: the maximum.
-        tolerance: a row has converged when no f(T) e₁ has changed by more than this share of itself
-            in the last few steps. That change is returned as the residual.
+        tolerance: a row has converged when no f(T) e₁ is expected to change by more than this share
+            of itself in the next few steps, if changes go on shrinking as they did. What is
+            expected is returned as the residual.
         stored: how many Krylov vectors of each row to keep. The others are computed a second time
             when the answer is added up.
     """
@@ -95,7 +96,7 @@ def matrix_functions(
     start = right / norms.clamp_min(torch.finfo(right.dtype).tiny)
     alpha, beta = (right.new_zeros(len(right), steps, dtype=torch.float64) for _ in range(2))
     weights = alpha.new_zeros(len(functions), *alpha.shape)  # f(T) e₁
-    residuals = torch.zeros_like(alpha[:, 0])
+    residuals, changes = torch.zeros_like(alpha[:, 0]), torch.ones_like(weights[:, :, 0])
     taken = torch.zeros(len(right), dtype=torch.int64, device=right.device)
     active = norms[:, 0].nonzero()[:, 0]
     krylov: list[Tensor] = []
@@ -114,8 +115,9 @@ def matrix_functions(
             columns = torch.nn.functional.pad(columns, (0, steps - k - 1))
             change = (columns - weights[:, active]).norm(dim=2)
             change = change / columns.norm(dim=2).clamp_min(1e-300)
-            weights[:, active], taken[active] = columns, k + 1
-            residuals[active] = change.max(0).values
+            shrinking = (change / changes[:, active].clamp_min(1e-300)).clamp_max(1.0)
+            weights[:, active], changes[:, active], taken[active] = columns, change, k + 1
+            residuals[active] = (change * shrinking).max(0).values
             unconverged = residuals[active] > tolerance
             if not bool(unconverged.any()):
                 break
@@ -148,8 +150,8 @@ def _orthogonalised(
     image: Tensor, current: Tensor, previous: Tensor, alpha: Tensor, beta: Tensor, k: int
 ) -> Tensor:
     """What a product adds to the Krylov space: A v less its parts in v and in the one before."""
-    new = image - alpha[:, k : k + 1].to(current) * current
-    return new - beta[:, k - 1 : k].to(current) * previous if k else new
+    new = torch.addcmul(image, alpha[:, k : k + 1].to(current), current, value=-1)
+    return new.addcmul_(beta[:, k - 1 : k].to(current), previous, value=-1) if k else new
 
 
 def _normalised(new: Tensor, beta: Tensor, k: int) -> Tensor:
@@ -229,12 +231,42 @@ class Lanczos:
 
         At most `rank`, and only those that are more than the rounding error of a zero.
         """
+        values, rotations, residuals = self.in_basis()
+        noise = self.done * torch.finfo(self.basis.dtype).eps * float(values.abs().max())
+        rank = min(rank, int((values > noise).sum()))
+        vectors = rotations[:, :rank].T.to(self.basis) @ self.basis[: self.done]
+        return values[:rank], vectors, residuals[:rank]
+
+    def in_basis(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Eigenvalues (k,) of T, the largest first, eigenvectors as columns (k, k), and the
+        residuals (k,) that these leave with A."""
         k = self.done
         off_diagonal = torch.diag(self.beta[: k - 1], 1)
         T = torch.diag(self.alpha[:k]) + off_diagonal + off_diagonal.T
-        values, rotations = torch.linalg.eigh(T)
-        noise = k * torch.finfo(self.basis.dtype).eps * float(values.abs().max())
-        chosen = [j for j in reversed(range(k)) if float(values[j]) > noise][:rank]
-        residuals = self.beta[k - 1] * rotations[-1, chosen].abs()
-        vectors = rotations[:, chosen].T.to(self.basis) @ self.basis[:k]
-        return values[chosen], vectors, residuals
+        values, rotations = (x.flip(-1) for x in torch.linalg.eigh(T))
+        return values, rotations, self.beta[k - 1] * rotations[-1].abs()
+
+
+def leading_directions(
+    product: Product, start: Tensor, steps: int, enough: float, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """The leading eigenvalues (r,), largest first, and eigenvectors (r, p).
+
+    Args:
+        start: (p,), what the Krylov space begins with.
+        steps: at most this many products.
+        enough: all eigenvalues above this number are wanted, and these products may find fewer.
+        tolerance: the residual with which an eigenvector counts as found, a share of its
+            eigenvalue.
+    """
+    lanczos, found = Lanczos(start, steps), 0
+    while not lanczos.finished:
+        lanczos.step(product)
+        if lanczos.done % CHECK_EVERY == 0 or lanczos.finished:
+            values, _, residuals = lanczos.in_basis()
+            missing = residuals > tolerance * values
+            found = int((missing.cumsum(0) == 0).sum())
+            if found < len(values) and float(values[found]) <= enough:
+                break
+    values, vectors, _ = lanczos.leading(found)
+    return values, vectors

@@ -8,7 +8,7 @@ together either, by Chebyshev series of their own (`chebyshev.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,15 +18,27 @@ from whence.data import cut
 from whence.errors import warn
 from whence.layers.passes import products_as
 from whence.operators.chebyshev import RowMatrices
-from whence.operators.krylov import Product, Solution, conjugate_gradients, matrix_functions
+from whence.operators.krylov import (
+    Product,
+    Solution,
+    conjugate_gradients,
+    leading_directions,
+    matrix_functions,
+)
 from whence.operators.operator import BlockDiagonal, BlockVectors, Function, Inverse, Operator
 
 STEPS, CG_STEPS = 500, 2000  # at most
 CG_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LANCZOS_VECTORS = 10  # per query: right side, answers, and products on the way
 KRYLOV_VECTORS = 150  # for each query where products are cheap; half of them are stored
+LEADING_STEPS, ENOUGH = 48, 4.0  # products that look for eigenvalues above this number ...
+NEGLIGIBLE = 0.3  # share of the tolerance by which M may be off
+SMALL_SPACE = 4096  # dimensions; in smaller spaces neither is worth its while
+#: numbers in the queries' vectors of a block that are solved at a time: they stay in a CPU's cache
+NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 Shape = tuple[int, ...]  # (o, width) of a block
+Blockwise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # of (q, o, width) by block
 
 
 class Matrix(Protocol):
@@ -43,6 +55,7 @@ class Matrix(Protocol):
     def is_diagonal(self, name: str) -> bool: ...
     def rows_of(self, name: str) -> tuple[Tensor, Tensor] | None: ...
     def product(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def trimmed(self, errors: Mapping[str, float], share: float) -> Blockwise: ...
     def shape_of(self, name: str) -> Shape: ...
     def diagonal_of(self, name: str) -> Tensor | None: ...
 
@@ -91,18 +104,48 @@ class Whitened(Operator[BlockVectors]):
         by_row = self._by_row(names[0], shapes[names[0]], functions, right)
         if by_row is not None:
             return by_row
-        product, tolerance = self._product(shapes, right), self.H.tolerance[right.dtype]
+        tolerance = self.H.tolerance[right.dtype]
+        error = 0.0 if right.shape[1] < SMALL_SPACE else NEGLIGIBLE * tolerance
+        inner = self.H.trimmed({name: self._error(name, error) for name in names}, error)
+        product = self._product(shapes, right, inner)
         answers = right.new_empty(len(functions), *right.shape)
+        values, directions = self._leading(product, right, tolerance)
+        inside = right @ directions.mT  # (q, r)
+
+        def outside(x: Tensor) -> Tensor:
+            return torch.addmm(x, x @ directions.mT, directions, alpha=-1) if len(values) else x
+
         for rows in cut(len(right), self._rows(right)):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             stored = self.H.memory // 2 // (len(rows) * _row_bytes(right))
             with products_as("highest"):  # rounded to TF32, products do not converge
                 solution = matrix_functions(
-                    product, functions, right[here], STEPS, tolerance, stored
+                    lambda x: outside(product(x)),
+                    functions,
+                    outside(right[here]),
+                    STEPS,
+                    tolerance,
+                    stored,
                 )
-            answers[:, here] = solution.x
+                answers[:, here] = solution.x
+                for f, answer in zip(functions, answers, strict=True):
+                    answer[here].addmm_(inside[here] * f(values).to(inside), directions)
             self._note(names, solution, tolerance)
         return list(answers)
+
+    def _leading(self, product: Product, right: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (r,) and eigenvectors (r, p) of M that all queries are first freed from.
+
+        Lanczos iterations take about √σ steps, σ the largest eigenvalue. A few eigenvalues are much
+        larger than all others, and their eigenvectors are the same for every query.
+        """
+        p = right.shape[1]
+        if not self.block_diagonal or p < SMALL_SPACE:
+            return right.new_zeros(0, dtype=torch.float64), right.new_zeros(0, p)
+        generator = torch.Generator().manual_seed(p)
+        start = torch.randn(p, generator=generator, dtype=torch.float64).to(right)
+        with products_as("highest"):
+            return leading_directions(product, start, LEADING_STEPS, ENOUGH, tolerance / 10)
 
     def _by_row(
         self, name: str, shape: Shape, functions: Sequence[Function], right: Tensor
@@ -142,7 +185,11 @@ class Whitened(Operator[BlockVectors]):
             precondition, tolerance = diagonal.reciprocal().mul, CG_TOLERANCE[right.dtype]
             with products_as("highest"):  # rounded to TF32, products never give five digits
                 solution = conjugate_gradients(
-                    self._product(shapes, right), precondition, right, CG_STEPS, tolerance
+                    self._product(shapes, right, self.H.product),
+                    precondition,
+                    right,
+                    CG_STEPS,
+                    tolerance,
                 )
             if bool((solution.steps == CG_STEPS).any()):
                 warn(
@@ -166,15 +213,26 @@ class Whitened(Operator[BlockVectors]):
         solved = scaled._by_row(name, shape, [lambda x: 1 / (1 + x)], right * flat)
         return None if solved is None else solved[0] * flat
 
-    def _product(self, shapes: Mapping[str, Shape], right: Tensor) -> Product:
-        """x ↦ (D^½ H D^½ + Δ) x over the blocks of one component, flattened."""
+    def _error(self, name: str, error: float) -> float:
+        """By how much a block of H may be off for D^½ H D^½ to be off by this error.
+
+        exp(-x) and F_r vary no faster than x, so that their errors are not larger.
+        """
+        return error / max(float(torch.as_tensor(self.root[name]).square().max()), 1e-300)
+
+    def _product(self, shapes: Mapping[str, Shape], right: Tensor, inner: Blockwise) -> Product:
+        """x ↦ (D^½ H D^½ + Δ) x over the blocks of one component, flattened.
+
+        Args:
+            inner: x ↦ H x.
+        """
         root, shift = (
             _join([_full(diagonal.get(name, 0.0), shape, right) for name, shape in shapes.items()])
             for diagonal in (self.root, self.shift)
         )
 
         def product(x: Tensor) -> Tensor:
-            image = self.H.product(_split(x * root, shapes))
+            image = inner(_split(x * root, shapes))
             return _join([image[name] for name in shapes]).mul(root).addcmul_(shift, x)
 
         return product
@@ -185,10 +243,11 @@ class Whitened(Operator[BlockVectors]):
         A product with a matrix of all layers is a pass over the data, so as many queries as fit
         share one. Products with a block are cheap, so that room for their Krylov vectors is better.
         """
-        vectors = LANCZOS_VECTORS * 2
-        if self.block_diagonal:
-            vectors = LANCZOS_VECTORS + KRYLOV_VECTORS
-        return max(1, self.H.memory // (vectors * _row_bytes(right)))
+        if not self.block_diagonal:
+            return max(1, self.H.memory // (LANCZOS_VECTORS * 2 * _row_bytes(right)))
+        fit = self.H.memory // ((LANCZOS_VECTORS + KRYLOV_VECTORS) * _row_bytes(right))
+        numbers = NUMBERS.get(right.device.type, NUMBERS["cuda"])
+        return max(1, min(fit, numbers // max(1, right.shape[1])))
 
     def _note(self, names: Sequence[str], solution: Solution, tolerance: float) -> None:
         residual, steps = float(solution.residuals.max()), int(solution.steps.max())
