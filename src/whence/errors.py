@@ -103,11 +103,10 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
         number = None if isinstance(value, bool) else index(value)
     except TypeError:
         number = None
-    limit = "" if least is None else f", at least {least}"
+    if least is not None and (number is None or number < least):
+        raise InvalidInput(f"{name}={value!r} must be a whole number, at least {least}")
     if number is None:
-        raise InvalidType(f"{name}={value!r} must be a whole number{limit}")
-    if least is not None and number < least:
-        raise InvalidInput(f"{name}={value!r} must be a whole number{limit}")
+        raise InvalidType(f"{name}={value!r} must be a whole number")
     return number
 
 

@@ -162,7 +162,8 @@ class Whitened(Operator[BlockVectors]):
         return None if answers is None else [answer.flatten(1) for answer in answers]
 
     def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
-        """By conjugate gradients, preconditioned by the diagonal of D^½ H D^½ + Δ + λ."""
+        """A function of Δ^-½ D^½ H D^½ Δ^-½. For a matrix of all layers, and where a Δ is 0, by
+        conjugate gradients, preconditioned by the diagonal."""
         shift = {n: self.shift.get(n, 0.0) + damping[n] for n in self.root if n in damping}
         shifted = Whitened(self.H, BlockDiagonal({n: self.root[n] for n in shift}), shift)
         return Inverse(shifted._solve)
@@ -177,10 +178,11 @@ class Whitened(Operator[BlockVectors]):
                 result.values.update(_split(right / diagonal, shapes))
                 result.bases[names[0]] = None
                 continue
-            by_row = self._inverse_by_row(names[0], shapes[names[0]], right)
-            if by_row is not None:
-                result.values.update(_split(by_row, shapes))
-                result.bases[names[0]] = None
+            if self.block_diagonal and all(
+                bool(torch.as_tensor(self.shift.get(n, 0.0)).all()) for n in names
+            ):
+                result.values.update(_split(self._as_function(names, shapes, right), shapes))
+                result.bases.update(dict.fromkeys(names))
                 continue
             precondition, tolerance = diagonal.reciprocal().mul, CG_TOLERANCE[right.dtype]
             with products_as("highest"):  # rounded to TF32, products never give five digits
@@ -202,16 +204,16 @@ class Whitened(Operator[BlockVectors]):
                 result.values[name], result.bases[name] = part, None
         return result
 
-    def _inverse_by_row(self, name: str, shape: Shape, right: Tensor) -> Tensor | None:
-        """Δ^-½ (1 + Δ^-½ D^½ H D^½ Δ^-½)⁻¹ Δ^-½ right, if the rows of H have a matrix each."""
-        scale = _full(self.shift.get(name, 0.0), shape, right)[0] ** -0.5
-        if not bool(scale.isfinite().all()):
-            return None
-        root = BlockDiagonal({name: _full(self.root[name], shape, right)[0] * scale})
-        flat = scale.flatten()
-        scaled = Whitened(self.H, root, {})
-        solved = scaled._by_row(name, shape, [lambda x: 1 / (1 + x)], right * flat)
-        return None if solved is None else solved[0] * flat
+    def _as_function(
+        self, names: Sequence[str], shapes: Mapping[str, Shape], right: Tensor
+    ) -> Tensor:
+        """Δ^-½ (1 + Δ^-½ D^½ H D^½ Δ^-½)⁻¹ Δ^-½ right."""
+        scale = {n: _full(self.shift[n], shapes[n], right)[0] ** -0.5 for n in names}
+        root = {n: _full(self.root[n], shapes[n], right)[0] * scale[n] for n in names}
+        flat = torch.cat([scale[n].flatten() for n in names])
+        scaled = Whitened(self.H, BlockDiagonal(root), {})
+        (solved,) = scaled._functions(names, shapes, [lambda x: 1 / (1 + x)], right * flat)
+        return solved * flat
 
     def _error(self, name: str, error: float) -> float:
         """By how much a block of H may be off for D^½ H D^½ to be off by this error.
