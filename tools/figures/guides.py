@@ -164,7 +164,7 @@ def layers() -> Any:
     """LDS by the layers that are tracked, on a small GPT-2."""
     (row,) = results("experiments/results/layers.json")["tasks"]["wikitext2-quick"]
     kinds = ["matrices", "matrices and norms", "matrices and embeddings", "all"]
-    shown = ["matrices\n(default)", "with norms", "with embeddings", '"all"']
+    shown = ["matrices", "with norms", "with embeddings", "all\n(default)"]
     figure, axis = axes()
     for k, (method, colour) in enumerate((("Source", BLUE), ("TracIn", ORANGE))):
         cells = [row["methods"][method][kind] for kind in kinds]
