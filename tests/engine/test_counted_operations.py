@@ -27,5 +27,6 @@ def _slow(case: str, method: str) -> bool:
 def test_operations_are_those_of_the_work(case: str, method: str) -> None:
     for package in {"BERT": ["transformers"], "GPT-2": ["transformers", "peft"]}.get(case[:5], []):
         pytest.importorskip(package)
-    estimated, operations = counted(case, method, scale=2)
+    # on little data, what checks a model of this size costs is not negligible
+    estimated, operations = counted(case, method, scale=8 if case in LARGE else 2)
     assert 0.6 < estimated / operations < 1.5, estimated / operations
