@@ -331,16 +331,15 @@ def test_the_start_vector_is_the_seeds() -> None:
     assert abs(first - again[1]).max() > 1e-8 * abs(first).max()
 
 
+def cached(it: Any, folder: Path) -> whence.Study:
+    """A new study of the same run, with a cache on disk."""
+    model, task = it.oracle.model, it.oracle.task
+    return whence.Study(model, task, train=it.train, runs=it.study.runs, cache=folder)
+
+
 def test_eigenpairs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = joint("mlp")
-    study = whence.Study(
-        it.oracle.model,
-        it.oracle.task,
-        train=it.train,
-        runs=it.study.runs,
-        cache=tmp_path,
-        layers="matrices",
-    )
+    study = cached(it, tmp_path)
     made: list[int] = []
     product = GaussNewton.flat_product
     monkeypatch.setattr(
@@ -362,15 +361,7 @@ def test_a_killed_iteration_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     method = whence.Influence.published(λ, solver="arnoldi", rank=3, iterations=9)
 
     def attribute(cache: Path) -> np.ndarray:
-        study = whence.Study(
-            it.oracle.model,
-            it.oracle.task,
-            train=it.train,
-            runs=it.study.runs,
-            cache=cache,
-            layers="matrices",
-        )
-        return method.attribute(study, it.query, **EXACT).values
+        return method.attribute(cached(it, cache), it.query, **EXACT).values
 
     expected = attribute(tmp_path / "whole")
     calls = interrupt(monkeypatch, GaussNewton, "flat_product", 6)

@@ -188,6 +188,7 @@ def _candidates(
                 owners.setdefault(id(parameter), []).append((path, module))
 
     def one_block(weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Whether a bias can be a column of the matrix: not of a table, nor at another rate."""
         if any(isinstance(m, nn.Embedding) for _, m in owners.get(id(weight), ())):
             return False
         if together is None or weight is None or bias is None:
