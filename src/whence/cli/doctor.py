@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whence.cli import settings
-from whence.cli.options import Device, device_of
+from whence.cli.options import compute_options
 from whence.cli.screen import FAILED, FINE, Answer, command
 from whence.errors import WhenceError
 from whence.table import byte_size, duration
@@ -30,15 +30,14 @@ MARKS = {SOUND: ("✓", "green"), NOTE: ("!", "yellow"), BAD: ("✗", "bold red"
 Finding = tuple[str, str]  # verdict, message
 
 
-@command()
+@command(options=compute_options, only=("device",))
 def doctor(
     study: Annotated[
         Path | None, typer.Argument(metavar="[STUDY]", help="A study file to check.")
     ] = None,
-    method: Annotated[
-        str, typer.Option(metavar="METHOD", help="Method whose time and memory to estimate.")
-    ] = "source",
-    device: Device = None,
+    method: str = "source",
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Check the installation, the devices and their memory, and a study file.
 
@@ -49,9 +48,11 @@ def doctor(
 
     - `whence doctor`
     - `whence doctor study.py --method influence --device cuda`
+
+    Args:
+        method (METHOD): Method whose time and memory to estimate.
     """
     method = settings.find(method)
-    where = device_of(device)
     machine = {"versions": _versions(), "extras": _extras(), "devices": _devices()}
     if study is None:
         return Answer(machine, _lines(_machine_lines(machine)))
@@ -60,7 +61,7 @@ def doctor(
     file = load_study(study)
     checks = [
         {"check": name, "verdict": verdict, "message": message}
-        for name, verdict, message in run_checks(file, method, where)
+        for name, verdict, message in run_checks(file, method, options.get("device"))
     ]
     bad = sum(check["verdict"] == BAD for check in checks)
     problems = "1 problem" if bad == 1 else f"{bad or 'no'} problems"
