@@ -27,16 +27,16 @@ from whence.explore.reading import (
     SharedExamples,
 )
 from whence.present.check import check_data
-from whence.present.duplicates import Sketch, leaders, sketch
 from whence.present.examples import QUERY_SIZE
 from whence.present.predict import curves, predictions
+from whence.present.ranking import score_column
 from whence.present.views import (
+    TrainingExamples,
     describe_query,
-    histogram,
+    direction,
     number,
     prediction_view,
     strongest,
-    task_of,
 )
 from whence.scores import Scores
 from whence.study import Study
@@ -102,16 +102,16 @@ class ScoredData:
             "tokenizer": tokenizer,
         }
         self._lay_out()
-        named = [None if name == "" else name for name in self.stages]
-        self.train = {
-            name: SharedExamples(
-                _of_stage(train, name),
-                labels=_of_stage(labels, name),
-                task=task_of(study, name),
-                **looks,
-            )
-            for name in named
-        }
+        named = [name or None for name in self.stages]
+        self.examples = TrainingExamples(
+            self.ids,
+            [named[k] for k in self.stage_of],
+            {name: _of_stage(train, name) for name in named},
+            study,
+            kind=SharedExamples,
+            labels=labels,
+            **looks,
+        )
         self.query = SharedExamples(query, size=QUERY_SIZE, **looks)
         self.study = study
         self.renders_html = renderer is not None
@@ -121,13 +121,12 @@ class ScoredData:
         self.lead: Floats | None = None  # (q,) of `predictions`, negative where they are wrong
         self._curves: tuple[list[int], Floats] | None = None  # updates, and (updates, q)
         self._worker = PredictionWorker(self._predict)
-        self._indices = {name: Index(examples) for name, examples in self.train.items()}
+        self._indices = {name: Index(one) for name, one in self.examples.by_stage.items()}
         self._query_index = Index(self.query)
         self.stop = threading.Event()  # stops reading
         self.is_read = False
         self._means = {name: Mean(s) for name, s in self.sets.items() if s.strongest is None}
         self._render = lru_cache(RENDERED)(self._rendered)
-        self._sketch = lru_cache(RENDERED)(self._sketched)
 
     def read(self) -> None:
         """Read each query and training example once, for searching, and predict the queries."""
@@ -234,13 +233,7 @@ class ScoredData:
     def values(self, name: str, row: int) -> Floats:
         """(N,) a query's scores by place; NaN where they are missing or were not kept."""
         scores, row = self.of_queries(name), self.row(name, row)
-        if scores.strongest is None:
-            values = np.asarray(scores.values[row], np.float64)
-        else:
-            values = np.full(scores.shape[-1], np.nan)
-            top = scores.strongest
-            values[top.columns[:, row].ravel()] = top.values[:, row].ravel()
-        return self._by_place(name, values)
+        return self._by_place(name, np.asarray(score_column(scores, row), np.float64))
 
     def help(self, name: str, row: int) -> Floats:
         """``values``, signed so that positive is better for the query."""
@@ -268,12 +261,8 @@ class ScoredData:
                     "Attribute with query=None (self-influence), or without top="
                 )
             return -harm, "mean harm to the queries"
-        if scores.strongest is None:
-            values = np.asarray(scores.values[...], np.float64)
-        else:
-            values = np.full(scores.shape[0], np.nan)
-            values[scores.strongest.columns.ravel()] = scores.strongest.values.ravel()
         meaning = f"the influence of an example on its own {scores.measurement}"
+        values = np.asarray(score_column(scores, None), np.float64)
         return self._by_place(name, direction(scores) * values), meaning
 
     def _by_place(self, name: str, values: Floats) -> Floats:
@@ -283,23 +272,12 @@ class ScoredData:
 
     # -- examples --------------------------------------------------------------------------------
 
-    def stage_name(self, place: int) -> str | None:
-        return self.stages[self.stage_of[place]] or None
-
     def example(self, place: int) -> dict[str, Any]:
         """A training example, with its place and stage."""
         return self._render(int(place))
 
     def _rendered(self, place: int) -> dict[str, Any]:
-        stage, number = self.stage_name(place), int(self.ids[place])
-        return self.train[stage].render(number) | {"place": place, "stage": stage}
-
-    def leaders(self, places: Sequence[int]) -> Ints:
-        """The position of the training example that each one nearly duplicates; or its own."""
-        return leaders([self._sketch(int(place)) for place in places])
-
-    def _sketched(self, place: int) -> Sketch | None:
-        return sketch(self.train[self.stage_name(place)].content(int(self.ids[place])))
+        return self.examples.render(place) | {"place": place}
 
     def predictions(self, places: Sequence[int]) -> tuple[dict[int, dict[str, Any]], bool]:
         """The model's predictions for training examples, for classification only.
@@ -314,32 +292,14 @@ class ScoredData:
 
     def _predict(self, places: Sequence[int]) -> dict[int, dict[str, Any]]:
         assert self.study is not None
-        results = {}
-        for stage in {self.stage_name(p) for p in places}:
-            examples = self.train[stage]
-            of_stage = [p for p in places if self.stage_name(p) == stage]
-            if examples.dataset is None:
-                continue
-            model_stage = stage if stage in self.study.stages else self.study.stages[-1]
-            ids = [int(self.ids[p]) for p in of_stage]
+        known: dict[int, dict[str, Any]] = {}
+        for stage in {self.examples.stage(p) for p in places}:
+            of_stage = [p for p in places if self.examples.stage(p) == stage]
             try:
-                outputs = predictions(self.study, examples.dataset, ids, stage=model_stage)
+                known |= self.examples.predictions(self.study, of_stage)
             except Exception as error:  # a user's model may raise anything
                 self._note_prediction_failure("training examples", error)
-                continue
-            for place in of_stage:
-                view = prediction_view(outputs[int(self.ids[place])], examples)
-                results[place] = {k: view[k] for k in ("prediction", "comparable")}
-        return results
-
-    def class_of(self, place: int) -> str | None:
-        """The label of a training example, if it names a class."""
-        examples = self.train[self.stage_name(place)]
-        return examples.label(int(self.ids[place])) if examples.names_classes else None
-
-    def in_words(self, place: int) -> tuple[str, str]:
-        """The label and the text of a training example, without rendering an image."""
-        return self.train[self.stage_name(place)].in_words(int(self.ids[place]))
+        return known
 
     def chosen(self, places: Sequence[int] | Ints) -> Ints:
         """The places of a request, checked."""
@@ -387,23 +347,24 @@ class ScoredData:
 
     def list_examples(
         self,
-        name: str,
+        scores: str,
         row: int | None = None,
-        *,
         sign: Sign = "",
         order: str = "helpful",
         offset: int = 0,
         limit: int = 50,
-        **matching: str,
+        text: str = "",
+        label: str = "",
+        stage: str = "",
     ) -> dict[str, Any]:
         """Training examples that `find` matches, with their score for one query, or the mean."""
-        scores = self.of_queries(name)
+        explained = self.of_queries(scores)
         if row is None:
-            means = self.mean_help(name)
+            means = self.mean_help(scores)
             help_ = np.full(len(self.ids), np.nan) if means is None else means
         else:
-            help_ = self.help(name, row)
-        wanted = self.find(**matching)
+            help_ = self.help(scores, row)
+        wanted = self.find(text, label, stage)
         if sign:
             with np.errstate(invalid="ignore"):
                 wanted &= help_ > 0 if sign == "helpful" else help_ < 0
@@ -419,11 +380,11 @@ class ScoredData:
             "total": len(places),
             "offset": start,
             "of": len(self.ids),
-            "unit": scores.unit,
+            "unit": explained.unit,
             "items": [
                 {
                     "example": self.example(p),
-                    "value": number(direction(scores) * help_[p]),
+                    "value": number(direction(explained) * help_[p]),
                     "helps": None if not np.isfinite(help_[p]) else bool(help_[p] > 0),
                 }
                 for p in listed
@@ -472,13 +433,7 @@ class ScoredData:
         scores, column = self.of_queries(name), int(self.columns(name)[place])
         if column < 0:
             return {"helped": [], "harmed": []}
-        if scores.strongest is None:
-            values = np.asarray(scores.values[:, column], np.float64)
-        else:
-            values, top = np.full(scores.shape[0], np.nan), scores.strongest
-            for end_values, columns in zip(top.values, top.columns, strict=True):
-                where, k = np.nonzero(columns == column)
-                values[where] = end_values[where, k]
+        values = in_columns(scores, np.array([column]))[:, 0]
         rows = np.flatnonzero(np.isfinite(values))
         help_ = direction(scores) * values[rows]
         queries = {}
@@ -491,7 +446,7 @@ class ScoredData:
     @property
     def train_unknown(self) -> bool:
         """Whether the training data was not given."""
-        return any(examples.dataset is None for examples in self.train.values())
+        return any(one.dataset is None for one in self.examples.by_stage.values())
 
     def query_class(self, row: int) -> str | None:
         """The label of a query, if it names a class."""
@@ -513,41 +468,8 @@ class ScoredData:
         steps, measured = self._curves
         return [[step, number(x)] for step, x in zip(steps, measured[:, row], strict=True)]
 
-    def audit(
-        self, name: str, *, offset: int = 0, limit: int = 50, **matching: str
-    ) -> dict[str, Any]:
-        """Training examples that `find` matches, the most suspicious first."""
-        suspicion, meaning = self.suspicion(name)
-        places = np.flatnonzero(self.find(**matching))
-        start, stop = page(offset, limit, len(places))
-        listed = first(-suspicion[places], start, stop, places)
-        predicted, more = self.predictions(listed.tolist())
-        finite = suspicion[np.isfinite(suspicion)]
-        return {
-            "total": len(places),
-            "offset": start,
-            "of": len(self.ids),
-            "meaning": meaning,
-            "more": more,
-            "unit": self.scores(name).unit,
-            "unknown": int(np.isnan(suspicion[places]).sum()),
-            "histogram": histogram(finite) if len(finite) else None,
-            "items": [
-                {
-                    "example": self.example(p) | predicted.get(int(p), {}),
-                    "value": number(suspicion[p]),
-                    "rank": start + k + 1,
-                }
-                for k, p in enumerate(listed)
-            ],
-        }
-
 
 # -- plain functions -----------------------------------------------------------------------------
-
-
-def direction(scores: Scores) -> float:
-    return 1.0 if scores.higher_is_better else -1.0
 
 
 def page(offset: int, limit: int, total: int) -> tuple[int, int]:
@@ -558,6 +480,19 @@ def page(offset: int, limit: int, total: int) -> tuple[int, int]:
 def first(keys: Floats, start: int, stop: int, places: Ints) -> Ints:
     """``places[start:stop]`` in the order of ``keys``, ties to the first; NaN last."""
     return places[strongest(np.where(np.isnan(keys), -np.inf, -keys), stop)[start:]]
+
+
+def in_columns(scores: Scores, columns: Ints) -> Floats:
+    """(q, m) the scores in these columns; NaN where they were not kept."""
+    if scores.strongest is None:
+        return np.asarray(scores.values[:, columns], np.float64)
+    result = np.full((scores.shape[0], len(columns)), np.nan)
+    for row in range(len(result)):
+        values, top_columns = scores.row_scores(row)  # by column
+        where = np.searchsorted(top_columns, columns)
+        in_top = np.append(top_columns, -1)[where] == columns
+        result[row, in_top] = values[where[in_top]]
+    return result
 
 
 def check_same(sets: Mapping[str, Scores]) -> None:
