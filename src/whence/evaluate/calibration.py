@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
 from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
-from whence.evaluate.lds import check_bootstrap, described, left_out, reliability, resamples, split
+from whence.evaluate.lds import (
+    check_bootstrap,
+    described,
+    left_out,
+    middle,
+    reliability,
+    resamples,
+    split,
+)
 from whence.evaluate.plots import StrPath, plot_calibration
 from whence.table import Table, Tabled, estimate
 
@@ -161,8 +169,7 @@ def _interval(p: Floats, t: Floats, drawn: NDArray[np.float32]) -> tuple[float, 
         pt -= (a * b).sum(0) / subsets
         pp -= (a * a).sum(0) / subsets
     some = pp > SAME * (p * p).sum()  # of few subsets, a resample may hold one alone
-    low, high = np.percentile(pt[some] / pp[some], [2.5, 97.5])
-    return float(low), float(high)
+    return middle(pt[some] / pp[some])
 
 
 def _ceiling(truth: Truth, valid: NDArray[np.bool_], random: np.random.Generator) -> float | None:
