@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from whence.data import place
 from whence.retrain.recipe import Recipe
+from whence.retrain.stack import IMPLEMENTATION_FLAGS
 from whence.retrain.stacked import running_statistics
 from whence.retrain.stage import StageRecipe
 from whence.run import Run, Stage, optimizers
@@ -22,7 +23,6 @@ from whence.task import Task
 
 TRIED = 64  # examples whose losses are compared
 WHERE = (torch.device("cpu"), torch.float32)
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # same updates either way
 
 
 def differences(recipe: Recipe, run: Run) -> list[str]:
@@ -160,7 +160,7 @@ def _settings(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -
             theirs: Mapping[str, Any] = (
                 run.hyperparameters[columns[name]] if name in columns else {}
             )
-            for key in sorted(ours.keys() & theirs.keys() - {*IMPLEMENTATION}):
+            for key in sorted(ours.keys() & theirs.keys() - {*IMPLEMENTATION_FLAGS}):
                 if ours[key] != theirs[key]:
                     unequal[key] = (
                         f"{key} is {theirs[key]!r} in the run, {ours[key]!r} in the recipe"

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,25 +227,8 @@ class Recipe:
             callback: called with a `whence.retrain.Update` after each update. An exception that it
                 raises stops the training.
         """
-        if out is None:
-            with tempfile.TemporaryDirectory() as folder:
-                return self.run(
-                    seed,
-                    folder,
-                    checkpoints,
-                    subset,
-                    stage=stage,
-                    every_step=every_step,
-                    device=device,
-                    progress=progress,
-                    callback=callback,
-                ).in_memory()
-        return record_run(
-            self,
-            seed,
-            as_path(out),
-            checkpoints,
-            subset,
+        record = partial(
+            record_run,
             stage=stage,
             device=device,
             fingerprint=self.fingerprint,
@@ -252,6 +236,10 @@ class Recipe:
             progress=progress,
             callback=callback,
         )
+        if out is not None:
+            return record(self, seed, as_path(out), checkpoints, subset)
+        with tempfile.TemporaryDirectory() as folder:
+            return record(self, seed, Path(folder), checkpoints, subset).in_memory()
 
     def train(
         self,

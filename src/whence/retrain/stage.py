@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,31 +22,15 @@ from whence.retrain.callback import Callback, Update
 from whence.run import optimizers
 from whence.task import Task
 
+if TYPE_CHECKING:
+    from whence.retrain.stack import Data
+
 Ints = NDArray[np.int64]
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer, int], Any]
 Transform = Callable[[Any, Uniform], Any]
 Order = TypeVar("Order", Ints, Tensor)
 TRIED = 8  # examples that a recipe's functions are fingerprinted on
-SETTINGS = (
-    "task",
-    "train",
-    "optimizer",
-    "batch_size",
-    "epochs",
-    "scheduler",
-    "scheduler_every",
-    "transform",
-    "clip_norm",
-    "drop_last",
-)
-
-
-class Rows(Protocol):
-    """A dataset that is stored on a device, in the dtype of the parameters."""
-
-    def rows(self, index: Tensor) -> Any:
-        """A batch of these examples."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +56,7 @@ class StageRecipe:
     transform: Transform | None
     clip_norm: float | None
     drop_last: bool = False
-    on_device: Rows | None = field(default=None, compare=False, repr=False)
+    on_device: Data | None = field(default=None, compare=False, repr=False)
     weights: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
 
     def batches_per_epoch(self, examples: int) -> int:
@@ -300,9 +284,9 @@ def make_stages(
         overrides = {str(name): {} for name in given["train"]}
     names = list(overrides) or ["train"]
     for name, settings in overrides.items():
-        unknown = sorted(set(settings) - set(SETTINGS))
+        unknown = sorted(set(settings) - set(given))
         if unknown:
-            raise InvalidInput(f"stage {name!r} sets {unknown}: stages may set {sorted(SETTINGS)}")
+            raise InvalidInput(f"stage {name!r} sets {unknown}: stages may set {sorted(given)}")
 
     def setting(what: str, name: str) -> Any:
         if what in overrides.get(name, {}):
@@ -316,7 +300,7 @@ def make_stages(
 
     recipes = []
     for number, name in enumerate(names):
-        settings = {what: setting(what, name) for what in SETTINGS}
+        settings = {what: setting(what, name) for what in given}
         data = Batches(f"{name} data" if len(names) > 1 else "train", settings["train"], collate)
         recipes.append(_stage(name, number, data, settings))
     return tuple(recipes)
