@@ -102,7 +102,7 @@ def calibrate(scores: Scores, truth: Truth, *, exclude_diverged: bool = False) -
             stage that the truth resampled: the truth says nothing about the others.
         truth: measurements on at least 5 subsets, of the recipe that trained the attributed run.
             Judge the result by another truth.
-        exclude_diverged: leave out trainings that diverged, rather than refuse.
+        exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_scores(scores, truth)
     groups = group(scores, truth, exclude_diverged)
@@ -115,7 +115,7 @@ def calibrate(scores: Scores, truth: Truth, *, exclude_diverged: bool = False) -
 
 
 def check_scores(scores: Any, truth: Truth, name: str = "scores") -> None:
-    """Refuse what is not a matrix of Scores by a run of the truth's recipe."""
+    """Raise unless they are Scores of a run of the truth's recipe."""
     if not isinstance(scores, Scores):
         raise InvalidType(
             f"{name} is a {type(scores).__name__}: give the Scores that a method's attribute() "
@@ -131,7 +131,7 @@ def check_scores(scores: Any, truth: Truth, name: str = "scores") -> None:
 
 
 def check_subsets(groups: Groups) -> None:
-    """Refuse a truth that is too small."""
+    """Raise if the truth is too small."""
     if groups.subsets < LEAST:
         lost = f" ({groups.lost} more were left out)" if groups.lost else ""
         raise InvalidInput(
@@ -141,7 +141,7 @@ def check_subsets(groups: Groups) -> None:
 
 
 def warn_unchanged(reason: str, scores: Scores) -> None:
-    """Say that the scores are returned as they were given."""
+    """Warn that the scores are returned unchanged."""
     warn(
         f"nothing can be learned from this truth: {reason}. The scores of {scores.method} are "
         "returned unchanged; use more subsets or seeds",

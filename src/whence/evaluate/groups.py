@@ -77,7 +77,7 @@ def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool)
     diverged = int((~valid).sum())
     if diverged and not exclude_diverged:
         raise InvalidInput(
-            f"{diverged} of the truth's {valid.size} trainings diverged or are not done: finish "
+            f"{diverged} of the truth's {valid.size} trainings diverged or are unfinished: finish "
             "them, or leave them out with exclude_diverged=True"
         )
     whole = valid.any(1)
@@ -258,5 +258,5 @@ def _predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
 
 
 def _runs(scores: Given) -> int:
-    """How many runs' scores these are the mean of."""
+    """The number of runs whose scores were averaged."""
     return int(scores.diagnostics.get("runs", 1)) if isinstance(scores, Scores) else 1
