@@ -351,8 +351,11 @@ def top(
     if as_csv:
         return _csv(opened, query, examples, duplicates)
     if overall and not opened.is_self_influence:
-        opened = _mean(opened)
-        query = None
+        from whence.scores.means import mean_scores
+
+        known = {k: v for k, v in opened.diagnostics.items() if k != "calibration"}
+        opened = opened.with_values(mean_scores(opened), query_ids=None, diagnostics=known)
+        query = None  # the mean is one row, whose error is not known
     rankings = {"helpful": opened.helpful(query, k), "harmful": opened.harmful(query, k)}
     data = about(opened) | {
         "query": query,
@@ -373,14 +376,6 @@ def top(
         shown = data["shown"]
         heading += f": {'label ' if shown.get('label') else ''}{line(shown)}"
     return Answer(data, _tables(opened, data, heading))
-
-
-def _mean(scores: Scores) -> Scores:
-    """The mean over the queries, as one row. Its error is not known."""
-    from whence.scores.means import mean_scores
-
-    known = {k: v for k, v in scores.diagnostics.items() if k != "calibration"}
-    return scores.with_values(mean_scores(scores), query_ids=None, diagnostics=known)
 
 
 def _csv(

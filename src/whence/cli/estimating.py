@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 machine_option = partial(typer.Option, rich_help_panel="The machine")
 MACHINE = machine_option()
+HEADS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")  # ends of class names
 INSTALL = "pip install 'whence-tda[huggingface]'"
 
 
@@ -197,7 +198,7 @@ def _hugging_face(name: str) -> nn.Module:
             "Face Hub, a folder or a config.json, or module:function"
         ) from None
     named = [getattr(transformers, n, None) for n in getattr(config, "architectures", None) or ()]
-    heads = [cls for cls in named if cls is not None and _has_head(cls.__name__)]
+    heads = [cls for cls in named if cls is not None and cls.__name__.endswith(HEADS)]
     if heads:
         return heads[0](config)  # type: ignore[no-any-return]
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
@@ -210,7 +211,3 @@ def _hugging_face(name: str) -> nn.Module:
             f"--model {name}: {config.model_type} is neither a language model nor a classifier of "
             "texts. Give module:function"
         ) from None
-
-
-def _has_head(name: str) -> bool:
-    return name.endswith(("ForCausalLM", "LMHeadModel", "ForSequenceClassification"))

@@ -104,7 +104,13 @@ def reproduce(
     engine = experiments("engine.reproduce")
     try:
         if where == "cpu" and experiment.gpu and not quick and not anyway:
-            _not_too_long(experiment, engine.seconds_here(experiment, scale, where))
+            seconds = engine.seconds_here(experiment, scale, where)
+            if seconds > TOO_LONG:
+                raise CommandError(
+                    f"{experiment.title} needs a GPU: its trainings would take about "
+                    f"{seconds / 3600:.1f} hours on this machine, one by one. Use --quick for a "
+                    "smaller version in minutes, or --anyway to start it all the same"
+                )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are stored with the scores
             reproduction = engine.Reproduction(
@@ -137,12 +143,3 @@ def _named(task: str | None, known: Any) -> Any:
     near = get_close_matches(name, known, 1)
     meant = f"Did you mean {near[0]}? " if near else ""
     raise CommandError(f"no experiment {task!r}. {meant}Choose from {', '.join(known)}")
-
-
-def _not_too_long(experiment: Any, seconds: float) -> None:
-    if seconds > TOO_LONG:
-        raise CommandError(
-            f"{experiment.title} needs a GPU: its trainings would take about "
-            f"{seconds / 3600:.1f} hours on this machine, one by one. Use --quick for a smaller "
-            "version in minutes, or --anyway to start it nevertheless"
-        )

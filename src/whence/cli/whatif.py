@@ -87,7 +87,12 @@ def whatif(
     data: dict[str, Any] = {"examples": removed, "measurement": opened.measurement}
     data |= {"unit": opened.unit, "queries": changes}
     if outcome is not None and query is None:
-        data |= {"seeds": retrain, "agreement": _agreement(changes)}
+        import numpy as np
+
+        from whence.evaluate.agreement import agreement
+
+        pairs = np.array([[change["predicted"], change["real"]] for change in changes])
+        data |= {"seeds": retrain, "agreement": agreement(*pairs.T)}
     return Answer(data, _table(opened, data, k))
 
 
@@ -134,15 +139,6 @@ def _change(
     if shown is not None:
         change |= shown.query(int(scores.query_ids[row]))
     return change
-
-
-def _agreement(changes: list[dict[str, Any]]) -> dict[str, float | None]:
-    import numpy as np
-
-    from whence.evaluate.agreement import agreement
-
-    predicted, real = (np.array([c[name] for c in changes]) for name in ("predicted", "real"))
-    return agreement(predicted, real)
 
 
 def _table(scores: Scores, data: dict[str, Any], k: int) -> str:

@@ -46,8 +46,7 @@ class Explorer:
         self._overall: dict[tuple[str, str, int], Overall] = {}
         # a pass over all scores, to check that they are numbers
         self._about = {name: views.overview(s) for name, s in data.everything.items()}
-        self._harm: dict[str, dict[int, dict[str, Any]]] = {}
-        self._suspects: dict[str, list[int]] = {}
+        self._harm: dict[str, dict[int, dict[str, Any]]] = {}  # by place, the worst first
         self._summaries: dict[str, dict[str, Any]] = {}
         self._map: dict[str, Any] | str | None = None  # or why there is none
         self._guard = threading.Lock()
@@ -75,13 +74,6 @@ class Explorer:
                 return
             places = data.places(name)
             harmful = views.harmful_overall(scores, HARMFUL)
-            self._summaries[name] = summary(
-                scores,
-                partial(_class_of, data, places),
-                data.query_class,
-                [data.query_item(row) for row in range(scores.shape[0])],
-            )
-            self._suspects[name] = [int(places[e["column"]]) for e in harmful["entries"]]
             self._harm[name] = {
                 int(places[entry["column"]]): {
                     "queries": entry["queries"],
@@ -89,6 +81,12 @@ class Explorer:
                 }
                 for entry in harmful["entries"]
             }
+            self._summaries[name] = summary(
+                scores,
+                partial(_class_of, data, places),
+                data.query_class,
+                [data.query_item(row) for row in range(scores.shape[0])],
+            )
 
         gc.freeze()  # a collection that visits all that was read would delay an answer
         self._draw_map()
@@ -157,7 +155,7 @@ class Explorer:
         for end in ("helpful", "harmful"):
             entries = [{**e, "column": int(places[e["column"]])} for e in view[end]]
             view[end] = views.folded(entries, self.data.examples.leaders)
-        suspects = self._suspects[scores][:SUSPECTS]
+        suspects = list(self._harm[scores])[:SUSPECTS]
         predicted, more = self.data.predictions(suspects)
         harm = -direction(explained)
         view["suspects"] = [{"column": place, "value": harm} for place in suspects]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -61,8 +61,8 @@ class ScoredData:
         query: the queries; None shows numbers only.
         study: provides `train`, `collate`, and the model's predictions.
         labels: of the training examples, or `{stage: labels}`, instead of those in the data.
-        renderer, classes, columns, tokenizer: as in `whence.present.examples.Examples`.
         check: False compares only the number of examples with the scores.
+        looks: `renderer`, `classes`, `columns`, `tokenizer` of `whence.present.examples.Examples`.
     """
 
     def __init__(
@@ -73,11 +73,8 @@ class ScoredData:
         query: Any = None,
         study: Study | None = None,
         labels: Any = None,
-        renderer: Callable[[Any], Any] | None = None,
-        classes: Any = None,
-        columns: Sequence[str] | None = None,
-        tokenizer: Any = None,
         check: bool = True,
+        **looks: Any,
     ) -> None:
         if not scores:
             raise InvalidInput("no scores: give at least one, such as {'SOURCE': scores}")
@@ -95,12 +92,6 @@ class ScoredData:
             except ValueError as error:
                 raise InvalidInput(f"{name}: {error}") from error
             self.unchecked += [f"{name}: {line}" for line in notes]
-        looks: dict[str, Any] = {
-            "renderer": renderer,
-            "classes": classes,
-            "columns": columns,
-            "tokenizer": tokenizer,
-        }
         self._lay_out()
         named = [name or None for name in self.stages]
         self.examples = TrainingExamples(
@@ -114,7 +105,7 @@ class ScoredData:
         )
         self.query = SharedExamples(query, size=QUERY_SIZE, **looks)
         self.study = study
-        self.renders_html = renderer is not None
+        self.renders_html = looks.get("renderer") is not None
         self.query_predictions: dict[int, dict[str, Any]] = {}  # by row, once computed
         self.measured: Floats | None = None  # (q,)
         self.wrong: NDArray[np.bool_] | None = None  # (q,)

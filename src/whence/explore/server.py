@@ -115,7 +115,7 @@ class Guard:
             await send(message)
 
         headers: dict[str, str] = {}
-        for name, value in scope["headers"]:  # one that is repeated fits nothing that is expected
+        for name, value in scope["headers"]:  # joined, a repeated one equals no expected value
             given = headers.get(name.decode("latin-1"))
             text = value.decode("latin-1")
             headers[name.decode("latin-1")] = text if given is None else f"{given}, {text}"
@@ -163,7 +163,7 @@ class Guard:
 
 
 def _limited(receive: Receive) -> Receive:
-    """`receive`, that neither reads a body without end nor waits for one without end."""
+    """`receive`, with limits on the size of a body and on the time until it has arrived."""
     size, complete = 0, False
 
     async def limited() -> Any:

@@ -43,7 +43,8 @@ def check_data(
             ids = ids[np.array(scores.stage) == stage]
         _check_length(name, len(Batches(name, dataset)), ids)
         # a run without stages has one whose name the scores do not carry
-        fingerprint = fingerprints[stage] if stage in fingerprints else _only(fingerprints)
+        only = next(iter(fingerprints.values())) if len(fingerprints) == 1 else None
+        fingerprint = fingerprints.get(stage, only)
         unchecked += _check_contents(scores, name, dataset, fingerprint, collate, contents)
     if query is not None:
         if scores.is_self_influence:
@@ -79,10 +80,6 @@ def by_stage(scores: Scores, train: Any) -> dict[str | None, Any]:
             f"these scores have the stages {names}: give train={{{names[0]!r}: dataset, ...}}"
         )
     return {names[0]: train}
-
-
-def _only(fingerprints: Mapping[str, str]) -> str | None:
-    return next(iter(fingerprints.values())) if len(fingerprints) == 1 else None
 
 
 def _check_length(name: str, count: int, ids: np.ndarray) -> None:

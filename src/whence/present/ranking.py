@@ -15,6 +15,8 @@ from whence.scores import Scores
 from whence.scores.means import mean_scores
 from whence.study import Study
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a spreadsheet's formula begins
+
 
 def score_column(scores: Scores, query: int | None) -> Floats:
     """(n,) the scores of a query, NaN where they were not kept; without one, `mean_scores`."""
@@ -124,9 +126,7 @@ def csv_lines(rows: Iterable[Sequence[Any]], end: str = "\n") -> str:
     """Rows of a CSV file. No text is read as a formula by a spreadsheet."""
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator=end)
-    writer.writerows([_safe(c) if isinstance(c, str) else c for c in row] for row in rows)
+    for row in rows:
+        texts = (isinstance(cell, str) and cell[:1] in FORMULA for cell in row)
+        writer.writerow([f"'{c}" if text else c for c, text in zip(row, texts, strict=True)])
     return lines.getvalue()
-
-
-def _safe(text: str) -> str:
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

@@ -142,8 +142,10 @@ def write(
             )
             for view in views
         ]
-        if predicted and scores.by_segment is not None:
-            _add_curves(study, query, payload["queries"])
+        if study is not None and predicted and scores.by_segment is not None:
+            steps, measured = curves(study, query, [view["id"] for view in payload["queries"]])
+            for view, values in zip(payload["queries"], measured.T, strict=True):
+                view["curve"] = [[step, number(x)] for step, x in zip(steps, values, strict=True)]
         payload["harmful"] = harmful_overall(scores, WORST, k)
         classed = query_examples.names_classes
         payload["summary"] = summary(
@@ -261,14 +263,6 @@ def _predictions(
         return {}
     study.query(query)  # raises if it is not built like the training data
     return predictions(study, query, [int(scores.query_ids[row]) for row in rows])
-
-
-def _add_curves(study: Study | None, query: Any, views: list[View]) -> None:
-    """Add how the measurement of each query went during training: `curve`, [update, value]."""
-    assert study is not None
-    steps, measured = curves(study, query, [view["id"] for view in views])
-    for view, values in zip(views, measured.T, strict=True):
-        view["curve"] = [[step, number(x)] for step, x in zip(steps, values, strict=True)]
 
 
 def _positions(
