@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from whence.data import Batches, cut, place
 from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidTarget, examples_of, warn
-from whence.retrain.callback import Callback, Interrupted, Update
 from whence.retrain.capacity import models_at_once
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.engine_choice import choose_engine
@@ -28,7 +27,7 @@ from whence.retrain.grid import name_of
 from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Data, train_stack
 from whence.retrain.stage import StageRecipe
-from whence.retrain.training import Training
+from whence.retrain.training import Callback, Interrupted, Training, Update
 from whence.retrain.unfinished import LONG, Unfinished
 from whence.task import Task
 

@@ -23,7 +23,6 @@ from whence.draws import reseed
 from whence.errors import InvalidInput, InvalidType, examples_of, whole
 from whence.persist.files import as_path
 from whence.persist.identity import sha256_of
-from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.recording import record_run
 from whence.retrain.stage import (
@@ -36,6 +35,7 @@ from whence.retrain.stage import (
     checked_seed,
     make_stages,
 )
+from whence.retrain.training import Callback
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.table import one_line

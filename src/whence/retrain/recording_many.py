@@ -27,14 +27,13 @@ from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidType, check_choice, whole
 from whence.persist.files import as_path
 from whence.progress import progress_bar
-from whence.retrain.callback import Callback, Update
 from whence.retrain.capacity import SHARE
 from whence.retrain.pool import ENGINES, TrainingPool, halves
 from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.recording import MakeUpdates, record_run
 from whence.retrain.stack import Stack, train_stack
 from whence.retrain.stage import Ints, StageRecipe
-from whence.retrain.training import Training
+from whence.retrain.training import Callback, Training, Update
 from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, UnfinishedRuns
 from whence.retrain.work_queue import units
 from whence.run import Run

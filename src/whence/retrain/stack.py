@@ -24,7 +24,6 @@ from whence.data import Batches, place
 from whence.engine.graphs import Graphs
 from whence.errors import InvalidInput
 from whence.persist.identity import digest
-from whence.retrain.callback import Callback, Update
 from whence.retrain.recipe import Recipe
 from whence.retrain.stacked import (
     make_vmappable,
@@ -33,7 +32,7 @@ from whence.retrain.stacked import (
     stack_parameters,
 )
 from whence.retrain.stage import StageRecipe
-from whence.retrain.training import Training
+from whence.retrain.training import Callback, Training, Update
 from whence.retrain.unfinished import ResumePoint
 from whence.task import Task
 

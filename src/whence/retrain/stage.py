@@ -18,7 +18,7 @@ from whence.data import HASH_BATCH, READ_TWICE, Batches, Collate, cut, place
 from whence.draws import Uniform, keys, reseed, update_seed
 from whence.errors import InvalidInput, InvalidType, examples_of, whole
 from whence.persist.identity import digest, sha256_of
-from whence.retrain.callback import Callback, Update
+from whence.retrain.training import Callback, Update
 from whence.run import optimizers
 from whence.task import Task
 

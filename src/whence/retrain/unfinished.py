@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from whence.persist.arrays import load_tensors, save_tensors
 from whence.persist.files import FolderLock, Throttle, make_folder, parsing, read_json, write_json
-from whence.retrain.callback import Update
 from whence.retrain.grid import name_of
 from whence.retrain.stacked import running_statistics
+from whence.retrain.training import Update
 from whence.run import optimizers
 
 if TYPE_CHECKING:

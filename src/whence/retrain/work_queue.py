@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from whence.data import cut
-from whence.retrain.callback import Interrupted
 from whence.retrain.grid import Grid
 from whence.retrain.pool import TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
-from whence.retrain.training import Training
+from whence.retrain.training import Interrupted, Training
 
 
 def units(recipe: Recipe, trainings: Sequence[Training], at_once: int) -> Iterator[list[Training]]:
