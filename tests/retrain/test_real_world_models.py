@@ -522,7 +522,7 @@ def test_a_long_training_of_few_updates_is_kept_too(
     recipe = recipes.recipe(model=recipes.dropout, epochs=1)
     trainings = [Training(0), Training(1)]
     wanted = measure(recipe, QUERY, trainings, engine="single", progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", -1.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "CHECKPOINT_SECONDS", -1.0)
     stored = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
     assert np.array_equal(stored, wanted)
 

@@ -214,7 +214,7 @@ def test_long_runs_resume_from_their_last_checkpoint(
     options: Any = {"progress": False, "device": "cpu"}
     wanted = record(recipe, range(3), tmp_path / "wanted", **options)
     total = wanted[0].checkpoints[-1].step
-    monkeypatch.setattr(ROOM, "LONG", 0.0)
+    monkeypatch.setattr(ROOM, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     made, update = [0], _StageTraining.update
 

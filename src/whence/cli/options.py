@@ -142,19 +142,17 @@ def open_scores(path: Path) -> Scores:
     """The scores in a folder; an error that says what the path is instead."""
     from whence.scores import Scores
 
-    if not path.exists():
-        raise CommandError(f"{path} does not exist: give a folder written by `whence attribute`")
-    if path.is_file():
-        raise CommandError(f"{path} is a file: give a folder written by `whence attribute`")
-    if not (path / "scores.json").exists() and (path / "truth.json").exists():
-        raise CommandError(f"{path} holds a truth, not scores: pass it as --truth")
-    if (path / "progress.json").exists() and not (path / "scores.json").exists():
-        raise CommandError(
-            f"the scores in {path} are unfinished: rerun the same `whence attribute` command to "
-            "resume"
-        )
     if not (path / "scores.json").exists():
-        raise CommandError(f"{path} holds no scores: give a folder written by `whence attribute`")
+        if (path / "progress.json").exists():
+            raise CommandError(
+                f"the scores in {path} are unfinished: rerun the same `whence attribute` command "
+                "to resume"
+            )
+        if (path / "truth.json").exists():
+            raise CommandError(f"{path} holds a truth, not scores: pass it as --truth")
+        what = "holds no scores" if path.is_dir() else "is a file"
+        what = what if path.exists() else "does not exist"
+        raise CommandError(f"{path} {what}: give a folder written by `whence attribute`")
     scores = Scores.load(path)
     for message in scores.warnings:
         say(f"warning: {path.name}: {message}")

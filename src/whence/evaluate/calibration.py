@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
-from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
+from whence.evaluate.groups import NUMBERS_PER_BLOCK, ROUNDING, Floats, Given, centred, group
 from whence.evaluate.lds import (
     check_bootstrap,
     described,
@@ -163,12 +163,12 @@ def _interval(p: Floats, t: Floats, drawn: NDArray[np.float32]) -> tuple[float, 
     queries, subsets = p.shape
     weights = drawn.astype(np.float64)
     pt, pp = (p * t).sum(0) @ weights, (p * p).sum(0) @ weights
-    step = max(1, AT_ONCE // weights.shape[1])
+    step = max(1, NUMBERS_PER_BLOCK // weights.shape[1])
     for start in range(0, queries, step):
         a, b = p[start : start + step] @ weights, t[start : start + step] @ weights
         pt -= (a * b).sum(0) / subsets
         pp -= (a * a).sum(0) / subsets
-    some = pp > SAME * (p * p).sum()  # a resample of few subsets may contain only one of them
+    some = pp > ROUNDING * (p * p).sum()  # a resample of few subsets may contain only one of them
     return middle(pt[some] / pp[some])
 
 

@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Given = Scores | NDArray[Any]  # scores, or a plain array (q, n)
 
-AT_ONCE = 2**23  # numbers of a score matrix that are converted to float64 at a time
-SAME = 1e-13  # group predictions closer than this, relative to Σ|values|, differ by rounding alone
+NUMBERS_PER_BLOCK = 2**23  # numbers of a score matrix that are converted to float64 at a time
+ROUNDING = 1e-13  # group predictions closer than this, relative to Σ|values|, count as equal
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
         down, across = np.arange(len(values)), np.arange(n)
     everything = values.shape[1] == n and np.array_equal(across, np.arange(n))
     predicted = np.empty((len(values), masks.shape[1]))
-    step = max(1, AT_ONCE // n)
+    step = max(1, NUMBERS_PER_BLOCK // n)
     for start in range(0, len(values), step):
         rows = down[start : start + step]
         block = values[rows] if everything else values[rows][:, across]
@@ -251,7 +251,7 @@ def _predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
                 f"{start + row} and example {int(bad[row].argmax())}: they cannot be judged"
             )
         sums = block @ masks
-        flat = np.ptp(sums, axis=1) <= SAME * np.abs(block).sum(1)
+        flat = np.ptp(sums, axis=1) <= ROUNDING * np.abs(block).sum(1)
         sums[flat] = 0.0
         predicted[start : start + step] = sums
     return predicted

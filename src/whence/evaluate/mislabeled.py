@@ -25,7 +25,7 @@ from whence.table import Table, Tabled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the data, for the table
+TABLE_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the data, for the table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +67,7 @@ class Mislabeled(Tabled):
 
     def table(self) -> Table:
         """The three measures."""
-        recovery = ", ".join(f"{self.found_after(s):.0%} after {s:.0%}" for s in SHOWN)
+        recovery = ", ".join(f"{self.found_after(s):.0%} after {s:.0%}" for s in TABLE_SHARES)
         facts = [
             ("ROC-AUC", f"{self.roc_auc:.3f}"),
             ("average precision", f"{self.average_precision:.3f}"),

@@ -13,7 +13,7 @@ import numpy as np
 from whence.explore.compare import Overall, compare_query
 from whence.explore.jobs import DONE, UNFINISHED, Job, Jobs
 from whence.explore.map import MOST_CLASSES, coordinates, packed
-from whence.explore.reading import WORK, Busy, Ints
+from whence.explore.reading import REQUEST_SECONDS, Busy, Ints
 from whence.explore.scored_data import PAGE, Refused, ScoredData, first, page
 from whence.explore.whatif import judged, what_if
 from whence.present import views
@@ -23,7 +23,6 @@ from whence.present.summary import summary
 from whence.present.views import direction, number
 
 MAX_ENTRIES = 100  # at either end of a query's ranking
-MAX_TICKED = 5000  # examples at a time
 CSV_BLOCK = 500  # lines of a file at a time
 SUSPECTS = 50  # harmful examples whose labels the overview compares with predictions
 HARMFUL = 200  # examples for which we find the query that they harm most
@@ -72,7 +71,7 @@ class Explorer:
         for name, scores in data.sets.items():
             if data.stop.is_set():
                 return
-            places = data.places(name)
+            places = data.places[name]
             harmful = views.harmful_overall(scores, HARMFUL)
             self._harm[name] = {
                 int(places[entry["column"]]): {
@@ -148,7 +147,7 @@ class Explorer:
 
     def summary(self, scores: str) -> dict[str, Any]:
         """What to look at first. Raises Busy while it is computed."""
-        explained, places = self.data.of_queries(scores), self.data.places(scores)
+        explained, places = self.data.of_queries(scores), self.data.places[scores]
         if scores not in self._summaries:
             raise Busy("the overview is being computed: ask again in a moment")
         view = dict(self._summaries[scores])
@@ -182,9 +181,10 @@ class Explorer:
 
     def query(self, scores: str, row: int, k: int = 10) -> dict[str, Any]:
         """One query by one scores: the report's view, with places for columns."""
-        data, places = self.data, self.data.places(scores)
+        data, explained = self.data, self.data.of_queries(scores)
+        places = data.places[scores]
         view = views.query_view(
-            data.of_queries(scores),
+            explained,
             data.row(scores, row),
             max(1, min(k, MAX_ENTRIES)),
             partial(_class_of, data, places),
@@ -215,7 +215,7 @@ class Explorer:
             key = (a, b, max(1, min(k, MAX_ENTRIES)))
             if key not in self._overall:
                 self._overall[key] = Overall(self.data, *key)
-        return self._overall[key].advance(WORK)
+        return self._overall[key].advance(REQUEST_SECONDS)
 
     def audit(
         self,
@@ -278,7 +278,7 @@ class Explorer:
         return lines()
 
     def what_if(self, places: Sequence[int] = ()) -> dict[str, Any]:
-        view = what_if(self.data, self._ticked(places))
+        view = what_if(self.data, places)
         if view["measured"] is None and self.jobs is not None:
             done = next((j for j in self.jobs.all() if j.state == DONE), None)
             outcome = None if done is None else self.jobs.outcome(done)
@@ -305,7 +305,7 @@ class Explorer:
 
     def examples(self, places: Sequence[int] = ()) -> list[dict[str, Any]]:
         """These training examples."""
-        return [self.data.example(int(p)) for p in self.data.chosen(self._ticked(places))]
+        return [self.data.example(int(p)) for p in self.data.chosen(places)]
 
     # -- retraining ------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class Explorer:
     def submit(self, places: Sequence[int], seeds: int) -> dict[str, Any]:
         """Retrain without these examples."""
         jobs, data = self._jobs(), self.data
-        chosen = data.chosen(self._ticked(places))
+        chosen = data.chosen(places)
         stages = sorted({data.examples.stage(int(p)) or "" for p in chosen})
         if len(stages) > 1:
             raise Refused(
@@ -337,7 +337,7 @@ class Explorer:
 
     def job(self, name: str) -> dict[str, Any]:
         """A retraining, with its results once it is done."""
-        jobs = self._jobs(reading=True)
+        jobs = self._jobs()
         job = jobs.get(name)
         outcome = jobs.outcome(job)
         places = self._places(job)
@@ -346,9 +346,9 @@ class Explorer:
             view["judged"] = judged(self.data, job, outcome, places)
         return view
 
-    def _jobs(self, reading: bool = False) -> Jobs:
-        if self.jobs is None or (self.refused is not None and not reading):
-            raise PermissionError(self.refused or "there is no recipe")
+    def _jobs(self) -> Jobs:
+        if self.jobs is None:
+            raise PermissionError(self._refused or "there is no recipe")
         return self.jobs
 
     def _job(self, job: Job) -> dict[str, Any]:
@@ -375,11 +375,6 @@ class Explorer:
             return np.empty(0, np.int64)
         in_stage = self.data.stage_of == self.data.stages.index(named[0])
         return np.flatnonzero(in_stage & np.isin(self.data.ids, job.examples))
-
-    def _ticked(self, places: Sequence[int]) -> Sequence[int]:
-        if len(places) > MAX_TICKED:
-            raise Refused(f"{len(places)} examples are ticked: tick at most {MAX_TICKED}")
-        return places
 
     def _examples(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {str(e["column"]): self.data.example(e["column"]) for e in entries}

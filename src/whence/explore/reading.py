@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 BLOCK_NUMBERS = 2**20  # scores that are converted to float64 at a time
 SEARCHED = 2**28  # characters of a dataset that are kept for searching
-WORK = 0.15  # seconds that one request may spend on a longer computation
+REQUEST_SECONDS = 0.15  # seconds that one request may spend on a longer computation
 
 
 class Busy(RuntimeError):
@@ -141,7 +141,7 @@ class PredictionWorker:
         missing = [p for p in places if p not in self._requested]
         if missing:
             self._requested |= dict.fromkeys(missing, self._pool.submit(self._work, missing))
-        end = time.monotonic() + WORK
+        end = time.monotonic() + REQUEST_SECONDS
         for work in {id(self._requested[p]): self._requested[p] for p in places}.values():
             wait([work], timeout=max(0.0, end - time.monotonic()))
         return {p: self._known[p] for p in places if p in self._known}

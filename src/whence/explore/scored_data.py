@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput, InvalidType
 from whence.explore.reading import (
-    WORK,
+    REQUEST_SECONDS,
     Floats,
     Index,
     Ints,
@@ -45,6 +45,7 @@ Sign = Literal["helpful", "harmful", ""]
 Given = Scores | Mapping[str, Scores] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 PAGE = 200  # entries in one answer, at most
+MAX_TICKED = 5000  # examples in one request, at most
 RENDERED = 4096  # rendered examples in the cache
 
 
@@ -63,6 +64,11 @@ class ScoredData:
         labels: of the training examples, or `{stage: labels}`, instead of those in the data.
         check: False compares only the number of examples with the scores.
         looks: `renderer`, `classes`, `columns`, `tokenizer` of `whence.present.examples.Examples`.
+
+    Attributes:
+        ids, stage_of: of each training example, by place, (N,).
+        places: by name of scores, (n,) the place of each column.
+        columns: by name of scores, (N,) the column of each place; -1 where they have none.
     """
 
     def __init__(
@@ -186,11 +192,11 @@ class ScoredData:
         every = np.unique(np.concatenate(list(keys.values())))
         self.ids: Ints = every & ((1 << 48) - 1)
         self.stage_of: Ints = every >> 48
-        self._places = {name: np.searchsorted(every, columns) for name, columns in keys.items()}
-        self._columns: dict[str, Ints] = {}
-        for name, places in self._places.items():
-            self._columns[name] = np.full(len(every), -1, np.int64)
-            self._columns[name][places] = np.arange(len(places))
+        self.places = {name: np.searchsorted(every, columns) for name, columns in keys.items()}
+        self.columns: dict[str, Ints] = {}
+        for name, places in self.places.items():
+            self.columns[name] = np.full(len(every), -1, np.int64)
+            self.columns[name][places] = np.arange(len(places))
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -211,16 +217,6 @@ class ScoredData:
             raise Refused(f"query {row} is out of range: use 0..{count - 1}")
         return row
 
-    def columns(self, name: str) -> Ints:
-        """(N,) the column of each place in these scores; -1 where they have none."""
-        self.scores(name)
-        return self._columns[name]
-
-    def places(self, name: str) -> Ints:
-        """(n,) the place of each column of these scores."""
-        self.scores(name)
-        return self._places[name]
-
     def values(self, name: str, row: int) -> Floats:
         """(N,) a query's scores by place; NaN where they are missing or were not kept."""
         scores, row = self.of_queries(name), self.row(name, row)
@@ -230,7 +226,7 @@ class ScoredData:
         """``values``, signed so that positive is better for the query."""
         return direction(self.scores(name)) * self.values(name, row)
 
-    def mean_help(self, name: str, seconds: float = WORK) -> Floats | None:
+    def mean_help(self, name: str, seconds: float = REQUEST_SECONDS) -> Floats | None:
         """(N,) mean over the queries of their finite help; None where only the top was kept.
 
         Raises Busy if it takes longer than `seconds`. The next call continues.
@@ -258,7 +254,7 @@ class ScoredData:
 
     def _by_place(self, name: str, values: Floats) -> Floats:
         placed = np.full(len(self.ids), np.nan)
-        placed[self._places[name]] = values
+        placed[self.places[name]] = values
         return placed
 
     # -- examples --------------------------------------------------------------------------------
@@ -293,7 +289,9 @@ class ScoredData:
         return known
 
     def chosen(self, places: Sequence[int] | Ints) -> Ints:
-        """The places of a request, checked."""
+        """The places of a request, each once and in order, checked."""
+        if len(places) > MAX_TICKED:
+            raise Refused(f"{len(places)} examples are ticked: tick at most {MAX_TICKED}")
         unique = np.unique(np.asarray(places, np.int64))
         if len(unique) and not (unique[0] >= 0 and unique[-1] < len(self.ids)):
             wrong = int(unique[-1] if unique[-1] >= len(self.ids) else unique[0])
@@ -421,7 +419,7 @@ class ScoredData:
 
     def strongest_for(self, name: str, place: int, count: int = 12) -> dict[str, list[Any]]:
         """The queries that a training example helped and harmed most, as [row, value]."""
-        scores, column = self.of_queries(name), int(self.columns(name)[place])
+        scores, column = self.of_queries(name), int(self.columns[name][place])
         if column < 0:
             return {"helped": [], "harmed": []}
         values = in_columns(scores, np.array([column]))[:, 0]

@@ -39,8 +39,8 @@ from whence.explore.reading import Busy
 from whence.table import escaped
 
 TOKEN = "x-whence-token"  # the header
-BODY = 2**20  # bytes of a request
-SECONDS = 20.0  # in which a request must arrive
+BODY_BYTES = 2**20  # bytes of a request
+ARRIVAL_SECONDS = 20.0  # in which a request must arrive
 STATIC = {
     "views.js": ("whence.present", "text/javascript"),
     "whence.css": ("whence.present", "text/css"),
@@ -157,8 +157,8 @@ class Guard:
             if "transfer-encoding" in headers:
                 return 411, "411: send the body in one piece, with a content-length"
             length = headers.get("content-length", "")
-            if not length.isdecimal() or len(length) > 9 or int(length) > BODY:
-                return 413, f"413: send a content-length of at most {BODY} bytes"
+            if not length.isdecimal() or len(length) > 9 or int(length) > BODY_BYTES:
+                return 413, f"413: send a content-length of at most {BODY_BYTES} bytes"
         return 0, ""
 
 
@@ -171,13 +171,13 @@ def _limited(receive: Receive) -> Receive:
         if complete:
             return await receive()
         try:
-            message = await asyncio.wait_for(receive(), SECONDS)
+            message = await asyncio.wait_for(receive(), ARRIVAL_SECONDS)
         except TimeoutError:
             raise HTTPException(408, "the rest of the request did not arrive") from None
         size += len(message.get("body", b""))
         complete = not message.get("more_body", False)
-        if size > BODY:
-            raise HTTPException(413, f"send at most {BODY} bytes")
+        if size > BODY_BYTES:
+            raise HTTPException(413, f"send at most {BODY_BYTES} bytes")
         return message
 
     return limited
@@ -221,7 +221,7 @@ class Punctual(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(SECONDS, self.transport.abort)
+            self._deadline = self.loop.call_later(ARRIVAL_SECONDS, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:

@@ -32,7 +32,7 @@ def predicted(data: ScoredData, name: str, places: Sequence[int] | Ints) -> tupl
         a number. The change is NaN where a score is unknown.
     """
     scores = data.of_queries(name)
-    columns = data.columns(name)[data.chosen(places)]
+    columns = data.columns[name][data.chosen(places)]
     scored = columns[columns >= 0]
     values = in_columns(scores, scored)
     unknown = (len(columns) - len(scored)) + (~np.isfinite(values)).sum(1)

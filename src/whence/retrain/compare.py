@@ -21,7 +21,7 @@ from whence.study import Study, loader
 from whence.table import listed
 from whence.task import Task
 
-TRIED = 64  # examples whose losses are compared
+COMPARED = 64  # examples whose losses are compared
 WHERE = (torch.device("cpu"), torch.float32)
 
 
@@ -90,7 +90,7 @@ def other_losses(recipe: Recipe, study: Study, run: Run) -> list[str]:
         if not weights:
             continue
         data = study.data[name]
-        rows = np.linspace(0, len(data) - 1, min(TRIED, len(data))).round().astype(np.int64)
+        rows = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).round().astype(np.int64)
         batch = place(data.take(np.unique(rows)), *WHERE)
         ours = _losses(study.models[name], study.tasks[name], weights[-1], batch)
         theirs = _losses(recipe.build(0), stage.task, weights[-1], batch)

@@ -28,7 +28,7 @@ from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Data, train_stack
 from whence.retrain.stage import StageRecipe
 from whence.retrain.training import Callback, Interrupted, Training, Update
-from whence.retrain.unfinished import LONG, Unfinished
+from whence.retrain.unfinished import CHECKPOINT_SECONDS, Unfinished
 from whence.task import Task
 
 ENGINES = ("auto", "products", "vmap", "single")
@@ -176,7 +176,7 @@ class TrainingPool:
         data, unfinished = self.data(), None
         if scratch is not None:
             file = scratch / f"{name_of([t.key for t in trainings])}.safetensors"
-            unfinished = Unfinished(file, LONG)
+            unfinished = Unfinished(file, CHECKPOINT_SECONDS)
         try:
             stack = train_stack(
                 self.recipe,
@@ -231,7 +231,7 @@ class TrainingPool:
         started = time.monotonic()
         folder = None if scratch is None else scratch / training.key[:24]
         after_update = _after_update([training], None, stop, callback)
-        if folder is not None and (self._longest > LONG or folder.exists()):
+        if folder is not None and (self._longest > CHECKPOINT_SECONDS or folder.exists()):
             model = self._checkpointed(training, folder, after_update)
         else:
             model = training.weighted(self.recipe_on_device).train(

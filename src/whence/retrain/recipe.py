@@ -26,7 +26,7 @@ from whence.persist.identity import sha256_of
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.recording import record_run
 from whence.retrain.stage import (
-    TRIED,
+    FINGERPRINTED,
     Ints,
     MakeOptimizer,
     MakeScheduler,
@@ -41,8 +41,8 @@ from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.table import one_line
 from whence.task import Task
 
-SUMS = 8  # of losses that are not known in float64
-UPDATES = 3  # that an optimizer of the user's own is tried for
+RANDOM_SUMS = 8  # of losses that are not known in float64
+TRIED_UPDATES = 3  # that an optimizer of the user's own is tried for
 MAX_FLOAT64_PARAMETERS = 10**8  # of a model that is also built in float64, for comparisons
 _SEEDING = threading.Lock()  # all threads share torch's default generator
 
@@ -362,7 +362,7 @@ class Recipe:
     def _moves(self, stage: StageRecipe) -> list[str]:
         model = self.build(0)
         optimizer, start = stage.make_optimizer(model), copy.deepcopy(list(model.parameters()))
-        for _ in range(UPDATES):
+        for _ in range(TRIED_UPDATES):
             model.zero_grad(set_to_none=True)
             _differentiate(model, stage)
             optimizer.step()
@@ -413,7 +413,7 @@ def _differentiate(model: nn.Module, stage: StageRecipe) -> None:
 
 def _few(data: Batches) -> list[Ints]:
     """The first examples, as one block."""
-    return [np.arange(min(TRIED, len(data)))]
+    return [np.arange(min(FINGERPRINTED, len(data)))]
 
 
 def _digest(values: Tensor) -> str:
@@ -425,7 +425,7 @@ def _digest(values: Tensor) -> str:
     numbers = values.double().flatten().numpy()
     digits = 4
     if values.dtype != torch.float64:
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], (SUMS, len(numbers)))
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (RANDOM_SUMS, len(numbers)))
         numbers, digits = signs @ numbers / np.sqrt(len(numbers)), 2
     sizes = np.abs(numbers[np.isfinite(numbers)])
     scale = np.sqrt(np.mean(sizes**2)) if sizes.any() else 1.0

@@ -27,22 +27,27 @@ from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidType, check_choice, whole
 from whence.persist.files import as_path
 from whence.progress import progress_bar
-from whence.retrain.capacity import SHARE
+from whence.retrain.capacity import MEMORY_SHARE
 from whence.retrain.pool import ENGINES, TrainingPool, halves
 from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.recording import MakeUpdates, record_run
 from whence.retrain.stack import Stack, train_stack
 from whence.retrain.stage import Ints, StageRecipe
 from whence.retrain.training import Callback, Training, Update
-from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, UnfinishedRuns
+from whence.retrain.unfinished import (
+    CHECKPOINT_SECONDS,
+    ResumePoint,
+    StackCheckpoint,
+    UnfinishedRuns,
+)
 from whence.retrain.work_queue import units
 from whence.run import Run
 from whence.run.schedule import CheckpointSchedule
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
-TRIED = 4  # examples that an engine's measurements are checked on
-COPIES = 4  # of a model in a checkpoint, at most: its weights, and the moments of its optimizer
+PROBED_EXAMPLES = 4  # examples that an engine's measurements are checked on
+COPIES_PER_CHECKPOINT = 4  # of a model, at most: its weights, and its optimizer's moments
 
 
 def record(
@@ -156,7 +161,7 @@ class _Recording:
     ) -> Iterator[tuple[Training, Run]]:
         """Make the runs, and yield each once it is written."""
         data = self.recipe.stages[-1].data
-        some = [data.dataset[k] for k in range(min(TRIED, len(data)))]
+        some = [data.dataset[k] for k in range(min(PROBED_EXAMPLES, len(data)))]
         query = Batches(data.name, some, data.collate)
         pool = TrainingPool.open(self.recipe, query, device, engine)
         pool.warn_if_sequential()
@@ -175,7 +180,7 @@ class _Recording:
         size = sum(p.nbytes for p in self.recipe.build(0).parameters())
         checkpoints = max(sum(map(len, steps.values())) for steps in self.due.values())
         free, _ = free_and_total(torch.device("cpu"))
-        return int(SHARE["cpu"] * free) // (COPIES * checkpoints * size)
+        return int(MEMORY_SHARE["cpu"] * free) // (COPIES_PER_CHECKPOINT * checkpoints * size)
 
     def _make_together(
         self, pool: TrainingPool, trainings: Sequence[Training], locks: ExitStack
@@ -200,7 +205,7 @@ class _Recording:
             if update.step in due[update.stage.name]:
                 checkpoint = StackCheckpoint.of(cast(Stack, update.model), update.optimizer)
                 checkpoints[update.stage.name][update.step] = checkpoint
-                if monotonic() - started >= LONG:
+                if monotonic() - started >= CHECKPOINT_SECONDS:
                     save_all()
 
         def save_all() -> None:

@@ -30,7 +30,7 @@ MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer, int], Any]
 Transform = Callable[[Any, Uniform], Any]
 Order = TypeVar("Order", Ints, Tensor)
-TRIED = 8  # examples that a recipe's functions are fingerprinted on
+FINGERPRINTED = 8  # examples that a recipe's functions are fingerprinted on
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class StageRecipe:
         first = None
         like, order = like.detach().cpu(), np.random.default_rng(0).permutation(len(self.data))
         scattered = [order[block] for block in cut(min(READ_TWICE, len(order)), HASH_BATCH)]
-        for block in (np.arange(min(TRIED, len(self.data))), *scattered):
+        for block in (np.arange(min(FINGERPRINTED, len(self.data))), *scattered):
             digests = []
             with torch.random.fork_rng([]):
                 for _ in range(2):

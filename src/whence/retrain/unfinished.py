@@ -24,7 +24,7 @@ from whence.run import optimizers
 if TYPE_CHECKING:
     from whence.retrain.stack import Stack
 
-LONG = 60.0  # seconds; longer trainings are checkpointed
+CHECKPOINT_SECONDS = 60.0  # seconds; longer trainings are checkpointed
 HIDDEN = ".unfinished-"  # prefix of the folders with the checkpoints of unfinished runs
 
 
