@@ -109,12 +109,15 @@ def with_settings(function: Callable[..., Answer], shown: str) -> Callable[..., 
     return run
 
 
-def build_method(method: str, given: dict[str, str | bool], study: StudyFile) -> Any:
-    """The method with the settings from the command line and from the study file."""
-    arguments = settings.arguments(method, given)
+def build_method(method: str, given: dict[str, str | bool], study: Path) -> tuple[StudyFile, Any]:
+    """The study file, and the method with the settings from the command line and from there."""
+    arguments = settings.arguments(method, given)  # reports mistakes before torch is imported
+    from whence.cli.studyfile import load_study
+
+    file = load_study(study)
     if "recipe" in settings.OPTIONS[method]:
-        arguments["recipe"] = study.needs_recipe()
-    return settings.constructor(method)(**arguments)
+        arguments["recipe"] = file.needs_recipe()
+    return file, settings.constructor(method)(**arguments)
 
 
 def accepted(call: Callable[..., Any], method: str, requested: dict[str, Any]) -> dict[str, Any]:
@@ -220,11 +223,7 @@ def fit(
     - `whence fit study.py --method influence --damping source --device cuda`
     """
     method = settings.find(method)
-    settings.arguments(method, given)  # report mistakes before torch is imported
-    from whence.cli.studyfile import load_study
-
-    file = load_study(study)
-    chosen = build_method(method, given, file)
+    file, chosen = build_method(method, given, study)
     if not hasattr(chosen, "fit"):
         raise CommandError(f"{method} has nothing to fit: use `whence attribute`")
     folders = [file.study.store(run).folder for run in file.study.runs]
@@ -286,10 +285,7 @@ def attribute(
             share a pass over the data. Scores are then approximate.
     """
     method = settings.find(method)
-    settings.arguments(method, given)  # report mistakes before torch is imported
     place = out or Path("scores") / f"{study.stem}-{method}"
-    from whence.cli.studyfile import load_study
-
     requested = {
         "top": top,
         "by_segment": by_segment,
@@ -297,8 +293,7 @@ def attribute(
         "query_rank": int(query_rank) if query_rank and query_rank.isdecimal() else query_rank,
         **options,
     }
-    file = load_study(study)
-    chosen = build_method(method, given, file)
+    file, chosen = build_method(method, given, study)
     call = accepted(chosen.attribute, method, requested)
     queries = file.query_data(query)
     try:

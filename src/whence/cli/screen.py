@@ -146,7 +146,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     diverged = isinstance(error, NotFinite)  # not the input's fault: the calculation failed
     if isinstance(error, WhenceError) and not diverged:
         return message, BAD_INPUT
-    if _is_out_of_memory(error):
+    torch = sys.modules.get("torch")  # not imported: then it cannot be torch's error
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
         hint = "try a smaller --batch-size or --memory; finished work is kept"
         return f"out of memory: {hint} ({message.splitlines()[0]})", FAILED
     if isinstance(error, OSError):
@@ -164,11 +165,6 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"failed{where}: {message}", FAILED
     hint = f"set {DEBUG}=1 to see the traceback"
     return f"failed{where}: {type(error).__name__}: {message} ({hint})", FAILED
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")  # not imported: then it cannot be torch's error
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def installed(file: str) -> bool:

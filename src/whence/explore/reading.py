@@ -140,7 +140,8 @@ class PredictionWorker:
         """The predictions that are known by now. Where some are missing, ask again."""
         missing = [p for p in places if p not in self._requested]
         if missing:
-            self._requested |= dict.fromkeys(missing, self._pool.submit(self._work, missing))
+            work = self._pool.submit(lambda: self._known.update(self._predict(missing)))
+            self._requested |= dict.fromkeys(missing, work)
         end = time.monotonic() + REQUEST_SECONDS
         for work in {id(self._requested[p]): self._requested[p] for p in places}.values():
             wait([work], timeout=max(0.0, end - time.monotonic()))
@@ -152,6 +153,3 @@ class PredictionWorker:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _work(self, places: Sequence[int]) -> None:
-        self._known |= self._predict(places)

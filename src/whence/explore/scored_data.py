@@ -123,7 +123,7 @@ class ScoredData:
         self.stop = threading.Event()  # stops reading
         self.is_read = False
         self._means = {name: Mean(s) for name, s in self.sets.items() if s.strongest is None}
-        self._render = lru_cache(RENDERED)(self._rendered)
+        self._render = lru_cache(RENDERED)(self.examples.render)
 
     def read(self) -> None:
         """Read each query and training example once, for searching, and predict the queries."""
@@ -261,10 +261,7 @@ class ScoredData:
 
     def example(self, place: int) -> dict[str, Any]:
         """A training example, with its place and stage."""
-        return self._render(int(place))
-
-    def _rendered(self, place: int) -> dict[str, Any]:
-        return self.examples.render(place) | {"place": place}
+        return self._render(int(place)) | {"place": int(place)}
 
     def predictions(self, places: Sequence[int]) -> tuple[dict[int, dict[str, Any]], bool]:
         """The model's predictions for training examples, for classification only.

@@ -264,7 +264,7 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
         view["histogram"] = histogram(values)
         view["harmed"] = _both_signs(values, better)[1]
     if scores.by_segment is not None:
-        parts = _rows(scores.by_segment)[:, place]
+        parts = scores.by_segment if row is None else scores.by_segment[:, place]
         view["segments"] = [_both_signs(part[np.isfinite(part)], better) for part in parts]
     if class_of is not None:
         mix = {name: class_mix(view[name], class_of) for name in ("helpful", "harmful")}
@@ -434,11 +434,6 @@ def count_not_finite(scores: Scores) -> int:
     return sum(
         int((~np.isfinite(flat[start : start + step])).sum()) for start in range(0, len(flat), step)
     )
-
-
-def _rows(array: Floats) -> Floats:
-    """(..., n) as (..., 1, n)."""
-    return array[..., None, :]
 
 
 def _entry(scores: Scores, row: int, column: int, value: float) -> View:

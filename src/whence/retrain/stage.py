@@ -335,20 +335,9 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
     clip = given["clip_norm"]
     if clip is not None and not clip > 0:
         raise InvalidInput(f"clip_norm={clip!r} must be positive, or None")
-    return StageRecipe(
-        name,
-        number,
-        given["task"],
-        data,
-        given["optimizer"],
-        batch_size=sizes["batch_size"],
-        epochs=sizes["epochs"],
-        scheduler=given["scheduler"],
-        scheduler_every=given["scheduler_every"],
-        transform=given["transform"],
-        clip_norm=None if clip is None else float(clip),
-        drop_last=given["drop_last"],
-    )
+    settings = {what: value for what, value in given.items() if what != "train"}
+    settings |= sizes | {"clip_norm": None if clip is None else float(clip)}
+    return StageRecipe(name, number, data=data, **settings)
 
 
 def checked_seed(seed: int) -> int:
