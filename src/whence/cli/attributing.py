@@ -410,8 +410,9 @@ class StudyExamples:
 
     def __init__(self, scores: Scores, path: Path, check: bool) -> None:
         from whence.cli.studyfile import load_study
-        from whence.present.check import by_stage, check_data
+        from whence.present.check import check_data
         from whence.present.examples import Examples
+        from whence.present.views import TrainingExamples
 
         file = load_study(path)
         query = None if scores.is_self_influence else file.query
@@ -419,8 +420,7 @@ class StudyExamples:
         for note in check_data(scores, train, query, collate=collate, contents=check):
             say(f"warning: {note}")
         self.file, self.options = file, file.display_options()
-        stages = by_stage(scores, train)
-        self._train = {name: Examples(data, **self.options) for name, data in stages.items()}
+        self._train = TrainingExamples.of_scores(scores, train, **self.options).by_stage
         self._query = Examples(query, **self.options)
 
     def train(self, example: int, stage: str | None) -> dict[str, Any]:

@@ -146,12 +146,11 @@ def _amount(option: str, text: str | None) -> float | None:
 
 def _duplicates(shown: StudyExamples, stage: str | None) -> list[int]:
     """The example that each one of a stage nearly duplicates."""
-    from whence.present.duplicates import leaders, sketch
-    from whence.present.examples import Examples
+    import numpy as np
+
+    from whence.present.views import TrainingExamples
 
     train = shown.file.study.train
-    if isinstance(train, dict):
-        train = train[stage or next(iter(train))]
-    examples = Examples(train, **shown.options)
-    leading = leaders([sketch(examples.content(m)) for m in range(len(examples))])
-    return [int(m) for m in leading]
+    data = train[stage or next(iter(train))]
+    examples = TrainingExamples(np.arange(len(data)), None, {None: data}, **shown.options)
+    return [int(leader) for leader in examples.leaders(range(len(data)))]

@@ -140,20 +140,10 @@ def load_study(path: str | Path) -> StudyFile:
 
 def _from_yaml(path: Path) -> StudyFile:
     from whence.integrations.study_yaml import read_study_yaml
-    from whence.study import Study
 
     with chdir(path.absolute().parent):
-        parts = read_study_yaml(Path(path.name))
-    study = Study(
-        parts.model,
-        parts.task,
-        parts.train,
-        parts.run,
-        collate=parts.collate,
-        cache=parts.cache,
-        layers=parts.layers,
-    )
-    return StudyFile(path, study, parts.query, shown=parts.display, queries=parts.read_queries)
+        read = read_study_yaml(Path(path.name))
+    return StudyFile(path, read.study, read.query, shown=read.display, queries=read.read_queries)
 
 
 def _imported(path: Path) -> ModuleType:

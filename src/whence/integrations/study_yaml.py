@@ -22,10 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from whence.errors import InvalidInput, optional
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from whence.run import Run
-    from whence.task import Task
+    from whence.study import Study
 
 NumberedRows = Iterator[tuple[int, Any]]  # line number; a row, or its JSON
 IGNORED = -100  # label of positions without a loss
@@ -64,30 +61,23 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class StudyParts:
-    """The parts of a study that a YAML file describes.
+class StudyYaml:
+    """What a YAML file describes.
 
     Attributes:
-        model, task, train, run, collate, cache, layers: arguments of `whence.Study`.
         query: the queries, or None.
         display: how to show examples: `tokenizer`, and `classes` of a classifier.
         read_queries: reads queries from another data file.
     """
 
-    model: nn.Module
-    task: Task
-    train: list[dict[str, Any]]
-    run: Run
-    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
-    cache: str | Path
-    layers: str | list[str] | None
+    study: Study
     query: list[dict[str, Any]] | None
     display: dict[str, Any]
     read_queries: Callable[[Path], list[dict[str, Any]]]
 
 
-def read_study_yaml(path: Path) -> StudyParts:
-    """Read the parts of a study from a YAML file."""
+def read_study_yaml(path: Path) -> StudyYaml:
+    """Read a study from a YAML file, whose paths are relative to the current folder."""
     given = _read(path)
     with optional("a YAML study needs transformers", "huggingface"):
         import transformers
@@ -127,18 +117,17 @@ def read_study_yaml(path: Path) -> StudyParts:
     if given["task"] != "causal-lm":
         names = getattr(config, "id2label", {})
         display["classes"] = given.get("classes", [names[k] for k in sorted(names)])
-    return StudyParts(
-        model=model,
-        task=task,
-        train=train,
-        run=Run.from_huggingface(output_dir, model, size=len(train), notes=given.get("notes")),
+    study = whence.Study(
+        model,
+        task,
+        train,
+        Run.from_huggingface(output_dir, model, size=len(train), notes=given.get("notes")),
         collate=partial(filled_up, pad=tokenizer.pad_token_id or 0),
         cache=given.get("cache", output_dir / "factors"),
         layers=given.get("layers"),
-        query=read("query", given["query"]) if "query" in given else None,
-        display=display,
-        read_queries=partial(read, "--query"),
     )
+    query = read("query", given["query"]) if "query" in given else None
+    return StudyYaml(study, query, display, partial(read, "--query"))
 
 
 @dataclass(frozen=True)
