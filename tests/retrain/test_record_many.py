@@ -306,7 +306,8 @@ def test_short_of_memory_fewer_are_trained_at_once(
         assert_same(recipe, run, recipe.run(seed, tmp_path / f"alone-{seed}", device="cpu"))
     made.clear()
     size = sum(p.nbytes for p in recipe.build(0).parameters())
-    room = 2 * 2 * ROOM.COPIES * 6 * size  # half of which holds six checkpoints of two runs
+    # half of which holds six checkpoints of two runs
+    room = 2 * 2 * ROOM.COPIES_PER_CHECKPOINT * 6 * size
     monkeypatch.setattr(ROOM, "free_and_total", lambda device: (room, room))
     runs = together(recipe, range(3), tmp_path / "held")
     assert made == [2, 1]

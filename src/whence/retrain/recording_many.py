@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +31,10 @@ from whence.retrain.capacity import MEMORY_SHARE
 from whence.retrain.pool import ENGINES, TrainingPool, halves
 from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.recording import MakeUpdates, record_run
-from whence.retrain.stack import Stack, train_stack
+from whence.retrain.stack import train_stack
 from whence.retrain.stage import Ints, StageRecipe
 from whence.retrain.training import Callback, Training, Update
-from whence.retrain.unfinished import (
-    CHECKPOINT_SECONDS,
-    ResumePoint,
-    StackCheckpoint,
-    UnfinishedRuns,
-)
+from whence.retrain.unfinished import CHECKPOINT_SECONDS, StackCheckpoint, UnfinishedRuns
 from whence.retrain.work_queue import units
 from whence.run import Run
 from whence.run.schedule import CheckpointSchedule
@@ -192,25 +187,17 @@ class _Recording:
         a model that is trained again, in a smaller stack, would have other last bits.
         """
         assert pool.engine is not None
-        on_disk, names = self.files(trainings), [stage.name for stage in self.recipe.stages]
-        due = self.due[trainings[0]]
+        on_disk, due = self.files(trainings), self.due[trainings[0]]
         locks.enter_context(on_disk.locked())
-        checkpoints: dict[str, dict[int, StackCheckpoint]] = {name: {} for name in names}
-        start: ResumePoint | None = None
-        for start in on_disk.resume_points():
-            checkpoints[names[start.stage]][start.step] = start.checkpoint
+        checkpoints = {(one.stage, one.step): one for one in on_disk.checkpoints()}
+        start = next(reversed(checkpoints.values()), None)
         started = monotonic()
 
         def save(update: Update) -> None:
             if update.step in due[update.stage.name]:
-                checkpoint = StackCheckpoint.of(cast(Stack, update.model), update.optimizer)
-                checkpoints[update.stage.name][update.step] = checkpoint
+                checkpoints[update.stage.number, update.step] = StackCheckpoint.of(update)
                 if monotonic() - started >= CHECKPOINT_SECONDS:
-                    save_all()
-
-        def save_all() -> None:
-            for number, name in enumerate(names):
-                on_disk.save(number, checkpoints[name])
+                    on_disk.save(checkpoints.values())
 
         try:
             train_stack(
@@ -226,9 +213,9 @@ class _Recording:
             if len(trainings) == 1:
                 raise
         else:
-            last = len(names) - 1, max(due[names[-1]])
-            if start is None or (start.stage, start.step) != last:
-                save_all()
+            last = self.recipe.stages[-1]
+            if start is None or (start.stage, start.step) != (last.number, max(due[last.name])):
+                on_disk.save(checkpoints.values())
             for position, training in enumerate(trainings):
                 played = partial(_play_updates, checkpoints, position)
                 yield training, self.write(self.recipe, training, torch.device("cpu"), played)
@@ -287,7 +274,7 @@ def _checkpoint_steps(
 
 
 def _play_updates(
-    checkpoints: Mapping[str, Mapping[int, StackCheckpoint]],
+    checkpoints: Mapping[tuple[int, int], StackCheckpoint],
     position: int,
     stage: StageRecipe,
     model: nn.Module,
@@ -305,8 +292,8 @@ def _play_updates(
     upcoming = 0
 
     def load(*_: object) -> None:
-        if upcoming in checkpoints[stage.name]:
-            checkpoints[stage.name][upcoming].load(position, model, optimizer)
+        if (stage.number, upcoming) in checkpoints:
+            checkpoints[stage.number, upcoming].load(position, model, optimizer)
 
     # The parameters have no gradients, so step() changes nothing itself. The hook runs after the
     # recorder's, which sees the weights before the update, and before the recorder records it.

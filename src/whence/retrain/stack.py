@@ -33,7 +33,7 @@ from whence.retrain.stacked import (
 )
 from whence.retrain.stage import StageRecipe
 from whence.retrain.training import Callback, Training, Update
-from whence.retrain.unfinished import ResumePoint
+from whence.retrain.unfinished import StackCheckpoint
 from whence.task import Task
 
 FUSED = (SGD, Adam, AdamW)
@@ -188,7 +188,7 @@ def train_stack(
     *,
     updates: int | None = None,
     callback: Callback | None = None,
-    start: ResumePoint | None = None,
+    start: StackCheckpoint | None = None,
 ) -> Stack:
     """Train one model per training, all on subsets of the same size.
 
@@ -210,7 +210,7 @@ def train_stack(
         done = 0
         if start is not None and stage.number == start.stage:
             done = start.step
-            start.checkpoint.restore(stack, training.optimizer)
+            start.restore(stack, training.optimizer)
         training.run(done, updates, callback)
     return stack
 
