@@ -17,7 +17,7 @@ from experiments.studies.sums import Sums
 from experiments.tasks import TASKS
 from experiments.tasks.forms import BASELINES, FORMS, default_of
 from whence.evaluate import LDS, Truth, calibrate, calibration, combine, lds
-from whence.evaluate.calibrate import LEAST
+from whence.evaluate.calibrate import LEAST_SUBSETS
 from whence.scores import Scores
 
 RETRAININGS = (10, 20)
@@ -41,7 +41,7 @@ def rows_of(saved: Sums) -> dict[str, Row]:
         mean = saved.mean(name) if len(scores) > 1 else None
         rows[name] = about | _row(name, scores, mean, results, truth, judged, saved)
     for count in RETRAININGS:
-        if LEAST <= count <= len(saved.small):
+        if LEAST_SUBSETS <= count <= len(saved.small):
             rows |= _after(saved, count, truth, judged)
     return rows
 

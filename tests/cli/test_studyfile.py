@@ -341,6 +341,15 @@ def test_a_yaml_that_is_wrong(
     assert re.search(message, said), said
 
 
+def test_paths_in_a_yaml_are_relative_to_it(
+    left: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(here, left, LM)
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert load_study(path).study.cache == here.resolve() / "factors"
+
+
 def test_every_key_of_a_yaml_is_used() -> None:
     source = Path(import_module("whence.integrations.study_yaml").__file__ or "").read_text()
     after = source.split("\ndef read_study_yaml", 1)[1]

@@ -141,7 +141,7 @@ def test_blocks_of_rows_change_nothing(
     import sys
 
     before = lds(values, truth)
-    monkeypatch.setattr(sys.modules["whence.evaluate.groups"], "AT_ONCE", 1)
+    monkeypatch.setattr(sys.modules["whence.evaluate.groups"], "NUMBERS_PER_BLOCK", 1)
     after = lds(values, truth)
     np.testing.assert_allclose(after.per_query, before.per_query)
     assert after.interval == pytest.approx(before.interval)

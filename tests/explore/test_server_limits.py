@@ -16,7 +16,7 @@ from whence.scores import Scores
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setattr(server, "SECONDS", 0.5)
+    monkeypatch.setattr(server, "ARRIVAL_SECONDS", 0.5)
     scores = Scores(
         np.ones((2, 3), np.float32),
         method="m\ud800",

@@ -195,7 +195,7 @@ def test_long_trainings_on_the_gpu_resume_from_their_middle(
     trainings = [Training(s, np.arange(s, s + 30)) for s in range(4)]
     options: dict[str, Any] = {"device": "cuda", "engine": "products", "progress": False}
     wanted = measure(recipe, query, trainings, **options)
-    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     made, plain = [0], _StageTraining.update
 
@@ -344,7 +344,7 @@ def test_resnet9_with_autocast_on_the_gpu(filling: int, monkeypatch: pytest.Monk
     from whence.retrain import Training, measure
     from whence.retrain.pool import TrainingPool
 
-    monkeypatch.setitem(sys.modules["whence.retrain.capacity"].FILLING, "cuda", filling)
+    monkeypatch.setitem(sys.modules["whence.retrain.capacity"].SATURATING_BYTES, "cuda", filling)
     random = torch.Generator().manual_seed(0)
     images = torch.randn(100, 3, 32, 32, generator=random)
     labels = torch.randint(0, 10, (100,), generator=random)

@@ -149,8 +149,8 @@ def test_an_old_unfinished_training(tmp_path: Path) -> None:
     save_file(content, tmp_path / "a.safetensors", {"stage": "1", "step": "12"})
     begun = StackCheckpoint.open(tmp_path / "a.safetensors")
     assert (begun.stage, begun.step) == (1, 12)
-    assert same(begun.checkpoint.weights, {"w": torch.ones(2, 2)})
-    assert same(begun.checkpoint.state, {"w/exp_avg": torch.zeros(2, 2)})
+    assert same(begun.weights, {"w": torch.ones(2, 2)})
+    assert same(begun.state, {"w/exp_avg": torch.zeros(2, 2)})
 
 
 def test_an_old_sweep(tmp_path: Path) -> None:

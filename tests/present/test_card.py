@@ -26,7 +26,7 @@ def made(values: Any) -> whence.Scores:
 
 
 def drawn(scores: whence.Scores, train: Any, query: Any, **options: Any) -> ElementTree.Element:
-    examples = TrainingExamples(scores, train, **options)
+    examples = TrainingExamples.of_scores(scores, train, **options)
     view = fold_query(query_view(scores, 0, 10), examples.leaders)
     view = describe_query(view, Examples(query, **options))
     return ElementTree.fromstring(draw(view, examples.render, "Source, margin"))

@@ -74,6 +74,6 @@ def test_lists_show_duplicates_once() -> None:
         np.zeros((1, 3)), method="M", measurement="loss", unit="nats", higher_is_better=False
     )
     entries = [{"column": c, "value": 3.0 - c} for c in (2, 1, 0)]
-    shown = folded(entries, TrainingExamples(scores, data).leaders)
+    shown = folded(entries, TrainingExamples.of_scores(scores, data).leaders)
     assert shown == [{"column": 2, "value": 1.0, "also": [0]}, {"column": 1, "value": 2.0}]
-    assert folded([], TrainingExamples(scores, data).leaders) == []
+    assert folded([], TrainingExamples.of_scores(scores, data).leaders) == []

@@ -281,7 +281,7 @@ def test_dropout_is_still_trained_alone() -> None:
 def test_a_model_that_fills_the_machine_is_trained_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["whence.retrain.capacity"], "FILLING", {"cpu": 2**14})
+    monkeypatch.setattr(sys.modules["whence.retrain.capacity"], "SATURATING_BYTES", {"cpu": 2**14})
     for model, alone in ((residual(), True), (recipes.mlp, False)):
         pool = TrainingPool.open(recipes.recipe(model=model), Batches("query", QUERY), CPU)
         assert pool.engine == "products"

@@ -149,7 +149,8 @@ def test_a_long_training_resumes_with_its_weights(tmp_path: Path, monkeypatch: A
     recipe = recipe_of()
     mask = draw_subsets(recipes.N, 0.8, 1)[0]
     plain = measure(recipe, QUERY, [Training(0, weights=mask)], engine="single", progress=False)
-    monkeypatch.setattr("whence.retrain.pool.LONG", -1.0)  # every training counts as long
+    # every training counts as long
+    monkeypatch.setattr("whence.retrain.pool.CHECKPOINT_SECONDS", -1.0)
     long = measure(
         recipe, QUERY, [Training(0, weights=mask)], out=tmp_path, engine="single", progress=False
     )

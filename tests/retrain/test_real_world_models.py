@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import UserDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from whence.draws import keys
 from whence.retrain import Training, ground_truth, measure
 from whence.retrain.grid import Grid
 from whence.retrain.pool import TrainingPool
-from whence.retrain.work_queue import UnitQueue
+from whence.retrain.work_queue import work
 
 CPU = torch.device("cpu")
 INPUTS, CLASSES = recipes.INPUTS, recipes.CLASSES
@@ -153,24 +153,42 @@ def test_a_task_that_keeps_something_is_each_threads_own() -> None:
     np.testing.assert_allclose(actual, wanted, rtol=1e-9)
 
 
-def test_an_interrupt_ends_the_wait_for_another_process(tmp_path: Path) -> None:
-    grid, stop = Grid(tmp_path, {}, 5), threading.Event()
-    unit = [Training(0)]
-    queue = UnitQueue([unit], grid, None, stop)
-    queue.bar = type("Bar", (), {"n": 0})()
+def test_an_error_ends_the_wait_for_another_process(tmp_path: Path) -> None:
+    theirs, ours = [Training(0)], [Training(1)]
+    grid, go = Grid(tmp_path, {}, 5), threading.Event()
 
-    def never(todo: Any) -> Any:
-        raise AssertionError("another process is at it")
+    class Pool:
+        device, engine = torch.device("cpu"), "products"
 
-    with grid.claim([t.key for t in unit]) as mine:
-        assert mine
-        waiting = threading.Thread(target=queue.work, args=(never,), daemon=True)
-        waiting.start()
-        time.sleep(0.3)
-        assert waiting.is_alive()
-        stop.set()
-        waiting.join(5)
-        assert not waiting.is_alive()
+        def data(self) -> None: ...
+
+        def make(self, todo: Any, *_: Any) -> Any:
+            assert [t.seed for t in todo] == [1], "another process is at it"
+            go.wait(30)
+            raise ValueError("broken")
+
+    errors = []
+
+    def make_all() -> None:
+        try:
+            work(cast(TrainingPool, Pool()), [theirs, ours], grid, type("Bar", (), {"n": 0})())
+        except ValueError as error:
+            errors.append(str(error))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with grid.claim([t.key for t in theirs]) as mine:
+            assert mine
+            waiting = threading.Thread(target=make_all, daemon=True)
+            waiting.start()
+            time.sleep(0.3)
+            assert waiting.is_alive()
+            go.set()
+            waiting.join(30)
+            assert not waiting.is_alive() and errors == ["broken"]
+    finally:
+        torch.set_num_threads(threads)
 
 
 # --- models ------------------------------------------------------------------------------------
@@ -504,7 +522,7 @@ def test_a_long_training_of_few_updates_is_kept_too(
     recipe = recipes.recipe(model=recipes.dropout, epochs=1)
     trainings = [Training(0), Training(1)]
     wanted = measure(recipe, QUERY, trainings, engine="single", progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", -1.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "CHECKPOINT_SECONDS", -1.0)
     stored = measure(recipe, QUERY, trainings, engine="single", out=tmp_path, progress=False)
     assert np.array_equal(stored, wanted)
 

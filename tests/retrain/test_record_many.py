@@ -214,7 +214,7 @@ def test_long_runs_resume_from_their_last_checkpoint(
     options: Any = {"progress": False, "device": "cpu"}
     wanted = record(recipe, range(3), tmp_path / "wanted", **options)
     total = wanted[0].checkpoints[-1].step
-    monkeypatch.setattr(ROOM, "LONG", 0.0)
+    monkeypatch.setattr(ROOM, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     made, update = [0], _StageTraining.update
 
@@ -306,7 +306,8 @@ def test_short_of_memory_fewer_are_trained_at_once(
         assert_same(recipe, run, recipe.run(seed, tmp_path / f"alone-{seed}", device="cpu"))
     made.clear()
     size = sum(p.nbytes for p in recipe.build(0).parameters())
-    room = 2 * 2 * ROOM.COPIES * 6 * size  # half of which holds six checkpoints of two runs
+    # half of which holds six checkpoints of two runs
+    room = 2 * 2 * ROOM.COPIES_PER_CHECKPOINT * 6 * size
     monkeypatch.setattr(ROOM, "free_and_total", lambda device: (room, room))
     runs = together(recipe, range(3), tmp_path / "held")
     assert made == [2, 1]

@@ -393,7 +393,7 @@ def test_a_long_training_resumes_from_its_middle(
 
     recipe = recipes.recipe(model=recipes.dropout)
     wanted = measure(recipe, QUERY, [Training(0), Training(1)], engine="single", progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "CHECKPOINT_SECONDS", 0.0)
     del module
     made: list[int] = []
     plain = StageRecipe.updates
@@ -443,7 +443,7 @@ def test_long_trainings_at_once_resume_from_their_middle(
     half = subsets(2, 20, len(recipe.stages[0].data))
     trainings = [Training(k, subset, stage) for k in (0, 1) for subset in half]
     wanted = measure(recipe, QUERY, trainings, engine=engine, progress=False)
-    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr("whence.persist.files.Throttle.due", lambda _: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one stack
     made, plain = [0], _StageTraining.update
@@ -476,7 +476,7 @@ def test_a_damaged_unfinished_training_is_said(
     from whence.retrain.unfinished import Unfinished
 
     recipe, trainings = recipes.recipe(), [Training(0), Training(1)]
-    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "LONG", 0.0)
+    monkeypatch.setattr(sys.modules["whence.retrain.pool"], "CHECKPOINT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Unfinished, "drop", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):

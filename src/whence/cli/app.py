@@ -51,11 +51,9 @@ def build(given: Sequence[str] = ()) -> typer.Typer:
     app.command("demo", cls=_Command, context_settings=PASS_THROUGH, rich_help_panel="Start here")(
         _demo
     )
-    app.command("init", cls=_Command, rich_help_panel="Start here")(init.init)
-    app.command("doctor", cls=_Command, rich_help_panel="Start here")(doctor.doctor)
-    app.command("estimate", cls=_Command, rich_help_panel="Start here")(estimating.estimate)
     layers, fit, attribute, top = attributing.commands(_requested_method(given))
     panels = {
+        "Start here": [init.init, doctor.doctor, estimating.estimate],
         "Attribute": [layers, fit, attribute],
         "Look": [top, looking.report, looking.card, looking.explore, whatif.whatif],
         "Act": [selecting.audit, selecting.select],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,24 +13,16 @@ import typer
 from whence.cli import settings
 from whence.cli.options import (
     AtEachEnd,
-    BatchSize,
     Check,
-    Device,
-    Dtype,
-    Engine,
-    Executor,
-    Memory,
-    NoProgress,
-    Query,
     ScoresPath,
     StudyPath,
     ToShow,
-    Workers,
     compute_options,
+    imported,
     open_scores,
-    out_option,
 )
 from whence.cli.screen import Answer, CommandError, command, say
+from whence.cli.signature import OUT, POSITIVE, QUERY, documented
 from whence.errors import FolderConflict
 
 if TYPE_CHECKING:
@@ -47,6 +39,9 @@ TASKS = {
 WIDTH = 60  # characters of an example in a table
 BAR = 10  # characters of the longest bar
 NOT_FITTED = ("scores", "products", "sums")  # passes of `attribute` that leave no factors
+FITTING = ("device", "dtype", "batch_size", "memory", "workers", "no_progress")
+# what a method's `attribute` may take from the command line
+REQUESTED = ("top", "by_segment", "by_layer", "query_rank", *signature(compute_options).parameters)
 
 
 def _offering(choices: Iterable[str]) -> Callable[[], list[str]]:
@@ -70,10 +65,9 @@ Method = Annotated[
 
 def commands(shown: str) -> list[Callable[..., int]]:
     """The commands; help shows the settings of the method `shown`."""
-    configurable = [
-        command(resumes=True, shared=True)(with_settings(f, shown)) for f in (fit, attribute)
-    ]
-    return [layers, *configurable, top]
+    how: dict[str, Any] = {"resumes": True, "shared": True, "options": compute_options}
+    fits = command(**how, only=FITTING)(with_settings(fit, shown))
+    return [layers, fits, command(**how)(with_settings(attribute, shown)), top]
 
 
 def with_settings(function: Callable[..., Answer], shown: str) -> Callable[..., Answer]:
@@ -95,9 +89,9 @@ def with_settings(function: Callable[..., Answer], shown: str) -> Callable[..., 
             autocompletion=None if switch else _offering(option.choices),
         )
         extra.append(
-            inspect.Parameter(
+            Parameter(
                 name,
-                inspect.Parameter.KEYWORD_ONLY,
+                Parameter.KEYWORD_ONLY,
                 default=None,
                 annotation=Annotated[bool | None if switch else str | None, declared],
             )
@@ -108,37 +102,37 @@ def with_settings(function: Callable[..., Answer], shown: str) -> Callable[..., 
         given = {name: text for name, text in values.items() if text is not None}
         return function(given=given, **arguments)
 
-    signature = inspect.signature(function, eval_str=True)
-    parameters = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for p in signature.parameters.values()
-        if p.name != "given"
-    ]
-    run.__doc__, run.__name__ = function.__doc__, function.__name__
-    run.__signature__ = inspect.Signature([*parameters, *extra])  # type: ignore[attr-defined]
+    run.__doc__, parameters = documented(function)
+    parameters = [p for p in parameters if p.name != "given"]
+    run.__name__ = function.__name__
+    run.__signature__ = Signature([*parameters, *extra])  # type: ignore[attr-defined]
     return run
 
 
-def build_method(method: str, given: dict[str, str | bool], study: StudyFile) -> Any:
-    """The method with the settings from the command line and from the study file."""
-    arguments = settings.arguments(method, given)
+def build_method(method: str, given: dict[str, str | bool], study: Path) -> tuple[StudyFile, Any]:
+    """The study file, and the method with the settings from the command line and from there."""
+    arguments = settings.arguments(method, given)  # reports mistakes before torch is imported
+    from whence.cli.studyfile import load_study
+
+    file = load_study(study)
     if "recipe" in settings.OPTIONS[method]:
-        arguments["recipe"] = study.needs_recipe()
-    return settings.constructor(method)(**arguments)
+        arguments["recipe"] = file.needs_recipe()
+    return file, settings.constructor(method)(**arguments)
 
 
 def accepted(call: Callable[..., Any], method: str, requested: dict[str, Any]) -> dict[str, Any]:
     """The options that were used; an error if the method's `attribute` or `fit` lacks one."""
-    known = inspect.signature(call).parameters
+    known = signature(call).parameters
     given = {name: value for name, value in requested.items() if value not in (None, False)}
+    given.pop("progress", None)
     for name in given:
         if name not in known:
-            available = ", ".join(f"--{n.replace('_', '-')}" for n in requested if n in known)
+            available = ", ".join(f"--{n.replace('_', '-')}" for n in REQUESTED if n in known)
             raise CommandError(
                 f"--{name.replace('_', '-')} does not apply to {method}, which takes "
                 f"{available or 'none'}"
             )
-    return given
+    return given | ({"progress": requested["progress"]} if "progress" in known else {})
 
 
 @command()
@@ -147,32 +141,10 @@ def layers(
         Path, typer.Argument(metavar="STUDY", help="A study file, or the folder of a run.")
     ],
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:NAME",
-            help="With a run: the model, or a function that builds it. Modules are imported from "
-            "the current folder.",
-        ),
-    ] = None,
-    train: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:NAME",
-            help="With a run: the training data, or a function that builds it.",
-        ),
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(metavar="TASK", help=f"With a run: {', '.join(sorted(TASKS))}.")
-    ] = None,
-    layers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--layers",
-            metavar="PATTERN",
-            help="With a run: track only the layers that match; matrices for those of the paper.",
-        ),
-    ] = None,
+    model: str | None = None,
+    train: str | None = None,
+    task: str | None = None,
+    layers: list[str] | None = None,
 ) -> Answer:
     """List the tracked layers, what is excluded and why, and the cost of a pass over the data.
 
@@ -180,6 +152,14 @@ def layers(
 
     - `whence layers study.py`
     - `whence layers runs/mnist --model train:make_model --train train:train_set`
+
+    Args:
+        model (MODULE:NAME): With a run: the model, or a function that builds it. Modules are
+            imported from the current folder.
+        train (MODULE:NAME): With a run: the training data, or a function that builds it.
+        task (TASK): With a run: classification, language, multi-label, regression.
+        layers (PATTERN): With a run: track only the layers that match; matrices for those of the
+            paper.
     """
     patterns = [*(layers or []), *(more or [])]
     if more and not layers:
@@ -203,9 +183,9 @@ def layers(
         if task is not None and task not in TASKS:
             raise CommandError(f"--task {task}: use one of {', '.join(sorted(TASKS))}")
         study = whence.Study(
-            _imported("--model", model),
+            imported("--model", model),
             getattr(whence, TASKS[task or "classification"])(),
-            train=_imported("--train", train),
+            train=imported("--train", train),
             runs=place,
             layers=patterns or None,
         )
@@ -232,12 +212,8 @@ def fit(
     study: StudyPath,
     given: dict[str, str | bool],
     method: Method = "source",
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
-    memory: Memory = None,
-    workers: Workers = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Fit the curvature without queries; `attribute` with the same settings reuses it.
 
@@ -247,12 +223,7 @@ def fit(
     - `whence fit study.py --method influence --damping source --device cuda`
     """
     method = settings.find(method)
-    settings.arguments(method, given)  # report mistakes before torch is imported
-    from whence.cli.studyfile import load_study
-
-    requested = compute_options(device, dtype, batch_size, memory, workers)
-    file = load_study(study)
-    chosen = build_method(method, given, file)
+    file, chosen = build_method(method, given, study)
     if not hasattr(chosen, "fit"):
         raise CommandError(f"{method} has nothing to fit: use `whence attribute`")
     folders = [file.study.store(run).folder for run in file.study.runs]
@@ -262,7 +233,7 @@ def fit(
             "Study(cache=folder), or a run on disk"
         )
     before = {path: _files(path) for path in folders if path is not None}
-    chosen.fit(file.study, progress=not no_progress, **accepted(chosen.fit, method, requested))
+    chosen.fit(file.study, **accepted(chosen.fit, method, options))
     report: list[dict[str, Any]] = [
         {"folder": path, "new": sorted(_files(path) - files), "found": sorted(files)}
         for path, files in before.items()
@@ -281,46 +252,15 @@ def attribute(
     study: StudyPath,
     given: dict[str, str | bool],
     method: Method = "source",
-    out: Annotated[
-        Path | None, out_option("Folder for the scores. Default: scores/STUDY-METHOD.")
-    ] = None,
-    query: Query = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="INT",
-            help="Keep only this many of the most helpful and harmful per query.",
-        ),
-    ] = None,
-    by_segment: Annotated[
-        bool, typer.Option("--by-segment", help="Also keep the contribution of each segment.")
-    ] = False,
-    by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Also keep the contribution of each layer.")
-    ] = False,
-    by_head: Annotated[
-        bool,
-        typer.Option(
-            "--by-head", help="Also keep the contribution of each layer and attention head."
-        ),
-    ] = False,
-    query_rank: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INT|auto",
-            help="Keep query vectors as factors of this rank, so that more queries share a pass "
-            "over the data. Scores are then approximate.",
-        ),
-    ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    batch_size: BatchSize = None,
-    memory: Memory = None,
-    workers: Workers = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    out: Annotated[Path | None, OUT] = None,
+    query: str | None = None,
+    top: Annotated[int | None, POSITIVE] = None,
+    by_segment: bool = False,
+    by_layer: bool = False,
+    by_head: bool = False,
+    query_rank: str | None = None,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Score every training example for every query.
 
@@ -332,26 +272,29 @@ def attribute(
     - `whence attribute study.py --method influence --damping source --device cuda`
     - `whence attribute study.py --query self --out scores/self-influence`
     - `whence attribute --method trak --help`
+
+    Args:
+        out (FOLDER): Folder for the scores. Default: scores/STUDY-METHOD.
+        query (NAME): The queries: a name that the study file defines (a data file, for a YAML
+            study), or "self" for the effect of each training example on itself. Default: `query`.
+        top: Keep only this many of the most helpful and harmful per query.
+        by_segment: Also keep the contribution of each segment.
+        by_layer: Also keep the contribution of each layer.
+        by_head: Also keep the contribution of each layer and attention head.
+        query_rank (INT|auto): Keep query vectors as factors of this rank, so that more queries
+            share a pass over the data. Scores are then approximate.
     """
     method = settings.find(method)
-    settings.arguments(method, given)  # report mistakes before torch is imported
     place = out or Path("scores") / f"{study.stem}-{method}"
-    from whence.cli.studyfile import load_study
-
     requested = {
         "top": top,
         "by_segment": by_segment,
         "by_layer": "heads" if by_head else by_layer,
         "query_rank": int(query_rank) if query_rank and query_rank.isdecimal() else query_rank,
-        **compute_options(device, dtype, batch_size, memory, workers),
-        "executor": executor,
-        "engine": engine,
+        **options,
     }
-    file = load_study(study)
-    chosen = build_method(method, given, file)
+    file, chosen = build_method(method, given, study)
     call = accepted(chosen.attribute, method, requested)
-    if "progress" in inspect.signature(chosen.attribute).parameters:
-        call["progress"] = not no_progress
     queries = file.query_data(query)
     try:
         scores = chosen.attribute(file.study, queries, out=place, **call)
@@ -367,20 +310,11 @@ def attribute(
 @command()
 def top(
     scores: ScoresPath,
-    query: Annotated[
-        int | None, typer.Option("--query", "-q", metavar="INT", help="Index of the query.")
-    ] = None,
+    query: Annotated[int | None, QUERY] = None,
     k: AtEachEnd = 10,
-    overall: Annotated[
-        bool, typer.Option("--overall", help="Rank by the mean score over all queries.")
-    ] = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print all training examples in order, as CSV.")
-    ] = False,
-    duplicates: Annotated[
-        bool,
-        typer.Option("--duplicates", help="With --csv and --study: find near-duplicates."),
-    ] = False,
+    overall: bool = False,
+    as_csv: Annotated[bool, typer.Option("--csv")] = False,
+    duplicates: bool = False,
     study: ToShow = None,
     check: Check = True,
 ) -> Answer:
@@ -391,6 +325,12 @@ def top(
     - `whence top scores/source --query 3 -k 10`
     - `whence top scores/source --query 3 --study study.py`
     - `whence top scores/source --overall --csv --study study.py > ranking.csv`
+
+    Args:
+        query: Index of the query.
+        overall: Rank by the mean score over all queries.
+        as_csv: Print all training examples in order, as CSV.
+        duplicates: With --csv and --study: find near-duplicates.
     """
     opened = open_scores(scores)
     if overall and query is not None:
@@ -406,8 +346,11 @@ def top(
     if as_csv:
         return _csv(opened, query, examples, duplicates)
     if overall and not opened.is_self_influence:
-        opened = _mean(opened)
-        query = None
+        from whence.scores.means import mean_scores
+
+        known = {k: v for k, v in opened.diagnostics.items() if k != "calibration"}
+        opened = opened.with_values(mean_scores(opened), query_ids=None, diagnostics=known)
+        query = None  # the mean is one row, whose error is not known
     rankings = {"helpful": opened.helpful(query, k), "harmful": opened.harmful(query, k)}
     data = about(opened) | {
         "query": query,
@@ -428,14 +371,6 @@ def top(
         shown = data["shown"]
         heading += f": {'label ' if shown.get('label') else ''}{line(shown)}"
     return Answer(data, _tables(opened, data, heading))
-
-
-def _mean(scores: Scores) -> Scores:
-    """The mean over the queries, as one row. Its error is not known."""
-    from whence.scores.means import mean_scores
-
-    known = {k: v for k, v in scores.diagnostics.items() if k != "calibration"}
-    return scores.with_values(mean_scores(scores), query_ids=None, diagnostics=known)
 
 
 def _csv(
@@ -475,8 +410,9 @@ class StudyExamples:
 
     def __init__(self, scores: Scores, path: Path, check: bool) -> None:
         from whence.cli.studyfile import load_study
-        from whence.present.check import by_stage, check_data
+        from whence.present.check import check_data
         from whence.present.examples import Examples
+        from whence.present.views import TrainingExamples
 
         file = load_study(path)
         query = None if scores.is_self_influence else file.query
@@ -484,8 +420,7 @@ class StudyExamples:
         for note in check_data(scores, train, query, collate=collate, contents=check):
             say(f"warning: {note}")
         self.file, self.options = file, file.display_options()
-        stages = by_stage(scores, train)
-        self._train = {name: Examples(data, **self.options) for name, data in stages.items()}
+        self._train = TrainingExamples.of_scores(scores, train, **self.options).by_stage
         self._query = Examples(query, **self.options)
 
     def train(self, example: int, stage: str | None) -> dict[str, Any]:
@@ -572,23 +507,3 @@ def tracked_layers(study: Any) -> Any:
 
 def _files(folder: Path) -> set[str]:
     return {file.name for file in folder.glob("*.safetensors")}
-
-
-def _imported(option: str, place: str) -> Any:
-    """The object that `MODULE:NAME` names; its result, if it is a function or a class."""
-    import importlib
-    import os
-    import sys
-
-    module, _, name = place.partition(":")
-    if not module or not name:
-        raise CommandError(f"{option} {place!r}: write MODULE:NAME, such as train:make_model")
-    sys.path.insert(0, os.getcwd())
-    try:
-        value = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise CommandError(f"{option} {place!r} cannot be imported ({error})") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    is_object = hasattr(value, "parameters") or hasattr(value, "__getitem__")
-    return value() if callable(value) and (isinstance(value, type) or not is_object) else value

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whence.cli import settings
-from whence.cli.options import Device, device_of
+from whence.cli.options import compute_options
 from whence.cli.screen import FAILED, FINE, Answer, command
 from whence.errors import WhenceError
 from whence.table import byte_size, duration
@@ -30,15 +32,14 @@ MARKS = {SOUND: ("✓", "green"), NOTE: ("!", "yellow"), BAD: ("✗", "bold red"
 Finding = tuple[str, str]  # verdict, message
 
 
-@command()
+@command(options=compute_options, only=("device",))
 def doctor(
     study: Annotated[
         Path | None, typer.Argument(metavar="[STUDY]", help="A study file to check.")
     ] = None,
-    method: Annotated[
-        str, typer.Option(metavar="METHOD", help="Method whose time and memory to estimate.")
-    ] = "source",
-    device: Device = None,
+    method: str = "source",
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Check the installation, the devices and their memory, and a study file.
 
@@ -49,9 +50,11 @@ def doctor(
 
     - `whence doctor`
     - `whence doctor study.py --method influence --device cuda`
+
+    Args:
+        method (METHOD): Method whose time and memory to estimate.
     """
     method = settings.find(method)
-    where = device_of(device)
     machine = {"versions": _versions(), "extras": _extras(), "devices": _devices()}
     if study is None:
         return Answer(machine, _lines(_machine_lines(machine)))
@@ -60,11 +63,12 @@ def doctor(
     file = load_study(study)
     checks = [
         {"check": name, "verdict": verdict, "message": message}
-        for name, verdict, message in run_checks(file, method, where)
+        for name, verdict, message in run_checks(file, method, options.get("device"))
     ]
     bad = sum(check["verdict"] == BAD for check in checks)
     problems = "1 problem" if bad == 1 else f"{bad or 'no'} problems"
-    lines = [*_machine_lines(machine), ("", ""), *_study_lines(checks)]
+    lines = [*_machine_lines(machine), ("", "")]
+    lines += [(check["verdict"], f"{check['check']}: {check['message']}") for check in checks]
     lines.append(("", f"{study}: {problems} found"))
     data = machine | {"study": {"path": study, "sound": not bad, "checks": checks}}
     return Answer(data, _lines(lines), FAILED if bad else FINE)
@@ -79,21 +83,19 @@ def run_checks(file: StudyFile, method: str, device: Any = None) -> Iterator[tup
     checks: list[tuple[str, Callable[[], Finding]]] = [("study", lambda: (SOUND, repr(study)))]
     for k, run in enumerate(study.runs):
         name = f"run {k}" if len(study.runs) > 1 else "run"
-        checks.append((name, lambda run=run: _run(run)))  # type: ignore[misc]
-        checks.append((f"{name}, weights", lambda run=run: _weights(study, run)))  # type: ignore[misc]
+        checks.append((name, partial(_run, run)))
+        checks.append((f"{name}, weights", partial(_weights, study, run)))
     for stage in study.stages:
         name = "data" if len(study.stages) == 1 else f"data of {stage}"
-        checks.append((name, lambda stage=stage: _data(study, stage)))  # type: ignore[misc]
+        checks.append((name, partial(_data, study, stage)))
     checks += [
-        ("query", lambda: _query(file)),
-        ("layers", lambda: _layers(study)),
-        ("batch", lambda: _batch(study)),
-        ("cost", lambda: _cost(file, method, device)),
-        ("recipe", lambda: _recipe(file)),
+        ("query", partial(_query, file)),
+        ("layers", partial(_layers, study)),
+        ("batch", partial(_batch, study)),
+        ("cost", partial(_cost, file, method, device)),
+        ("recipe", partial(_recipe, file)),
         *((name, lambda why=why: (NOTE, why)) for name, why in file.other.items()),
     ]
-    import warnings
-
     faults: dict[str, str] = {}  # the check that reported each first
     said: set[str] = set()
     for name, check in checks:
@@ -314,10 +316,6 @@ def _machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
     if not machine["extras"]:
         lines.append((NOTE, "whence is not installed as a package, so its extras are unknown"))
     return lines
-
-
-def _study_lines(checks: list[dict[str, str]]) -> list[tuple[str, str]]:
-    return [(check["verdict"], f"{check['check']}: {check['message']}") for check in checks]
 
 
 def _lines(lines: list[tuple[str, str]]) -> Any:

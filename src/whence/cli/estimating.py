@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from whence.cli import settings
+from whence.cli.options import imported
 from whence.cli.screen import Answer, CommandError, command
+from whence.cli.signature import POSITIVE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from whence.engine.estimate import Gpu
     from whence.task import Task
 
-MACHINE = "The machine"
+machine_option = partial(typer.Option, rich_help_panel="The machine")
+MACHINE = machine_option()
+HEADS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")  # ends of class names
 INSTALL = "pip install 'whence-tda[huggingface]'"
 
 
@@ -38,79 +40,22 @@ def whole(option: str, text: str | None) -> int | None:
 
 @command()
 def estimate(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="A Hugging Face model by its name, folder or config.json, or your own: "
-            "`module:function`, a function that returns a model. No weights are loaded.",
-        ),
-    ],
-    examples: Annotated[str, typer.Option(metavar="N", help="Training examples, such as 1e6.")],
-    tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens of an example. Default: 512.")
-    ] = None,
-    input: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHAPE",
-            help="Instead of tokens: the shape of an example, such as 3x32x32, of a classifier.",
-        ),
-    ] = None,
-    queries: Annotated[str, typer.Option(metavar="N", help="Queries.")] = "100",
-    checkpoints: Annotated[
-        int, typer.Option(min=1, metavar="INT", help="Checkpoints of the run.")
-    ] = 6,
-    method: Annotated[str, typer.Option(metavar="METHOD", help="Method.")] = "source",
-    query_rank: Annotated[
-        str | None,
-        typer.Option(metavar="INT", help='Rank of query factors, or "auto".'),
-    ] = None,
-    top: Annotated[
-        int | None, typer.Option(min=1, metavar="INT", help="Keep only the strongest examples.")
-    ] = None,
-    gpus: Annotated[
-        str, typer.Option(metavar="N", help="GPUs that share the work.", rich_help_panel=MACHINE)
-    ] = "1",
-    gpu: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="b200, h200, h100, a100, a100-40gb, l40s, rtx4090, a10g or mi300x.",
-            rich_help_panel=MACHINE,
-        ),
-    ] = "h100",
-    flops: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0,
-            metavar="NUMBER",
-            help="Of another GPU: operations per second in this dtype, by its data sheet.",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0, metavar="NUMBER", help="Its bytes per second.", rich_help_panel=MACHINE
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help='Its memory, such as "80GB".', rich_help_panel=MACHINE),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(metavar="DTYPE", help="float32, tf32 or bfloat16.", rich_help_panel=MACHINE),
-    ] = "float32",
-    sharded: Annotated[
-        bool,
-        typer.Option(
-            "--sharded",
-            help="The model is divided among the GPUs (FSDP2).",
-            rich_help_panel=MACHINE,
-        ),
-    ] = False,
+    model: str,
+    examples: str,
+    tokens: str | None = None,
+    input: str | None = None,
+    queries: str = "100",
+    checkpoints: Annotated[int, POSITIVE] = 6,
+    method: str = "source",
+    query_rank: str | None = None,
+    top: Annotated[int | None, POSITIVE] = None,
+    gpus: Annotated[str, MACHINE] = "1",
+    gpu: Annotated[str, MACHINE] = "h100",
+    flops: Annotated[float | None, machine_option(min=1.0)] = None,
+    bandwidth: Annotated[float | None, machine_option(min=1.0)] = None,
+    memory: Annotated[str | None, MACHINE] = None,
+    dtype: Annotated[str, MACHINE] = "float32",
+    sharded: Annotated[bool, MACHINE] = False,
 ) -> Answer:
     """Estimate time, memory, network and disk before anything was trained.
 
@@ -120,6 +65,25 @@ def estimate(
 
     - `whence estimate --model gpt2 --examples 1e6 --tokens 512 --gpus 8 --gpu h100`
     - `whence estimate --model my_models:resnet --input 3x32x32 --examples 50000 --gpu a100`
+
+    Args:
+        model (MODEL): A Hugging Face model by its name, folder or config.json, or your own:
+            `module:function`, a function that returns a model. No weights are loaded.
+        examples (N): Training examples, such as 1e6.
+        tokens (N): Tokens of an example. Default: 512.
+        input (SHAPE): Instead of tokens: the shape of an example, such as 3x32x32, of a classifier.
+        queries (N): Queries.
+        checkpoints: Checkpoints of the run.
+        method (METHOD): Method.
+        query_rank (INT): Rank of query factors, or "auto".
+        top: Keep only the strongest examples.
+        gpus (N): GPUs that share the work.
+        gpu (NAME): b200, h200, h100, a100, a100-40gb, l40s, rtx4090, a10g or mi300x.
+        flops (NUMBER): Of another GPU: operations per second in this dtype, by its data sheet.
+        bandwidth (NUMBER): Its bytes per second.
+        memory (SIZE): Its memory, such as "80GB".
+        dtype (DTYPE): float32, tf32 or bfloat16.
+        sharded: The model is divided among the GPUs (FSDP2).
     """
     counts = {
         "examples": whole("--examples", examples),
@@ -197,12 +161,16 @@ def _gpu(
 def _built(name: str, tokens: int, shape: list[int] | None) -> tuple[nn.Module, Task, Any]:
     """The model on the meta device, its task, and a batch of two examples."""
     import torch
+    from torch import nn
 
     from whence.language import LanguageModeling
     from whence.task import Classification
 
     with torch.device("meta"):
-        model = _own(name) if ":" in name else _hugging_face(name)
+        model = imported("--model", name) if ":" in name else _hugging_face(name)
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise CommandError(f"--model {name} returned {kind}, not a torch.nn.Module")
         labels = torch.zeros(2, dtype=torch.long)
         if shape is not None:
             return model, Classification(), (torch.zeros(2, *shape), labels)
@@ -212,26 +180,6 @@ def _built(name: str, tokens: int, shape: list[int] | None) -> tuple[nn.Module, 
         generates = bool(getattr(model, "can_generate", lambda: False)())
         task = LanguageModeling() if generates else Classification()
         return model, task, {"input_ids": ids} | ({} if generates else {"labels": labels})
-
-
-def _own(name: str) -> nn.Module:
-    from torch import nn
-
-    module, _, function = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise CommandError(
-            f"--model {name}: {error}. Give module:function, of a module that Python can import "
-            "from here"
-        ) from None
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    model = make()
-    if not isinstance(model, nn.Module):
-        raise CommandError(f"--model {name} returned {type(model).__name__}, not a torch.nn.Module")
-    return model
 
 
 def _hugging_face(name: str) -> nn.Module:
@@ -250,7 +198,7 @@ def _hugging_face(name: str) -> nn.Module:
             "Face Hub, a folder or a config.json, or module:function"
         ) from None
     named = [getattr(transformers, n, None) for n in getattr(config, "architectures", None) or ()]
-    heads = [cls for cls in named if cls is not None and _has_head(cls.__name__)]
+    heads = [cls for cls in named if cls is not None and cls.__name__.endswith(HEADS)]
     if heads:
         return heads[0](config)  # type: ignore[no-any-return]
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
@@ -263,7 +211,3 @@ def _hugging_face(name: str) -> nn.Module:
             f"--model {name}: {config.model_type} is neither a language model nor a classifier of "
             "texts. Give module:function"
         ) from None
-
-
-def _has_head(name: str) -> bool:
-    return name.endswith(("ForCausalLM", "LMHeadModel", "ForSequenceClassification"))

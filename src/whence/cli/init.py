@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli.options import out_option
 from whence.cli.screen import Answer, CommandError, command
+from whence.cli.signature import OUT
 from whence.table import listed
 
 EDIT = "EDIT"
@@ -36,9 +36,7 @@ def init(
             "the script that trains (.py).",
         ),
     ],
-    out: Annotated[
-        Path | None, out_option("The file. Default: study.py or study.yaml.", "FILE")
-    ] = None,
+    out: Annotated[Path | None, OUT] = None,
 ) -> Answer:
     """Write a study file from a Trainer's folder, a Lightning checkpoint or a training script.
 
@@ -49,6 +47,9 @@ def init(
     - `whence init out/my-model`
     - `whence init lightning_logs/version_0/checkpoints/last.ckpt`
     - `whence init train.py`
+
+    Args:
+        out (FILE): The file. Default: study.py or study.yaml.
     """
     if not source.exists():
         raise CommandError(f"{source} does not exist: give a folder, a .ckpt or a .py file")

@@ -10,59 +10,28 @@ from typing import Annotated, Any
 import typer
 
 from whence.cli.options import (
-    Bootstrap,
-    Diverged,
+    TRAINING,
     ManyScores,
     StudyPath,
+    compute_options,
     numbers,
     open_many,
-    out_option,
-    training_options,
 )
 from whence.cli.screen import Answer, CommandError, command
-
-Stage = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="Stage whose examples are left out of trainings. Default: the first."
-    ),
-]
-QueryName = Annotated[
-    str | None,
-    typer.Option(
-        "--query",
-        metavar="NAME",
-        help="Queries: a name that the study file defines. Default: `query`.",
-    ),
-]
+from whence.cli.signature import NON_NEGATIVE, OUT, POSITIVE
 
 
-@command(resumes=True, options=training_options)
+@command(resumes=True, options=compute_options, only=TRAINING)
 def truth(
     study: StudyPath,
-    alpha: Annotated[
-        float, typer.Option(metavar="SHARE", help="Fraction of the examples in a subset.")
-    ] = 0.5,
-    subsets: Annotated[int, typer.Option(min=1, metavar="INT", help="Number of subsets.")] = 100,
-    seeds: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INT",
-            help="Trainings per subset, or their seeds: 0,1,2. Default: 10; in place, 1.",
-        ),
-    ] = None,
-    in_place: Annotated[
-        bool,
-        typer.Option(
-            "--in-place",
-            help="Repeat the training on all data with its batches, and give the dropped examples "
-            "weight zero: the truth of a single model.",
-        ),
-    ] = False,
-    out: Annotated[Path | None, out_option("Folder for the truth. Default: truth/STUDY.")] = None,
-    query: QueryName = None,
-    stage: Stage = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="INT", help="Seed of the subsets.")] = 0,
+    alpha: float = 0.5,
+    subsets: Annotated[int, POSITIVE] = 100,
+    seeds: str | None = None,
+    in_place: bool = False,
+    out: Annotated[Path | None, OUT] = None,
+    query: str | None = None,
+    stage: str | None = None,
+    seed: Annotated[int, NON_NEGATIVE] = 0,
     *,
     options: dict[str, Any],
 ) -> Answer:
@@ -75,6 +44,17 @@ def truth(
 
     - `whence truth study.py --alpha 0.5 --subsets 100 --seeds 10 --out truth/digits`
     - `whence truth study.py --in-place --alpha 0.99 --out truth/digits-single`
+
+    Args:
+        alpha (SHARE): Fraction of the examples in a subset.
+        subsets: Number of subsets.
+        seeds (INT): Trainings per subset, or their seeds: 0,1,2. Default: 10; in place, 1.
+        in_place: Repeat the training on all data with its batches, and give the dropped examples
+            weight zero: the truth of a single model.
+        out (FOLDER): Folder for the truth. Default: truth/STUDY.
+        query (NAME): Queries: a name that the study file defines. Default: `query`.
+        stage (NAME): Stage whose examples are left out of trainings. Default: the first.
+        seed: Seed of the subsets.
     """
     named = None if seeds is None else numbers("--seeds", seeds)
     place = out or Path("truth") / study.stem
@@ -118,12 +98,10 @@ def truth(
 @command()
 def lds(
     scores: ManyScores,
-    truth: Annotated[
-        Path, typer.Option("--truth", metavar="FOLDER", help="A folder written by `whence truth`.")
-    ],
-    bootstrap: Bootstrap = 1000,
-    seed: Annotated[int, typer.Option(metavar="INT", help="Seed of the resamples.")] = 0,
-    exclude_diverged: Diverged = False,
+    truth: Annotated[Path, typer.Option()],
+    bootstrap: int = 1000,
+    seed: int = 0,
+    exclude_diverged: bool = False,
 ) -> Answer:
     """Compute the linear datamodeling score (LDS): do the scores rank subsets as retraining does?
 
@@ -131,6 +109,12 @@ def lds(
 
     - `whence lds scores/source --truth truth/digits`
     - `whence lds scores/* --truth truth/digits`
+
+    Args:
+        truth (FOLDER): A folder written by `whence truth`.
+        bootstrap: Number of bootstrap resamples for the intervals.
+        seed: Seed of the resamples.
+        exclude_diverged: Leave out trainings that diverged.
     """
     opened = open_many(scores)
     from whence.evaluate import compare
@@ -162,11 +146,9 @@ def score_against(
         ),
     ],
     scores: ManyScores,
-    bootstrap: Bootstrap = 1000,
-    seed: Annotated[int, typer.Option(metavar="INT", help="Seed of the resamples.")] = 0,
-    limit: Annotated[
-        int, typer.Option(min=1, metavar="MIB", help="Size that a download may have, in MiB.")
-    ] = 256,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    limit: Annotated[int, POSITIVE] = 256,
 ) -> Answer:
     """Judge scores by a published truth: their LDS, and paired differences to published methods.
 
@@ -176,6 +158,11 @@ def score_against(
 
     - `whence score-against benchmarks/concrete scores/mine`
     - `whence score-against https://example.org/benchmarks/concrete scores/*`
+
+    Args:
+        bootstrap: Number of bootstrap resamples for the intervals.
+        seed: Seed of the resamples.
+        limit (MIB): Size that a download may have, in MiB.
     """
     opened = open_many(scores)
     from whence.evaluate import score_against
@@ -196,38 +183,19 @@ def score_against(
     return Answer(data, "\n\n".join(texts))
 
 
-@command(resumes=True, options=training_options)
+@command(resumes=True, options=compute_options, only=TRAINING)
 def removal(
     study: StudyPath,
     scores: ManyScores,
-    k: Annotated[
-        str, typer.Option("-k", "--k", metavar="INT,...", help="Numbers of examples to remove.")
-    ] = "10,20,50",
-    queries: Annotated[
-        int, typer.Option(min=1, metavar="INT", help="Number of queries to try.")
-    ] = 100,
-    select_seeds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="INT",
-            help="Trainings that decide which queries are predicted correctly.",
-        ),
-    ] = 5,
-    seeds: Annotated[
-        int, typer.Option(min=1, metavar="INT", help="Trainings to average a margin over.")
-    ] = 3,
-    random_floor: Annotated[
-        bool, typer.Option(help="Also remove random examples of the query's class.")
-    ] = True,
-    out: Annotated[
-        Path | None, out_option("Folder for the results. Default: removal/STUDY.")
-    ] = None,
-    query: QueryName = None,
-    stage: Stage = None,
-    seed: Annotated[
-        int, typer.Option(min=0, metavar="INT", help="Seed of the trainings and of the selection.")
-    ] = 0,
+    k: Annotated[str, typer.Option("-k", "--k")] = "10,20,50",
+    queries: Annotated[int, POSITIVE] = 100,
+    select_seeds: Annotated[int, POSITIVE] = 5,
+    seeds: Annotated[int, POSITIVE] = 3,
+    random_floor: bool = True,
+    out: Annotated[Path | None, OUT] = None,
+    query: str | None = None,
+    stage: str | None = None,
+    seed: Annotated[int, NON_NEGATIVE] = 0,
     *,
     options: dict[str, Any],
 ) -> Answer:
@@ -238,6 +206,17 @@ def removal(
     Examples:
 
     - `whence removal study.py scores/source scores/tracin -k 10,20,50 --out removal/digits`
+
+    Args:
+        k (INT,...): Numbers of examples to remove.
+        queries: Number of queries to try.
+        select_seeds: Trainings that decide which queries are predicted correctly.
+        seeds: Trainings to average a margin over.
+        random_floor: Also remove random examples of the query's class.
+        out (FOLDER): Folder for the results. Default: removal/STUDY.
+        query (NAME): Queries: a name that the study file defines. Default: `query`.
+        stage (NAME): Stage whose examples are left out of trainings. Default: the first.
+        seed: Seed of the trainings and of the selection.
     """
     counts = numbers("--k", k)
     opened = open_many(scores)

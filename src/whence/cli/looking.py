@@ -16,26 +16,20 @@ from whence.cli.options import (
     numbers,
     open_many,
     open_scores,
-    out_option,
 )
 from whence.cli.screen import Answer, CommandError, command, guarded
+from whence.cli.signature import OUT, QUERY
 
 
 @command()
 def report(
     scores: ScoresPath,
     study: ToShow = None,
-    out: Annotated[Path, out_option("The page to write.", "FILE")] = Path("report.html"),
+    out: Annotated[Path, OUT] = Path("report.html"),
     k: AtEachEnd = 10,
-    queries: Annotated[
-        str | None,
-        typer.Option(metavar="INT,...", help="Queries to show. Default: the first 1,000."),
-    ] = None,
-    truth: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="A truth that judges the scores on the first page."),
-    ] = None,
-    title: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the page.")] = None,
+    queries: str | None = None,
+    truth: Path | None = None,
+    title: str | None = None,
     check: Check = True,
 ) -> Answer:
     """Write the scores as one HTML file that opens from disk, without a server.
@@ -43,6 +37,12 @@ def report(
     Examples:
 
     - `whence report scores/source --study study.py -o report.html`
+
+    Args:
+        out (FILE): The page to write.
+        queries (INT,...): Queries to show. Default: the first 1,000.
+        truth (FOLDER): A truth that judges the scores on the first page.
+        title (TEXT): Title of the page.
     """
     rows = None if queries is None else numbers("--queries", queries)
     opened = open_scores(scores)
@@ -63,12 +63,10 @@ def report(
 @command()
 def card(
     scores: ScoresPath,
-    query: Annotated[int, typer.Option("--query", "-q", metavar="INT", help="Index of the query.")],
+    query: Annotated[int, QUERY],
     study: ToShow = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The SVG file to write.")
-    ] = Path("card.svg"),
-    title: Annotated[str | None, typer.Option(metavar="TEXT", help="First line.")] = None,
+    out: Annotated[Path, OUT] = Path("card.svg"),
+    title: str | None = None,
     check: Check = True,
 ) -> Answer:
     """Draw one query and the examples that mattered to it, as a picture to share.
@@ -76,6 +74,11 @@ def card(
     Examples:
 
     - `whence card scores/source --query 3 --study study.py -o card.svg`
+
+    Args:
+        query: Index of the query.
+        out (FILE): The SVG file to write.
+        title (TEXT): First line.
     """
     opened = open_scores(scores)
     if out.suffix != ".svg":
@@ -92,18 +95,9 @@ def card(
 def explore(
     scores: ManyScores,
     study: ToShow = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="INT", help="Port; 0 picks a free one.")
-    ] = 0,
-    browser: Annotated[
-        bool, typer.Option(help="Open a browser, or only print the address.")
-    ] = True,
-    out: Annotated[
-        Path | None,
-        out_option(
-            "Folder for retrainings. Default: `explore`, in the folder of the first scores."
-        ),
-    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    browser: bool = True,
+    out: Annotated[Path | None, OUT] = None,
     check: Check = True,
 ) -> None:
     """Explore scores in a browser: search, compare methods, ask what if. Ctrl-C stops it.
@@ -113,6 +107,11 @@ def explore(
     Examples:
 
     - `whence explore scores/source scores/tracin --study study.py`
+
+    Args:
+        port: Port; 0 picks a free one.
+        browser: Open a browser, or only print the address.
+        out (FOLDER): Folder for retrainings. Default: `explore`, in the folder of the first scores.
     """
     open_many(scores)  # report wrong folders first
     from whence.explore import serve

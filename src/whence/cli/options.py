@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +19,8 @@ if TYPE_CHECKING:
 
     from whence.scores import Scores
 
-COMPUTE = "Compute options"
-
-
-def out_option(help: str, metavar: str = "FOLDER") -> Any:
-    """The option for what a command writes."""
-    return typer.Option("--out", "-o", metavar=metavar, help=help)
-
-
+compute_option = partial(typer.Option, rich_help_panel="Compute options")
+COMPUTE = compute_option()
 StudyPath = Annotated[
     Path,
     typer.Argument(metavar="STUDY", help="A Python file that defines `study`, or a YAML file."),
@@ -35,90 +33,51 @@ ManyScores = Annotated[
 ]
 ToShow = Annotated[
     Path | None,
-    typer.Option(
-        "--study", metavar="STUDY", help="The study file, to show the examples themselves."
-    ),
+    typer.Option(metavar="STUDY", help="The study file, to show the examples themselves."),
 ]
 Check = Annotated[
-    bool,
-    typer.Option(help="Check that the data is what the scores were computed from."),
+    bool, typer.Option(help="Check that the data is what the scores were computed from.")
 ]
-Query = Annotated[
-    str | None,
-    typer.Option(
-        "--query",
-        metavar="NAME",
-        help="The queries: a name that the study file defines (a data file, for a YAML study), or "
-        '"self" for the effect of each training example on itself. Default: `query`.',
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DEVICE",
-        help="cpu, cuda, cuda:1, mps; auto is a GPU if there is one. Default: where the model is, "
-        "and auto for commands that train.",
-        rich_help_panel=COMPUTE,
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help='Memory limit, such as "8GB".', rich_help_panel=COMPUTE),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE", help="float32 (default), float64 or bfloat16.", rich_help_panel=COMPUTE
-    ),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="INT",
-        help="Examples per pass. Default: as many as fit. Does not change the scores.",
-        rich_help_panel=COMPUTE,
-    ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        min=0, metavar="INT", help="Number of processes that load data.", rich_help_panel=COMPUTE
-    ),
-]
-Executor = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help='"ray" works on a Ray cluster. Default: in this process.',
-        rich_help_panel=COMPUTE,
-    ),
-]
-Engine = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="How to train several models at once: auto (default), products, vmap, or single.",
-        rich_help_panel=COMPUTE,
-    ),
-]
-NoProgress = Annotated[
-    bool,
-    typer.Option(
-        "--no-progress",
-        help="No progress bars. In a log file there are none anyway.",
-        rich_help_panel=COMPUTE,
-    ),
-]
-AtEachEnd = Annotated[
-    int, typer.Option("-k", min=1, metavar="INT", help="Number of examples at each end.")
-]
-Bootstrap = Annotated[
-    int, typer.Option(metavar="INT", help="Number of bootstrap resamples for the intervals.")
-]
-Diverged = Annotated[
-    bool, typer.Option("--exclude-diverged", help="Leave out trainings that diverged.")
-]
+AtEachEnd = Annotated[int, typer.Option("-k", min=1, help="Number of examples at each end.")]
+
+TRAINING = ("device", "memory", "executor", "engine", "no_progress")  # options to train by
+
+
+def compute_options(
+    device: Annotated[str | None, COMPUTE] = None,
+    dtype: Annotated[str | None, COMPUTE] = None,
+    batch_size: Annotated[int | None, compute_option(min=1)] = None,
+    memory: Annotated[str | None, COMPUTE] = None,
+    workers: Annotated[int | None, compute_option(min=0)] = None,
+    executor: Annotated[str | None, COMPUTE] = None,
+    engine: Annotated[str | None, COMPUTE] = None,
+    no_progress: Annotated[bool, COMPUTE] = False,
+) -> dict[str, Any]:
+    """Where and how to compute: what was given, as methods and `whence.retrain.measure` take it.
+
+    Args:
+        device (DEVICE): cpu, cuda, cuda:1, mps; auto is a GPU if there is one. Default: where the
+            model is, and auto for commands that train.
+        dtype (DTYPE): float32 (default), float64 or bfloat16.
+        batch_size: Examples per pass. Default: as many as fit. Does not change the scores.
+        memory (SIZE): Memory limit, such as "8GB".
+        workers: Number of processes that load data.
+        executor (NAME): "ray" works on a Ray cluster. Default: in this process.
+        engine (NAME): How to train several models at once: auto (default), products, vmap, or
+            single.
+        no_progress: No progress bars. In a log file there are none anyway.
+    """
+    given = {
+        "device": device_of(device),
+        "dtype": dtype_of(dtype),
+        "batch_size": batch_size,
+        "memory": memory,
+        "workers": workers,
+        "executor": executor,
+        "engine": engine,
+        "progress": not no_progress,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def device_of(name: str | None) -> torch.device | None:
@@ -156,30 +115,6 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return known[name]
 
 
-def compute_options(
-    device: str | None,
-    dtype: str | None,
-    batch_size: int | None,
-    memory: str | None,
-    workers: int | None,
-) -> dict[str, Any]:
-    """The options of commands that attribute, as methods take them."""
-    limits = {"batch_size": batch_size, "memory": memory, "workers": workers}
-    return {"device": device_of(device), "dtype": dtype_of(dtype), **limits}
-
-
-def training_options(
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
-) -> dict[str, Any]:
-    """The options of commands that train, as `whence.retrain.measure` takes them."""
-    how = {"executor": executor, "engine": engine or "auto", "progress": not no_progress}
-    return {"device": device_of(device), "memory": memory, **how}
-
-
 def numbers(option: str, text: str) -> list[int]:
     """The integers in "10,20,30"."""
     if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
@@ -187,23 +122,37 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def imported(option: str, place: str) -> Any:
+    """The object that `MODULE:NAME` names; its result, if it is a function or a class."""
+    module, _, name = place.partition(":")
+    if not module or not name:
+        raise CommandError(f"{option} {place!r}: write MODULE:NAME, such as train:make_model")
+    sys.path.insert(0, os.getcwd())
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise CommandError(f"{option} {place!r} cannot be imported ({error})") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    is_object = hasattr(value, "parameters") or hasattr(value, "__getitem__")
+    return value() if callable(value) and (isinstance(value, type) or not is_object) else value
+
+
 def open_scores(path: Path) -> Scores:
     """The scores in a folder; an error that says what the path is instead."""
     from whence.scores import Scores
 
-    if not path.exists():
-        raise CommandError(f"{path} does not exist: give a folder written by `whence attribute`")
-    if path.is_file():
-        raise CommandError(f"{path} is a file: give a folder written by `whence attribute`")
-    if not (path / "scores.json").exists() and (path / "truth.json").exists():
-        raise CommandError(f"{path} holds a truth, not scores: pass it as --truth")
-    if (path / "progress.json").exists() and not (path / "scores.json").exists():
-        raise CommandError(
-            f"the scores in {path} are unfinished: rerun the same `whence attribute` command to "
-            "resume"
-        )
     if not (path / "scores.json").exists():
-        raise CommandError(f"{path} holds no scores: give a folder written by `whence attribute`")
+        if (path / "progress.json").exists():
+            raise CommandError(
+                f"the scores in {path} are unfinished: rerun the same `whence attribute` command "
+                "to resume"
+            )
+        if (path / "truth.json").exists():
+            raise CommandError(f"{path} holds a truth, not scores: pass it as --truth")
+        what = "holds no scores" if path.is_dir() else "is a file"
+        what = what if path.exists() else "does not exist"
+        raise CommandError(f"{path} {what}: give a folder written by `whence attribute`")
     scores = Scores.load(path)
     for message in scores.warnings:
         say(f"warning: {path.name}: {message}")

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli.options import Memory, device_of
+from whence.cli.options import compute_options
 from whence.cli.screen import Answer, CommandError, command, say
+from whence.cli.signature import POSITIVE
 
 TOO_LONG = 1800.0  # seconds of training above which --anyway is required
 
@@ -36,44 +37,25 @@ def experiments(module: str) -> Any:
     return importlib.import_module(f"experiments.{module}")
 
 
-@command(resumes=True)
+@command(resumes=True, options=compute_options, only=("device", "memory"))
 def reproduce(
     task: Annotated[
         str | None, typer.Argument(help="The experiment; --list shows all.", show_default=False)
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A smaller version: minutes on two cores.")
-    ] = False,
-    list_tasks: Annotated[
-        bool, typer.Option("--list", help="List the experiments and their results.")
-    ] = False,
-    out: Annotated[
-        Path, typer.Option(help="Folder for trainings, runs and scores, reused to resume.")
-    ] = Path("reproduce"),
-    results: Annotated[
-        Path | None, typer.Option(help="Folder of the result file. Default: OUT/results.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")
-    ] = None,
-    tf32: Annotated[
-        bool, typer.Option("--tf32", help="Train in TF32 on a GPU: faster, rounds more.")
-    ] = False,
-    tf32_scores: Annotated[
-        bool,
-        typer.Option("--tf32-scores", help="Also attribute in TF32, where rounding is harmless."),
-    ] = False,
-    memory: Memory = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Judge only this method; may be repeated.")
-    ] = None,
-    subsets: Annotated[int | None, typer.Option(min=3, help="M, subsets of the truth.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="R, trainings per subset.")] = None,
-    queries: Annotated[int | None, typer.Option(min=1, help="Number of queries.")] = None,
-    runs: Annotated[int | None, typer.Option(min=1, help="Models in an ensemble.")] = None,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Start even if it takes very long on this machine.")
-    ] = False,
+    quick: bool = False,
+    list_tasks: Annotated[bool, typer.Option("--list")] = False,
+    out: Path = Path("reproduce"),
+    results: Path | None = None,
+    tf32: bool = False,
+    tf32_scores: bool = False,
+    only: list[str] | None = None,
+    subsets: Annotated[int | None, typer.Option(min=3)] = None,
+    seeds: Annotated[int | None, POSITIVE] = None,
+    queries: Annotated[int | None, POSITIVE] = None,
+    runs: Annotated[int | None, POSITIVE] = None,
+    anyway: bool = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Reproduce an experiment of the paper: train, attribute, retrain, judge.
 
@@ -82,11 +64,23 @@ def reproduce(
 
     Examples:
 
-        whence reproduce --list
+    - `whence reproduce --list`
+    - `whence reproduce concrete --quick`
+    - `whence reproduce fashion_mnist --device cuda`
 
-        whence reproduce concrete --quick
-
-        whence reproduce fashion_mnist --device cuda
+    Args:
+        quick: A smaller version: minutes on two cores.
+        list_tasks: List the experiments and their results.
+        out (FOLDER): Folder for trainings, runs and scores, reused to resume.
+        results (FOLDER): Folder of the result file. Default: OUT/results.
+        tf32: Train in TF32 on a GPU: faster, rounds more.
+        tf32_scores: Also attribute in TF32, where rounding is harmless.
+        only (METHOD): Judge only this method; may be repeated.
+        subsets: M, subsets of the truth.
+        seeds: R, trainings per subset.
+        queries: Number of queries.
+        runs: Models in an ensemble.
+        anyway: Start even if it takes very long on this machine.
     """
     tasks, tables = experiments("tasks"), experiments("pages.tables")
     results = results or out / "results"
@@ -106,11 +100,17 @@ def reproduce(
 
     import torch
 
-    where = str(device_of(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = str(options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
     engine = experiments("engine.reproduce")
     try:
         if where == "cpu" and experiment.gpu and not quick and not anyway:
-            _not_too_long(experiment, engine.seconds_here(experiment, scale, where))
+            seconds = engine.seconds_here(experiment, scale, where)
+            if seconds > TOO_LONG:
+                raise CommandError(
+                    f"{experiment.title} needs a GPU: its trainings would take about "
+                    f"{seconds / 3600:.1f} hours on this machine, one by one. Use --quick for a "
+                    "smaller version in minutes, or --anyway to start it all the same"
+                )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are stored with the scores
             reproduction = engine.Reproduction(
@@ -122,7 +122,7 @@ def reproduce(
                 device=where,
                 tf32=tf32,
                 tf32_scores=tf32_scores,
-                memory=memory,
+                memory=options.get("memory"),
                 only=tuple(only) if only else None,
                 command=engine.command_line(),
                 progress=sys.stderr.isatty(),
@@ -143,12 +143,3 @@ def _named(task: str | None, known: Any) -> Any:
     near = get_close_matches(name, known, 1)
     meant = f"Did you mean {near[0]}? " if near else ""
     raise CommandError(f"no experiment {task!r}. {meant}Choose from {', '.join(known)}")
-
-
-def _not_too_long(experiment: Any, seconds: float) -> None:
-    if seconds > TOO_LONG:
-        raise CommandError(
-            f"{experiment.title} needs a GPU: its trainings would take about "
-            f"{seconds / 3600:.1f} hours on this machine, one by one. Use --quick for a smaller "
-            "version in minutes, or --anyway to start it nevertheless"
-        )

@@ -7,7 +7,6 @@ that the output of a study file or a progress bar cannot mix with the JSON.
 from __future__ import annotations
 
 import errno
-import functools
 import inspect
 import json
 import math
@@ -17,7 +16,7 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ import typer
 from typer.exceptions import TyperException
 
 from whence.cli import processes
+from whence.cli.signature import documented
 from whence.errors import NotFinite, WhenceError
 from whence.table import escaped
 
@@ -60,6 +60,7 @@ def command(
     resumes: bool = False,
     shared: bool = False,
     options: Callable[..., dict[str, Any]] | None = None,
+    only: Collection[str] | None = None,
 ) -> Callable[[Callable[..., Answer]], Callable[..., int]]:
     """Turn a function into a command: add the option --json, and print the answer.
 
@@ -68,16 +69,17 @@ def command(
         shared: whether several processes divide its work. The first one prints the answer.
         options: a function of options that several commands have. They are added to the command's
             own, and it gets the function's result as its argument `options`.
+        only: those of them that the command has (default: all).
     """
-    common = {} if options is None else dict(inspect.signature(options, eval_str=True).parameters)
+    common = [] if options is None else documented(options)[1]
+    common = [p for p in common if only is None or p.name in only]
 
     def wrap(function: Callable[..., Answer]) -> Callable[..., int]:
-        @functools.wraps(function)
         def run(as_json: bool, **given: Any) -> int:
             try:
                 together = processes.joined(shared, given.get("device"))
                 if options is not None:
-                    given["options"] = options(**{name: given.pop(name) for name in common})
+                    given["options"] = options(**{p.name: given.pop(p.name) for p in common})
                 with _stdout_to_stderr(), _one_line_warnings(), together:
                     answer = function(**given)
             except KeyboardInterrupt:
@@ -93,17 +95,10 @@ def command(
                 show(answer.text)
             return answer.code
 
-        signature = inspect.signature(function, eval_str=True)
-        option = inspect.Parameter(
+        json_option = inspect.Parameter(
             "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json
         )
-        declared = [p for p in signature.parameters.values() if p.name != "options"]
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*declared, *common.values())]
-        parameters.append(option)
-        del run.__wrapped__
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
+        return _declare(run, function, [*common, json_option])
 
     return wrap
 
@@ -111,7 +106,6 @@ def command(
 def guarded(function: Callable[..., object]) -> Callable[..., int]:
     """Turn a function that prints for itself into a command: errors become exit codes."""
 
-    @functools.wraps(function)
     def run(**given: Any) -> int:
         try:
             function(**given)
@@ -121,6 +115,18 @@ def guarded(function: Callable[..., object]) -> Callable[..., int]:
             return _failed(error)
         return FINE
 
+    return _declare(run, function, [])
+
+
+def _declare(
+    run: Callable[..., int], function: Callable[..., Any], more: list[inspect.Parameter]
+) -> Callable[..., int]:
+    """`run` with the name, the help and the options of a command's function, and more options."""
+    run.__doc__, parameters = documented(function)
+    parameters = [*(p for p in parameters if p.name != "options"), *more]
+    run.__name__, run.__module__ = function.__name__, function.__module__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
@@ -140,7 +146,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     diverged = isinstance(error, NotFinite)  # not the input's fault: the calculation failed
     if isinstance(error, WhenceError) and not diverged:
         return message, BAD_INPUT
-    if _is_out_of_memory(error):
+    torch = sys.modules.get("torch")  # not imported: then it cannot be torch's error
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
         hint = "try a smaller --batch-size or --memory; finished work is kept"
         return f"out of memory: {hint} ({message.splitlines()[0]})", FAILED
     if isinstance(error, OSError):
@@ -158,11 +165,6 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"failed{where}: {message}", FAILED
     hint = f"set {DEBUG}=1 to see the traceback"
     return f"failed{where}: {type(error).__name__}: {message} ({hint})", FAILED
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")  # not imported: then it cannot be torch's error
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def installed(file: str) -> bool:

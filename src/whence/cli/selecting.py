@@ -6,38 +6,25 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from whence.cli.attributing import StudyExamples
-from whence.cli.judging import QueryName, Stage
 from whence.cli.options import (
+    TRAINING,
     Check,
-    Device,
-    Engine,
-    Executor,
-    Memory,
-    NoProgress,
     ScoresPath,
     StudyPath,
-    device_of,
+    compute_options,
     open_scores,
 )
 from whence.cli.screen import Answer, CommandError, command
-
-Duplicates = Annotated[
-    bool,
-    typer.Option("--duplicates", help="Find near-duplicates; select drops them first."),
-]
+from whence.cli.signature import NON_NEGATIVE, OUT, POSITIVE
 
 
 @command()
 def audit(
     study: StudyPath,
     scores: ScoresPath,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The CSV file to write.")
-    ] = Path("audit.csv"),
-    duplicates: Duplicates = False,
+    out: Annotated[Path, OUT] = Path("audit.csv"),
+    duplicates: bool = False,
     check: Check = True,
 ) -> Answer:
     """List the training examples whose labels look wrong, the most suspicious first, as CSV.
@@ -48,6 +35,10 @@ def audit(
     Examples:
 
     - `whence audit study.py scores/source -o audit.csv`
+
+    Args:
+        out (FILE): The CSV file to write.
+        duplicates: Find near-duplicates; select drops them first.
     """
     opened = open_scores(scores)
     shown = StudyExamples(opened, study, check)
@@ -66,44 +57,22 @@ def audit(
     )
 
 
-@command(resumes=True)
+@command(resumes=True, options=compute_options, only=TRAINING)
 def select(
     study: StudyPath,
     scores: ScoresPath,
-    drop: Annotated[
-        str | None,
-        typer.Option(metavar="INT|SHARE", help="Examples to leave out: 100, 0.05 or 5%."),
-    ] = None,
-    keep: Annotated[
-        str | None, typer.Option(metavar="INT|SHARE", help="Examples to train on instead.")
-    ] = None,
-    duplicates: Duplicates = False,
-    test: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Examples that judge: a name that the study file defines. Default: half of the "
-            "queries choose, the others judge.",
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="INT", help="Trainings of each kind.")] = 5,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder for results. Default: select/STUDY."
-        ),
-    ] = None,
-    query: QueryName = None,
-    stage: Stage = None,
-    seed: Annotated[
-        int, typer.Option(min=0, metavar="INT", help="Seed of the halves and of the control.")
-    ] = 0,
+    drop: str | None = None,
+    keep: str | None = None,
+    duplicates: bool = False,
+    test: str | None = None,
+    seeds: Annotated[int, POSITIVE] = 5,
+    out: Annotated[Path | None, OUT] = None,
+    query: str | None = None,
+    stage: str | None = None,
+    seed: Annotated[int, NON_NEGATIVE] = 0,
     check: Check = True,
-    device: Device = None,
-    memory: Memory = None,
-    executor: Executor = None,
-    engine: Engine = None,
-    no_progress: NoProgress = False,
+    *,
+    options: dict[str, Any],
 ) -> Answer:
     """Drop the examples that harm the queries, retrain, and compare with dropping at random.
 
@@ -114,11 +83,23 @@ def select(
 
     - `whence select study.py scores/source --drop 5%`
     - `whence select study.py scores/source --keep 0.5 --duplicates --test unseen`
+
+    Args:
+        drop (INT|SHARE): Examples to leave out: 100, 0.05 or 5%.
+        keep (INT|SHARE): Examples to train on instead.
+        duplicates: Find near-duplicates; select drops them first.
+        test (NAME): Examples that judge: a name that the study file defines. Default: half of the
+            queries choose, the others judge.
+        seeds: Trainings of each kind.
+        out (FOLDER): Folder for results. Default: select/STUDY.
+        query (NAME): Queries: a name that the study file defines. Default: `query`.
+        stage (NAME): Stage whose examples are left out of trainings. Default: the first.
+        seed: Seed of the halves and of the control.
     """
     opened = open_scores(scores)
     if (drop is None) == (keep is None):
         raise CommandError("give either --drop or --keep, such as --drop 5%")
-    amount = _amount("--drop", drop) if keep is None else _amount("--keep", keep)
+    dropped, stays = _amount("--drop", drop), _amount("--keep", keep)
     from whence.evaluate import select as choose
     from whence.persist.files import write_bytes
     from whence.present.ranking import csv_lines
@@ -130,18 +111,15 @@ def select(
         file.needs_recipe(),
         opened,
         file.query_data(query),
-        **{"drop" if keep is None else "keep": amount},
+        drop=dropped,
+        keep=stays,
         test=None if test is None else file.query_data(test),
         duplicate_of=alike,
         seeds=seeds,
         stage=stage,
         seed=seed,
         out=place,
-        device=device_of(device),
-        memory=memory,
-        executor=executor,
-        engine=engine or "auto",
-        progress=not no_progress,
+        **options,
     )
     rows = [
         [m, int(result.kept[m]), result.help[m]] + ([] if alike is None else [alike[m]])
@@ -155,9 +133,10 @@ def select(
     return Answer(data, f"{result!r}\n{place / 'selection.csv'} has the choice")
 
 
-def _amount(option: str, text: str | None) -> float:
+def _amount(option: str, text: str | None) -> float | None:
     """100, 0.05 or 5%."""
-    assert text is not None
+    if text is None:
+        return None
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
@@ -167,12 +146,11 @@ def _amount(option: str, text: str | None) -> float:
 
 def _duplicates(shown: StudyExamples, stage: str | None) -> list[int]:
     """The example that each one of a stage nearly duplicates."""
-    from whence.present.duplicates import leaders, sketch
-    from whence.present.examples import Examples
+    import numpy as np
+
+    from whence.present.views import TrainingExamples
 
     train = shown.file.study.train
-    if isinstance(train, dict):
-        train = train[stage or next(iter(train))]
-    examples = Examples(train, **shown.options)
-    leading = leaders([sketch(examples.content(m)) for m in range(len(examples))])
-    return [int(m) for m in leading]
+    data = train[stage or next(iter(train))]
+    examples = TrainingExamples(np.arange(len(data)), None, {None: data}, **shown.options)
+    return [int(leader) for leader in examples.leaders(range(len(data)))]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import Any
 
 from whence.cli.methods import METHODS, REQUIRED, Option
 from whence.cli.screen import CommandError
 
-# {method, as it is typed: its options by name}
+# by the method as it is typed: its constructor in `whence.methods`, and its options by name
+PATHS = {path.lower(): path for path in METHODS}
 OPTIONS = {path.lower(): options for path, options in METHODS.items()}
 
 
@@ -27,15 +29,14 @@ def method_class(method: str) -> Any:
     """The class of a method."""
     from whence import methods
 
-    path = next(path for path in METHODS if path.lower() == method)
-    return getattr(methods, path.partition(".")[0])
+    return getattr(methods, PATHS[method].partition(".")[0])
 
 
 def constructor(method: str) -> Any:
     """What makes a method out of its settings: a class, or an alternative constructor of it."""
-    path = next(path for path in METHODS if path.lower() == method)
-    alternative = path.partition(".")[2]
-    return getattr(method_class(method), alternative) if alternative else method_class(method)
+    from whence import methods
+
+    return attrgetter(PATHS[method])(methods)
 
 
 def arguments(method: str, given: dict[str, str | bool]) -> dict[str, Any]:

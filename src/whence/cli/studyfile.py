@@ -139,31 +139,11 @@ def load_study(path: str | Path) -> StudyFile:
 
 
 def _from_yaml(path: Path) -> StudyFile:
-    from whence.integrations.study_yaml import StudyYamlError, read_study_yaml
-    from whence.study import Study
+    from whence.integrations.study_yaml import read_study_yaml
 
-    try:
-        with chdir(path.absolute().parent):
-            parts = read_study_yaml(Path(path.name))
-    except StudyYamlError as error:
-        raise StudyFileError(str(error)) from error
-    study = Study(
-        parts.model,
-        parts.task,
-        parts.train,
-        parts.run,
-        collate=parts.collate,
-        cache=parts.cache,
-        layers=parts.layers,
-    )
-
-    def queries(file: Path) -> Any:
-        try:
-            return parts.read_queries(file)
-        except StudyYamlError as error:
-            raise StudyFileError(str(error)) from error
-
-    return StudyFile(path, study, parts.query, shown=parts.display, queries=queries)
+    with chdir(path.absolute().parent):
+        read = read_study_yaml(Path(path.name))
+    return StudyFile(path, read.study, read.query, shown=read.display, queries=read.read_queries)
 
 
 def _imported(path: Path) -> ModuleType:

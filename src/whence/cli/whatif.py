@@ -10,15 +10,16 @@ import typer
 
 from whence.cli.attributing import StudyExamples, line, line_heading
 from whence.cli.options import (
+    TRAINING,
     Check,
     ScoresPath,
     ToShow,
+    compute_options,
     numbers,
     open_scores,
-    out_option,
-    training_options,
 )
 from whence.cli.screen import Answer, CommandError, command
+from whence.cli.signature import NON_NEGATIVE, OUT, QUERY
 from whence.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -27,40 +28,16 @@ if TYPE_CHECKING:
     from whence.scores import Scores
 
 
-@command(resumes=True, options=training_options)
+@command(resumes=True, options=compute_options, only=TRAINING)
 def whatif(
     scores: ScoresPath,
-    examples: Annotated[
-        str,
-        typer.Option("--examples", "-e", metavar="INT,...", help="Training examples to remove."),
-    ],
-    query: Annotated[
-        int | None,
-        typer.Option(
-            "--query", "-q", metavar="INT", help="Show this query. Default: those that change most."
-        ),
-    ] = None,
-    k: Annotated[
-        int, typer.Option("-k", min=1, metavar="INT", help="Number of queries to show.")
-    ] = 10,
-    stage: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Stage of the examples."),
-    ] = None,
+    examples: Annotated[str, typer.Option("--examples", "-e")],
+    query: Annotated[int | None, QUERY] = None,
+    k: Annotated[int, typer.Option("-k", min=1)] = 10,
+    stage: str | None = None,
     study: ToShow = None,
-    retrain: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="SEEDS",
-            help="Also retrain without the examples, with this many seeds. Needs --study with a "
-            "recipe.",
-        ),
-    ] = 0,
-    out: Annotated[
-        Path | None,
-        out_option("Folder for the trainings. Default: `whatif`, in the folder of the scores."),
-    ] = None,
+    retrain: Annotated[int, NON_NEGATIVE] = 0,
+    out: Annotated[Path | None, OUT] = None,
     check: Check = True,
     *,
     options: dict[str, Any],
@@ -71,6 +48,15 @@ def whatif(
 
     - `whence whatif scores/source --examples 3,14,159 --study study.py`
     - `whence whatif scores/source --examples 3,14,159 --study study.py --retrain 5`
+
+    Args:
+        examples (INT,...): Training examples to remove.
+        query: Show this query. Default: those that change most.
+        k: Number of queries to show.
+        stage (NAME): Stage of the examples.
+        retrain (SEEDS): Also retrain without the examples, with this many seeds. Needs --study with
+            a recipe.
+        out (FOLDER): Folder for the trainings. Default: `whatif`, in the folder of the scores.
     """
     removed = numbers("--examples", examples)
     opened = open_scores(scores)
@@ -101,7 +87,12 @@ def whatif(
     data: dict[str, Any] = {"examples": removed, "measurement": opened.measurement}
     data |= {"unit": opened.unit, "queries": changes}
     if outcome is not None and query is None:
-        data |= {"seeds": retrain, "agreement": _agreement(changes)}
+        import numpy as np
+
+        from whence.evaluate.agreement import agreement
+
+        pairs = np.array([[change["predicted"], change["real"]] for change in changes])
+        data |= {"seeds": retrain, "agreement": agreement(*pairs.T)}
     return Answer(data, _table(opened, data, k))
 
 
@@ -148,15 +139,6 @@ def _change(
     if shown is not None:
         change |= shown.query(int(scores.query_ids[row]))
     return change
-
-
-def _agreement(changes: list[dict[str, Any]]) -> dict[str, float | None]:
-    import numpy as np
-
-    from whence.evaluate.agreement import agreement
-
-    predicted, real = (np.array([c[name] for c in changes]) for name in ("predicted", "real"))
-    return agreement(predicted, real)
 
 
 def _table(scores: Scores, data: dict[str, Any], k: int) -> str:

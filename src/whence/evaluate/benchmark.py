@@ -235,7 +235,8 @@ class Benchmark:
             raise InvalidInput(f"url={url!r} must start with https:// or http://")
         address = url.removesuffix(DESCRIPTION).rstrip("/")
         raw = _fetched(f"{address}/{DESCRIPTION}", DESCRIPTION_LIMIT)
-        base = as_path(cache) if cache is not None else _cache() / "benchmarks"
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        base = Path(home, "whence", "benchmarks") if cache is None else as_path(cache)
         folder = base / sha256_of(raw)[:16]
         make_folder(folder)
         write_bytes(folder / DESCRIPTION, raw)
@@ -243,7 +244,7 @@ class Benchmark:
         with parsing(folder / DESCRIPTION, REMEDY):
             files = {_inside(name): dict(one) for name, one in content["files"].items()}
             if len(files) > FILES:
-                raise InvalidInput(f"it names {len(files):,} files, and at most {FILES:,} may be")
+                raise InvalidInput(f"it names {len(files):,} files, more than {FILES:,}")
             for one in files.values():
                 whole("bytes", one["bytes"], 0)
             total = sum(one["bytes"] for one in files.values())
@@ -305,11 +306,6 @@ def _inside(name: Any) -> str:
     return str(name)
 
 
-def _cache() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path.home() / ".cache") / "whence"
-
-
 def _scheme(url: str) -> str:
     try:
         return urlsplit(url).scheme
@@ -318,8 +314,7 @@ def _scheme(url: str) -> str:
 
 
 def _fetched(url: str, most: int) -> bytes:
-    """What a URL has, of at most this many bytes. A server that sends a byte now and then is not
-    waited for."""
+    """The content of a URL, of at most this many bytes. Gives up on a server that is too slow."""
     pieces, size, begun = [], 0, time.monotonic()
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
@@ -327,7 +322,7 @@ def _fetched(url: str, most: int) -> bytes:
                 pieces.append(piece)
                 size += len(piece)
                 if size > most:
-                    raise InvalidInput(f"{url} has more than the {most:,} bytes that it may have")
+                    raise InvalidInput(f"{url} has more than the {most:,} bytes that are allowed")
                 if time.monotonic() - begun > TIMEOUT + size / SLOWEST:
                     raise MissingFile(f"{url} sends too slowly: {size:,} bytes so far. Try later")
     except (OSError, HTTPException, ValueError) as error:

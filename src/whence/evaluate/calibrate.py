@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whence.errors import InvalidInput, InvalidType, optional, warn
-from whence.evaluate.groups import SAME, Floats, Groups, centred, group, locate
+from whence.evaluate.groups import ROUNDING, Floats, Groups, centred, group, locate
 from whence.persist.identity import sha256_of
 from whence.scores import Scores
 
 if TYPE_CHECKING:
     from whence.retrain import Truth
 
-LEAST = 5  # subsets; a slope from fewer has an interval that says nothing
+LEAST_SUBSETS = 5  # subsets; a slope from fewer has an interval that says nothing
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def calibrate(scores: Scores, truth: Truth, *, exclude_diverged: bool = False) -
             stage that the truth resampled: the truth says nothing about the others.
         truth: measurements on at least 5 subsets, of the recipe that trained the attributed run.
             Judge the result by another truth.
-        exclude_diverged: leave out trainings that diverged, rather than refuse.
+        exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_scores(scores, truth)
     groups = group(scores, truth, exclude_diverged)
@@ -115,7 +115,7 @@ def calibrate(scores: Scores, truth: Truth, *, exclude_diverged: bool = False) -
 
 
 def check_scores(scores: Any, truth: Truth, name: str = "scores") -> None:
-    """Refuse what is not a matrix of Scores by a run of the truth's recipe."""
+    """Raise unless they are Scores of a run of the truth's recipe."""
     if not isinstance(scores, Scores):
         raise InvalidType(
             f"{name} is a {type(scores).__name__}: give the Scores that a method's attribute() "
@@ -131,17 +131,17 @@ def check_scores(scores: Any, truth: Truth, name: str = "scores") -> None:
 
 
 def check_subsets(groups: Groups) -> None:
-    """Refuse a truth that is too small."""
-    if groups.subsets < LEAST:
+    """Raise if the truth is too small."""
+    if groups.subsets < LEAST_SUBSETS:
         lost = f" ({groups.lost} more were left out)" if groups.lost else ""
         raise InvalidInput(
             f"the truth has {groups.subsets} subsets{lost}: a cross-validated slope needs at least "
-            f"{LEAST}; 10 to 20 are a good start"
+            f"{LEAST_SUBSETS}; 10 to 20 are a good start"
         )
 
 
 def warn_unchanged(reason: str, scores: Scores) -> None:
-    """Say that the scores are returned as they were given."""
+    """Warn that the scores are returned unchanged."""
     warn(
         f"nothing can be learned from this truth: {reason}. The scores of {scores.method} are "
         "returned unchanged; use more subsets or seeds",
@@ -163,7 +163,7 @@ def fit_slope(predicted: Floats, groups: Groups, truth: Truth) -> Fit | str:
     fitted = float(a.sum() / b.sum())
     c = m / (m - 1)
     left = b.sum() - c * b
-    known = left > SAME * b.sum()  # without the only subset that differs, there is no slope
+    known = left > ROUNDING * b.sum()  # without the only subset that differs, there is no slope
     without = np.where(known, (a.sum() - c * a) / np.where(known, left, 1.0), 0.0)  # (M,)
     most = float((without**2 * b).sum())
     shrinkage = float(np.clip((without * a).sum() / most, 0.0, 1.0)) if most > 0 else 0.0

@@ -17,8 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import InvalidInput
-from whence.evaluate.groups import AT_ONCE, SAME, Floats, Given, centred, group
-from whence.evaluate.lds import check_bootstrap, described, left_out, reliability, resamples, split
+from whence.evaluate.groups import NUMBERS_PER_BLOCK, ROUNDING, Floats, Given, centred, group
+from whence.evaluate.lds import (
+    check_bootstrap,
+    described,
+    left_out,
+    middle,
+    reliability,
+    resamples,
+    split,
+)
 from whence.evaluate.plots import StrPath, plot_calibration
 from whence.table import Table, Tabled, estimate
 
@@ -42,8 +50,8 @@ class Calibration(Tabled):
     Attributes:
         slope: of all queries and subsets together.
         interval: 95 % percentile bootstrap interval of the slope, over the subsets.
-        r2: share of the real variance that the predictions explain as they stand; below 0 when
-            predicting no change at all would be closer.
+        r2: share of the real variance that the predictions explain, without rescaling; below 0 if
+            predicting no change would be closer.
         r2_line: the same after multiplying the predictions by ``slope``.
         ceiling: the share of the real variance that is not noise of the seeds, from their split
             halves: what r2 could reach at most. None with one seed.
@@ -83,7 +91,7 @@ class Calibration(Tabled):
         return plot_calibration(self, title=title, path=path)
 
     def table(self) -> Table:
-        """Slope and R², and what they stand on."""
+        """Slope and R², and what they are based on."""
         runs = "" if self.runs == 1 else f", mean of {self.runs} runs"
         spread = ", ".join(f"{value:.2f} ({q:.0%})" for q, value in self.quantiles.items())
         most = "" if self.ceiling is None else f"; at most {self.ceiling:.3f}, the rest is noise"
@@ -111,9 +119,9 @@ def calibration(
     Args:
         scores: Scores, a plain array (q, n), or a list of several runs', which are averaged.
         truth: measurements on known subsets.
-        bootstrap: how many resamples of the subsets the slope's interval is made of.
+        bootstrap: number of resamples of the subsets, for the interval of the slope.
         seed: of the resamples.
-        exclude_diverged: leave out trainings that diverged, rather than refuse.
+        exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_bootstrap(bootstrap)
     groups = group(scores, truth, exclude_diverged)
@@ -151,18 +159,17 @@ def calibration(
 
 
 def _interval(p: Floats, t: Floats, drawn: NDArray[np.float32]) -> tuple[float, float]:
-    """95 % of the slopes of resamples (M, B), each centred anew: Σ w P T − Σ w P Σ w T / M."""
+    """95 % of the slopes of resamples (M, B), each centred by itself: Σ w P T − Σ w P Σ w T / M."""
     queries, subsets = p.shape
     weights = drawn.astype(np.float64)
     pt, pp = (p * t).sum(0) @ weights, (p * p).sum(0) @ weights
-    step = max(1, AT_ONCE // weights.shape[1])
+    step = max(1, NUMBERS_PER_BLOCK // weights.shape[1])
     for start in range(0, queries, step):
         a, b = p[start : start + step] @ weights, t[start : start + step] @ weights
         pt -= (a * b).sum(0) / subsets
         pp -= (a * a).sum(0) / subsets
-    some = pp > SAME * (p * p).sum()  # of few subsets, a resample may hold one alone
-    low, high = np.percentile(pt[some] / pp[some], [2.5, 97.5])
-    return float(low), float(high)
+    some = pp > ROUNDING * (p * p).sum()  # a resample of few subsets may contain only one of them
+    return middle(pt[some] / pp[some])
 
 
 def _ceiling(truth: Truth, valid: NDArray[np.bool_], random: np.random.Generator) -> float | None:

@@ -106,7 +106,7 @@ def combine(
             sum.
         bootstrap: the number of resamples of the subsets for the intervals.
         seed: of the resamples.
-        exclude_diverged: leave out trainings that diverged, rather than refuse.
+        exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_bootstrap(bootstrap)
     inputs = _inputs(scores, truth, parts)
@@ -218,7 +218,8 @@ def _inputs(
         pieces = [one.values] if one.by_segment is None else list(one.by_segment)
         for number, values in enumerate(pieces, 1):
             label = name if one.by_segment is None else f"{name}, segment {number}"
-            split[label] = _with_values(one, values)
+            about = {k: v for k, v in one.diagnostics.items() if k in ("runs", "warnings")}
+            split[label] = one.with_values(values, diagnostics=about)
     return split
 
 
@@ -237,12 +238,6 @@ def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Trut
                     f"{name} and {other} are scores of different studies: their {what} differ; "
                     "combine scores of the same training data and queries"
                 )
-
-
-def _with_values(scores: Scores, values: Any) -> Scores:
-    """Other values for the same queries and training examples."""
-    about = {k: v for k, v in scores.diagnostics.items() if k in ("runs", "warnings")}
-    return scores.with_values(values, diagnostics=about)
 
 
 def _deviations(scores: Scores, truth: Truth) -> Floats:

@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Given = Scores | NDArray[Any]  # scores, or a plain array (q, n)
 
-AT_ONCE = 2**23  # numbers of a score matrix that are converted to float64 at a time
-SAME = 1e-13  # group predictions closer than this, relative to Σ|values|, differ by rounding alone
+NUMBERS_PER_BLOCK = 2**23  # numbers of a score matrix that are converted to float64 at a time
+ROUNDING = 1e-13  # group predictions closer than this, relative to Σ|values|, count as equal
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool)
     diverged = int((~valid).sum())
     if diverged and not exclude_diverged:
         raise InvalidInput(
-            f"{diverged} of the truth's {valid.size} trainings diverged or are not done: finish "
+            f"{diverged} of the truth's {valid.size} trainings diverged or are unfinished: finish "
             "them, or leave them out with exclude_diverged=True"
         )
     whole = valid.any(1)
@@ -238,7 +238,7 @@ def _predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
         down, across = np.arange(len(values)), np.arange(n)
     everything = values.shape[1] == n and np.array_equal(across, np.arange(n))
     predicted = np.empty((len(values), masks.shape[1]))
-    step = max(1, AT_ONCE // n)
+    step = max(1, NUMBERS_PER_BLOCK // n)
     for start in range(0, len(values), step):
         rows = down[start : start + step]
         block = values[rows] if everything else values[rows][:, across]
@@ -251,12 +251,12 @@ def _predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
                 f"{start + row} and example {int(bad[row].argmax())}: they cannot be judged"
             )
         sums = block @ masks
-        flat = np.ptp(sums, axis=1) <= SAME * np.abs(block).sum(1)
+        flat = np.ptp(sums, axis=1) <= ROUNDING * np.abs(block).sum(1)
         sums[flat] = 0.0
         predicted[start : start + step] = sums
     return predicted
 
 
 def _runs(scores: Given) -> int:
-    """How many runs' scores these are the mean of."""
+    """The number of runs whose scores were averaged."""
     return int(scores.diagnostics.get("runs", 1)) if isinstance(scores, Scores) else 1

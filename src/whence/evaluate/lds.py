@@ -38,8 +38,8 @@ class Difference:
 
     Attributes:
         value: the difference.
-        interval: 95 %. Narrower than the two results' own suggest: what the choice of subsets (or
-            of queries) does to both alike cancels.
+        interval: 95 %. It is narrower than the intervals of the two results suggest: both share
+            their subsets (or queries), so the effect of that choice cancels.
     """
 
     value: float
@@ -58,16 +58,16 @@ class LDS(Tabled):
         interval: 95 % bootstrap interval over the subsets: percentiles of the resamples' scores,
             moved by the value minus the resamples' mean.
         per_query: (q,) the correlations; NaN where the measurement is the same for all subsets.
-        ceiling: what the mean over R seeds could reach at most, itself being noisy: √(2r/(1+r)), r
-            its split-half correlation over seeds. None with one seed.
-        method: whose scores.
-        queries: how many queries the mean is over.
+        ceiling: the highest LDS that is possible, because the mean over R seeds is noisy:
+            √(2r/(1+r)), with r its split-half correlation over seeds. None with one seed.
+        method: the name of the method.
+        queries: the number of queries in the mean.
         undefined: queries left out, because their measurement is the same for all subsets.
         unranked: queries whose *predictions* are the same for all subsets: they count as 0.
         subsets, seeds, alpha: M, R and the sampling ratio of the truth.
-        diverged: trainings left out because they diverged or are not done.
+        diverged: trainings left out because they diverged or are unfinished.
         lost: subsets left out because all of their trainings were.
-        runs: how many runs' scores were averaged.
+        runs: the number of runs whose scores were averaged.
         single: for a list of runs, the mean LDS of the runs one by one.
         resampled: (B,) the scores of the resamples, moved as the interval is.
         in_place: whether the truth is of single models, as in `ground_truth(in_place=True)`. Then
@@ -100,7 +100,7 @@ class LDS(Tabled):
         if mine is None or its is None or len(mine) != len(its) or not alike:
             raise InvalidInput(
                 f"the LDS of {self.method} and that of {other.method} do not share their "
-                "resamples: make both with the same truth, bootstrap and seed"
+                "resamples: compute both with the same truth, bootstrap and seed"
             )
         return Difference(self.value - other.value, middle(mine - its))
 
@@ -113,7 +113,7 @@ class LDS(Tabled):
         return plot_lds({self.method: self}, title=title, path=path)
 
     def table(self) -> Table:
-        """The score with its interval, and all that it stands on."""
+        """The score with its interval, and what it is based on."""
         runs = "" if self.runs == 1 else f", mean of {self.runs} runs"
         facts = [("LDS", f"{estimate(self.value, self.interval)}  (95 % over subsets)")]
         if self.single is not None:
@@ -187,14 +187,14 @@ def lds(
     own model, and the LDS is the mean.
 
     Args:
-        scores: a method's Scores, or a plain array (q, n); or a list of them, one of each run: then
-            the LDS is that of their mean, and ``.single`` the mean of their own.
-        truth: measurements on known subsets; of scores over several stages, the columns of the
-            truth's stage are taken.
-        bootstrap: how many resamples of the subsets the interval is made of.
-        seed: of the resamples and of the halvings for the ceiling.
-        exclude_diverged: leave out trainings that diverged (and subsets of which all did), rather
-            than refuse.
+        scores: a method's Scores, or a plain array (q, n); or a list of them, one for each run:
+            then the LDS is that of their mean, and ``.single`` the mean of the runs' LDS.
+        truth: measurements on known subsets. If the scores are of several stages, the columns of
+            the truth's stage count.
+        bootstrap: number of resamples of the subsets, for the interval.
+        seed: of the resamples, and of the halvings for the ceiling.
+        exclude_diverged: leave out trainings that diverged (and subsets whose trainings all did)
+            instead of raising an error.
     """
     check_bootstrap(bootstrap)
     if truth.in_place and len(truth.seeds) > 1:
@@ -324,7 +324,7 @@ def correlations(
             f"the measurement of each of the {queries} queries is the same for all {subsets} "
             "subsets: nothing can be ranked; see truth.means"
         )
-    # of few subsets, a resample may hold one alone, and then has no correlation
+    # with few subsets, a resample may contain only one of them, and has no correlation
     return per_query, totals[:, counts > 0] / counts[counts > 0]
 
 
@@ -343,9 +343,9 @@ def resamples(subsets: int, count: int, random: np.random.Generator) -> NDArray[
 def spearman(measured: Floats, predicted: Floats, weights: NDArray[np.float32]) -> Floats:
     """Rank correlations (K, B) of one query's measurements (M,) with K predictions (K, M).
 
-    Column b of ``weights`` (M, B) says how often resample b holds each subset. Nothing is sorted
-    anew for a resample: its ranks follow from the multiplicities. NaN where the measurement is
-    constant, 0 where only the prediction is.
+    Column b of ``weights`` (M, B) says how often resample b contains each subset. Resamples are
+    not sorted: their ranks follow from these counts. NaN where the measurement is constant, 0 where
+    only the prediction is.
     """
     u = _ranks(measured, weights)
     wu = weights * u
@@ -378,8 +378,8 @@ def _ranks(x: Floats, weights: NDArray[np.float32]) -> NDArray[np.float32]:
 def noise_ceiling(
     truth: Truth, valid: NDArray[np.bool_], random: np.random.Generator
 ) -> float | None:
-    """How well the mean over seeds correlates with the mean over endlessly many, at most: the root
-    of its `reliability`, with r the rank correlation of two halves. ``valid`` (M, R) are the
+    """The highest correlation that anything can have with the mean over seeds: the root of its
+    `reliability`, with r the rank correlation of two halves of the seeds. ``valid`` (M, R) are the
     trainings that count."""
     with optional("lds needs SciPy", "eval"):
         from scipy.stats import rankdata

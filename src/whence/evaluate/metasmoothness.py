@@ -1,8 +1,8 @@
 """Metasmoothness: does the measurement follow the weights of the data along straight lines?
 
 A derivative of the training in the weights w of its examples (`Unrolled`) predicts what happens
-without some of them only if the measurement f is nearly linear in w between here and there. This
-can be tried before: take a direction that drops a few examples, go half of the way, then the rest.
+without some of them only if the measurement f is nearly linear in w on the way there. You can test
+this first: take a direction that drops a few examples, go half of the way, then the rest.
 
     w₀ = 1            w₁ = 1 - h d          w₂ = 1 - 2h d         d: 1 for the dropped examples
     first = (f(w₁) - f(w₀)) / h             second = (f(w₂) - f(w₁)) / h            both (D, q)
@@ -61,7 +61,7 @@ class Metasmoothness(Tabled):
         return self.value >= ROUGH
 
     def table(self) -> Table:
-        """The number, and all that it stands on."""
+        """The number, and what it is based on."""
         directions, queries = self.first.shape
         steps = f"1, {1 - self.step:g} and {1 - 2 * self.step:g}"
         facts = [
@@ -86,9 +86,9 @@ def metasmoothness(
     out: str | os.PathLike[str] | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Metasmoothness:
-    """Try whether a training is smooth enough to be differentiated, before `Unrolled` is run.
+    """Check whether a training is smooth enough to be differentiated, before you run `Unrolled`.
 
-    It takes 2 D + 1 trainings, made together where possible. Warns if the training is rough: then
+    This takes 2 D + 1 trainings, made together where possible. Warns if the training is rough: then
     the exact derivative says little about retraining. A smaller learning rate, larger batches,
     smooth activations (GELU for ReLU), or an epsilon under Adam's root make it smoother.
 

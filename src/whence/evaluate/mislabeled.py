@@ -25,7 +25,7 @@ from whence.table import Table, Tabled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the data, for the table
+TABLE_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the data, for the table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,13 +33,14 @@ class Mislabeled(Tabled):
     """How well a suspicion finds the examples whose label was changed.
 
     Attributes:
-        roc_auc: the chance that a flipped example is more suspicious than another; 0.5 by luck.
-        average_precision: as scikit-learn's; by luck the share of flipped examples.
+        roc_auc: the probability that a flipped example is more suspicious than another; 0.5 for
+            random scores.
+        average_precision: as scikit-learn's; for random scores, the share of flipped examples.
         found: (n + 1,) share of the flipped examples among the 0, 1, ..., n most suspicious.
             Examples of equal suspicion count as if in random order.
-        flipped: how many were.
-        suspicion: (n,) what was sorted by, more suspicious is higher.
-        method: whose scores.
+        flipped: the number of flipped examples.
+        suspicion: (n,) what the examples were sorted by; higher is more suspicious.
+        method: the name of the method.
     """
 
     roc_auc: float
@@ -66,7 +67,7 @@ class Mislabeled(Tabled):
 
     def table(self) -> Table:
         """The three measures."""
-        recovery = ", ".join(f"{self.found_after(s):.0%} after {s:.0%}" for s in SHOWN)
+        recovery = ", ".join(f"{self.found_after(s):.0%} after {s:.0%}" for s in TABLE_SHARES)
         facts = [
             ("ROC-AUC", f"{self.roc_auc:.3f}"),
             ("average precision", f"{self.average_precision:.3f}"),

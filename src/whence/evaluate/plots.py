@@ -64,27 +64,19 @@ def plot_lds(
     both = any(result.single is not None for result in results.values())
     width = 0.36 if both else 0.6
     with _figure((1.9 + (0.8 if both else 0.6) * len(results), 3.0), path) as (fig, axis):
+
+        def bar(x: float, one: LDS, **look: Any) -> None:
+            error = np.abs(np.array(one.interval) - one.value)[:, None]
+            axis.bar(x, one.value, 0.92 * width, **look)
+            axis.errorbar(x, one.value, error, color="black", capsize=2.5, elinewidth=1)
+
         for k, result in enumerate(results.values()):
             colour = _look(k)["color"]
-            bars = [
-                (
-                    0.5 if both else 0.0,
-                    result,
-                    {"color": colour, "label": "ensemble of runs" * both},
-                )
-            ]
+            look = {"color": colour, "edgecolor": colour, "label": "ensemble of runs" * both}
+            bar(k + width / 2 * both, result, **look)
             if result.single is not None:
-                bars.append(
-                    (
-                        -0.5,
-                        result.single,
-                        {"color": "white", "hatch": "////", "label": "single run"},
-                    )
-                )
-            for side, one, look in bars:
-                x, error = k + side * width, np.abs(np.array(one.interval) - one.value)[:, None]
-                axis.bar(x, one.value, 0.92 * width, edgecolor=colour, **look)
-                axis.errorbar(x, one.value, error, color="black", capsize=2.5, elinewidth=1)
+                look |= {"color": "white", "hatch": "////", "label": "single run"}
+                bar(k - width / 2, result.single, **look)
         axis.axhline(0, color="black", linewidth=0.8)
         ceilings = [np.nan if f.ceiling is None else f.ceiling for f in results.values()]
         if not np.isnan(ceilings).all():  # steps, where methods were judged by different truths

@@ -319,8 +319,7 @@ def _choose(full: Floats, count: int, seed: int) -> tuple[Ints, int]:
 def _round(
     orders: Mapping[str, Ints], margins: Mapping[str, Floats], count: int, examples: int
 ) -> tuple[dict[bytes, Ints], list[tuple[str, int, bytes]]]:
-    """Whom to try without `count` examples: (method, query, subset); and the subsets, each once,
-    whoever asks for it."""
+    """The subsets without `count` examples, each once, and the tries: (method, query, subset)."""
     subsets: dict[bytes, Ints] = {}
     tried = []
     for method, order in orders.items():

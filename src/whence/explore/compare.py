@@ -20,7 +20,7 @@ from whence.present.views import number, strongest
 from whence.scores.uncertainty import half_widths_of_scores
 
 DOTS = 1500  # of a scatter plot, at most
-CURVE = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # k of the overlap curve
+OVERLAP_SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # k of the overlap curve
 
 
 def tops(help_: Floats, k: int) -> Ints:
@@ -45,7 +45,7 @@ def ranked_entries(data: ScoredData, name: str) -> int:
 def check_pair(data: ScoredData, a: str, b: str) -> None:
     for name in (a, b):
         data.of_queries(name)
-    if not np.any((data.columns(a) >= 0) & (data.columns(b) >= 0)):
+    if not np.any((data.columns[a] >= 0) & (data.columns[b] >= 0)):
         raise Refused(f"{a} and {b} have no training example in common")
 
 
@@ -64,7 +64,7 @@ def compare_query(data: ScoredData, a: str, b: str, row: int, k: int = 10) -> di
     both = np.isfinite(u) & np.isfinite(v)
     cut = [name for name in (a, b) if data.scores(name).strongest is not None]
     k = max(1, min(k, ranked_entries(data, a), ranked_entries(data, b)))
-    longest = min(ranked_entries(data, a), ranked_entries(data, b), CURVE[-1])
+    longest = min(ranked_entries(data, a), ranked_entries(data, b), OVERLAP_SIZES[-1])
     ends = {
         name: {
             "helpful": tops(h, max(longest, k)),
@@ -83,7 +83,7 @@ def compare_query(data: ScoredData, a: str, b: str, row: int, k: int = 10) -> di
         "overlap": {end: overlap(ends[a][end], ends[b][end], k) for end in ("helpful", "harmful")},
         "curve": [
             [c, *(overlap(ends[a][end], ends[b][end], c) for end in ("helpful", "harmful"))]
-            for c in CURVE
+            for c in OVERLAP_SIZES
             if c <= longest
         ],
         "dots": _dots(

@@ -13,17 +13,16 @@ import numpy as np
 from whence.explore.compare import Overall, compare_query
 from whence.explore.jobs import DONE, UNFINISHED, Job, Jobs
 from whence.explore.map import MOST_CLASSES, coordinates, packed
-from whence.explore.reading import WORK, Busy, Ints
-from whence.explore.scored_data import PAGE, Refused, ScoredData
+from whence.explore.reading import REQUEST_SECONDS, Busy, Ints
+from whence.explore.scored_data import PAGE, Refused, ScoredData, first, page
 from whence.explore.whatif import judged, what_if
 from whence.present import views
 from whence.present.card import PICTURES, Card, draw
 from whence.present.ranking import csv_lines
 from whence.present.summary import summary
-from whence.present.views import number
+from whence.present.views import direction, number
 
 MAX_ENTRIES = 100  # at either end of a query's ranking
-MAX_TICKED = 5000  # examples at a time
 CSV_BLOCK = 500  # lines of a file at a time
 SUSPECTS = 50  # harmful examples whose labels the overview compares with predictions
 HARMFUL = 200  # examples for which we find the query that they harm most
@@ -46,8 +45,7 @@ class Explorer:
         self._overall: dict[tuple[str, str, int], Overall] = {}
         # a pass over all scores, to check that they are numbers
         self._about = {name: views.overview(s) for name, s in data.everything.items()}
-        self._harm: dict[str, dict[int, dict[str, Any]]] = {}
-        self._suspects: dict[str, list[int]] = {}
+        self._harm: dict[str, dict[int, dict[str, Any]]] = {}  # by place, the worst first
         self._summaries: dict[str, dict[str, Any]] = {}
         self._map: dict[str, Any] | str | None = None  # or why there is none
         self._guard = threading.Lock()
@@ -73,15 +71,8 @@ class Explorer:
         for name, scores in data.sets.items():
             if data.stop.is_set():
                 return
-            places = data.places(name)
+            places = data.places[name]
             harmful = views.harmful_overall(scores, HARMFUL)
-            self._summaries[name] = summary(
-                scores,
-                partial(_class_at, data, places),
-                data.query_class,
-                [data.query_item(row) for row in range(scores.shape[0])],
-            )
-            self._suspects[name] = [int(places[e["column"]]) for e in harmful["entries"]]
             self._harm[name] = {
                 int(places[entry["column"]]): {
                     "queries": entry["queries"],
@@ -89,6 +80,12 @@ class Explorer:
                 }
                 for entry in harmful["entries"]
             }
+            self._summaries[name] = summary(
+                scores,
+                partial(_class_of, data, places),
+                data.query_class,
+                [data.query_item(row) for row in range(scores.shape[0])],
+            )
 
         gc.freeze()  # a collection that visits all that was read would delay an answer
         self._draw_map()
@@ -108,7 +105,7 @@ class Explorer:
         except Exception as error:  # a user's model may raise anything
             self._map = f"the map could not be drawn: {type(error).__name__}: {error}"
             return
-        labels = [data.class_of(place) for place in range(len(data.ids))]
+        labels = [data.examples.class_of(place) for place in range(len(data.ids))]
         names = sorted({name for name in labels if name is not None})[:MOST_CLASSES]
         numbers = {name: k for k, name in enumerate(names)}
         classes = np.array([numbers.get(name or "", 0) for name in labels], np.uint8)
@@ -148,19 +145,19 @@ class Explorer:
             },
         }
 
-    def summary(self, name: str) -> dict[str, Any]:
+    def summary(self, scores: str) -> dict[str, Any]:
         """What to look at first. Raises Busy while it is computed."""
-        scores, places = self.data.of_queries(name), self.data.places(name)
-        if name not in self._summaries:
+        explained, places = self.data.of_queries(scores), self.data.places[scores]
+        if scores not in self._summaries:
             raise Busy("the overview is being computed: ask again in a moment")
-        view = dict(self._summaries[name])
+        view = dict(self._summaries[scores])
         for end in ("helpful", "harmful"):
             entries = [{**e, "column": int(places[e["column"]])} for e in view[end]]
-            view[end] = views.folded(entries, self.data.leaders)
-        suspects = self._suspects[name][:SUSPECTS]
+            view[end] = views.folded(entries, self.data.examples.leaders)
+        suspects = list(self._harm[scores])[:SUSPECTS]
         predicted, more = self.data.predictions(suspects)
-        sign = -1.0 if scores.higher_is_better else 1.0
-        view["suspects"] = [{"column": place, "value": sign} for place in suspects]
+        harm = -direction(explained)
+        view["suspects"] = [{"column": place, "value": harm} for place in suspects]
         view["examples_shown"] = self._examples([*view["helpful"], *view["harmful"]])
         for place in suspects:
             view["examples_shown"][str(place)] = self.data.example(place) | predicted.get(place, {})
@@ -175,59 +172,92 @@ class Explorer:
             raise Busy("the map is being drawn: ask again in a moment")
         return {"refused": self._map} if isinstance(self._map, str) else self._map
 
-    def map_values(self, name: str, row: int | None) -> dict[str, Any]:
+    def map_values(self, scores: str, row: int | None = None) -> dict[str, Any]:
         """How much each training example helped a query, or all on average."""
-        help_ = self.data.mean_help(name) if row is None else self.data.help(name, row)
+        help_ = self.data.mean_help(scores) if row is None else self.data.help(scores, row)
         if help_ is None:
-            raise Refused(f"{name} keeps only each query's top: choose a query")
+            raise Refused(f"{scores} keeps only each query's top: choose a query")
         return {"values": packed(help_.astype(np.float32))}
 
-    def query(self, name: str, row: int, k: int) -> dict[str, Any]:
+    def query(self, scores: str, row: int, k: int = 10) -> dict[str, Any]:
         """One query by one scores: the report's view, with places for columns."""
-        data = self.data
-        scores, places = data.of_queries(name), data.places(name)
-        data.row(name, row)
+        data, explained = self.data, self.data.of_queries(scores)
+        places = data.places[scores]
         view = views.query_view(
-            scores, row, max(1, min(k, MAX_ENTRIES)), lambda column: data.class_of(places[column])
+            explained,
+            data.row(scores, row),
+            max(1, min(k, MAX_ENTRIES)),
+            partial(_class_of, data, places),
         )
         for entry in [*view["helpful"], *view["harmful"]]:
             entry["column"] = int(places[entry["column"]])
-        view = views.fold_query(view, data.leaders)
+        view = views.fold_query(view, data.examples.leaders)
         return view | {
             **data.query_item(row),
             "curve": data.curve(row),
             "examples": self._examples([*view["helpful"], *view["harmful"]]),
         }
 
-    def card(self, name: str, row: int) -> Card:
+    def card(self, scores: str, row: int) -> Card:
         """One query's story as an SVG picture."""
-        scores = self.data.of_queries(name)
-        view = self.query(name, row, 2 * PICTURES)
-        return draw(view, self.data.example, f"{scores.call}, {scores.measurement}")
+        explained = self.data.of_queries(scores)
+        view = self.query(scores, row, 2 * PICTURES)
+        return draw(view, self.data.example, f"{explained.call}, {explained.measurement}")
 
-    def compare(self, a: str, b: str, row: int, k: int) -> dict[str, Any]:
+    def compare(self, a: str, b: str, row: int, k: int = 10) -> dict[str, Any]:
         view = compare_query(self.data, a, b, row, max(1, min(k, MAX_ENTRIES)))
         entries = [e for ends in view["lists"].values() for end in ends.values() for e in end]
         return view | {"examples": self._examples(entries)}
 
-    def overall(self, a: str, b: str, k: int) -> dict[str, Any]:
+    def overall(self, a: str, b: str, k: int = 10) -> dict[str, Any]:
         """The comparison over all queries so far; ask again to continue."""
         with self._guard:
             key = (a, b, max(1, min(k, MAX_ENTRIES)))
             if key not in self._overall:
                 self._overall[key] = Overall(self.data, *key)
-        return self._overall[key].advance(WORK)
+        return self._overall[key].advance(REQUEST_SECONDS)
 
-    def audit(self, name: str, **asked: Any) -> dict[str, Any]:
-        view = self.data.audit(name, **asked)
-        for item in view["items"]:
-            item |= self._harm.get(name, {}).get(item["example"]["place"], {})
-        return view
+    def audit(
+        self,
+        scores: str,
+        offset: int = 0,
+        limit: int = 50,
+        text: str = "",
+        label: str = "",
+        stage: str = "",
+    ) -> dict[str, Any]:
+        """Training examples that match, the most suspicious first."""
+        data, harm = self.data, self._harm.get(scores, {})
+        suspicion, meaning = data.suspicion(scores)
+        places = np.flatnonzero(data.find(text, label, stage))
+        start, stop = page(offset, limit, len(places))
+        listed = first(-suspicion[places], start, stop, places)
+        predicted, more = data.predictions(listed.tolist())
+        finite = suspicion[np.isfinite(suspicion)]
+        return {
+            "total": len(places),
+            "offset": start,
+            "of": len(data.ids),
+            "meaning": meaning,
+            "more": more,
+            "unit": data.scores(scores).unit,
+            "unknown": int(np.isnan(suspicion[places]).sum()),
+            "histogram": views.histogram(finite) if len(finite) else None,
+            "items": [
+                {
+                    "example": data.example(p) | predicted.get(int(p), {}),
+                    "value": number(suspicion[p]),
+                    "rank": start + k + 1,
+                    **harm.get(int(p), {}),
+                }
+                for k, p in enumerate(listed)
+            ],
+        }
 
-    def audit_csv(self, name: str, **matching: str) -> Iterator[str]:
+    def audit_csv(self, scores: str, **matching: str) -> Iterator[str]:
         """The whole audit list, the most suspicious first, as lines of a CSV file."""
         data = self.data
-        suspicion, _ = data.suspicion(name)
+        suspicion, _ = data.suspicion(scores)
         places = np.flatnonzero(data.find(**matching))
         order = places[np.argsort(-suspicion[places], kind="stable")]
 
@@ -237,17 +267,18 @@ class Explorer:
             for start in range(0, len(order), CSV_BLOCK):
                 rows = []
                 for rank, place in enumerate(order[start : start + CSV_BLOCK].tolist(), start + 1):
-                    stage = data.stage_name(place) or ""
-                    label, text = data.in_words(place)
+                    examples, index = data.examples.of(place)
+                    label, text = examples.in_words(index)
                     value = float(suspicion[place])
                     shown = value if np.isfinite(value) else ""
-                    rows.append([rank, stage, data.ids[place], label, shown, text])
+                    stage = data.examples.stage(place) or ""
+                    rows.append([rank, stage, index, label, shown, text])
                 yield csv_lines(rows, "\r\n")
 
         return lines()
 
-    def what_if(self, places: Sequence[int]) -> dict[str, Any]:
-        view = what_if(self.data, self._ticked(places))
+    def what_if(self, places: Sequence[int] = ()) -> dict[str, Any]:
+        view = what_if(self.data, places)
         if view["measured"] is None and self.jobs is not None:
             done = next((j for j in self.jobs.all() if j.state == DONE), None)
             outcome = None if done is None else self.jobs.outcome(done)
@@ -255,16 +286,16 @@ class Explorer:
                 view["measured"] = [number(x) for x in outcome.baseline]
         return view
 
-    def example(self, name: str, place: int) -> dict[str, Any]:
+    def example(self, place: int, scores: str = "") -> dict[str, Any]:
         """A training example, and the queries that it affected most."""
         data = self.data
         (at,) = data.chosen([place])
         predicted, _ = data.predictions([int(at)])
         example = data.example(int(at)) | predicted.get(int(at), {})
-        queries = data.strongest_for(name, int(at)) if name in data.sets else {}
+        queries = data.strongest_for(scores, int(at)) if scores in data.sets else {}
         return {"example": example, **queries}
 
-    def queries(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+    def queries(self, rows: Sequence[int] = ()) -> list[dict[str, Any]]:
         """These queries."""
         count = next((s.shape[0] for s in self.data.sets.values()), 0)
         wrong = [row for row in rows if row >= count]
@@ -272,9 +303,9 @@ class Explorer:
             raise Refused(f"query {wrong[0]} is out of range: use 0..{count - 1}")
         return [self.data.query_item(row) for row in rows[:PAGE]]
 
-    def examples(self, places: Sequence[int]) -> list[dict[str, Any]]:
+    def examples(self, places: Sequence[int] = ()) -> list[dict[str, Any]]:
         """These training examples."""
-        return [self.data.example(int(p)) for p in self.data.chosen(self._ticked(places))]
+        return [self.data.example(int(p)) for p in self.data.chosen(places)]
 
     # -- retraining ------------------------------------------------------------------------------
 
@@ -285,8 +316,8 @@ class Explorer:
     def submit(self, places: Sequence[int], seeds: int) -> dict[str, Any]:
         """Retrain without these examples."""
         jobs, data = self._jobs(), self.data
-        chosen = data.chosen(self._ticked(places))
-        stages = sorted({data.stage_name(int(p)) or "" for p in chosen})
+        chosen = data.chosen(places)
+        stages = sorted({data.examples.stage(int(p)) or "" for p in chosen})
         if len(stages) > 1:
             raise Refused(
                 f"the ticked examples belong to the stages {' and '.join(stages)}: retrain without "
@@ -306,7 +337,7 @@ class Explorer:
 
     def job(self, name: str) -> dict[str, Any]:
         """A retraining, with its results once it is done."""
-        jobs = self._jobs(reading=True)
+        jobs = self._jobs()
         job = jobs.get(name)
         outcome = jobs.outcome(job)
         places = self._places(job)
@@ -315,9 +346,9 @@ class Explorer:
             view["judged"] = judged(self.data, job, outcome, places)
         return view
 
-    def _jobs(self, reading: bool = False) -> Jobs:
-        if self.jobs is None or (self.refused is not None and not reading):
-            raise PermissionError(self.refused or "there is no recipe")
+    def _jobs(self) -> Jobs:
+        if self.jobs is None:
+            raise PermissionError(self._refused or "there is no recipe")
         return self.jobs
 
     def _job(self, job: Job) -> dict[str, Any]:
@@ -345,14 +376,9 @@ class Explorer:
         in_stage = self.data.stage_of == self.data.stages.index(named[0])
         return np.flatnonzero(in_stage & np.isin(self.data.ids, job.examples))
 
-    def _ticked(self, places: Sequence[int]) -> Sequence[int]:
-        if len(places) > MAX_TICKED:
-            raise Refused(f"{len(places)} examples are ticked: tick at most {MAX_TICKED}")
-        return places
-
     def _examples(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {str(e["column"]): self.data.example(e["column"]) for e in entries}
 
 
-def _class_at(data: ScoredData, places: Ints, column: int) -> str | None:
-    return data.class_of(places[column])
+def _class_of(data: ScoredData, places: Ints, column: int) -> str | None:
+    return data.examples.class_of(int(places[column]))

@@ -49,29 +49,6 @@ class Cancelled(BaseException):
     """The job was cancelled. Not an Exception: code that tries a model must not catch it."""
 
 
-class Progress:
-    """A callback of the trainer that follows the trainings of a job, and stops them when asked to.
-
-    Args:
-        updates: the number of updates of each stage, in order.
-    """
-
-    def __init__(self, updates: Sequence[int]) -> None:
-        self.stop = threading.Event()
-        self._before = [0, *np.cumsum(updates).tolist()]
-        self._shares: dict[Training, float] = {}
-
-    def __call__(self, trainings: Sequence[Training], update: Update) -> None:
-        if self.stop.is_set():
-            raise Cancelled
-        share = (self._before[update.stage.number] + update.step) / self._before[-1]
-        self._shares.update(dict.fromkeys(trainings, min(1.0, share)))
-
-    def share(self, training: Training) -> float:
-        """The share of a training's updates that are done."""
-        return self._shares.get(training, 0.0)
-
-
 @dataclass
 class Job:
     """A retraining without some examples of one stage, with several seeds."""
@@ -89,15 +66,38 @@ class Job:
     measured: dict[str, Any] = field(default_factory=dict)  # the array's checksums
 
 
-@dataclass
-class _Current:
-    """The job that is running."""
+class RunningJob:
+    """The job that is running. The trainer calls it after each update: it follows the trainings,
+    and stops them when asked to.
 
-    job: Job
-    progress: Progress
-    started: float = field(default_factory=time.monotonic)
-    grid: Grid | None = None
-    trainings: dict[str, Training] = field(default_factory=dict)  # by key
+    Args:
+        updates: the number of updates of each stage, in order.
+    """
+
+    def __init__(self, job: Job, updates: Sequence[int]) -> None:
+        self.job, self.stop, self.started = job, threading.Event(), time.monotonic()
+        self.grid: Grid | None = None
+        self.trainings: dict[str, Training] = {}  # by key
+        self._before = [0, *np.cumsum(updates).tolist()]
+        self._shares: dict[Training, float] = {}  # of its updates that are done
+
+    def __call__(self, trainings: Sequence[Training], update: Update) -> None:
+        if self.stop.is_set():
+            raise Cancelled
+        share = (self._before[update.stage.number] + update.step) / self._before[-1]
+        self._shares.update(dict.fromkeys(trainings, min(1.0, share)))
+
+    def progress(self) -> dict[str, Any]:
+        """The share done, and an estimate of the seconds left."""
+        count, grid = max(1, len(self.trainings)), self.grid
+        finished = [t for key, t in self.trainings.items() if grid is not None and key in grid]
+        shares = {t: self._shares.get(t, 0.0) for t in self.trainings.values()}
+        share = min(1.0, sum((shares | dict.fromkeys(finished, 1.0)).values()) / count)
+        # trainings that existed before took no time
+        fresh = share - self.job.notes.get("reused", 0) / count
+        spent = time.monotonic() - self.started
+        left = spent / fresh * (1 - share) if fresh > 0.01 else None
+        return {"share": share, "left": left, "done": len(finished), "of": len(self.trainings)}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Jobs:
         self._guard = threading.RLock()
         self._jobs: dict[str, Job] = {}
         self.others = 0  # jobs in the folder with another recipe or other queries
-        self._current: _Current | None = None
+        self._current: RunningJob | None = None
         self._closing = False
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -224,7 +224,7 @@ class Jobs:
                 job.state = CANCELLED
                 self._keep(job)
                 if self._current is not None and self._current.job is job:
-                    self._current.progress.stop.set()
+                    self._current.stop.set()
             return job
 
     def remove(self, name: str) -> None:
@@ -254,18 +254,9 @@ class Jobs:
     def progress(self, job: Job) -> dict[str, Any]:
         """The share done, and an estimate of the seconds left."""
         current = self._current
-        if current is None or current.job is not job:
-            return {"share": 1.0 if job.state == DONE else 0.0, "left": None, "done": 0, "of": 0}
-        grid, trainings = current.grid, current.trainings
-        finished = [key for key in trainings if grid is not None and key in grid]
-        count = max(1, len(trainings))
-        shares = {key: current.progress.share(t) for key, t in trainings.items()}
-        share = min(1.0, sum((shares | dict.fromkeys(finished, 1.0)).values()) / count)
-        # trainings that existed before took no time
-        fresh = share - job.notes.get("reused", 0) / count
-        spent = time.monotonic() - current.started
-        left = spent / fresh * (1 - share) if fresh > 0.01 else None
-        return {"share": share, "left": left, "done": len(finished), "of": len(trainings)}
+        if current is not None and current.job is job:
+            return current.progress()
+        return {"share": 1.0 if job.state == DONE else 0.0, "left": None, "done": 0, "of": 0}
 
     def outcome(self, job: Job) -> Outcome | None:
         """The measurements, once the job is done."""
@@ -282,7 +273,7 @@ class Jobs:
         self._closing = True
         with self._guard:
             if self._current is not None:
-                self._current.progress.stop.set()
+                self._current.stop.set()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(wait)
@@ -311,9 +302,9 @@ class Jobs:
                 job = self._jobs.get(name)
                 if job is None or job.state != WAITING:
                     continue
-                progress = Progress([s.total_steps(len(s.data)) for s in self.recipe.stages])
                 job.state, job.error = RUNNING, None
-                current = self._current = _Current(job, progress)
+                updates = [s.total_steps(len(s.data)) for s in self.recipe.stages]
+                current = self._current = RunningJob(job, updates)
             ended: tuple[str, str | None] | None = None
             try:
                 self._keep(job)
@@ -336,7 +327,7 @@ class Jobs:
                 except OSError as problem:  # a full disk must not end the thread
                     job.state, job.error = FAILED, f"{type(problem).__name__}: {problem}"
 
-    def _retrain(self, current: _Current) -> None:
+    def _retrain(self, current: RunningJob) -> None:
         job, stage = current.job, self.recipe.stage(current.job.stage)
         remaining = np.setdiff1d(np.arange(len(stage.data)), job.examples)
         trainings = [Training(seed) for seed in job.seeds]
@@ -353,7 +344,7 @@ class Jobs:
             grid,
             device=self.device,
             progress=False,
-            callback=current.progress,
+            callback=current,
         )
         job.notes["why"] = grid.notes.get("why")
         measured = rows.reshape(2, len(job.seeds), -1)

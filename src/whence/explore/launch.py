@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from whence.errors import InvalidInput, optional
 from whence.explore.explorer import Explorer
@@ -124,24 +124,25 @@ class Running:
         self.close()
 
 
-def serve(
-    scores: Given,
-    *,
-    train: Any = None,
-    query: Any = None,
-    study: Study | None = None,
-    recipe: Recipe | None = None,
-    labels: Any = None,
-    renderer: Callable[[Any], Any] | None = None,
-    classes: Sequence[str] | Mapping[int, str] | None = None,
-    columns: Sequence[str] | None = None,
-    tokenizer: Any = None,
-    check: bool = True,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    open_browser: bool = True,
-    out: str | os.PathLike[str] | None = None,
-) -> None:
+class Settings(TypedDict, total=False):
+    """What to explore, and where, as keyword arguments; see `serve`."""
+
+    train: Any
+    query: Any
+    study: Study | None
+    recipe: Recipe | None
+    labels: Any
+    renderer: Callable[[Any], Any] | None
+    classes: Sequence[str] | Mapping[int, str] | None
+    columns: Sequence[str] | None
+    tokenizer: Any
+    check: bool
+    host: str
+    port: int
+    out: str | os.PathLike[str] | None
+
+
+def serve(scores: Given, *, open_browser: bool = True, **settings: Unpack[Settings]) -> None:
     """Explore scores in the browser, until Ctrl-C.
 
     Args:
@@ -155,30 +156,16 @@ def serve(
         renderer: turns an example into what the page shows: text, image, row, or
             `whence.report.HTML`.
         classes, columns, tokenizer: names of classes and features, and the decoder of token ids.
-        check: False compares only the number of examples, for data that is random, or texts shown
-            instead of their tokens.
-        host: an address of this machine; the page is never served to a network.
-        port: 0 chooses a free one.
+        check: False compares only the number of examples (default: True), for data that is random,
+            or texts shown instead of their tokens.
+        host: an address of this machine (default: 127.0.0.1); the page is never served to a
+            network.
+        port: 0, the default, chooses a free one.
         open_browser: False only prints the address.
         out: folder for retrainings (default: `explore` in the first scores' folder, or
             `whence-explore` in the current one).
     """
-    page = prepare(
-        scores,
-        train=train,
-        query=query,
-        study=study,
-        recipe=recipe,
-        labels=labels,
-        renderer=renderer,
-        classes=classes,
-        columns=columns,
-        tokenizer=tokenizer,
-        check=check,
-        host=host,
-        port=port,
-        out=out,
-    )
+    page = prepare(scores, **settings)
     print(escaped(f"Exploring at {page.url}"))
     if page.explorer.refused is None:
         jobs = page.explorer.jobs

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 BLOCK_NUMBERS = 2**20  # scores that are converted to float64 at a time
 SEARCHED = 2**28  # characters of a dataset that are kept for searching
-WORK = 0.15  # seconds that one request may spend on a longer computation
+REQUEST_SECONDS = 0.15  # seconds that one request may spend on a longer computation
 
 
 class Busy(RuntimeError):
@@ -140,8 +140,9 @@ class PredictionWorker:
         """The predictions that are known by now. Where some are missing, ask again."""
         missing = [p for p in places if p not in self._requested]
         if missing:
-            self._requested |= dict.fromkeys(missing, self._pool.submit(self._work, missing))
-        end = time.monotonic() + WORK
+            work = self._pool.submit(lambda: self._known.update(self._predict(missing)))
+            self._requested |= dict.fromkeys(missing, work)
+        end = time.monotonic() + REQUEST_SECONDS
         for work in {id(self._requested[p]): self._requested[p] for p in places}.values():
             wait([work], timeout=max(0.0, end - time.monotonic()))
         return {p: self._known[p] for p in places if p in self._known}
@@ -152,6 +153,3 @@ class PredictionWorker:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _work(self, places: Sequence[int]) -> None:
-        self._known |= self._predict(places)

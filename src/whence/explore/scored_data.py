@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from whence.errors import InvalidInput, InvalidType
 from whence.explore.reading import (
-    WORK,
+    REQUEST_SECONDS,
     Floats,
     Index,
     Ints,
@@ -27,16 +27,16 @@ from whence.explore.reading import (
     SharedExamples,
 )
 from whence.present.check import check_data
-from whence.present.duplicates import Sketch, leaders, sketch
 from whence.present.examples import QUERY_SIZE
 from whence.present.predict import curves, predictions
+from whence.present.ranking import score_column
 from whence.present.views import (
+    TrainingExamples,
     describe_query,
-    histogram,
+    direction,
     number,
     prediction_view,
     strongest,
-    task_of,
 )
 from whence.scores import Scores
 from whence.study import Study
@@ -45,6 +45,7 @@ Sign = Literal["helpful", "harmful", ""]
 Given = Scores | Mapping[str, Scores] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 PAGE = 200  # entries in one answer, at most
+MAX_TICKED = 5000  # examples in one request, at most
 RENDERED = 4096  # rendered examples in the cache
 
 
@@ -61,8 +62,13 @@ class ScoredData:
         query: the queries; None shows numbers only.
         study: provides `train`, `collate`, and the model's predictions.
         labels: of the training examples, or `{stage: labels}`, instead of those in the data.
-        renderer, classes, columns, tokenizer: as in `whence.present.examples.Examples`.
         check: False compares only the number of examples with the scores.
+        looks: `renderer`, `classes`, `columns`, `tokenizer` of `whence.present.examples.Examples`.
+
+    Attributes:
+        ids, stage_of: of each training example, by place, (N,).
+        places: by name of scores, (n,) the place of each column.
+        columns: by name of scores, (N,) the column of each place; -1 where they have none.
     """
 
     def __init__(
@@ -73,11 +79,8 @@ class ScoredData:
         query: Any = None,
         study: Study | None = None,
         labels: Any = None,
-        renderer: Callable[[Any], Any] | None = None,
-        classes: Any = None,
-        columns: Sequence[str] | None = None,
-        tokenizer: Any = None,
         check: bool = True,
+        **looks: Any,
     ) -> None:
         if not scores:
             raise InvalidInput("no scores: give at least one, such as {'SOURCE': scores}")
@@ -95,39 +98,32 @@ class ScoredData:
             except ValueError as error:
                 raise InvalidInput(f"{name}: {error}") from error
             self.unchecked += [f"{name}: {line}" for line in notes]
-        looks: dict[str, Any] = {
-            "renderer": renderer,
-            "classes": classes,
-            "columns": columns,
-            "tokenizer": tokenizer,
-        }
         self._lay_out()
-        named = [None if name == "" else name for name in self.stages]
-        self.train = {
-            name: SharedExamples(
-                _of_stage(train, name),
-                labels=_of_stage(labels, name),
-                task=task_of(study, name),
-                **looks,
-            )
-            for name in named
-        }
+        named = [name or None for name in self.stages]
+        self.examples = TrainingExamples(
+            self.ids,
+            [named[k] for k in self.stage_of],
+            {name: _of_stage(train, name) for name in named},
+            study,
+            kind=SharedExamples,
+            labels=labels,
+            **looks,
+        )
         self.query = SharedExamples(query, size=QUERY_SIZE, **looks)
         self.study = study
-        self.renders_html = renderer is not None
+        self.renders_html = looks.get("renderer") is not None
         self.query_predictions: dict[int, dict[str, Any]] = {}  # by row, once computed
         self.measured: Floats | None = None  # (q,)
         self.wrong: NDArray[np.bool_] | None = None  # (q,)
         self.lead: Floats | None = None  # (q,) of `predictions`, negative where they are wrong
         self._curves: tuple[list[int], Floats] | None = None  # updates, and (updates, q)
         self._worker = PredictionWorker(self._predict)
-        self._indices = {name: Index(examples) for name, examples in self.train.items()}
+        self._indices = {name: Index(one) for name, one in self.examples.by_stage.items()}
         self._query_index = Index(self.query)
         self.stop = threading.Event()  # stops reading
         self.is_read = False
         self._means = {name: Mean(s) for name, s in self.sets.items() if s.strongest is None}
-        self._render = lru_cache(RENDERED)(self._rendered)
-        self._sketch = lru_cache(RENDERED)(self._sketched)
+        self._render = lru_cache(RENDERED)(self.examples.render)
 
     def read(self) -> None:
         """Read each query and training example once, for searching, and predict the queries."""
@@ -196,11 +192,11 @@ class ScoredData:
         every = np.unique(np.concatenate(list(keys.values())))
         self.ids: Ints = every & ((1 << 48) - 1)
         self.stage_of: Ints = every >> 48
-        self._places = {name: np.searchsorted(every, columns) for name, columns in keys.items()}
-        self._columns: dict[str, Ints] = {}
-        for name, places in self._places.items():
-            self._columns[name] = np.full(len(every), -1, np.int64)
-            self._columns[name][places] = np.arange(len(places))
+        self.places = {name: np.searchsorted(every, columns) for name, columns in keys.items()}
+        self.columns: dict[str, Ints] = {}
+        for name, places in self.places.items():
+            self.columns[name] = np.full(len(every), -1, np.int64)
+            self.columns[name][places] = np.arange(len(places))
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -221,32 +217,16 @@ class ScoredData:
             raise Refused(f"query {row} is out of range: use 0..{count - 1}")
         return row
 
-    def columns(self, name: str) -> Ints:
-        """(N,) the column of each place in these scores; -1 where they have none."""
-        self.scores(name)
-        return self._columns[name]
-
-    def places(self, name: str) -> Ints:
-        """(n,) the place of each column of these scores."""
-        self.scores(name)
-        return self._places[name]
-
     def values(self, name: str, row: int) -> Floats:
         """(N,) a query's scores by place; NaN where they are missing or were not kept."""
         scores, row = self.of_queries(name), self.row(name, row)
-        if scores.strongest is None:
-            values = np.asarray(scores.values[row], np.float64)
-        else:
-            values = np.full(scores.shape[-1], np.nan)
-            top = scores.strongest
-            values[top.columns[:, row].ravel()] = top.values[:, row].ravel()
-        return self._by_place(name, values)
+        return self._by_place(name, np.asarray(score_column(scores, row), np.float64))
 
     def help(self, name: str, row: int) -> Floats:
         """``values``, signed so that positive is better for the query."""
         return direction(self.scores(name)) * self.values(name, row)
 
-    def mean_help(self, name: str, seconds: float = WORK) -> Floats | None:
+    def mean_help(self, name: str, seconds: float = REQUEST_SECONDS) -> Floats | None:
         """(N,) mean over the queries of their finite help; None where only the top was kept.
 
         Raises Busy if it takes longer than `seconds`. The next call continues.
@@ -268,38 +248,20 @@ class ScoredData:
                     "Attribute with query=None (self-influence), or without top="
                 )
             return -harm, "mean harm to the queries"
-        if scores.strongest is None:
-            values = np.asarray(scores.values[...], np.float64)
-        else:
-            values = np.full(scores.shape[0], np.nan)
-            values[scores.strongest.columns.ravel()] = scores.strongest.values.ravel()
         meaning = f"the influence of an example on its own {scores.measurement}"
+        values = np.asarray(score_column(scores, None), np.float64)
         return self._by_place(name, direction(scores) * values), meaning
 
     def _by_place(self, name: str, values: Floats) -> Floats:
         placed = np.full(len(self.ids), np.nan)
-        placed[self._places[name]] = values
+        placed[self.places[name]] = values
         return placed
 
     # -- examples --------------------------------------------------------------------------------
 
-    def stage_name(self, place: int) -> str | None:
-        return self.stages[self.stage_of[place]] or None
-
     def example(self, place: int) -> dict[str, Any]:
         """A training example, with its place and stage."""
-        return self._render(int(place))
-
-    def _rendered(self, place: int) -> dict[str, Any]:
-        stage, number = self.stage_name(place), int(self.ids[place])
-        return self.train[stage].render(number) | {"place": place, "stage": stage}
-
-    def leaders(self, places: Sequence[int]) -> Ints:
-        """The position of the training example that each one nearly duplicates; or its own."""
-        return leaders([self._sketch(int(place)) for place in places])
-
-    def _sketched(self, place: int) -> Sketch | None:
-        return sketch(self.train[self.stage_name(place)].content(int(self.ids[place])))
+        return self._render(int(place)) | {"place": int(place)}
 
     def predictions(self, places: Sequence[int]) -> tuple[dict[int, dict[str, Any]], bool]:
         """The model's predictions for training examples, for classification only.
@@ -314,35 +276,19 @@ class ScoredData:
 
     def _predict(self, places: Sequence[int]) -> dict[int, dict[str, Any]]:
         assert self.study is not None
-        results = {}
-        for stage in {self.stage_name(p) for p in places}:
-            examples = self.train[stage]
-            of_stage = [p for p in places if self.stage_name(p) == stage]
-            if examples.dataset is None:
-                continue
-            model_stage = stage if stage in self.study.stages else self.study.stages[-1]
-            ids = [int(self.ids[p]) for p in of_stage]
+        known: dict[int, dict[str, Any]] = {}
+        for stage in {self.examples.stage(p) for p in places}:
+            of_stage = [p for p in places if self.examples.stage(p) == stage]
             try:
-                outputs = predictions(self.study, examples.dataset, ids, stage=model_stage)
+                known |= self.examples.predictions(self.study, of_stage)
             except Exception as error:  # a user's model may raise anything
                 self._note_prediction_failure("training examples", error)
-                continue
-            for place in of_stage:
-                view = prediction_view(outputs[int(self.ids[place])], examples)
-                results[place] = {k: view[k] for k in ("prediction", "comparable")}
-        return results
-
-    def class_of(self, place: int) -> str | None:
-        """The label of a training example, if it names a class."""
-        examples = self.train[self.stage_name(place)]
-        return examples.label(int(self.ids[place])) if examples.names_classes else None
-
-    def in_words(self, place: int) -> tuple[str, str]:
-        """The label and the text of a training example, without rendering an image."""
-        return self.train[self.stage_name(place)].in_words(int(self.ids[place]))
+        return known
 
     def chosen(self, places: Sequence[int] | Ints) -> Ints:
-        """The places of a request, checked."""
+        """The places of a request, each once and in order, checked."""
+        if len(places) > MAX_TICKED:
+            raise Refused(f"{len(places)} examples are ticked: tick at most {MAX_TICKED}")
         unique = np.unique(np.asarray(places, np.int64))
         if len(unique) and not (unique[0] >= 0 and unique[-1] < len(self.ids)):
             wrong = int(unique[-1] if unique[-1] >= len(self.ids) else unique[0])
@@ -387,23 +333,24 @@ class ScoredData:
 
     def list_examples(
         self,
-        name: str,
+        scores: str,
         row: int | None = None,
-        *,
         sign: Sign = "",
         order: str = "helpful",
         offset: int = 0,
         limit: int = 50,
-        **matching: str,
+        text: str = "",
+        label: str = "",
+        stage: str = "",
     ) -> dict[str, Any]:
         """Training examples that `find` matches, with their score for one query, or the mean."""
-        scores = self.of_queries(name)
+        explained = self.of_queries(scores)
         if row is None:
-            means = self.mean_help(name)
+            means = self.mean_help(scores)
             help_ = np.full(len(self.ids), np.nan) if means is None else means
         else:
-            help_ = self.help(name, row)
-        wanted = self.find(**matching)
+            help_ = self.help(scores, row)
+        wanted = self.find(text, label, stage)
         if sign:
             with np.errstate(invalid="ignore"):
                 wanted &= help_ > 0 if sign == "helpful" else help_ < 0
@@ -419,11 +366,11 @@ class ScoredData:
             "total": len(places),
             "offset": start,
             "of": len(self.ids),
-            "unit": scores.unit,
+            "unit": explained.unit,
             "items": [
                 {
                     "example": self.example(p),
-                    "value": number(direction(scores) * help_[p]),
+                    "value": number(direction(explained) * help_[p]),
                     "helps": None if not np.isfinite(help_[p]) else bool(help_[p] > 0),
                 }
                 for p in listed
@@ -469,16 +416,10 @@ class ScoredData:
 
     def strongest_for(self, name: str, place: int, count: int = 12) -> dict[str, list[Any]]:
         """The queries that a training example helped and harmed most, as [row, value]."""
-        scores, column = self.of_queries(name), int(self.columns(name)[place])
+        scores, column = self.of_queries(name), int(self.columns[name][place])
         if column < 0:
             return {"helped": [], "harmed": []}
-        if scores.strongest is None:
-            values = np.asarray(scores.values[:, column], np.float64)
-        else:
-            values, top = np.full(scores.shape[0], np.nan), scores.strongest
-            for end_values, columns in zip(top.values, top.columns, strict=True):
-                where, k = np.nonzero(columns == column)
-                values[where] = end_values[where, k]
+        values = in_columns(scores, np.array([column]))[:, 0]
         rows = np.flatnonzero(np.isfinite(values))
         help_ = direction(scores) * values[rows]
         queries = {}
@@ -491,7 +432,7 @@ class ScoredData:
     @property
     def train_unknown(self) -> bool:
         """Whether the training data was not given."""
-        return any(examples.dataset is None for examples in self.train.values())
+        return any(one.dataset is None for one in self.examples.by_stage.values())
 
     def query_class(self, row: int) -> str | None:
         """The label of a query, if it names a class."""
@@ -513,41 +454,8 @@ class ScoredData:
         steps, measured = self._curves
         return [[step, number(x)] for step, x in zip(steps, measured[:, row], strict=True)]
 
-    def audit(
-        self, name: str, *, offset: int = 0, limit: int = 50, **matching: str
-    ) -> dict[str, Any]:
-        """Training examples that `find` matches, the most suspicious first."""
-        suspicion, meaning = self.suspicion(name)
-        places = np.flatnonzero(self.find(**matching))
-        start, stop = page(offset, limit, len(places))
-        listed = first(-suspicion[places], start, stop, places)
-        predicted, more = self.predictions(listed.tolist())
-        finite = suspicion[np.isfinite(suspicion)]
-        return {
-            "total": len(places),
-            "offset": start,
-            "of": len(self.ids),
-            "meaning": meaning,
-            "more": more,
-            "unit": self.scores(name).unit,
-            "unknown": int(np.isnan(suspicion[places]).sum()),
-            "histogram": histogram(finite) if len(finite) else None,
-            "items": [
-                {
-                    "example": self.example(p) | predicted.get(int(p), {}),
-                    "value": number(suspicion[p]),
-                    "rank": start + k + 1,
-                }
-                for k, p in enumerate(listed)
-            ],
-        }
-
 
 # -- plain functions -----------------------------------------------------------------------------
-
-
-def direction(scores: Scores) -> float:
-    return 1.0 if scores.higher_is_better else -1.0
 
 
 def page(offset: int, limit: int, total: int) -> tuple[int, int]:
@@ -558,6 +466,19 @@ def page(offset: int, limit: int, total: int) -> tuple[int, int]:
 def first(keys: Floats, start: int, stop: int, places: Ints) -> Ints:
     """``places[start:stop]`` in the order of ``keys``, ties to the first; NaN last."""
     return places[strongest(np.where(np.isnan(keys), -np.inf, -keys), stop)[start:]]
+
+
+def in_columns(scores: Scores, columns: Ints) -> Floats:
+    """(q, m) the scores in these columns; NaN where they were not kept."""
+    if scores.strongest is None:
+        return np.asarray(scores.values[:, columns], np.float64)
+    result = np.full((scores.shape[0], len(columns)), np.nan)
+    for row in range(len(result)):
+        values, top_columns = scores.row_scores(row)  # by column
+        where = np.searchsorted(top_columns, columns)
+        in_top = np.append(top_columns, -1)[where] == columns
+        result[row, in_top] = values[where[in_top]]
+    return result
 
 
 def check_same(sets: Mapping[str, Scores]) -> None:

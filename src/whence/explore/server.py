@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import json
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from functools import wraps
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 from urllib.parse import parse_qs, quote
 
-from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi import Body, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import (
     HTMLResponse,
@@ -38,8 +39,8 @@ from whence.explore.reading import Busy
 from whence.table import escaped
 
 TOKEN = "x-whence-token"  # the header
-BODY = 2**20  # bytes of a request
-SECONDS = 20.0  # in which a request must arrive
+BODY_BYTES = 2**20  # bytes of a request
+ARRIVAL_SECONDS = 20.0  # in which a request must arrive
 STATIC = {
     "views.js": ("whence.present", "text/javascript"),
     "whence.css": ("whence.present", "text/css"),
@@ -47,26 +48,13 @@ STATIC = {
     "map.js": ("whence.explore", "text/javascript"),
     "explore.css": ("whence.explore", "text/css"),
 }
-Text = Annotated[str, Query(max_length=1000)]
-Count = Annotated[int, Query(ge=0, le=2**40)]
-Place = Annotated[int, Field(ge=0, le=2**40)]
-Sign = Literal["", "helpful", "harmful"]
-Places = Annotated[str, Query(max_length=60000)]  # "3,14,15"
-
-
-def _filter(text: Text = "", label: Text = "", stage: Text = "") -> dict[str, str]:
-    return {"text": text, "label": label, "stage": stage}
-
-
-def _page(offset: Count = 0, limit: Count = 50) -> dict[str, int]:
-    return {"offset": offset, "limit": limit}
-
-
-Filter = Annotated[dict[str, Any], Depends(_filter)]  # which training examples are listed
-Page = Annotated[dict[str, Any], Depends(_page)]  # and which of these
+Text = Annotated[str, Field(max_length=1000)]
+Count = Annotated[int, Field(ge=0, le=2**40)]
+Places = Annotated[str, Field(max_length=60000)]  # "3,14,15"
+# what a request may send for an argument of an answer
+LIMITED: dict[Any, Any] = {str: Text, int: Count, int | None: Count | None, Sequence[int]: Places}
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
-Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 
 def static_file(package: str, name: str) -> str:
@@ -127,7 +115,7 @@ class Guard:
             await send(message)
 
         headers: dict[str, str] = {}
-        for name, value in scope["headers"]:  # one that is repeated fits nothing that is expected
+        for name, value in scope["headers"]:  # joined, a repeated one equals no expected value
             given = headers.get(name.decode("latin-1"))
             text = value.decode("latin-1")
             headers[name.decode("latin-1")] = text if given is None else f"{given}, {text}"
@@ -169,13 +157,13 @@ class Guard:
             if "transfer-encoding" in headers:
                 return 411, "411: send the body in one piece, with a content-length"
             length = headers.get("content-length", "")
-            if not length.isdecimal() or len(length) > 9 or int(length) > BODY:
-                return 413, f"413: send a content-length of at most {BODY} bytes"
+            if not length.isdecimal() or len(length) > 9 or int(length) > BODY_BYTES:
+                return 413, f"413: send a content-length of at most {BODY_BYTES} bytes"
         return 0, ""
 
 
 def _limited(receive: Receive) -> Receive:
-    """`receive`, that neither reads a body without end nor waits for one without end."""
+    """`receive`, with limits on the size of a body and on the time until it has arrived."""
     size, complete = 0, False
 
     async def limited() -> Any:
@@ -183,13 +171,13 @@ def _limited(receive: Receive) -> Receive:
         if complete:
             return await receive()
         try:
-            message = await asyncio.wait_for(receive(), SECONDS)
+            message = await asyncio.wait_for(receive(), ARRIVAL_SECONDS)
         except TimeoutError:
             raise HTTPException(408, "the rest of the request did not arrive") from None
         size += len(message.get("body", b""))
         complete = not message.get("more_body", False)
-        if size > BODY:
-            raise HTTPException(413, f"send at most {BODY} bytes")
+        if size > BODY_BYTES:
+            raise HTTPException(413, f"send at most {BODY_BYTES} bytes")
         return message
 
     return limited
@@ -233,7 +221,7 @@ class Punctual(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(SECONDS, self.transport.abort)
+            self._deadline = self.loop.call_later(ARRIVAL_SECONDS, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
@@ -281,94 +269,63 @@ def _pages(app: FastAPI, token: str, cookie: str) -> None:
         return Response(static_file(package, name), media_type=kind)
 
 
-def _answering(add: Callable[..., Any]) -> Callable[[str], Callable[[Answer], Answer]]:
-    """`app.get` or `app.post` for functions that return plain data.
+def _answer(function: Callable[..., Any]) -> Callable[..., Response]:
+    """A route whose parameters are the function's arguments, within `LIMITED`.
 
-    FastAPI would copy the data piece by piece before it is encoded, which takes longer than both.
+    The function returns plain data, or a response. FastAPI would copy the data piece by piece
+    before it is encoded, which takes longer than both.
     """
+    parameters = inspect.signature(function, eval_str=True).parameters
+    lists = [name for name, p in parameters.items() if p.annotation == Sequence[int]]
 
-    def route(path: str) -> Callable[[Answer], Answer]:
-        def register(function: Answer) -> Answer:
-            @wraps(function)
-            def answer(**given: Any) -> Response:
-                data = function(**given)
-                return data if isinstance(data, Response) else Json(data)
+    def answer(**given: Any) -> Response:
+        data = function(**given | {name: _places(given[name]) for name in lists})
+        return data if isinstance(data, Response) else Json(data)
 
-            add(path, response_model=None)(answer)
-            return function
-
-        return register
-
-    return route
+    answer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            p.replace(
+                kind=p.KEYWORD_ONLY,
+                annotation=LIMITED.get(p.annotation, p.annotation),
+                default="" if name in lists else p.default,
+            )
+            for name, p in parameters.items()
+        ]
+    )
+    return answer
 
 
 def _reading(app: FastAPI, explorer: Explorer) -> None:
-    data, get = explorer.data, _answering(app.get)
+    data = explorer.data
+    answers: dict[str, Callable[..., Any]] = {
+        "overview": explorer.overview,
+        "summary": explorer.summary,
+        "map": explorer.map,
+        "map/values": explorer.map_values,
+        "queries": data.list_queries,
+        "query": explorer.query,
+        "examples": data.list_examples,
+        "example": explorer.example,
+        "rows": explorer.queries,
+        "chosen": explorer.examples,
+        "compare": explorer.compare,
+        "compare/overall": explorer.overall,
+        "audit": explorer.audit,
+        "whatif": explorer.what_if,
+    }
+    for path, function in answers.items():
+        app.get(f"/api/{path}", response_model=None)(_answer(function))
 
-    get("/api/overview")(explorer.overview)
-    get("/api/map")(explorer.map)
-
-    @get("/api/summary")
-    def summary(scores: Text) -> dict[str, Any]:
-        return explorer.summary(scores)
-
-    @get("/api/map/values")
-    def map_values(scores: Text, row: Count | None = None) -> dict[str, Any]:
-        return explorer.map_values(scores, row)
-
-    @get("/api/queries")
-    def queries(
-        page: Page, text: Text = "", label: Text = "", wrong: bool = False, order: Text = "number"
-    ) -> dict[str, Any]:
-        return data.list_queries(text=text, label=label, wrong=wrong, order=order, **page)
-
-    @get("/api/query")
-    def query(scores: Text, row: Count, k: Count = 10) -> dict[str, Any]:
-        return explorer.query(scores, row, k)
-
-    @get("/api/card.svg")
+    @app.get("/api/card.svg")
     def card(scores: Text, row: Count) -> Response:
         headers = {"content-disposition": f'attachment; filename="query-{row}.svg"'}
         return Response(explorer.card(scores, row), 200, headers, "image/svg+xml")
 
-    @get("/api/examples")
-    def examples(
-        scores: Text,
-        matching: Filter,
-        page: Page,
-        row: Count | None = None,
-        sign: Sign = "",
-        order: Text = "helpful",
-    ) -> dict[str, Any]:
-        return data.list_examples(scores, row, sign=sign, order=order, **matching, **page)
-
-    @get("/api/example")
-    def example(place: Count, scores: Text = "") -> dict[str, Any]:
-        return explorer.example(scores, place)
-
-    @get("/api/rows")
-    def rows(rows: Places = "") -> list[dict[str, Any]]:
-        return explorer.queries(_places(rows))
-
-    @get("/api/chosen")
-    def chosen(places: Places = "") -> list[dict[str, Any]]:
-        return explorer.examples(_places(places))
-
-    @get("/api/compare")
-    def compare(a: Text, b: Text, row: Count, k: Count = 10) -> dict[str, Any]:
-        return explorer.compare(a, b, row, k)
-
-    @get("/api/compare/overall")
-    def overall(a: Text, b: Text, k: Count = 10) -> dict[str, Any]:
-        return explorer.overall(a, b, k)
-
-    @get("/api/audit")
-    def audit(scores: Text, matching: Filter, page: Page) -> dict[str, Any]:
-        return explorer.audit(scores, **matching, **page)
-
-    @get("/api/audit.csv")
-    def audit_csv(scores: Text, matching: Filter) -> StreamingResponse:
-        lines = explorer.audit_csv(scores, **matching)
+    @app.get("/api/audit.csv")
+    def audit_csv(
+        scores: Text, text: Text = "", label: Text = "", stage: Text = ""
+    ) -> StreamingResponse:
+        lines = explorer.audit_csv(scores, text=text, label=label, stage=stage)
         name = quote(f"audit-{scores.replace('/', '-')}.csv")
         return StreamingResponse(
             lines,
@@ -376,25 +333,18 @@ def _reading(app: FastAPI, explorer: Explorer) -> None:
             headers={"content-disposition": f"attachment; filename*=UTF-8''{name}"},
         )
 
-    @get("/api/whatif")
-    def whatif(places: Places = "") -> dict[str, Any]:
-        return explorer.what_if(_places(places))
-
 
 def _retraining(app: FastAPI, explorer: Explorer) -> None:
-    get, post = _answering(app.get), _answering(app.post)
-
-    get("/api/jobs")(explorer.list_jobs)
-    get("/api/jobs/{name}")(explorer.job)
-    post("/api/jobs/{name}/cancel")(explorer.cancel)
-    post("/api/jobs/{name}/resume")(explorer.resume)
-    post("/api/jobs/{name}/remove")(explorer.remove)
+    get, post = (partial(add, response_model=None) for add in (app.get, app.post))
+    get("/api/jobs")(_answer(explorer.list_jobs))
+    get("/api/jobs/{name}")(_answer(explorer.job))
+    post("/api/jobs/{name}/cancel")(_answer(explorer.cancel))
+    post("/api/jobs/{name}/resume")(_answer(explorer.resume))
+    post("/api/jobs/{name}/remove")(_answer(explorer.remove))
 
     @post("/api/jobs")
-    def submit(
-        places: Annotated[list[Place], Body()], seeds: Annotated[int, Body()]
-    ) -> dict[str, Any]:
-        return explorer.submit(places, seeds)
+    def submit(places: Annotated[list[Count], Body()], seeds: Annotated[int, Body()]) -> Response:
+        return Json(explorer.submit(places, seeds))
 
 
 def _errors(app: FastAPI) -> None:

@@ -17,9 +17,8 @@ import numpy as np
 from whence.evaluate.agreement import agreement
 from whence.explore.jobs import Job, Outcome
 from whence.explore.reading import Floats, Ints
-from whence.explore.scored_data import ScoredData
+from whence.explore.scored_data import ScoredData, in_columns
 from whence.present.views import number
-from whence.scores import Scores
 from whence.scores.uncertainty import half_widths
 
 MARGIN = "margin"  # the measurement whose changes are changes of the lead
@@ -33,26 +32,13 @@ def predicted(data: ScoredData, name: str, places: Sequence[int] | Ints) -> tupl
         a number. The change is NaN where a score is unknown.
     """
     scores = data.of_queries(name)
-    columns = data.columns(name)[data.chosen(places)]
+    columns = data.columns[name][data.chosen(places)]
     scored = columns[columns >= 0]
-    values = _in_columns(scores, scored)
+    values = in_columns(scores, scored)
     unknown = (len(columns) - len(scored)) + (~np.isfinite(values)).sum(1)
     change = -values.sum(1) + 0.0  # never "-0.0"
     change[unknown > 0] = np.nan
     return change, unknown
-
-
-def _in_columns(scores: Scores, columns: Ints) -> Floats:
-    """(q, m) the scores in these columns; NaN where they were not kept."""
-    if scores.strongest is None:
-        return np.asarray(scores.values[:, columns], np.float64)
-    result = np.full((scores.shape[0], len(columns)), np.nan)
-    for row in range(len(result)):
-        values, top_columns = scores.row_scores(row)  # by column
-        where = np.searchsorted(top_columns, columns)
-        in_top = np.append(top_columns, -1)[where] == columns
-        result[row, in_top] = values[where[in_top]]
-    return result
 
 
 def what_if(data: ScoredData, places: Sequence[int]) -> dict[str, Any]:

@@ -84,9 +84,9 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
         if trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == "value"
             notes["clip_value" if by_value else "clip_norm"] = trainer.gradient_clip_val
-        averaging = [type(c).__name__ for c in trainer.callbacks if _averages(c)]
-        if averaging:
-            notes["weight_averaging"] = averaging[0]
+        for callback in trainer.callbacks:  # StochasticWeightAveraging, EMAWeightAveraging, ...
+            if any("WeightAveraging" in kind.__name__ for kind in type(callback).__mro__):
+                notes.setdefault("weight_averaging", type(callback).__name__)
         self._run.begin(
             model,
             trainer.optimizers[0],
@@ -104,8 +104,3 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._run.end(exception)
-
-
-def _averages(callback: Any) -> bool:
-    """StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging and their subclasses."""
-    return any("WeightAveraging" in kind.__name__ for kind in type(callback).__mro__)

@@ -16,17 +16,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, optional
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from whence.run import Run
-    from whence.task import Task
+    from whence.study import Study
 
 NumberedRows = Iterator[tuple[int, Any]]  # line number; a row, or its JSON
 IGNORED = -100  # label of positions without a loss
@@ -64,37 +60,27 @@ TASKS = {
 }
 
 
-class StudyYamlError(ValueError):
-    """A YAML file that does not describe a study, and how to correct it."""
-
-
 @dataclass(frozen=True)
-class StudyParts:
-    """The parts of a study that a YAML file describes.
+class StudyYaml:
+    """What a YAML file describes.
 
     Attributes:
-        model, task, train, run, collate, cache, layers: arguments of `whence.Study`.
         query: the queries, or None.
         display: how to show examples: `tokenizer`, and `classes` of a classifier.
         read_queries: reads queries from another data file.
     """
 
-    model: nn.Module
-    task: Task
-    train: list[dict[str, Any]]
-    run: Run
-    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
-    cache: str | Path
-    layers: str | list[str] | None
+    study: Study
     query: list[dict[str, Any]] | None
     display: dict[str, Any]
     read_queries: Callable[[Path], list[dict[str, Any]]]
 
 
-def read_study_yaml(path: Path) -> StudyParts:
-    """Read the parts of a study from a YAML file. Raises StudyYamlError."""
+def read_study_yaml(path: Path) -> StudyYaml:
+    """Read a study from a YAML file, whose paths are relative to the current folder."""
     given = _read(path)
-    transformers = _import_optional("transformers", "huggingface")
+    with optional("a YAML study needs transformers", "huggingface"):
+        import transformers
     import whence
     from whence.documents import filled_up
     from whence.run import Run
@@ -105,7 +91,7 @@ def read_study_yaml(path: Path) -> StudyParts:
     model_folder = _folder(path, "model", given["model"]) if "model" in given else last
     if not (model_folder / "config.json").is_file():
         is_adapter = (model_folder / "adapter_config.json").is_file()
-        raise StudyYamlError(
+        raise InvalidInput(
             f"{path}: {model_folder} has no config.json"
             + (", but a PEFT adapter: write a study.py that builds the model" * is_adapter)
             + (": name a folder that has one, as model:" * (not is_adapter))
@@ -126,23 +112,22 @@ def read_study_yaml(path: Path) -> StudyParts:
     try:
         task = getattr(whence, task_name)(**settings)
     except TypeError as error:
-        raise StudyYamlError(f"{path}: {given['task']} has no reduction ({error})") from error
+        raise InvalidInput(f"{path}: {given['task']} has no reduction ({error})") from error
     display: dict[str, Any] = {"tokenizer": tokenizer}
     if given["task"] != "causal-lm":
         names = getattr(config, "id2label", {})
         display["classes"] = given.get("classes", [names[k] for k in sorted(names)])
-    return StudyParts(
-        model=model,
-        task=task,
-        train=train,
-        run=Run.from_huggingface(output_dir, model, size=len(train), notes=given.get("notes")),
+    study = whence.Study(
+        model,
+        task,
+        train,
+        Run.from_huggingface(output_dir, model, size=len(train), notes=given.get("notes")),
         collate=partial(filled_up, pad=tokenizer.pad_token_id or 0),
         cache=given.get("cache", output_dir / "factors"),
         layers=given.get("layers"),
-        query=read("query", given["query"]) if "query" in given else None,
-        display=display,
-        read_queries=partial(read, "--query"),
     )
+    query = read("query", given["query"]) if "query" in given else None
+    return StudyYaml(study, query, display, partial(read, "--query"))
 
 
 @dataclass(frozen=True)
@@ -219,37 +204,38 @@ def _prompt_token_count(offsets: list[tuple[int, int]] | None, length: int) -> i
 
 
 def _read(path: Path) -> dict[str, Any]:
-    yaml = _import_optional("yaml", "cli")
+    with optional("a YAML study needs yaml", "cli"):
+        import yaml
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyYamlError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise InvalidInput(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(given, dict):
-        raise StudyYamlError(f"{path} is not a mapping of settings: it needs {_listed(REQUIRED)}")
+        raise InvalidInput(f"{path} is not a mapping of settings: it needs {_listed(REQUIRED)}")
     _check_keys(path, "", given, KEYS)
     given = {key: value for key, value in given.items() if value is not None}  # a bare "query:"
     for key, value in given.items():
         types = TYPES.get(key, (str,))
         if not isinstance(value, types) or isinstance(value, bool):
             expected = " or ".join(TYPE_NAMES[kind] for kind in types)
-            raise StudyYamlError(f"{path}: {key} must be {expected}, not {value!r}: {KEYS[key]}")
+            raise InvalidInput(f"{path}: {key} must be {expected}, not {value!r}: {KEYS[key]}")
     missing = [key for key in REQUIRED if key not in given]
     if missing:
-        raise StudyYamlError(f"{path} lacks {_listed(missing)}")
+        raise InvalidInput(f"{path} lacks {_listed(missing)}")
     if given["task"] not in TASKS:
-        raise StudyYamlError(f"{path}: task {given['task']!r} is not one of {', '.join(TASKS)}")
+        raise InvalidInput(f"{path}: task {given['task']!r} is not one of {', '.join(TASKS)}")
     columns = given.get("columns", {})
     _check_keys(path, "columns: ", columns, COLUMNS)
     if not all(isinstance(name, str) for name in columns.values()):
-        raise StudyYamlError(
+        raise InvalidInput(
             f"{path}: columns must map to names, as {{text: sentence, label: class}}"
         )
     if given.get("max_length", 1) < 1:
-        raise StudyYamlError(
+        raise InvalidInput(
             f"{path}: max_length {given['max_length']} leaves no tokens: use at least 1"
         )
     if given["task"] == "causal-lm" and "classes" in given:
-        raise StudyYamlError(f"{path}: causal-lm has no classes: remove them")
+        raise InvalidInput(f"{path}: causal-lm has no classes: remove them")
     return given
 
 
@@ -260,27 +246,18 @@ def _check_keys(path: Path, where: str, given: Mapping[str, Any], known: Mapping
         if key not in known:
             close = get_close_matches(str(key), known, 1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            raise StudyYamlError(f"{path}: {where}{key} is unknown{hint}: use {', '.join(known)}")
+            raise InvalidInput(f"{path}: {where}{key} is unknown{hint}: use {', '.join(known)}")
 
 
 def _listed(keys: Sequence[str]) -> str:
     return "; ".join(f"{key}: {KEYS[key]}" for key in keys)
 
 
-def _import_optional(module: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise StudyYamlError(
-            f"a YAML study needs {module}: pip install 'whence-tda[{extra}]'"
-        ) from error
-
-
 def _folder(path: Path, key: str, place: str) -> Path:
     folder = Path(place)
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
-        raise StudyYamlError(
+        raise InvalidInput(
             f"{path}: {key} {place} {problem}: give a folder, relative to {Path.cwd()}"
         )
     return folder.absolute()
@@ -289,21 +266,22 @@ def _folder(path: Path, key: str, place: str) -> Path:
 def _last_checkpoint(folder: Path) -> Path:
     checkpoints = [f for f in folder.glob("checkpoint-*") if f.name.rpartition("-")[2].isdigit()]
     if not checkpoints:
-        raise StudyYamlError(
+        raise InvalidInput(
             f"{folder} has no checkpoint-* folders: give the output_dir of a Trainer"
         )
     return max(checkpoints, key=lambda f: int(f.name.rpartition("-")[2]))
 
 
 def _tokenizer(path: Path, given: Mapping[str, Any], folders: Sequence[Path]) -> Any:
-    transformers = import_module("transformers")
+    import transformers
+
     if "tokenizer" in given:
         folders = [_folder(path, "tokenizer", given["tokenizer"])]
     for folder in folders:
         if any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
             return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     searched = ", ".join(map(str, dict.fromkeys(folders)))
-    raise StudyYamlError(f"{path}: no tokenizer in {searched}: name its folder as tokenizer:")
+    raise InvalidInput(f"{path}: no tokenizer in {searched}: name its folder as tokenizer:")
 
 
 def _read_examples(encode: Encoder, path: Path, key: str, file: str | Path) -> list[dict[str, Any]]:
@@ -311,23 +289,21 @@ def _read_examples(encode: Encoder, path: Path, key: str, file: str | Path) -> l
     file = Path(file)
     if not file.is_file():
         problem = "is a folder" if file.is_dir() else "does not exist"
-        raise StudyYamlError(
-            f"{path}: {key} {file} {problem}: give a file, relative to {Path.cwd()}"
-        )
+        raise InvalidInput(f"{path}: {key} {file} {problem}: give a file, relative to {Path.cwd()}")
     if file.suffix not in READERS:
-        raise StudyYamlError(f"{path}: {key} {file} is none of {', '.join(READERS)}")
+        raise InvalidInput(f"{path}: {key} {file} is none of {', '.join(READERS)}")
     examples = []
     try:
         text = io.StringIO(file.read_bytes().decode("utf-8-sig"), newline="")
     except UnicodeDecodeError as error:
-        raise StudyYamlError(f"{file} is not encoded in UTF-8: {error}") from error
+        raise InvalidInput(f"{file} is not encoded in UTF-8: {error}") from error
     for number, row in READERS[file.suffix](text, str(encode.columns["text"])):
         try:
             examples.append(encode(json.loads(row) if isinstance(row, str) else row))
         except (ValueError, TypeError) as error:
-            raise StudyYamlError(f"{file}, line {number}: {error}") from error
+            raise InvalidInput(f"{file}, line {number}: {error}") from error
     if not examples:
-        raise StudyYamlError(f"{file} is empty")
+        raise InvalidInput(f"{file} is empty")
     return examples
 
 

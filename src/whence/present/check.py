@@ -32,30 +32,29 @@ def check_data(
     Returns:
         Sentences that say what could not be checked.
     """
-    unchecked = []
     stages = by_stage(scores, train)
     fingerprints = scores.provenance.get("train") or {}
-    several = len(stages) > 1
+    # a run without stages has one whose name the scores do not carry
+    only = next(iter(fingerprints.values())) if len(fingerprints) == 1 else None
+    parts = []
     for stage, dataset in stages.items():
-        name = f"the training data of stage {stage!r}" if several else "the training data"
+        name = f"the training data of stage {stage!r}" if len(stages) > 1 else "the training data"
         ids = scores.train_ids
         if scores.stage is not None:
             ids = ids[np.array(scores.stage) == stage]
-        _check_length(name, len(Batches(name, dataset)), ids)
-        # a run without stages has one whose name the scores do not carry
-        fingerprint = fingerprints[stage] if stage in fingerprints else _only(fingerprints)
-        unchecked += _check_contents(scores, name, dataset, fingerprint, collate, contents)
+        parts.append((name, dataset, ids, fingerprints.get(stage, only)))
     if query is not None:
         if scores.is_self_influence:
             raise InvalidInput(
                 "query was given, but these are self-influence scores, which have no queries: "
                 "leave it out"
             )
-        _check_length("the query data", len(Batches("query", query)), scores.query_ids)
         fingerprint = scores.provenance.get("query")
-        unchecked += _check_contents(
-            scores, "the query data", query, fingerprint, collate, contents
-        )
+        parts.append(("the query data", query, scores.query_ids, fingerprint))
+    unchecked = []
+    for name, dataset, ids, fingerprint in parts:
+        _check_length(name, len(Batches(name, dataset)), ids)
+        unchecked += _check_contents(scores, name, dataset, fingerprint, collate, contents)
     return unchecked
 
 
@@ -79,10 +78,6 @@ def by_stage(scores: Scores, train: Any) -> dict[str | None, Any]:
             f"these scores have the stages {names}: give train={{{names[0]!r}: dataset, ...}}"
         )
     return {names[0]: train}
-
-
-def _only(fingerprints: Mapping[str, str]) -> str | None:
-    return next(iter(fingerprints.values())) if len(fingerprints) == 1 else None
 
 
 def _check_length(name: str, count: int, ids: np.ndarray) -> None:

@@ -88,7 +88,7 @@ def show(
     train = None if study is None else study.train
     collate = None if study is None else study.collate
     check_data(scores, train, data, collate=collate, contents=check)
-    examples = TrainingExamples(scores, train, study, **display)
+    examples = TrainingExamples.of_scores(scores, train, study, **display)
     view = query_view(scores, scores.row_index(query), k, examples.class_of)
     if data is not None:
         queries = Examples(data, size=QUERY_SIZE, task=task_of(study, None), **display)

@@ -19,7 +19,7 @@ from whence.study import Study, loader
 from whence.task import Classification, Task
 
 BATCH = 256
-CURVE = 20  # checkpoints of a curve, at most
+CURVE_POINTS = 20  # checkpoints of a curve, at most
 
 
 def predictions(
@@ -70,12 +70,12 @@ def curves(
     """How the measurement of examples went during training, in eval mode.
 
     Returns:
-        The updates, at most `CURVE` of them, and the measurements (updates, n) of the first run at
-        its checkpoints, from the beginning of the last stage.
+        The updates, at most `CURVE_POINTS` of them, and the measurements (updates, n) of the first
+        run at its checkpoints, from the beginning of the last stage.
     """
     stage, run = study.stages[-1], study.runs[0]
     every = [c for c in [run.initial, *run.checkpoints] if c is not None and c.stage == stage]
-    chosen = np.unique(np.linspace(0, len(every) - 1, CURVE).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(every) - 1, CURVE_POINTS).round().astype(int))
     data, which = Batches("examples", dataset, study.collate), np.asarray(indices, np.int64)
     measured = np.zeros((len(chosen), len(which)))
     for k, at in enumerate(chosen):

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from whence.errors import InvalidInput, optional
-from whence.present.check import by_stage
-from whence.present.predict import predictions
-from whence.present.views import Floats, Ints, TrainingExamples, prediction_view
+from whence.present.views import Floats, TrainingExamples, direction
 from whence.scores import Scores
 from whence.scores.means import mean_scores
 from whence.study import Study
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a spreadsheet's formula begins
 
 
 def score_column(scores: Scores, query: int | None) -> Floats:
@@ -65,13 +65,16 @@ def ranked_columns(
     table["score"] = values[order].tolist()
     if study is None:
         return table
-    examples = TrainingExamples(scores, study.train, study, **display)
+    examples = TrainingExamples.of_scores(scores, study.train, study, **display)
     cells = [dataset.in_words(index) for dataset, index in map(examples.of, order)]
     table["label"] = [label for label, _ in cells]
     if any(content for _, content in cells):
         table["content"] = [content for _, content in cells]
     if predicted:
-        table["prediction"] = _predicted(scores, study, examples, order)
+        known = examples.predictions(study, order)
+        table["prediction"] = [
+            known[c]["prediction"] if known[c]["comparable"] else None for c in order.tolist()
+        ]
     if duplicates:
         leading = examples.leaders(order.tolist()).tolist()
         table["duplicate_of"] = [
@@ -79,22 +82,6 @@ def ranked_columns(
             for place, leader in enumerate(leading)
         ]
     return table
-
-
-def _predicted(
-    scores: Scores, study: Study, examples: TrainingExamples, order: Ints
-) -> list[str | None]:
-    """What the final model of each example's stage predicts; None if it is not a classification."""
-    known: dict[int, str | None] = {}
-    for stage, dataset in by_stage(scores, study.train).items():
-        columns = [int(c) for c in order if scores.stage is None or scores.stage[c] == stage]
-        ids = [int(scores.train_ids[c]) for c in columns]
-        model_stage = stage if stage in study.stages else study.stages[-1]
-        outputs = predictions(study, dataset, ids, stage=model_stage)
-        for column, index in zip(columns, ids, strict=True):
-            view = prediction_view(outputs[index], examples.of(column)[0])
-            known[column] = view["prediction"] if view["comparable"] else None
-    return [known[int(c)] for c in order]
 
 
 def audit_columns(
@@ -112,7 +99,7 @@ def audit_columns(
     table = ranked_columns(
         scores, None, study, duplicates=duplicates, predicted=True, harmful_first=worst, **display
     )
-    sign = (1.0 if scores.higher_is_better else -1.0) * (-1.0 if worst else 1.0)
+    sign = direction(scores) * (-1.0 if worst else 1.0)
     table = {
         "rank": list(range(1, scores.shape[-1] + 1)),
         **{("suspicion" if name == "score" else name): cells for name, cells in table.items()},
@@ -139,9 +126,7 @@ def csv_lines(rows: Iterable[Sequence[Any]], end: str = "\n") -> str:
     """Rows of a CSV file. No text is read as a formula by a spreadsheet."""
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator=end)
-    writer.writerows([_safe(c) if isinstance(c, str) else c for c in row] for row in rows)
+    for row in rows:
+        texts = (isinstance(cell, str) and cell[:1] in FORMULA for cell in row)
+        writer.writerow([f"'{c}" if text else c for c, text in zip(row, texts, strict=True)])
     return lines.getvalue()
-
-
-def _safe(text: str) -> str:
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

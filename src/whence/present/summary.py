@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whence.present.views import Floats, Ints, View, number, strongest
+from whence.present.views import Floats, Ints, View, direction, number, strongest
 from whence.scores import Scores
 from whence.scores.means import mean_scores
 
@@ -46,9 +46,9 @@ def summary(
     rows, _ = _numbered(query_class, scores.shape[0], names)
     means = mean_scores(scores)
     table = _class_means(scores, columns, rows, len(names))
-    direction = 1.0 if scores.higher_is_better else -1.0
+    better = direction(scores)
     view: View = {"queries": scores.shape[0], "examples": scores.shape[-1], "classes": None}
-    for end, sign in (("helpful", direction), ("harmful", -direction)):
+    for end, sign in (("helpful", better), ("harmful", -better)):
         order = strongest(np.nan_to_num(sign * means), k)
         order = order[sign * means[order] > 0]
         view[end] = [{"column": int(c), "value": number(means[c])} for c in order]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from whence.errors import InvalidInput
 from whence.present.check import by_stage
 from whence.present.duplicates import Sketch, leaders, sketch
 from whence.present.examples import Examples, Rendered
+from whence.present.predict import predictions
 from whence.scores import Scores
 from whence.scores.result import SIGN
 from whence.scores.uncertainty import calibrated, half_widths_of_scores
@@ -28,6 +30,7 @@ from whence.task import Task
 
 BINS = 40
 CHUNK = 2**24  # scores in memory at a time
+SKETCHES = 4096  # of examples, in the cache
 CLASSES = 8  # classes that a class mix names
 PER_QUERY = ("residual", "noise")  # of a calibration
 
@@ -39,54 +42,97 @@ Leaders = Callable[[Sequence[int]], Ints]
 
 
 class TrainingExamples:
-    """The training examples behind the columns of a score matrix.
+    """The training examples behind the columns of a score matrix, or behind other entries.
 
     Args:
-        train: the training data, or `{stage: dataset}` for several stages; None shows only ids.
+        ids: of each entry, (n,).
+        stages: of each entry; None if the scores name none.
+        train: the training data by stage; entries of other stages show only their ids.
         study: whose tasks say what the labels are.
+        kind: `Examples`, or a subclass.
         options: of `Examples`; `labels` may be `{stage: labels}`.
     """
 
     def __init__(
-        self, scores: Scores, train: Any = None, study: Study | None = None, **options: Any
+        self,
+        ids: Ints,
+        stages: Sequence[str | None] | None,
+        train: Mapping[str | None, Any],
+        study: Study | None = None,
+        *,
+        kind: type[Examples] = Examples,
+        labels: Any = None,
+        **options: Any,
     ) -> None:
-        self._scores = scores
-        labels = options.pop("labels", None)
-        self._examples = {
-            stage: Examples(
+        self._ids, self._stages, self._none = ids, stages, Examples(None)
+        self.by_stage = {
+            stage: kind(
                 dataset,
                 labels=labels[stage] if isinstance(labels, Mapping) else labels,
                 task=task_of(study, stage),
                 **options,
             )
-            for stage, dataset in by_stage(scores, train).items()
+            for stage, dataset in train.items()
         }
-        self._none = Examples(None)
-        self._sketches: dict[int, Sketch | None] = {}
+        self._sketch = lru_cache(SKETCHES)(self._sketched)
 
-    def of(self, column: int) -> tuple[Examples, int]:
-        """The examples of a column's stage, and the index there."""
-        stage = None if self._scores.stage is None else self._scores.stage[column]
-        return self._examples.get(stage, self._none), int(self._scores.train_ids[column])
+    @classmethod
+    def of_scores(
+        cls, scores: Scores, train: Any = None, study: Study | None = None, **options: Any
+    ) -> TrainingExamples:
+        """The examples of the columns. `train` is a dataset, or `{stage: dataset}`."""
+        stages = by_stage(scores, train)
+        return cls(scores.train_ids, scores.stage, stages, study, **options)
 
-    def render(self, column: int) -> Rendered:
-        """The example of a column as plain data, with its stage."""
-        examples, index = self.of(column)
-        stage = None if self._scores.stage is None else self._scores.stage[column]
-        return examples.render(index) | {"stage": stage}
+    def stage(self, entry: int) -> str | None:
+        return None if self._stages is None else self._stages[entry]
 
-    def class_of(self, column: int) -> str | None:
-        """The label of a column, if it names a class."""
-        examples, index = self.of(column)
+    def of(self, entry: int) -> tuple[Examples, int]:
+        """The examples of an entry's stage, and the index there."""
+        return self.by_stage.get(self.stage(entry), self._none), int(self._ids[entry])
+
+    def render(self, entry: int) -> Rendered:
+        """An example as plain data, with its stage."""
+        examples, index = self.of(entry)
+        return examples.render(index) | {"stage": self.stage(entry)}
+
+    def class_of(self, entry: int) -> str | None:
+        """The label of an example, if it names a class."""
+        examples, index = self.of(entry)
         return examples.label(index) if examples.names_classes else None
 
-    def leaders(self, columns: Sequence[int]) -> Ints:
-        """The position of the column that each one nearly duplicates; its own if none."""
-        for column in columns:
-            if column not in self._sketches:
-                examples, index = self.of(column)
-                self._sketches[column] = sketch(examples.content(index))
-        return leaders([self._sketches[column] for column in columns])
+    def leaders(self, entries: Sequence[int]) -> Ints:
+        """The position of the entry that each one nearly duplicates; its own if none."""
+        return leaders([self._sketch(int(entry)) for entry in entries])
+
+    def _sketched(self, entry: int) -> Sketch | None:
+        examples, index = self.of(entry)
+        return sketch(examples.content(index))
+
+    def predictions(
+        self,
+        study: Study,
+        entries: Iterable[int],
+        train: Mapping[str | None, Any] | None = None,
+    ) -> dict[int, View]:
+        """`prediction` and `comparable` of each example, by the final model of its stage.
+
+        Args:
+            train: what the model reads, by stage, where that is not what is shown.
+        """
+        known: dict[int, View] = {}
+        for stage, examples in self.by_stage.items():
+            of_stage = {e: int(self._ids[e]) for e in map(int, entries) if self.stage(e) == stage}
+            dataset = examples.dataset if train is None else train[stage]
+            if dataset is None or not of_stage:
+                continue
+            model_stage = stage if stage in study.stages else study.stages[-1]
+            ids = list(of_stage.values())
+            outputs = predictions(study, dataset, ids, stage=model_stage)
+            for entry, index in of_stage.items():
+                view = prediction_view(outputs[index], examples)
+                known[entry] = {name: view[name] for name in ("prediction", "comparable")}
+        return known
 
 
 def folded(entries: list[View], leaders_of: Leaders) -> list[View]:
@@ -194,7 +240,7 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
     place = scores.row_index(row)
     if k < 1:
         raise InvalidInput(f"k={k}: show at least one example")
-    direction = 1.0 if scores.higher_is_better else -1.0
+    better = direction(scores)
     values, columns = scores.row_scores(row)
     finite = np.isfinite(values)
     view: View = {
@@ -210,16 +256,16 @@ def query_view(scores: Scores, row: int | None, k: int = 10, class_of: Class | N
     if "calibration" in scores.diagnostics:
         view["residual"] = number(scores.diagnostics["calibration"]["residual"][place])
     values, columns = values[finite], columns[finite]
-    for name, sign in (("helpful", direction), ("harmful", -direction)):
+    for name, sign in (("helpful", better), ("harmful", -better)):
         order = strongest(sign * values, k)
         order = order[sign * values[order] > 0]
         view[name] = [_entry(scores, place, int(columns[c]), float(values[c])) for c in order]
     if scores.strongest is None and len(values):
         view["histogram"] = histogram(values)
-        view["harmed"] = _both_signs(values, direction)[1]
+        view["harmed"] = _both_signs(values, better)[1]
     if scores.by_segment is not None:
-        parts = _rows(scores.by_segment)[:, place]
-        view["segments"] = [_both_signs(part[np.isfinite(part)], direction) for part in parts]
+        parts = scores.by_segment if row is None else scores.by_segment[:, place]
+        view["segments"] = [_both_signs(part[np.isfinite(part)], better) for part in parts]
     if class_of is not None:
         mix = {name: class_mix(view[name], class_of) for name in ("helpful", "harmful")}
         view["classes"] = mix if any(mix.values()) else None
@@ -282,12 +328,12 @@ def harmful_overall(scores: Scores, k: int = 50, near: int = 10) -> View:
     if k < 1:
         raise InvalidInput(f"k={k}: show at least one example")
     q, n = scores.shape
-    direction = 1.0 if scores.higher_is_better else -1.0
+    better = direction(scores)
     total, finite, harms = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.int64)
     least, worst = np.zeros(n), np.zeros(n, dtype=np.int64)
     for row in range(q):
         values, columns = scores.row_scores(row)
-        values = direction * values.astype(np.float64)
+        values = better * values.astype(np.float64)
         mask = np.isfinite(values)
         values, columns = values[mask], columns[mask]
         total[columns] += values
@@ -301,10 +347,10 @@ def harmful_overall(scores: Scores, k: int = 50, near: int = 10) -> View:
     entries = [
         {
             "column": int(c),
-            "value": number(direction * mean[c]),
+            "value": number(better * mean[c]),
             "queries": int(harms[c]),
             "worst": int(worst[c]),
-            "worst_value": number(direction * least[c]),
+            "worst_value": number(better * least[c]),
         }
         for c in order
         if mean[c] < 0
@@ -313,6 +359,11 @@ def harmful_overall(scores: Scores, k: int = 50, near: int = 10) -> View:
 
 
 # -- parts of views --------------------------------------------------------------------------------
+
+
+def direction(scores: Scores) -> float:
+    """The sign of a change that is better for the query."""
+    return 1.0 if scores.higher_is_better else -1.0
 
 
 def strongest(strength: Floats, k: int) -> Ints:
@@ -385,11 +436,6 @@ def count_not_finite(scores: Scores) -> int:
     )
 
 
-def _rows(array: Floats) -> Floats:
-    """(..., n) as (..., 1, n)."""
-    return array[..., None, :]
-
-
 def _entry(scores: Scores, row: int, column: int, value: float) -> View:
     entry: View = {"column": column, "value": number(value)}
     within = half_widths_of_scores(scores.diagnostics.get("calibration"), row, [value])
@@ -405,11 +451,11 @@ def _entry(scores: Scores, row: int, column: int, value: float) -> View:
     return entry
 
 
-def _both_signs(values: Floats, direction: float) -> list[float | None]:
+def _both_signs(values: Floats, better: float) -> list[float | None]:
     """[sum of the scores that helped, sum of those that harmed]."""
     above = np.maximum(values, 0).sum(dtype=np.float64)
     below = np.minimum(values, 0).sum(dtype=np.float64)
-    return [number(x) for x in ((above, below) if direction > 0 else (below, above))]
+    return [number(x) for x in ((above, below) if better > 0 else (below, above))]
 
 
 def number(value: Any) -> float | None:

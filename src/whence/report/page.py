@@ -35,7 +35,6 @@ from whence.present.views import (
     harmful_overall,
     number,
     overview,
-    prediction_view,
     query_view,
 )
 from whence.retrain import Truth
@@ -122,7 +121,7 @@ def write(
     _check_study(scores, study)
     display: dict[str, Any] = {"renderer": renderer, "classes": classes}
     display |= {"columns": columns, "tokenizer": tokenizer}
-    examples = TrainingExamples(scores, train, study, labels=labels, **display)
+    examples = TrainingExamples.of_scores(scores, train, study, labels=labels, **display)
     task = None if study is None else study.tasks[study.stages[-1]]
     query_examples = Examples(query, size=QUERY_SIZE, task=task, **display)
     payload: View = {"title": title or "Where it comes from", "queries": [], "harmful": None}
@@ -143,8 +142,10 @@ def write(
             )
             for view in views
         ]
-        if predicted and scores.by_segment is not None:
-            _add_curves(study, query, payload["queries"])
+        if study is not None and predicted and scores.by_segment is not None:
+            steps, measured = curves(study, query, [view["id"] for view in payload["queries"]])
+            for view, values in zip(payload["queries"], measured.T, strict=True):
+                view["curve"] = [[step, number(x)] for step, x in zip(steps, values, strict=True)]
         payload["harmful"] = harmful_overall(scores, WORST, k)
         classed = query_examples.names_classes
         payload["summary"] = summary(
@@ -162,7 +163,10 @@ def write(
     positions = _positions(scores, tokens, payload["queries"])
     embedded, ids = _embed(examples, lists, positions, scores, notes)
     if study is not None:
-        _predict_embedded(scores, study, examples, lists[0], embedded)
+        shown = [e["column"] for e in lists[0] if e["column"] in embedded]
+        read = by_stage(scores, study.train)
+        for column, predicted_view in examples.predictions(study, shown, read).items():
+            embedded[column] |= predicted_view  # so that wrong labels stand out
     if train is None:
         notes.append("No training data was given: examples are shown by their index.")
     payload["overview"] = overview(scores, notes)
@@ -261,35 +265,6 @@ def _predictions(
     return predictions(study, query, [int(scores.query_ids[row]) for row in rows])
 
 
-def _add_curves(study: Study | None, query: Any, views: list[View]) -> None:
-    """Add how the measurement of each query went during training: `curve`, [update, value]."""
-    assert study is not None
-    steps, measured = curves(study, query, [view["id"] for view in views])
-    for view, values in zip(views, measured.T, strict=True):
-        view["curve"] = [[step, number(x)] for step, x in zip(steps, values, strict=True)]
-
-
-def _predict_embedded(
-    scores: Scores, study: Study, examples: TrainingExamples, entries: list[View], embedded: View
-) -> None:
-    """Add predictions to the training examples of a list, so that wrong labels stand out."""
-    for stage, dataset in by_stage(scores, study.train).items():
-        columns = [
-            entry["column"]
-            for entry in entries
-            if entry["column"] in embedded
-            and (scores.stage is None or scores.stage[entry["column"]] == stage)
-        ]
-        if not columns:
-            continue
-        model_stage = stage if stage in study.stages else study.stages[-1]
-        ids = [int(scores.train_ids[c]) for c in columns]
-        predicted = predictions(study, dataset, ids, stage=model_stage)
-        for column, index in zip(columns, ids, strict=True):
-            view = prediction_view(predicted[index], examples.of(column)[0])
-            embedded[column] |= {name: view[name] for name in ("prediction", "comparable")}
-
-
 def _positions(
     scores: Scores, tokens: Iterable[Tokens] | None, views: list[View]
 ) -> dict[int, int]:
@@ -326,7 +301,7 @@ def _embed(
     positions: Mapping[int, int],
     scores: Scores,
     notes: list[str],
-) -> tuple[View, View]:
+) -> tuple[dict[int, View], dict[int, list[Any]]]:
     """The training examples that go into the file, by column; and the ids of the others.
 
     The first list comes first, then all others rank by rank, until the budget is spent.
@@ -336,8 +311,8 @@ def _embed(
     for rank in range(deepest):
         order += [entries[rank]["column"] for entries in lists[1:] if rank < len(entries)]
     order += [column for entries in lists for e in entries for column in e.get("also", [])]
-    embedded: View = {}
-    ids: View = {}
+    embedded: dict[int, View] = {}
+    ids: dict[int, list[Any]] = {}
     spent = mismatched = 0
     for column in dict.fromkeys(order):
         if spent > BUDGET:

@@ -1,9 +1,8 @@
 """Retraining: recipes, many trainings at once, and the truth they measure."""
 
-from whence.retrain.callback import Update
 from whence.retrain.measure import measure
 from whence.retrain.recording_many import record
-from whence.retrain.training import Training
+from whence.retrain.training import Training, Update
 from whence.retrain.truth import Truth, ground_truth
 from whence.run.smooth_adamw import SmoothAdamW
 

@@ -13,12 +13,12 @@ from whence.engine.options import allowance, free_and_total
 from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Data
 
-CACHED = 32 * 2**20  # bytes of parameters, gradients and momenta that fit a CPU core's caches
-SHARE = {"cuda": 0.85, "cpu": 0.5}  # of free memory, that models use by default
+CACHE_BYTES = 32 * 2**20  # bytes of parameters, gradients and momenta that fit a CPU core's caches
+MEMORY_SHARE = {"cuda": 0.85, "cpu": 0.5}  # of free memory, that models use by default
 # bytes that one model with convolutions saves of a batch when it saturates the device: more than a
 # CPU's caches; on a GPU, about ten MB per kernel
-FILLING = {"cpu": CACHED, "cuda": 2**28}
-PROBED = 8  # models whose memory is measured
+SATURATING_BYTES = {"cpu": CACHE_BYTES, "cuda": 2**28}
+PROBED_MODELS = 8  # models whose memory is measured
 
 
 def models_at_once(
@@ -41,20 +41,20 @@ def models_at_once(
         train_some: trains a number of models for two updates, to probe memory.
     """
     if memory is None:
-        room = int(free_and_total(device)[0] * SHARE.get(device.type, 0.5))
+        room = int(free_and_total(device)[0] * MEMORY_SHARE.get(device.type, 0.5))
     else:
         room = allowance(memory, device)
     model, saved = recipe.build(0), _activation_bytes(recipe, device, data)
     copied = any(isinstance(module, (nn.Conv2d, _BatchNorm)) for module in model.modules())
-    if copied and saved >= FILLING.get(device.type, 0):
+    if copied and saved >= SATURATING_BYTES.get(device.type, 0):
         return 1
     if device.type == "cpu":
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         each = 6 * size + 2 * saved
         room //= torch.get_num_threads()
         # updates of tiny models are mostly overhead: train thousands together
-        most_at_once = max(64, min(4096, CACHED // each))
-        fit = min(most_at_once, max(4, CACHED // (3 * size)), room // each)
+        most_at_once = max(64, min(4096, CACHE_BYTES // each))
+        fit = min(most_at_once, max(4, CACHE_BYTES // (3 * size)), room // each)
         return int(max(1, min(fit, -(-most // torch.get_num_threads()))))
     return int(max(1, min(most, room // _bytes_per_model(device, train_some))))
 
@@ -82,7 +82,7 @@ def _bytes_per_model(device: torch.device, train_some: Callable[[int], None]) ->
     """The memory of a model during training, including the copy that CUDA graphs hold."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    train_some(PROBED)
+    train_some(PROBED_MODELS)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return 2 * peak // PROBED + 1
+    return 2 * peak // PROBED_MODELS + 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from whence.data import place
 from whence.retrain.recipe import Recipe
+from whence.retrain.stack import IMPLEMENTATION_FLAGS
 from whence.retrain.stacked import running_statistics
 from whence.retrain.stage import StageRecipe
 from whence.run import Run, Stage, optimizers
@@ -20,9 +21,8 @@ from whence.study import Study, loader
 from whence.table import listed
 from whence.task import Task
 
-TRIED = 64  # examples whose losses are compared
+COMPARED = 64  # examples whose losses are compared
 WHERE = (torch.device("cpu"), torch.float32)
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # same updates either way
 
 
 def differences(recipe: Recipe, run: Run) -> list[str]:
@@ -90,7 +90,7 @@ def other_losses(recipe: Recipe, study: Study, run: Run) -> list[str]:
         if not weights:
             continue
         data = study.data[name]
-        rows = np.linspace(0, len(data) - 1, min(TRIED, len(data))).round().astype(np.int64)
+        rows = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).round().astype(np.int64)
         batch = place(data.take(np.unique(rows)), *WHERE)
         ours = _losses(study.models[name], study.tasks[name], weights[-1], batch)
         theirs = _losses(recipe.build(0), stage.task, weights[-1], batch)
@@ -160,7 +160,7 @@ def _settings(stage: StageRecipe, recorded: Stage, run: Run, model: nn.Module) -
             theirs: Mapping[str, Any] = (
                 run.hyperparameters[columns[name]] if name in columns else {}
             )
-            for key in sorted(ours.keys() & theirs.keys() - {*IMPLEMENTATION}):
+            for key in sorted(ours.keys() & theirs.keys() - {*IMPLEMENTATION_FLAGS}):
                 if ours[key] != theirs[key]:
                     unequal[key] = (
                         f"{key} is {theirs[key]!r} in the run, {ours[key]!r} in the recipe"

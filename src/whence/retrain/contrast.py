@@ -90,7 +90,7 @@ def sound_pairs(
     if not counted.all():
         none = examples[counted == 0]
         raise InvalidInput(
-            f"no pair of trainings is left of {len(none)} examples ({listed(none)}), all diverged: "
-            "use more seeds, or leave them out of examples="
+            f"all pairs of trainings for {len(none)} examples ({listed(none)}) diverged: use more "
+            "seeds, or leave them out of examples="
         )
     return np.asarray(counted)

@@ -96,7 +96,8 @@ def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.dev
         raise InvalidInput("the model changes its buffers during training")
     dtype, task = next(plain[0].parameters()).dtype, copy.copy(recipe.task)
     some = np.arange(min(4, len(query)))
-    queries = Data(_Rows(query, some), device, dtype)
+    examples = [query.dataset[k] for k in some.tolist()]
+    queries = Data(Batches(query.name, examples, query.collate), device, dtype)
     measured = torch.from_numpy(stack.measurements(task, queries, len(some), len(some)))
     with torch.no_grad():
         for k, model in enumerate(plain):
@@ -139,13 +140,6 @@ def _check_gradients(
             _agree(f"the gradient of {name}", gradient, parameter.grad, dtype, total_norm)
         for name, running in running_statistics(model).items():
             _agree(name, stack.statistics[name][k].double(), running.double(), dtype)
-
-
-class _Rows(Batches):
-    """The first few examples of a dataset."""
-
-    def __init__(self, batches: Batches, rows: np.ndarray) -> None:
-        super().__init__(batches.name, [batches.dataset[int(k)] for k in rows], batches.collate)
 
 
 def _nudge(model: nn.Module, by: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from whence.data import Batches, cut, place
 from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidTarget, examples_of, warn
-from whence.retrain.callback import Callback, Interrupted, Update
 from whence.retrain.capacity import models_at_once
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.engine_choice import choose_engine
@@ -28,8 +28,8 @@ from whence.retrain.grid import name_of
 from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Data, train_stack
 from whence.retrain.stage import StageRecipe
-from whence.retrain.training import Training
-from whence.retrain.unfinished import LONG, Unfinished
+from whence.retrain.training import Callback, Interrupted, Training, Update
+from whence.retrain.unfinished import CHECKPOINT_SECONDS, Unfinished
 from whence.task import Task
 
 ENGINES = ("auto", "products", "vmap", "single")
@@ -177,7 +177,7 @@ class TrainingPool:
         data, unfinished = self.data(), None
         if scratch is not None:
             file = scratch / f"{name_of([t.key for t in trainings])}.safetensors"
-            unfinished = Unfinished(file, LONG)
+            unfinished = Unfinished(file, CHECKPOINT_SECONDS)
         try:
             stack = train_stack(
                 self.recipe,
@@ -231,43 +231,28 @@ class TrainingPool:
         """An ordinary training. A long one is checkpointed, and resumes from there."""
         started = time.monotonic()
         folder = None if scratch is None else scratch / training.key[:24]
-        after_update = _after_update([training], None, stop, callback)
-        if folder is not None and (self._longest > LONG or folder.exists()):
-            model = self._checkpointed(training, folder, after_update)
+        recipe = training.weighted(self.recipe_on_device)
+        how: Any = {"stage": training.stage, "device": self.device}
+        how["callback"] = _after_update([training], None, stop, callback)
+        if folder is not None and (self._longest > CHECKPOINT_SECONDS or folder.exists()):
+            steps = self._checkpoint_steps(training)
+            run = recipe.run(training.seed, folder, steps, training.subset, **how)
+            model = self.recipe.build(training.seed)
+            model.load_state_dict(run.final.weights())
+            model.to(self.device).eval()
         else:
-            model = training.weighted(self.recipe_on_device).train(
-                training.seed,
-                training.subset,
-                stage=training.stage,
-                device=self.device,
-                callback=after_update,
-            )
+            model = recipe.train(training.seed, training.subset, **how)
         self._longest = max(self._longest, time.monotonic() - started)
         measured = self._measurements(model)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return measured
 
-    def _checkpointed(
-        self, training: Training, folder: Path, callback: Callback | None
-    ) -> nn.Module:
+    def _checkpoint_steps(self, training: Training) -> list[int]:
+        """When a long training is checkpointed: the same updates in every call that resumes it."""
         examples = self.recipe.examples(training.subset, training.stage)
-        totals = [s.total_steps(len(examples[s.name])) for s in self.recipe.stages]
-        # the same update counts in every call that resumes it
-        ends = np.cumsum(totals)
-        steps = sorted({*np.linspace(0, ends[-1], 17, dtype=int).tolist(), *ends.tolist()} - {0})
-        run = training.weighted(self.recipe_on_device).run(
-            training.seed,
-            folder,
-            steps,
-            training.subset,
-            stage=training.stage,
-            device=self.device,
-            callback=callback,
-        )
-        model = self.recipe.build(training.seed)
-        model.load_state_dict(run.final.weights())
-        return model.to(self.device).eval()
+        ends = np.cumsum([s.total_steps(len(examples[s.name])) for s in self.recipe.stages])
+        return sorted({*np.linspace(0, ends[-1], 17, dtype=int).tolist(), *ends.tolist()} - {0})
 
     @torch.no_grad()
     def _measurements(self, model: nn.Module) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,10 @@ from whence.draws import reseed
 from whence.errors import InvalidInput, InvalidType, examples_of, whole
 from whence.persist.files import as_path
 from whence.persist.identity import sha256_of
-from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.recording import record_run
 from whence.retrain.stage import (
-    TRIED,
+    FINGERPRINTED,
     Ints,
     MakeOptimizer,
     MakeScheduler,
@@ -35,13 +35,14 @@ from whence.retrain.stage import (
     checked_seed,
     make_stages,
 )
+from whence.retrain.training import Callback
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.table import one_line
 from whence.task import Task
 
-SUMS = 8  # of losses that are not known in float64
-UPDATES = 3  # that an optimizer of the user's own is tried for
+RANDOM_SUMS = 8  # of losses that are not known in float64
+TRIED_UPDATES = 3  # that an optimizer of the user's own is tried for
 MAX_FLOAT64_PARAMETERS = 10**8  # of a model that is also built in float64, for comparisons
 _SEEDING = threading.Lock()  # all threads share torch's default generator
 
@@ -226,25 +227,8 @@ class Recipe:
             callback: called with a `whence.retrain.Update` after each update. An exception that it
                 raises stops the training.
         """
-        if out is None:
-            with tempfile.TemporaryDirectory() as folder:
-                return self.run(
-                    seed,
-                    folder,
-                    checkpoints,
-                    subset,
-                    stage=stage,
-                    every_step=every_step,
-                    device=device,
-                    progress=progress,
-                    callback=callback,
-                ).in_memory()
-        return record_run(
-            self,
-            seed,
-            as_path(out),
-            checkpoints,
-            subset,
+        record = partial(
+            record_run,
             stage=stage,
             device=device,
             fingerprint=self.fingerprint,
@@ -252,6 +236,10 @@ class Recipe:
             progress=progress,
             callback=callback,
         )
+        if out is not None:
+            return record(self, seed, as_path(out), checkpoints, subset)
+        with tempfile.TemporaryDirectory() as folder:
+            return record(self, seed, Path(folder), checkpoints, subset).in_memory()
 
     def train(
         self,
@@ -374,7 +362,7 @@ class Recipe:
     def _moves(self, stage: StageRecipe) -> list[str]:
         model = self.build(0)
         optimizer, start = stage.make_optimizer(model), copy.deepcopy(list(model.parameters()))
-        for _ in range(UPDATES):
+        for _ in range(TRIED_UPDATES):
             model.zero_grad(set_to_none=True)
             _differentiate(model, stage)
             optimizer.step()
@@ -425,7 +413,7 @@ def _differentiate(model: nn.Module, stage: StageRecipe) -> None:
 
 def _few(data: Batches) -> list[Ints]:
     """The first examples, as one block."""
-    return [np.arange(min(TRIED, len(data)))]
+    return [np.arange(min(FINGERPRINTED, len(data)))]
 
 
 def _digest(values: Tensor) -> str:
@@ -437,7 +425,7 @@ def _digest(values: Tensor) -> str:
     numbers = values.double().flatten().numpy()
     digits = 4
     if values.dtype != torch.float64:
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], (SUMS, len(numbers)))
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (RANDOM_SUMS, len(numbers)))
         numbers, digits = signs @ numbers / np.sqrt(len(numbers)), 2
     sizes = np.abs(numbers[np.isfinite(numbers)])
     scale = np.sqrt(np.mean(sizes**2)) if sizes.any() else 1.0

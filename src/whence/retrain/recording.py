@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from whence.persist.identity import digest
 from whence.progress import progress_bar
-from whence.retrain.callback import Callback
 from whence.retrain.device import cuda_devices, training_device
 from whence.retrain.stage import Ints, StageRecipe, checked_seed
+from whence.retrain.training import Callback
 from whence.run import Recorder, Run, RunError
 
 if TYPE_CHECKING:

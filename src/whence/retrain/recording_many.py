@@ -8,12 +8,13 @@ states instead of training.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,25 +27,22 @@ from whence.engine.options import free_and_total
 from whence.errors import InvalidInput, InvalidType, check_choice, whole
 from whence.persist.files import as_path
 from whence.progress import progress_bar
-from whence.retrain.callback import Callback, Update
-from whence.retrain.capacity import SHARE
+from whence.retrain.capacity import MEMORY_SHARE
 from whence.retrain.pool import ENGINES, TrainingPool, halves
 from whence.retrain.recipe import Recipe, fingerprint_of
 from whence.retrain.recording import MakeUpdates, record_run
-from whence.retrain.stack import Stack, train_stack
+from whence.retrain.stack import train_stack
 from whence.retrain.stage import Ints, StageRecipe
-from whence.retrain.training import Training
-from whence.retrain.unfinished import LONG, ResumePoint, StackCheckpoint, UnfinishedRuns
+from whence.retrain.training import Callback, Training, Update
+from whence.retrain.unfinished import CHECKPOINT_SECONDS, StackCheckpoint, UnfinishedRuns
 from whence.retrain.work_queue import units
 from whence.run import Run
 from whence.run.schedule import CheckpointSchedule
 
 Folder = str | os.PathLike[str]
 Steps = Mapping[str, set[int]]  # {stage: its updates that are followed by a checkpoint}
-Write = Callable[[Recipe, Training, torch.device | str | None, MakeUpdates | None], Run]
-CheckpointFiles = Callable[[Sequence[Training]], UnfinishedRuns]
-TRIED = 4  # examples that an engine's measurements are checked on
-COPIES = 4  # of a model in a checkpoint, at most: its weights, and the moments of its optimizer
+PROBED_EXAMPLES = 4  # examples that an engine's measurements are checked on
+COPIES_PER_CHECKPOINT = 4  # of a model, at most: its weights, and its optimizer's moments
 
 
 def record(
@@ -86,54 +84,144 @@ def record(
     due = {t: _checkpoint_steps(recipe, checkpoints, t) for t in trainings}
     if not trainings:
         return []
-    identity = recipe.identity()  # once for all runs: it takes a pass over the data
-    fingerprint = fingerprint_of(identity)
+    recording = _Recording(recipe, checkpoints, folders, due, recipe.identity())
+    # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
+    runs = {t: recording.write(recipe, t, device) for t in trainings if recording.begun(t)}
+    missing = [t for t in trainings if t not in runs]
+    bar = progress_bar(total=len(trainings), initial=len(runs), unit="run", shown=progress)
+    with ExitStack() as locks, bar:
+        if missing:
+            for training, run in recording.make(missing, device, memory, engine, locks):
+                runs[training] = run
+                bar.update()
+            for training in missing:
+                recording.files([training]).drop()
+    return [runs[t] for t in trainings]
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Runs of one recipe: where they are written, and when their checkpoints are due.
+
+    Attributes:
+        identity: of the recipe, once for all runs: it takes a pass over the data.
+    """
+
+    recipe: Recipe
+    checkpoints: int | Sequence[int] | Mapping[str, int]
+    folders: Mapping[Training, Path]
+    due: Mapping[Training, Steps]
+    identity: Mapping[str, Any]
 
     def write(
+        self,
         recipe: Recipe,
-        t: Training,
+        training: Training,
         device: torch.device | str | None,
         make_updates: MakeUpdates | None = None,
     ) -> Run:
         return record_run(
             recipe,
-            t.seed,
-            folders[t],
-            checkpoints,
-            t.subset,
-            stage=t.stage,
+            training.seed,
+            self.folders[training],
+            self.checkpoints,
+            training.subset,
+            stage=training.stage,
             device=device,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint_of(self.identity),
             make_updates=make_updates,
         )
 
-    def files(unit: Sequence[Training]) -> UnfinishedRuns:
-        steps = {stage: sorted(numbers) for stage, numbers in due[unit[0]].items()}
+    def files(self, unit: Sequence[Training]) -> UnfinishedRuns:
+        steps = {stage: sorted(numbers) for stage, numbers in self.due[unit[0]].items()}
         return UnfinishedRuns(
-            folder=folders[unit[0]].parent,
+            folder=self.folders[unit[0]].parent,
             trainings=[t.key for t in unit],
-            identity=[identity, steps],
+            identity=[self.identity, steps],
         )
 
-    def begun(t: Training) -> bool:
-        return (folders[t] / "run.json").exists() and (
-            Run.open(folders[t]).finished or not files([t]).trained
+    def begun(self, training: Training) -> bool:
+        folder = self.folders[training]
+        return (folder / "run.json").exists() and (
+            Run.open(folder).finished or not self.files([training]).trained
         )
 
-    # a finished run is opened, one of another training refused, one begun by Recipe.run resumed
-    runs = {t: write(recipe, t, device) for t in trainings if begun(t)}
-    missing = [t for t in trainings if t not in runs]
-    bar = progress_bar(total=len(trainings), initial=len(runs), unit="run", shown=progress)
-    with ExitStack() as locks, bar:
-        if missing:
-            for training, run in _record(
-                recipe, missing, due, write, files, device, memory, engine, locks
-            ):
-                runs[training] = run
-                bar.update()
-            for training in missing:
-                files([training]).drop()
-    return [runs[t] for t in trainings]
+    def make(
+        self,
+        trainings: Sequence[Training],
+        device: torch.device | str | None,
+        memory: int | str | None,
+        engine: str,
+        locks: ExitStack,
+    ) -> Iterator[tuple[Training, Run]]:
+        """Make the runs, and yield each once it is written."""
+        data = self.recipe.stages[-1].data
+        some = [data.dataset[k] for k in range(min(PROBED_EXAMPLES, len(data)))]
+        query = Batches(data.name, some, data.collate)
+        pool = TrainingPool.open(self.recipe, query, device, engine)
+        pool.warn_if_sequential()
+        if pool.engine is None:
+            for training in trainings:
+                yield training, self.write(pool.recipe_on_device, training, pool.device)
+            return
+        most = max(1, min(len(trainings), self._runs_in_memory()))
+        # one stack after another: on a CPU, all cores work on its products
+        at_once = pool.at_once(trainings[0], memory, most * torch.get_num_threads())
+        for unit in units(self.recipe, trainings, min(most, at_once)):
+            yield from self._make_together(pool, unit, locks)
+
+    def _runs_in_memory(self) -> int:
+        """The number of runs whose checkpoints fit into the CPU's memory."""
+        size = sum(p.nbytes for p in self.recipe.build(0).parameters())
+        checkpoints = max(sum(map(len, steps.values())) for steps in self.due.values())
+        free, _ = free_and_total(torch.device("cpu"))
+        return int(MEMORY_SHARE["cpu"] * free) // (COPIES_PER_CHECKPOINT * checkpoints * size)
+
+    def _make_together(
+        self, pool: TrainingPool, trainings: Sequence[Training], locks: ExitStack
+    ) -> Iterator[tuple[Training, Run]]:
+        """Train all models together, then write their runs.
+
+        Until all are written, the checkpoints of the stack are kept in files. A long training
+        resumes from the last, and a call that is killed among the runs writes the others from them:
+        a model that is trained again, in a smaller stack, would have other last bits.
+        """
+        assert pool.engine is not None
+        on_disk, due = self.files(trainings), self.due[trainings[0]]
+        locks.enter_context(on_disk.locked())
+        checkpoints = {(one.stage, one.step): one for one in on_disk.checkpoints()}
+        start = next(reversed(checkpoints.values()), None)
+        started = monotonic()
+
+        def save(update: Update) -> None:
+            if update.step in due[update.stage.name]:
+                checkpoints[update.stage.number, update.step] = StackCheckpoint.of(update)
+                if monotonic() - started >= CHECKPOINT_SECONDS:
+                    on_disk.save(checkpoints.values())
+
+        try:
+            train_stack(
+                self.recipe,
+                trainings,
+                pool.engine,
+                pool.device,
+                pool.data(),
+                callback=save,
+                start=start,
+            )
+        except torch.OutOfMemoryError:
+            if len(trainings) == 1:
+                raise
+        else:
+            last = self.recipe.stages[-1]
+            if start is None or (start.stage, start.step) != (last.number, max(due[last.name])):
+                on_disk.save(checkpoints.values())
+            for position, training in enumerate(trainings):
+                played = partial(_play_updates, checkpoints, position)
+                yield training, self.write(self.recipe, training, torch.device("cpu"), played)
+            return
+        for part in halves(trainings):
+            yield from self._make_together(pool, part, locks)
 
 
 def _trainings(
@@ -185,102 +273,8 @@ def _checkpoint_steps(
     return due
 
 
-def _record(
-    recipe: Recipe,
-    trainings: Sequence[Training],
-    due: Mapping[Training, Steps],
-    write: Write,
-    files: CheckpointFiles,
-    device: torch.device | str | None,
-    memory: int | str | None,
-    engine: str,
-    locks: ExitStack,
-) -> Iterator[tuple[Training, Run]]:
-    """Make the runs, and yield each once it is written."""
-    data = recipe.stages[-1].data
-    some = [data.dataset[k] for k in range(min(TRIED, len(data)))]
-    pool = TrainingPool.open(recipe, Batches(data.name, some, data.collate), device, engine)
-    pool.warn_if_sequential()
-    if pool.engine is None:
-        for training in trainings:
-            yield training, write(pool.recipe_on_device, training, pool.device, None)
-        return
-    most = max(1, min(len(trainings), _runs_in_memory(recipe, due)))
-    # one stack after another: on a CPU, all cores work on its products
-    at_once = pool.at_once(trainings[0], memory, most * torch.get_num_threads())
-    for unit in units(recipe, trainings, min(most, at_once)):
-        yield from _record_together(pool, unit, due[unit[0]], write, files, locks)
-
-
-def _runs_in_memory(recipe: Recipe, due: Mapping[Training, Steps]) -> int:
-    """The number of runs whose checkpoints fit into the CPU's memory."""
-    size = sum(p.nbytes for p in recipe.build(0).parameters())
-    checkpoints = max(sum(map(len, steps.values())) for steps in due.values())
-    free, _ = free_and_total(torch.device("cpu"))
-    return int(SHARE["cpu"] * free) // (COPIES * checkpoints * size)
-
-
-def _record_together(
-    pool: TrainingPool,
-    trainings: Sequence[Training],
-    due: Steps,
-    write: Write,
-    files: CheckpointFiles,
-    locks: ExitStack,
-) -> Iterator[tuple[Training, Run]]:
-    """Train all models together, then write their runs.
-
-    Until all are written, the checkpoints of the stack are kept in files. A long training resumes
-    from the last, and a call that is killed among the runs writes the others from them: a model
-    that was trained anew, in a smaller stack, would have other last bits.
-    """
-    assert pool.engine is not None
-    on_disk, names = files(trainings), [stage.name for stage in pool.recipe.stages]
-    locks.enter_context(on_disk.locked())
-    checkpoints: dict[str, dict[int, StackCheckpoint]] = {name: {} for name in names}
-    start: ResumePoint | None = None
-    for start in on_disk.resume_points():
-        checkpoints[names[start.stage]][start.step] = start.checkpoint
-    started = monotonic()
-
-    def save(update: Update) -> None:
-        if update.step in due[update.stage.name]:
-            checkpoint = StackCheckpoint.of(cast(Stack, update.model), update.optimizer)
-            checkpoints[update.stage.name][update.step] = checkpoint
-            if monotonic() - started >= LONG:
-                save_all()
-
-    def save_all() -> None:
-        for number, name in enumerate(names):
-            on_disk.save(number, checkpoints[name])
-
-    try:
-        train_stack(
-            pool.recipe,
-            trainings,
-            pool.engine,
-            pool.device,
-            pool.data(),
-            callback=save,
-            start=start,
-        )
-    except torch.OutOfMemoryError:
-        if len(trainings) == 1:
-            raise
-    else:
-        last = len(names) - 1, max(due[names[-1]])
-        if start is None or (start.stage, start.step) != last:
-            save_all()
-        for position, training in enumerate(trainings):
-            played = partial(_play_updates, checkpoints, position)
-            yield training, write(pool.recipe, training, torch.device("cpu"), played)
-        return
-    for part in halves(trainings):
-        yield from _record_together(pool, part, due, write, files, locks)
-
-
 def _play_updates(
-    checkpoints: Mapping[str, Mapping[int, StackCheckpoint]],
+    checkpoints: Mapping[tuple[int, int], StackCheckpoint],
     position: int,
     stage: StageRecipe,
     model: nn.Module,
@@ -298,8 +292,8 @@ def _play_updates(
     upcoming = 0
 
     def load(*_: object) -> None:
-        if upcoming in checkpoints[stage.name]:
-            checkpoints[stage.name][upcoming].load(position, model, optimizer)
+        if (stage.number, upcoming) in checkpoints:
+            checkpoints[stage.number, upcoming].load(position, model, optimizer)
 
     # The parameters have no gradients, so step() changes nothing itself. The hook runs after the
     # recorder's, which sees the weights before the update, and before the recorder records it.

@@ -8,7 +8,7 @@ its arithmetic is elementwise. Seeds and batch orders are those of `Recipe.run`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from whence.data import Batches, place
 from whence.engine.graphs import Graphs
 from whence.errors import InvalidInput
 from whence.persist.identity import digest
-from whence.retrain.callback import Callback, Update
 from whence.retrain.recipe import Recipe
 from whence.retrain.stacked import (
     make_vmappable,
@@ -33,8 +32,8 @@ from whence.retrain.stacked import (
     stack_parameters,
 )
 from whence.retrain.stage import StageRecipe
-from whence.retrain.training import Training
-from whence.retrain.unfinished import ResumePoint
+from whence.retrain.training import Callback, Training, Update
+from whence.retrain.unfinished import StackCheckpoint
 from whence.task import Task
 
 FUSED = (SGD, Adam, AdamW)
@@ -189,7 +188,7 @@ def train_stack(
     *,
     updates: int | None = None,
     callback: Callback | None = None,
-    start: ResumePoint | None = None,
+    start: StackCheckpoint | None = None,
 ) -> Stack:
     """Train one model per training, all on subsets of the same size.
 
@@ -211,7 +210,7 @@ def train_stack(
         done = 0
         if start is not None and stage.number == start.stage:
             done = start.step
-            start.checkpoint.restore(stack, training.optimizer)
+            start.restore(stack, training.optimizer)
         training.run(done, updates, callback)
     return stack
 
@@ -294,27 +293,21 @@ class _StageTraining:
 
     def update(self, indices: Tensor, step: int) -> None:
         """One update of all models, with the examples (S, B)."""
-        descend: Callable[..., None]
-        arguments: tuple[Any, ...]
-        if self.stage.transform is None:
-            descend, arguments = self._descend_on, (indices,)
-        else:  # a transform depends on the update: a graph can only hold what follows it
-            descend, arguments = self._descend, (indices, self._batch(indices, step))
+        arguments: tuple[Any, ...] = (indices,)
+        if self.stage.transform is not None:
+            # it depends on the update: a graph can only hold what follows it
+            rows, seeds = indices.reshape(-1), self.seeds.expand(indices.shape).reshape(-1)
+            batch = self.stage.transformed(self.data.rows(rows), seeds, step, rows, self.like)
+            arguments = (indices, batch)
         if self.graphed and not self.graphs.failed:
-            self.graphs("update", descend, *arguments)
+            self.graphs("update", self._descend, *arguments)
         else:
-            descend(*arguments)
+            self._descend(*arguments)
 
-    def _descend_on(self, indices: Tensor) -> None:
-        """One update with the rows at these indices, without a transform."""
-        self._descend(indices, self.data.rows(indices.reshape(-1)))
-
-    def _batch(self, index: Tensor, step: int) -> Any:
-        rows = index.reshape(-1)
-        seeds = self.seeds.expand(index.shape).reshape(-1)
-        return self.stage.transformed(self.data.rows(rows), seeds, step, rows, self.like)
-
-    def _descend(self, indices: Tensor, batch: Any) -> None:
+    def _descend(self, indices: Tensor, batch: Any = None) -> None:
+        """One update with the rows at these indices, or with what a transform made of them."""
+        if batch is None:
+            batch = self.data.rows(indices.reshape(-1))
         weights = None if self.weights is None else self.weights.gather(1, indices)
         self.stack.gradients(self.task, batch, self.stage.clip_norm, weights)
         self.optimizer.step()

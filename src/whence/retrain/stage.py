@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,35 +18,19 @@ from whence.data import HASH_BATCH, READ_TWICE, Batches, Collate, cut, place
 from whence.draws import Uniform, keys, reseed, update_seed
 from whence.errors import InvalidInput, InvalidType, examples_of, whole
 from whence.persist.identity import digest, sha256_of
-from whence.retrain.callback import Callback, Update
+from whence.retrain.training import Callback, Update
 from whence.run import optimizers
 from whence.task import Task
+
+if TYPE_CHECKING:
+    from whence.retrain.stack import Data
 
 Ints = NDArray[np.int64]
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer, int], Any]
 Transform = Callable[[Any, Uniform], Any]
 Order = TypeVar("Order", Ints, Tensor)
-TRIED = 8  # examples that a recipe's functions are fingerprinted on
-SETTINGS = (
-    "task",
-    "train",
-    "optimizer",
-    "batch_size",
-    "epochs",
-    "scheduler",
-    "scheduler_every",
-    "transform",
-    "clip_norm",
-    "drop_last",
-)
-
-
-class Rows(Protocol):
-    """A dataset that is stored on a device, in the dtype of the parameters."""
-
-    def rows(self, index: Tensor) -> Any:
-        """A batch of these examples."""
+FINGERPRINTED = 8  # examples that a recipe's functions are fingerprinted on
 
 
 @dataclass(frozen=True)
@@ -72,7 +56,7 @@ class StageRecipe:
     transform: Transform | None
     clip_norm: float | None
     drop_last: bool = False
-    on_device: Rows | None = field(default=None, compare=False, repr=False)
+    on_device: Data | None = field(default=None, compare=False, repr=False)
     weights: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
 
     def batches_per_epoch(self, examples: int) -> int:
@@ -268,7 +252,7 @@ class StageRecipe:
         first = None
         like, order = like.detach().cpu(), np.random.default_rng(0).permutation(len(self.data))
         scattered = [order[block] for block in cut(min(READ_TWICE, len(order)), HASH_BATCH)]
-        for block in (np.arange(min(TRIED, len(self.data))), *scattered):
+        for block in (np.arange(min(FINGERPRINTED, len(self.data))), *scattered):
             digests = []
             with torch.random.fork_rng([]):
                 for _ in range(2):
@@ -300,9 +284,9 @@ def make_stages(
         overrides = {str(name): {} for name in given["train"]}
     names = list(overrides) or ["train"]
     for name, settings in overrides.items():
-        unknown = sorted(set(settings) - set(SETTINGS))
+        unknown = sorted(set(settings) - set(given))
         if unknown:
-            raise InvalidInput(f"stage {name!r} sets {unknown}: stages may set {sorted(SETTINGS)}")
+            raise InvalidInput(f"stage {name!r} sets {unknown}: stages may set {sorted(given)}")
 
     def setting(what: str, name: str) -> Any:
         if what in overrides.get(name, {}):
@@ -316,7 +300,7 @@ def make_stages(
 
     recipes = []
     for number, name in enumerate(names):
-        settings = {what: setting(what, name) for what in SETTINGS}
+        settings = {what: setting(what, name) for what in given}
         data = Batches(f"{name} data" if len(names) > 1 else "train", settings["train"], collate)
         recipes.append(_stage(name, number, data, settings))
     return tuple(recipes)
@@ -351,20 +335,9 @@ def _stage(name: str, number: int, data: Batches, given: dict[str, Any]) -> Stag
     clip = given["clip_norm"]
     if clip is not None and not clip > 0:
         raise InvalidInput(f"clip_norm={clip!r} must be positive, or None")
-    return StageRecipe(
-        name,
-        number,
-        given["task"],
-        data,
-        given["optimizer"],
-        batch_size=sizes["batch_size"],
-        epochs=sizes["epochs"],
-        scheduler=given["scheduler"],
-        scheduler_every=given["scheduler_every"],
-        transform=given["transform"],
-        clip_norm=None if clip is None else float(clip),
-        drop_last=given["drop_last"],
-    )
+    settings = {what: value for what, value in given.items() if what != "train"}
+    settings |= sizes | {"clip_norm": None if clip is None else float(clip)}
+    return StageRecipe(name, number, data=data, **settings)
 
 
 def checked_seed(seed: int) -> int:

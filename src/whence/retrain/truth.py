@@ -133,16 +133,8 @@ class Truth:
             "masks": save_array(folder / "masks.npy", self.masks),
             "measurements": save_array(folder / "measurements.npy", self.measurements),
         }
-        content = {name: getattr(self, name) for name in FIELDS}
-        write_json(
-            folder / "truth.json",
-            {
-                "schema": SCHEMA,
-                **content,
-                "notes": self.notes,
-                "arrays": arrays,
-            },
-        )
+        content = {name: getattr(self, name) for name in (*FIELDS, "notes")}
+        write_json(folder / "truth.json", {"schema": SCHEMA, **content, "arrays": arrays})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Truth:
@@ -160,9 +152,8 @@ class Truth:
         remedy = "delete the folder, and repeat the ground_truth call"
         content = read_json(file, schema=SCHEMA, remedy=remedy)
         with parsing(file, remedy):
+            content = dict[str, Any](in_place=False, data="") | content  # not in earlier versions
             check_types(content, alpha=float, seeds=list, measurement=str, unit=str, notes=dict)
-            for name, missing in (("in_place", False), ("data", "")):  # in earlier versions
-                content.setdefault(name, missing)
             check_types(content, higher_is_better=bool, recipe=str, query=str, in_place=bool)
             check_types(content, data=str)
             arrays = content["arrays"] if "arrays" in content else _without_checksums(content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,36 +16,43 @@ from torch.optim import Optimizer
 
 from whence.persist.arrays import load_tensors, save_tensors
 from whence.persist.files import FolderLock, Throttle, make_folder, parsing, read_json, write_json
-from whence.retrain.callback import Update
 from whence.retrain.grid import name_of
 from whence.retrain.stacked import running_statistics
+from whence.retrain.training import Update
 from whence.run import optimizers
 
 if TYPE_CHECKING:
     from whence.retrain.stack import Stack
 
-LONG = 60.0  # seconds; longer trainings are checkpointed
+CHECKPOINT_SECONDS = 60.0  # seconds; longer trainings are checkpointed
 HIDDEN = ".unfinished-"  # prefix of the folders with the checkpoints of unfinished runs
 
 
 @dataclass(frozen=True)
 class StackCheckpoint:
-    """Weights and optimizer state of a stack after an update, on the CPU: {name: (S, ...)}.
+    """Weights and optimizer state of a stack, on the CPU: {name: (S, ...)}.
 
     Values of the state that all models share (update counts) have no axis S.
+
+    Attributes:
+        stage, step: it was taken after `step` updates of a stage, numbered from 0.
     """
 
+    stage: int
+    step: int
     weights: dict[str, Tensor]
     state: dict[str, Tensor]
 
     @classmethod
-    def of(cls, stack: Stack, optimizer: Optimizer) -> StackCheckpoint:
-        state = optimizers.flat_state(optimizer, _names(stack.parameters))
+    def of(cls, update: Update) -> StackCheckpoint:
+        stack = cast("Stack", update.model)
+        state = optimizers.flat_state(update.optimizer, _names(stack.parameters))
         assert state is not None  # elementwise optimizers have tensors and numbers only
         weights = {**stack.parameters, **stack.statistics}
-        return cls(
-            *({k: t.detach().to("cpu", copy=True) for k, t in d.items()} for d in (weights, state))
+        parts = (
+            {k: t.detach().to("cpu", copy=True) for k, t in d.items()} for d in (weights, state)
         )
+        return cls(update.stage.number, update.step, *parts)
 
     @torch.no_grad()
     def restore(self, stack: Stack, optimizer: Optimizer) -> None:
@@ -65,23 +72,22 @@ class StackCheckpoint:
 
     def select(self, positions: Sequence[int]) -> StackCheckpoint:
         """The checkpoint of these models only."""
-        return StackCheckpoint(
-            *(
-                {name: t[list(positions)] if t.dim() else t for name, t in part.items()}
-                for part in (self.weights, self.state)
-            )
+        weights, state = (
+            {name: t[list(positions)] if t.dim() else t for name, t in part.items()}
+            for part in (self.weights, self.state)
         )
+        return replace(self, weights=weights, state=state)
 
-    def save(self, file: Path, **about: int) -> None:
-        """Write a file atomically, with this metadata."""
+    def save(self, file: Path) -> None:
+        """Write a file atomically."""
         parts = {"weights": self.weights, "state": self.state}
         tensors = {f"{w}/{n}": t for w, part in parts.items() for n, t in part.items()}
         make_folder(file.parent)
-        save_tensors(file, tensors, about)
+        save_tensors(file, tensors, {"stage": self.stage, "step": self.step})
 
     @classmethod
-    def open(cls, file: Path) -> ResumePoint:
-        """Read a file that was saved with its stage and step."""
+    def open(cls, file: Path) -> StackCheckpoint:
+        """Read what `save` wrote."""
         remedy = "delete it, and rerun to repeat its trainings"
         tensors, about = load_tensors(file, remedy=remedy, checksum_required=False)
         parts: dict[str, dict[str, Tensor]] = {"weights": {}, "state": {}}
@@ -89,16 +95,7 @@ class StackCheckpoint:
             for name, tensor in tensors.items():
                 part, _, key = name.partition("/")
                 parts[part][key] = tensor
-            return ResumePoint(int(about["stage"]), int(about["step"]), cls(**parts))
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a stack's training resumes: after `step` updates of a stage, numbered from 0."""
-
-    stage: int
-    step: int
-    checkpoint: StackCheckpoint
+            return cls(int(about["stage"]), int(about["step"]), **parts)
 
 
 def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, list[str]]:
@@ -119,10 +116,9 @@ class Unfinished:
         """Write a checkpoint after this update, if the last one is old enough."""
         if self._throttle.due():
             with self._throttle.saving():
-                checkpoint = StackCheckpoint.of(cast("Stack", update.model), update.optimizer)
-                checkpoint.save(self.file, stage=update.stage.number, step=update.step)
+                StackCheckpoint.of(update).save(self.file)
 
-    def find(self) -> ResumePoint | None:
+    def find(self) -> StackCheckpoint | None:
         return StackCheckpoint.open(self.file) if self.file.exists() else None
 
     def drop(self) -> None:
@@ -167,25 +163,24 @@ class UnfinishedRuns:
                 return folder, trainings
         return self.folder, []
 
-    def save(self, stage: int, checkpoints: Mapping[int, StackCheckpoint]) -> None:
-        """Write those checkpoints of a stage that are not on disk yet."""
+    def save(self, checkpoints: Iterable[StackCheckpoint]) -> None:
+        """Write those checkpoints that are not on disk yet."""
         about = {"of": self.identity, "trainings": self.trainings}
-        for step, checkpoint in checkpoints.items():
-            if (stage, step) not in self._saved:
-                file = self.folder / f"{stage:03}-{step:012}.safetensors"
-                checkpoint.save(file, stage=stage, step=step)
+        for one in checkpoints:
+            if (one.stage, one.step) not in self._saved:
+                one.save(self.folder / f"{one.stage:03}-{one.step:012}.safetensors")
                 write_json(self.folder / "stack.json", about)
-                self._saved.add((stage, step))
+                self._saved.add((one.stage, one.step))
 
-    def resume_points(self) -> Iterator[ResumePoint]:
+    def checkpoints(self) -> Iterator[StackCheckpoint]:
         """The checkpoints of these trainings in order, possibly from a stack that has more."""
         folder, trainings = self._stack()
         positions = [trainings.index(key) for key in self.trainings if trainings]
         for file in sorted(folder.glob("*.safetensors")) if trainings else ():
-            point = StackCheckpoint.open(file)
+            checkpoint = StackCheckpoint.open(file)
             if folder == self.folder:
-                self._saved.add((point.stage, point.step))
-            yield replace(point, checkpoint=point.checkpoint.select(positions))
+                self._saved.add((checkpoint.stage, checkpoint.step))
+            yield checkpoint.select(positions)
 
     def drop(self) -> None:
         """Remove all files of this identity."""

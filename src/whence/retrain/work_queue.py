@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from whence.data import cut
-from whence.retrain.callback import Interrupted
 from whence.retrain.grid import Grid
 from whence.retrain.pool import TrainingPool, TrainingsCallback
 from whence.retrain.recipe import Recipe
-from whence.retrain.training import Training
+from whence.retrain.training import Interrupted, Training
 
 
 def units(recipe: Recipe, trainings: Sequence[Training], at_once: int) -> Iterator[list[Training]]:
@@ -38,7 +35,7 @@ def work(
     bar: Any,
     callback: TrainingsCallback | None = None,
 ) -> None:
-    """Make the units that the grid lacks, until all are there.
+    """Make the units that the grid lacks, until all are there, also those of other processes.
 
     On a CPU, each core works on its own units: small products gain nothing from two cores.
     """
@@ -46,20 +43,39 @@ def work(
     cores = threads if pool.device.type == "cpu" and pool.engine is not None else 1
     if pool.engine is not None:
         pool.data()
-    stop = threading.Event()
-    queue = UnitQueue(units, grid, bar, stop)
+    stop, guard = threading.Event(), threading.Lock()
     scratch = None if grid.folder is None else grid.folder / "unfinished"
+    trainings = {t.key: t for unit in units for t in unit}
+    waiting = [[t.key for t in unit] for unit in units]
 
-    def make(todo: Sequence[Training]) -> NDArray[np.float64]:
-        return pool.make(todo, stop, scratch, callback)
+    def make_units() -> None:
+        while not stop.is_set():
+            with guard:
+                keys = waiting.pop(0) if waiting else None
+            if keys is None:
+                return
+            with grid.claim(keys) as mine:
+                todo = [key for key in keys if key not in grid]
+                if mine and todo:
+                    rows = pool.make([trainings[key] for key in todo], stop, scratch, callback)
+                    with guard:
+                        grid.add(todo, rows)
+                        bar.update(len(todo))
+                    continue
+            if todo:  # another process works on them
+                stop.wait(0.1)
+                with guard:
+                    grid.refresh()
+                    bar.n = sum(key in grid for key in trainings)
+                    waiting.append(keys)
 
     if cores == 1:
-        queue.work(make)
+        make_units()
         return
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(cores) as executor:
-            jobs = [executor.submit(copy_context().run, queue.work, make) for _ in range(cores)]
+            jobs = [executor.submit(copy_context().run, make_units) for _ in range(cores)]
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
             finally:
@@ -69,35 +85,3 @@ def work(
             raise error
     finally:
         torch.set_num_threads(threads)
-
-
-class UnitQueue:
-    """Units that are still to be made, for several threads. Waits for units of other processes."""
-
-    def __init__(
-        self, units: Sequence[Sequence[Training]], grid: Grid, bar: Any, stop: threading.Event
-    ) -> None:
-        self.grid, self.bar, self.stop, self.guard = grid, bar, stop, threading.Lock()
-        self.waiting = [[t.key for t in unit] for unit in units]
-        self.trainings = {t.key: t for unit in units for t in unit}
-
-    def work(self, make: Callable[[Sequence[Training]], NDArray[np.float64]]) -> None:
-        while not self.stop.is_set():
-            with self.guard:
-                keys = self.waiting.pop(0) if self.waiting else None
-            if keys is None:
-                return
-            with self.grid.claim(keys) as mine:
-                todo = [key for key in keys if key not in self.grid]
-                if mine and todo:
-                    rows = make([self.trainings[key] for key in todo])
-                    with self.guard:
-                        self.grid.add(todo, rows)
-                        self.bar.update(len(todo))
-                    continue
-            if todo:  # another process works on them
-                self.stop.wait(0.1)
-                with self.guard:
-                    self.grid.refresh()
-                    self.bar.n = sum(key in self.grid for key in self.trainings)
-                    self.waiting.append(keys)
