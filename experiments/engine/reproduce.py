@@ -27,6 +27,8 @@ from experiments.tasks.machine import machine
 from whence.engine.options import allowance
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.persist.files import write_json
+from whence.retrain.grid import differences
+from whence.retrain.recipe import fingerprint_of
 from whence.scores.ensemble import ensemble
 
 SCHEMA = 2
@@ -89,11 +91,12 @@ class Reproduction(Trainings):
 
     def _open(self) -> dict[str, Any]:
         """The content of the result file, which must be of this version and recipe."""
-        identity = {
+        identity = json.loads(json.dumps(self.recipe.identity()))
+        about = {
             "schema": SCHEMA,
             "task": self.experiment.name,
             "quick": self.quick,
-            "recipe": self.recipe.fingerprint,
+            "recipe": fingerprint_of(identity),
         }
         if self.file.exists():
             try:
@@ -102,17 +105,22 @@ class Reproduction(Trainings):
                 raise OtherResult(f"{self.file} is damaged ({error}): remove it") from None
             differing = [
                 f"its {key} is {result.get(key)!r}, not {value!r}"
-                for key, value in identity.items()
+                for key, value in about.items()
                 if result.get(key) != value
             ]
+            if result.get("identity") != identity:
+                parts = differences(result.get("identity", {}), identity)
+                differing.append(f"its recipe differs in {parts}")
             if differing:
                 raise OtherResult(
                     f"{self.file} is of another version or recipe ({', '.join(differing)}): move "
-                    "it, or choose another folder of results"
+                    "it, or choose another folder of results. If only whence's identity of recipes "
+                    "changed, tools/carry_results.py can show it and carry the result over"
                 )
             return result
         rate, weight_decay = self.experiment.chosen_rates()
-        return identity | {"rate": rate, "weight_decay": weight_decay, "lds": {}, "seconds": {}}
+        chosen = {"rate": rate, "weight_decay": weight_decay}
+        return about | {"identity": identity} | chosen | {"lds": {}, "seconds": {}}
 
     def save(self) -> None:
         on_gpu = self.device.startswith("cuda")

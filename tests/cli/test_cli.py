@@ -290,13 +290,14 @@ def test_a_usage_error_and_help_do_not_wait_for_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_extra_only_the_demo_works() -> None:
+def test_without_the_extra_only_demo_and_version_work() -> None:
     """What a plain install is: typer and rich cannot be imported."""
     code = """
 import sys
 sys.modules["typer"] = sys.modules["rich"] = None
 from whence.cli import main
 assert main(["attribute", "study.py"]) == 2
+assert main(["--version"]) == 0
 try:
     main(["demo", "--help"])
 except SystemExit as end:
@@ -305,7 +306,7 @@ except SystemExit as end:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1 and "pip install 'whence-tda[cli]'" in done.stderr
-    assert "usage: whence demo" in done.stdout
+    assert done.stdout.startswith(f"whence {whence.__version__}\nusage: whence demo")
 
 
 @pytest.mark.slow

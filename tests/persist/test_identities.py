@@ -3,6 +3,8 @@
 The values were computed before the digests moved into `whence.persist`.
 """
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from whence.data import Batches
+from whence.persist import identity
 from whence.persist.arrays import serialize
-from whence.persist.identity import digest, file_sha256, key_of, sha256_of, tensors_sha256
+from whence.persist.identity import (
+    digest,
+    file_sha256,
+    key_of,
+    setting_sha256,
+    sha256_of,
+    tensors_sha256,
+)
 from whence.retrain.grid import name_of
 from whence.run import Run
 from whence.run.checkpoint import architecture_sha256, parameters_sha256, weights_sha256
@@ -135,3 +145,33 @@ def test_tensors_that_consist_of_others_count_by_their_content() -> None:
     for name in one:
         assert digest([one[name]]) == digest([same[name]]), name
         assert digest([one[name]]) != digest([other[name]]), name
+
+
+@pytest.mark.parametrize("place", ["site-packages", "target", "editable", "program"])
+def test_installed_packages_count_by_version(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are: in a user's folder, below a virtual environment, on PYTHONPATH."""
+    code, about = tmp_path / place, tmp_path / ("elsewhere" if place == "editable" else place)
+    package, info = code / "some_package", about / "some_package-1.0.dist-info"
+    package.mkdir(parents=True)
+    if place != "program":
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1.0\n")
+        (info / "top_level.txt").write_text("some_package\n")
+    for folder in {code, about}:
+        monkeypatch.syspath_prepend(folder)
+
+    def imported(body: str) -> str:
+        (package / "__init__.py").write_text(f"__version__ = '1.0'\ndef f(x): return {body}\n")
+        monkeypatch.delitem(sys.modules, "some_package", raising=False)
+        importlib.invalidate_caches()
+        identity._version.cache_clear()
+        function: Any = importlib.import_module("some_package").f
+        return setting_sha256(function)
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    one, other = imported("x"), imported("x + 1")
+    monkeypatch.delitem(sys.modules, "some_package")
+    identity._version.cache_clear()
+    assert (one == other) == (place in ("site-packages", "target"))

@@ -28,11 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def print_version() -> int:
+    from whence import __version__
+
+    print(f"whence {__version__}")
+    return 0
+
+
 def _run(given: list[str]) -> int:
     if given[:1] == ["demo"]:  # works without the extra
         from whence.demo import main as demo
 
         return demo(given[1:])
+    if given == ["--version"]:  # likewise
+        return print_version()
     try:
         from whence.cli.app import run
     except ModuleNotFoundError as error:

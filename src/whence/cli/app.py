@@ -22,6 +22,7 @@ from whence.cli import (
     init,
     judging,
     looking,
+    print_version,
     selecting,
     settings,
     whatif,
@@ -126,10 +127,7 @@ def _version(
     ] = None,
 ) -> None:
     if version:
-        from whence import __version__
-
-        print(f"whence {__version__}")
-        raise typer.Exit
+        raise typer.Exit(print_version())
 
 
 def _demo(context: typer.Context) -> int:

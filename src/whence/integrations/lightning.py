@@ -28,7 +28,7 @@ def _callback_class() -> Any:
             break
     if not bases:
         raise MissingDependency(
-            "whence.integrations.lightning needs Lightning: pip install lightning"
+            "whence.integrations.lightning needs Lightning: pip install 'whence-tda[lightning]'"
         )
     return type("Callback", tuple(bases), {})
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from whence.data import batch_length
 from whence.errors import InvalidInput
@@ -447,13 +446,22 @@ def report(tracked: Tracked) -> None:
         warnings.warn(tracked.summary(), stacklevel=3)
 
 
-#: which PyTorch does not count: attention as CPUs compute it, and on the meta device
-ATTENTION = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": sdpa_flop,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": sdpa_backward_flop,
-    "aten._scaled_dot_product_fused_attention_overrideable": sdpa_flop,
-    "aten._scaled_dot_product_fused_attention_overrideable_backward": sdpa_backward_flop,
-}
+@cache
+def _counter(packet: Any) -> Any:
+    """What counts the operations of a function of PyTorch, or None.
+
+    It is imported when it is needed, because with a CUDA build of PyTorch it imports Triton.
+    """
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+    # which PyTorch does not count: attention as CPUs compute it, and on the meta device
+    attention = {
+        "aten._scaled_dot_product_flash_attention_for_cpu": sdpa_flop,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward": sdpa_backward_flop,
+        "aten._scaled_dot_product_fused_attention_overrideable": sdpa_flop,
+        "aten._scaled_dot_product_fused_attention_overrideable_backward": sdpa_backward_flop,
+    }
+    return flop_registry.get(packet) or attention.get(str(packet))
 
 
 class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -477,7 +485,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         packet = function._overloadpacket
-        count: Any = flop_registry.get(packet) or ATTENTION.get(str(packet))
+        count = _counter(packet)
         if count is not None:
             self.operations += int(count(*args, **(kwargs or {}), out_val=result))
             results = result if isinstance(result, tuple) else (result,)

@@ -11,8 +11,8 @@ import hashlib
 import inspect
 import json
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -28,6 +28,8 @@ CONTAINERS = (dict, list, tuple, set, frozenset)
 NAMED = (torch.dtype, torch.device)
 
 OURS = "whence"
+OF_OTHERS = ("torch", "numpy")  # never the user's code, even if installed from source
+INSTALLED = ("site-packages", "dist-packages")  # names of folders
 INSTRUCTIONS = (
     *("LOAD_GLOBAL", "STORE_GLOBAL", "IMPORT_NAME"),
     *("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"),
@@ -359,10 +361,20 @@ def _version(module: str) -> str | None:
     file = getattr(sys.modules.get(root), "__file__", None)
     if file is None:
         return None
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    if not installed & set(Path(file).resolve().parents):
+    path = Path(file).resolve()
+    folder = path.parents[1] if path.stem == "__init__" else path.parent
+    if root not in OF_OTHERS and folder.name not in INSTALLED and not _came_with(root, folder):
         return None
     return str(getattr(sys.modules[root], "__version__", ""))
+
+
+def _came_with(root: str, folder: Path) -> bool:
+    """Whether a package was installed into this folder (pip --target). One that is installed as
+    editable lies elsewhere: it is code that its user changes."""
+    names = metadata.packages_distributions().get(root, ())
+    return any(
+        Path(str(metadata.distribution(n).locate_file(""))).resolve() == folder for n in names
+    )
 
 
 def call_text(name: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> str:

@@ -69,7 +69,7 @@ class Grid:
         if recorded != identity:
             raise InvalidInput(
                 f"{self.folder} holds other trainings, which differ in: "
-                f"{_differences(recorded, identity)}. Give another folder, or delete this one"
+                f"{differences(recorded, identity)}. Give another folder, or delete this one"
             )
         self._identity = identity
 
@@ -165,11 +165,15 @@ def _read(file: Path, queries: int) -> dict[str, Rows]:
     return {key.tobytes().hex(): row for key, row in zip(keys, rows, strict=True)}
 
 
-def _differences(stored: Any, given: Any, name: str = "") -> str:
-    """The names of the differences between two identities, such as "recipe.stages.train.rates"."""
+def differences(stored: Any, given: Any, name: str = "") -> str:
+    """The names of the differences between two identities, such as "recipe.stages.train.rates".
+
+    A part that only `given` has is marked: an older version of whence wrote the stored identity.
+    """
     if isinstance(stored, dict) and isinstance(given, dict):
         parts = [
-            _differences(stored.get(key), given.get(key), f"{name}.{key}" if name else str(key))
+            differences(stored.get(key), given.get(key), f"{name}.{key}" if name else str(key))
+            + ("" if key in stored else " (not recorded by the whence that wrote it)")
             for key in sorted({*stored, *given})
             if stored.get(key) != given.get(key)
         ]
