@@ -21,6 +21,16 @@ from whence.cli.options import (
 from whence.cli.screen import Answer, CommandError, command, guarded
 
 
+TruthPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="A folder written by `whence truth`: judges the scores, and gives them the size of "
+        "real changes.",
+    ),
+]
+
+
 @command()
 def report(
     scores: ScoresPath,
@@ -31,10 +41,7 @@ def report(
         str | None,
         typer.Option(metavar="INT,...", help="Queries to show. Default: the first 1,000."),
     ] = None,
-    truth: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="A truth that judges the scores on the first page."),
-    ] = None,
+    truth: TruthPath = None,
     title: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the page.")] = None,
     check: Check = True,
 ) -> Answer:
@@ -52,11 +59,7 @@ def report(
     parts.pop("recipe", None)
     if opened.is_self_influence:
         parts.pop("query", None)
-    if truth is not None:
-        from whence.retrain import Truth
-
-        parts["truth"] = Truth.load(truth)
-    opened.report(out, k=k, queries=rows, title=title, check=check, **parts)
+    opened.report(out, k=k, queries=rows, title=title, check=check, **parts, **_truth(truth))
     return Answer({"path": out, "bytes": out.stat().st_size}, f"{out}: open it in a browser")
 
 
@@ -92,6 +95,7 @@ def card(
 def explore(
     scores: ManyScores,
     study: ToShow = None,
+    truth: TruthPath = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="INT", help="Port; 0 picks a free one.")
     ] = 0,
@@ -118,7 +122,16 @@ def explore(
     from whence.explore import serve
 
     parts: dict[str, Any] = {} if study is None else _study(study)
-    serve(scores, port=port, open_browser=browser, out=out, check=check, **parts)
+    serve(scores, port=port, open_browser=browser, out=out, check=check, **parts, **_truth(truth))
+
+
+def _truth(path: Path | None) -> dict[str, Any]:
+    """The truth in a folder, as an argument."""
+    if path is None:
+        return {}
+    from whence.retrain import Truth
+
+    return {"truth": Truth.load(path)}
 
 
 def _study(path: Path) -> dict[str, Any]:
