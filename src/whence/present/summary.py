@@ -75,7 +75,7 @@ def judged(scores: Scores, truth: Truth) -> tuple[Scores, list[tuple[str, str]]]
     from whence.table import estimate
 
     rank, size = lds(scores, truth), calibration(scores, truth)
-    ceiling = "" if rank.ceiling is None else f"; at most {rank.ceiling:.2f}, the rest is noise"
+    ceiling = "" if rank.ceiling is None else f", of at most {rank.ceiling:.2f}"
     sized = scores if "calibration" in scores.diagnostics else calibrate(scores, truth)
     return sized, [
         (
