@@ -20,7 +20,6 @@ from whence.cli.options import (
 )
 from whence.cli.screen import Answer, CommandError, command, guarded
 
-
 TruthPath = Annotated[
     Path | None,
     typer.Option(

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import whence
 from whence.errors import optional
-from whence.retrain import Training, ground_truth, measure
+from whence.retrain import Training, Truth, ground_truth, measure
 from whence.table import Table, estimate
 
 PICTURES = Path(__file__).with_name("pictures.npz")
@@ -113,6 +113,22 @@ def recipe_for(train: TensorDataset, task: whence.Task | None = None) -> whence.
     return whence.Recipe(network, task, train, optimizer, batch_size=BATCH, epochs=EPOCHS)
 
 
+def trained_on_halves(
+    recipe: whence.Recipe, query: TensorDataset, seed: int, out: Path | None, progress: bool
+) -> Truth:
+    """Measurements of the queries after trainings on random halves of the pictures."""
+    return ground_truth(
+        recipe,
+        query,
+        subsets=HALVES,
+        seeds=SEEDS_OF_A_HALF,
+        out=out,
+        seed=seed,
+        device="cpu",
+        progress=progress,
+    )
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: TensorDataset) -> None:
     """An ordinary training loop, as a user would write it: it knows nothing of whence."""
     loader = DataLoader(dataset, BATCH, shuffle=True)
@@ -178,16 +194,7 @@ def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     print("    the outcomes for each query as retraining does? 1 is perfect, 0 is chance.")
     print(f"  Wrong labels: among the {count} pictures that harm the queries most on average.")
     print(f"  Accuracy: of models trained without these, on {QUERIES} pictures that no method saw.")
-    truth = ground_truth(
-        recipe,
-        data.query,
-        subsets=HALVES,
-        seeds=SEEDS_OF_A_HALF,
-        out=out / "truth",
-        seed=seed,
-        device="cpu",
-        progress=progress,
-    )
+    truth = trained_on_halves(recipe, data.query, seed, out / "truth", progress)
     rank = {name: lds(one, truth) for name, one in scores.items()}
     worst["at random"] = np.random.default_rng(seed).permutation(TRAIN)[:count]
     accuracy = _retrained(data, worst, seed, progress)
@@ -196,10 +203,9 @@ def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     rows = [(n, known.get(n), f"{wrong[n]} of {count}", f"{accuracy[n]:.1%}") for n in worst]
     print(Table(("method", "LDS [95 %]", "wrong labels", "accuracy"), rows))
     size = calibration(source, truth)
-    print(f"With all pictures, the accuracy is {accuracy['all']:.1%}. Real changes are")
-    print(
-        f"{estimate(size.slope, size.interval, 2)} times what SOURCE predicts: the report shows real sizes."
-    )
+    factor = estimate(size.slope, size.interval, 2)
+    print(f"With all pictures, the accuracy is {accuracy['all']:.1%}.")
+    print(f"Real changes are {factor} times those that SOURCE predicts.")
     report = source.report(
         out / "report.html",
         study=study,
