@@ -217,8 +217,8 @@ def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     (out / "study.py").write_text(STUDY.format(seed=seed))
     figure = _draw(source, data, shown, out / "figure.png")
     print(f"\nOpen {report} in a browser. To ask your own questions of it:")
-    study_file, folder = out / "study.py", out / "scores/source"
-    print(f"  whence explore {folder} --study {study_file} --truth {out / 'truth'}")
+    given = f"{out / 'scores/source'} --study {out / 'study.py'} --truth {out / 'truth'}"
+    print(f"  whence explore {given}")
     return {
         "out": str(out),
         "flipped": count,

@@ -26,7 +26,8 @@ from whence.scores import Scores
 from whence.table import escaped
 
 if TYPE_CHECKING:
-    from whence.retrain import Recipe, Truth
+    from whence.retrain.recipe import Recipe
+    from whence.retrain.truth import Truth
     from whence.study import Study
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
