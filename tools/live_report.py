@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import whence
-from whence.demo import CLASSES, network, pictures, recipe_for
+from whence.demo import CLASSES, network, pictures, recipe_for, trained_on_halves
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -25,7 +25,7 @@ WORST = 222  # a shirt that is read as a bag
 
 
 def demo_scores(folder: Path) -> tuple[whence.Scores, dict[str, Any]]:
-    """The demo's training and SOURCE, by segment; and what a report of it shows.
+    """The demo's training, SOURCE by segment, and a truth; and what a report of it shows.
 
     Args:
         folder: for the run.
@@ -35,8 +35,10 @@ def demo_scores(folder: Path) -> tuple[whence.Scores, dict[str, Any]]:
     study = whence.Study(network(), recipe.task, data.train, recipe.run(0, folder / "run"))
     method = whence.Source(segments=3)
     scores = method.attribute(study, data.query, by_segment=True, progress=False)
+    truth = trained_on_halves(recipe, data.query, seed=0, out=None, progress=False)
     title = "Clothes, a fifth mislabelled"
-    return scores, {"query": data.query, "study": study, "classes": CLASSES, "title": title}
+    shown = {"query": data.query, "study": study, "classes": CLASSES, "title": title}
+    return scores, shown | {"truth": truth}
 
 
 @cache

@@ -315,9 +315,13 @@ def test_the_demo_answers_machines(tmp_path: Path) -> None:
     assert code == 0 and "Query" in said and "whence explore tour/scores/source" in said
     found = json.loads(answer)
     worst, accuracy = found["flipped_among_the_worst"], found["accuracy"]
-    assert worst["SOURCE"] > 200 and worst["influence functions"] > 200
+    damped = "influence, damped like SOURCE"
+    assert worst["SOURCE"] > 200 and worst[damped] > 200
     assert 200 > worst["influence, as published"] > worst["at random"]
     assert accuracy["SOURCE"] > accuracy["all"] + 0.04  # proved by retraining
+    lds = found["lds"]  # SOURCE is ahead, and comes first
+    assert list(lds) == sorted(lds, key=lds.__getitem__, reverse=True)
+    assert lds["SOURCE"] > lds[damped] + 0.04 > lds["influence, as published"] + 0.2
     assert (tmp_path / "tour/report.html").stat().st_size > 10**5
     code, shown, said = process(tmp_path, "doctor tour/study.py --json")
     checks = {c["check"]: c for c in json.loads(shown)["study"]["checks"]}

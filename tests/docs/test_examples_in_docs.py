@@ -91,6 +91,19 @@ def test_other_examples_are_python(page: str) -> None:
             ast.parse(code)
 
 
+def test_code_fits_its_column() -> None:
+    """Code of 102 characters fits a window of 1280 pixels (docs/assets/site.css)."""
+    code = re.compile(r"^ *```(?:python|sh|console|yaml)\n(.*?)^ *```$", re.M | re.S)
+    long = [
+        f"{page}: {line}"
+        for page, text in PAGES.items()
+        for block in code.findall(text)
+        for line in block.splitlines()
+        if len(line) > 102
+    ]
+    assert not long, long
+
+
 def test_a_page_that_claims_too_much_is_noticed(tmp_path: Path) -> None:
     text = "<!-- test -->\n```python\na = 1\nprint('a is', a)\n```\n<!-- check: a == 2 -->\n"
     text += "<!-- output -->\n```text\nb is 1\n```\n"

@@ -217,7 +217,9 @@ def test_tables_views_and_what_if_show_it(values: Array, truth: Truth) -> None:
     result = calibrate(scores, truth)
     assert f"calibrated   on {M} subsets: real changes were 0.3" in repr(result)
     about = overview(result)
-    assert any(f"Calibrated on {M} subsets: real" in note for note in about["notes"])
+    assert about["calibrated"].startswith(f"calibrated on {M} subsets: real changes were 0.3")
+    assert about["notes"] == []  # a fact, not a warning
+    assert overview(scores)["calibrated"] is None
     facts = dict(about["diagnostics"])
     assert "calibration · slope" in facts and "calibration · residual" not in facts
     assert query_view(result, 1)["residual"] == pytest.approx(fit(result)["residual"][1], rel=1e-4)

@@ -399,6 +399,22 @@ def test_audit_sorts_by_suspicion_and_exports_it() -> None:
 # -- bad input -------------------------------------------------------------------------------------
 
 
+def test_a_truth_judges_the_scores_and_gives_them_their_size(tmp_path: Path) -> None:
+    recipe = recipes.recipe()
+    study = whence.Study(
+        recipes.mlp(), recipe.task, recipes.dataset(), recipe.run(0, tmp_path / "run")
+    )
+    truth = whence.retrain.ground_truth(recipe, QUERY, subsets=12, seeds=2, progress=False)
+    scores = whence.Source().attribute(study, QUERY, progress=False)
+    slope = whence.evaluate.calibration(scores, truth).slope
+    with start({"a": scores}, study=study, query=QUERY, truth=truth) as page:
+        page.explorer._worker.join(60)
+        judged = dict(page.explorer.summary("a")["judged"])
+        shown = page.explorer.data.scores("a")
+    assert judged["real change per predicted change"].startswith(f"{slope:.2f} [")
+    np.testing.assert_array_equal(shown.values, whence.evaluate.calibrate(scores, truth).values)
+
+
 def test_scores_of_different_queries_are_refused() -> None:
     a = make(provenance={"query": "abc"})
     with pytest.raises(ValueError, match=r"a and b are scores of different queries.*other query d"):

@@ -281,6 +281,9 @@ def test_audit_list_and_export(browser: Any, explorer: Running, tmp_path: Path) 
         assert [int(line["example"]) for line in lines] == np.argsort(-own).tolist()
         page.select_option("#filter-audit", "first")
         visit.until(lambda: "mean harm" in visit.text("thead"))
+        bars = page.locator(".histogram rect")  # from the least harm to the most
+        assert "helpful" in str(bars.first.get_attribute("class"))
+        assert "harmful" in str(bars.last.get_attribute("class"))
 
 
 def test_what_if_is_predicted_retrained_and_judged(browser: Any, explorer: Running) -> None:

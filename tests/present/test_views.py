@@ -113,12 +113,12 @@ def test_frozen_layers_are_not_left_out() -> None:
 def test_calibrated_scores_have_intervals_and_others_none() -> None:
     values = np.array([[0.5, -0.25, 0.125], [1.0, 2.0, -3.0]])
     assert "within" not in query_view(made(values), 1)["helpful"][0]
-    assert overview(made(values))["calibrated"] is False
+    assert overview(made(values))["calibrated"] is None
     fit = {"slope": 0.5, "standard_error": 0.1, "quantile": 2.0, "removals": 4.0, "subsets": 9}
     fit |= {"fitted": 0.6, "interval": [0.4, 0.8], "residual": [0.3, 0.5]}
     for noise in (None, [0.1, 0.4]):
         scores = made(values, diagnostics={"calibration": {**fit, "noise": noise}})
-        assert overview(scores)["calibrated"] is True
+        assert overview(scores)["calibrated"].startswith("calibrated on ")
         for row in (0, 1):
             # one of four removals that a subset is worth; noise is no part of an expected change
             unknown = fit["residual"][row] ** 2 - (0 if noise is None else noise[row] ** 2)

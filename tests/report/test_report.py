@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import models
+from support import models, recipes
 from support.made import scores_of as made
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
@@ -75,6 +75,31 @@ def test_segments_of_entries_and_of_queries(scores: whence.Scores) -> None:
         "updates 3–6",
         "updates 6–9",
     ]
+
+
+def test_a_truth_judges_the_scores_and_gives_them_their_size(tmp_path: Path) -> None:
+    recipe, query = recipes.recipe(), recipes.dataset(4, 7)
+    study = whence.Study(
+        recipes.mlp(), recipe.task, recipes.dataset(), recipe.run(0, tmp_path / "run")
+    )
+    scores = whence.Source().attribute(study, query, progress=False)
+    truth = whence.retrain.ground_truth(recipe, query, subsets=12, seeds=2, progress=False)
+    shown, _ = read(scores.report(tmp_path / "judged.html", study=study, query=query, truth=truth))
+    sized = whence.evaluate.calibrate(scores, truth)
+    slope = whence.evaluate.calibration(scores, truth).slope
+    judged = dict(shown["summary"]["judged"])
+    assert judged["real change per predicted change"].startswith(f"{slope:.2f} [")
+    lds = whence.evaluate.lds(scores, truth).value
+    assert judged["rank correlation with retraining (LDS)"].startswith(f"{lds:.2f} [")
+    assert judged["judged by"] == "12 subsets × 2 seeds"
+    assert shown["overview"]["calibrated"]
+    best = shown["queries"][0]["helpful"][0]
+    assert best["value"] == pytest.approx(sized.values[0].max(), rel=1e-3)
+    assert abs(sized.values[0].max() / scores.values[0].max() - 1) > 0.01  # it can fail
+    plain, _ = read(scores.report(tmp_path / "plain.html", study=study, query=query))
+    assert plain["summary"]["judged"] == [] and not plain["overview"]["calibrated"]
+    again, _ = read(sized.report(tmp_path / "sized.html", query=query, truth=truth))
+    assert again["queries"][0]["helpful"][0]["value"] == best["value"]  # not sized twice
 
 
 def test_scores_of_which_only_the_top_was_kept(study: whence.Study, tmp_path: Path) -> None:

@@ -20,6 +20,15 @@ from whence.cli.options import (
 from whence.cli.screen import Answer, CommandError, command, guarded
 from whence.cli.signature import OUT, QUERY
 
+TruthPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="A folder written by `whence truth`: judges the scores, and gives them the size of "
+        "real changes.",
+    ),
+]
+
 
 @command()
 def report(
@@ -28,7 +37,7 @@ def report(
     out: Annotated[Path, OUT] = Path("report.html"),
     k: AtEachEnd = 10,
     queries: str | None = None,
-    truth: Path | None = None,
+    truth: TruthPath = None,
     title: str | None = None,
     check: Check = True,
 ) -> Answer:
@@ -41,7 +50,6 @@ def report(
     Args:
         out (FILE): The page to write.
         queries (INT,...): Queries to show. Default: the first 1,000.
-        truth (FOLDER): A truth that judges the scores on the first page.
         title (TEXT): Title of the page.
     """
     rows = None if queries is None else numbers("--queries", queries)
@@ -52,11 +60,7 @@ def report(
     parts.pop("recipe", None)
     if opened.is_self_influence:
         parts.pop("query", None)
-    if truth is not None:
-        from whence.retrain import Truth
-
-        parts["truth"] = Truth.load(truth)
-    opened.report(out, k=k, queries=rows, title=title, check=check, **parts)
+    opened.report(out, k=k, queries=rows, title=title, check=check, **parts, **_truth(truth))
     return Answer({"path": out, "bytes": out.stat().st_size}, f"{out}: open it in a browser")
 
 
@@ -95,6 +99,7 @@ def card(
 def explore(
     scores: ManyScores,
     study: ToShow = None,
+    truth: TruthPath = None,
     port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
     browser: bool = True,
     out: Annotated[Path | None, OUT] = None,
@@ -117,7 +122,16 @@ def explore(
     from whence.explore import serve
 
     parts: dict[str, Any] = {} if study is None else _study(study)
-    serve(scores, port=port, open_browser=browser, out=out, check=check, **parts)
+    serve(scores, port=port, open_browser=browser, out=out, check=check, **parts, **_truth(truth))
+
+
+def _truth(path: Path | None) -> dict[str, Any]:
+    """The truth in a folder, as an argument."""
+    if path is None:
+        return {}
+    from whence.retrain import Truth
+
+    return {"truth": Truth.load(path)}
 
 
 def _study(path: Path) -> dict[str, Any]:

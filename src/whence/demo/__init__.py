@@ -3,9 +3,10 @@
     python -m whence.demo [--out whence-demo] [--seed 0] [--json]
 
 A small MLP learns 1,500 pictures of clothes (part of Fashion-MNIST, in `pictures.npz`), a fifth of
-them with a wrong label. SOURCE, influence functions and TracIn say which training pictures
-harm the queries most. Then the model is trained again without these, and judged on pictures that no
-method saw. The tour ends with a report, a study file, and the next command.
+them with a wrong label. SOURCE, influence functions and TracIn say which training pictures matter
+to 300 queries. Then models are trained on random halves, to see how well the scores predict them,
+and without the pictures that harm the queries most. The tour ends with a report, a study file, and
+the next command.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import whence
-from whence.retrain import Training, measure
-from whence.table import Table
+from whence.errors import optional
+from whence.retrain import Training, Truth, ground_truth, measure
+from whence.table import Table, estimate
 
 PICTURES = Path(__file__).with_name("pictures.npz")
 CLASSES = [
@@ -44,10 +46,11 @@ CLASSES = [
 ]
 TRAIN, QUERIES, FLIPPED = 1500, 300, 0.2
 EPOCHS, BATCH, SEEDS = 20, 64, 3
+HALVES, SEEDS_OF_A_HALF = 30, 2
 SHOWN = 3  # queries that are printed and drawn
 METHODS = {  # and the folders of their scores
     "SOURCE": (whence.Source(), "source"),
-    "influence functions": (whence.Influence(), "influence"),
+    "influence, damped like SOURCE": (whence.Influence(), "influence"),
     "influence, as published": (whence.Influence.published(), "influence-published"),
     "TracIn": (whence.TracIn(), "tracin"),
 }
@@ -110,6 +113,22 @@ def recipe_for(train: TensorDataset, task: whence.Task | None = None) -> whence.
     return whence.Recipe(network, task, train, optimizer, batch_size=BATCH, epochs=EPOCHS)
 
 
+def trained_on_halves(
+    recipe: whence.Recipe, query: TensorDataset, seed: int, out: Path | None, progress: bool
+) -> Truth:
+    """Measurements of the queries after trainings on random halves of the pictures."""
+    return ground_truth(
+        recipe,
+        query,
+        subsets=HALVES,
+        seeds=SEEDS_OF_A_HALF,
+        out=out,
+        seed=seed,
+        device="cpu",
+        progress=progress,
+    )
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: TensorDataset) -> None:
     """An ordinary training loop, as a user would write it: it knows nothing of whence."""
     loader = DataLoader(dataset, BATCH, shuffle=True)
@@ -151,6 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     """Train, attribute, retrain, tell; and what was found."""
+    with optional("the demo needs SciPy", "demo"):
+        from whence.evaluate import calibration, lds
     data = pictures(seed)
     count = int(data.flipped.sum())
     print(f"Training on {TRAIN:,} pictures, {count} of them with a wrong label on purpose.")
@@ -166,26 +187,43 @@ def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     shown = _telling(source, data, SHOWN)
     for query in shown:
         _describe(source, data, query)
-    print(f"\nProof: models trained without the {count} pictures that harm the queries most,")
-    print(f"by each method. Mean of {SEEDS} seeds, on {QUERIES} pictures that no method saw.")
+    print("\nIs it true? Train again, and look.")
+    print(
+        f"  LDS: models are trained on {HALVES} random halves of the pictures. Do the scores rank"
+    )
+    print("    the outcomes for each query as retraining does? 1 is perfect, 0 is chance.")
+    print(f"  Wrong labels: among the {count} pictures that harm the queries most on average.")
+    print(f"  Accuracy: of models trained without these, on {QUERIES} pictures that no method saw.")
+    truth = trained_on_halves(recipe, data.query, seed, out / "truth", progress)
+    rank = {name: lds(one, truth) for name, one in scores.items()}
     worst["at random"] = np.random.default_rng(seed).permutation(TRAIN)[:count]
     accuracy = _retrained(data, worst, seed, progress)
     wrong = {name: int(data.flipped[places].sum()) for name, places in worst.items()}
-    rows: list[tuple[str, str | None, str]] = [("none", None, f"{accuracy['all']:.1%}")]
-    rows += [(n, f"{wrong[n]} of {count}", f"{accuracy[n]:.1%}") for n in worst]
-    heads = ("pictures removed", "wrong labels among them", "right on unseen pictures")
-    print(Table(heads, rows))
+    known = {name: estimate(one.value, one.interval, 2) for name, one in rank.items()}
+    rows = [(n, known.get(n), f"{wrong[n]} of {count}", f"{accuracy[n]:.1%}") for n in worst]
+    print(Table(("method", "LDS [95 %]", "wrong labels", "accuracy"), rows))
+    size = calibration(source, truth)
+    factor = estimate(size.slope, size.interval, 2)
+    print(f"With all pictures, the accuracy is {accuracy['all']:.1%}.")
+    print(f"Real changes are {factor} times those that SOURCE predicts.")
     report = source.report(
-        out / "report.html", study=study, query=data.query, classes=CLASSES, title="whence demo"
+        out / "report.html",
+        study=study,
+        query=data.query,
+        classes=CLASSES,
+        truth=truth,
+        title="whence demo",
     )
     (out / "study.py").write_text(STUDY.format(seed=seed))
     figure = _draw(source, data, shown, out / "figure.png")
     print(f"\nOpen {report} in a browser. To ask your own questions of it:")
-    print(f"  whence explore {out / 'scores/source'} --study {out / 'study.py'}")
+    given = f"{out / 'scores/source'} --study {out / 'study.py'} --truth {out / 'truth'}"
+    print(f"  whence explore {given}")
     return {
         "out": str(out),
         "flipped": count,
         "flipped_among_the_worst": wrong,
+        "lds": {name: one.value for name, one in rank.items()},
         "accuracy": accuracy,
         "report": str(report),
         "study": str(out / "study.py"),

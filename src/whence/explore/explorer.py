@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,13 +35,18 @@ class Explorer:
         data: scores and their data.
         jobs: the retrainings; None without a recipe.
         refused: why nothing can be retrained.
+        judgements: of the scores, by name, if there is a truth.
     """
 
     def __init__(
-        self, data: ScoredData, jobs: Jobs | None = None, refused: str | None = None
+        self,
+        data: ScoredData,
+        jobs: Jobs | None = None,
+        refused: str | None = None,
+        judgements: Mapping[str, Sequence[tuple[str, str]]] | None = None,
     ) -> None:
         self.data, self.jobs = data, jobs
-        self._refused = refused
+        self._refused, self._judgements = refused, judgements or {}
         self._overall: dict[tuple[str, str, int], Overall] = {}
         # a pass over all scores, to check that they are numbers
         self._about = {name: views.overview(s) for name, s in data.everything.items()}
@@ -85,6 +90,7 @@ class Explorer:
                 partial(_class_of, data, places),
                 data.query_class,
                 [data.query_item(row) for row in range(scores.shape[0])],
+                self._judgements.get(name, ()),
             )
 
         gc.freeze()  # a collection that visits all that was read would delay an answer

@@ -21,11 +21,13 @@ from whence.explore.jobs import Jobs
 from whence.explore.scored_data import Given, ScoredData, open_scores
 from whence.persist.files import as_path
 from whence.present.check import check_data
+from whence.present.summary import judged
 from whence.scores import Scores
 from whence.table import escaped
 
 if TYPE_CHECKING:
     from whence.retrain.recipe import Recipe
+    from whence.retrain.truth import Truth
     from whence.study import Study
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -131,6 +133,7 @@ class Settings(TypedDict, total=False):
     query: Any
     study: Study | None
     recipe: Recipe | None
+    truth: Truth | None
     labels: Any
     renderer: Callable[[Any], Any] | None
     classes: Sequence[str] | Mapping[int, str] | None
@@ -152,6 +155,7 @@ def serve(scores: Given, *, open_browser: bool = True, **settings: Unpack[Settin
         query: the queries of the scores.
         study: shows the model's predictions.
         recipe: allows retraining without chosen examples.
+        truth: judges the scores, and gives them the size of real changes.
         labels: of the training examples, or `{stage: labels}`, instead of those in the data.
         renderer: turns an example into what the page shows: text, image, row, or
             `whence.report.HTML`.
@@ -198,6 +202,7 @@ def prepare(
     query: Any = None,
     study: Study | None = None,
     recipe: Recipe | None = None,
+    truth: Truth | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     out: str | os.PathLike[str] | None = None,
@@ -220,10 +225,15 @@ def prepare(
             f"ssh -L PORT:localhost:PORT, with the same port on both sides"
         )
     named = open_scores(scores)
+    judgements = {}
+    if truth is not None:
+        for name, given in named.items():
+            if not given.is_self_influence:
+                named[name], judgements[name] = judged(given, truth)
     data = ScoredData(named, train=train, query=query, study=study, **looks)
     folder = as_path(out) if out is not None else default_folder(scores)
     jobs, refused = make_jobs(data, recipe, query, folder)
-    explorer = Explorer(data, jobs, refused)
+    explorer = Explorer(data, jobs, refused, judgements)
     try:
         return Running(explorer, host, port, framed)
     except BaseException:

@@ -23,7 +23,7 @@ def summary(
     class_of: Classes,
     query_class: Classes,
     predicted: Sequence[View] = (),
-    truth: Truth | None = None,
+    judgement: Sequence[tuple[str, str]] = (),
     k: int = 12,
 ) -> View:
     """What to look at first.
@@ -32,7 +32,7 @@ def summary(
         class_of: the class of a column's training example, if it has one.
         query_class: the class of a row's query, if it has one.
         predicted: views of queries with their predictions (`describe_query`).
-        truth: judges the scores.
+        judgement: by a truth, from `judged`.
         k: number of entries in each list.
 
     Returns:
@@ -40,7 +40,7 @@ def summary(
         `right`: how many of how many queries are predicted correctly, None if that is not known;
         `measured`: the mean measurement of the queries; `classes`: their `names`, and `means`, the
         mean score of each training class (columns) for each class of queries (rows); `judged`:
-        [name, text] pairs, by the truth.
+        the judgement.
     """
     columns, names = _numbered(class_of, scores.shape[-1])
     rows, _ = _numbered(query_class, scores.shape[0], names)
@@ -60,21 +60,30 @@ def summary(
     )
     measured = [p["measurement"] for p in predicted if p.get("measurement") is not None]
     view["measured"] = number(np.mean(measured)) if measured else None
-    view["judged"] = [] if truth is None else judged(scores, truth)
+    view["judged"] = list(judgement)
     return view
 
 
-def judged(scores: Scores, truth: Truth) -> list[list[str]]:
-    """[name, text] pairs: how well the scores predict what retraining does."""
-    from whence.evaluate import calibration, lds
+def judged(scores: Scores, truth: Truth) -> tuple[Scores, list[tuple[str, str]]]:
+    """Judge scores by retraining.
+
+    Returns:
+        The scores at the size of real changes (unchanged if they already are, or if the truth
+        cannot tell), and (name, text) pairs: how well `scores` predict what retraining does.
+    """
+    from whence.evaluate import calibrate, calibration, lds
     from whence.table import estimate
 
     rank, size = lds(scores, truth), calibration(scores, truth)
-    ceiling = "" if rank.ceiling is None else f"; at most {rank.ceiling:.2f}, the rest is noise"
-    return [
-        ["LDS", f"{estimate(rank.value, rank.interval, 2)}{ceiling}"],
-        ["slope of real on predicted change", f"{estimate(size.slope, size.interval, 2)}"],
-        ["judged by", f"{rank.subsets} subsets × {rank.seeds} seeds"],
+    ceiling = "" if rank.ceiling is None else f", of at most {rank.ceiling:.2f}"
+    sized = scores if "calibration" in scores.diagnostics else calibrate(scores, truth)
+    return sized, [
+        (
+            "rank correlation with retraining (LDS)",
+            f"{estimate(rank.value, rank.interval, 2)}{ceiling}",
+        ),
+        ("real change per predicted change", f"{estimate(size.slope, size.interval, 2)}"),
+        ("judged by", f"{rank.subsets} subsets × {rank.seeds} seeds"),
     ]
 
 

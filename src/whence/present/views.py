@@ -162,8 +162,6 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
     not_finite = count_not_finite(scores)
     if not_finite:
         notes.append(f"{not_finite:,} scores are not finite and are left out.")
-    if "calibration" in scores.diagnostics:
-        notes.append(f"Calibrated {calibrated(scores.diagnostics['calibration'])}.")
     if scores.unit.startswith("none"):
         notes.append("These scores have no unit: only their order is meaningful.")
     share, names = scores.left_out
@@ -172,6 +170,7 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
             f"{share:.1%} of the trained parameters do not contribute to the scores (see Excluded)."
         )
     facts = {k: v for k, v in scores.provenance.items() if v is not None}
+    fit = scores.diagnostics.get("calibration")
     return {
         "method": scores.method,
         "settings": _facts(scores.settings),
@@ -186,7 +185,7 @@ def overview(scores: Scores, notes: list[str] | None = None) -> View:
         "stages": [] if scores.stage is None else list(dict.fromkeys(scores.stage)),
         "segments": segments(scores),
         "spread": scores.spread is not None,
-        "calibrated": "calibration" in scores.diagnostics,
+        "calibrated": None if fit is None else f"calibrated {calibrated(fit)}",
         "excluded": _excluded(scores),
         "diagnostics": _facts(
             {

@@ -25,7 +25,7 @@ from whence.persist.files import as_path, write_bytes
 from whence.present.check import by_stage, check_data
 from whence.present.examples import QUERY_SIZE, Examples, Renderer
 from whence.present.predict import curves, predictions
-from whence.present.summary import summary
+from whence.present.summary import judged, summary
 from whence.present.views import (
     TrainingExamples,
     View,
@@ -101,7 +101,8 @@ def write(
             `whence.report.HTML`.
         tokens: what `method.tokens(study, query, examples)` returned; colours the tokens of these
             examples.
-        truth: judges the scores on the first page: LDS, and the slope of real on predicted changes.
+        truth: judges the scores on the first page, and gives them the size of real changes
+            (`whence.evaluate.calibrate`).
         title: of the page.
         collate: the study's collate function, if `study` is not given: the data is checked as
             batches.
@@ -119,6 +120,9 @@ def write(
     collate = study.collate if collate is None and study is not None else collate
     notes = check_data(scores, train, query, collate=collate, contents=check)
     _check_study(scores, study)
+    judgement: list[tuple[str, str]] = []
+    if truth is not None:
+        scores, judgement = judged(scores, truth)
     display: dict[str, Any] = {"renderer": renderer, "classes": classes}
     display |= {"columns": columns, "tokenizer": tokenizer}
     examples = TrainingExamples.of_scores(scores, train, study, labels=labels, **display)
@@ -153,7 +157,7 @@ def write(
             examples.class_of,
             lambda row: query_examples.label(int(scores.query_ids[row])) if classed else None,
             payload["queries"],
-            truth,
+            judgement,
         )
         for end in ("helpful", "harmful"):
             payload["summary"][end] = folded(payload["summary"][end], examples.leaders)

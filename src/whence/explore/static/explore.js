@@ -560,8 +560,8 @@
           item.worst === undefined ? null : el("span", { class: "muted small" }, ` in the top 10 of ${queries(item.queries)}`)) : null);
     });
     const file = `/api/audit.csv?${new URLSearchParams(Object.entries(given).filter(([, v]) => v))}`;
-    const ctx = { overview: { ...overview.about[name], higher_is_better: true } };
     const self = overview.self_influence.includes(name);
+    const ctx = { overview: { ...overview.about[name], higher_is_better: self } }; // harm is bad
     return el("article", {},
       el("header", { class: "plain-head" }, el("h2", {}, "Audit"), el("p", { class: "muted" },
         self ? `Sorted by ${answer.meaning}. Examples at the top could not be learned from the others: they are rare, hard, or mislabelled.`

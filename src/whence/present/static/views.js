@@ -629,6 +629,7 @@ Whence.views = (() => {
         ["method", overview.method],
         ["measurement", `${overview.measurement.replaceAll("_", " ")}, ${better}`],
         ["unit", overview.unit],
+        ...(overview.calibrated ? [["size", overview.calibrated]] : []),
         ["sign", `${overview.sign}: ${overview.higher_is_better ? "positive helped, negative harmed" : "negative helped, positive harmed"}`],
         ["shape", shape],
         ...(overview.stages.length ? [["stages", overview.stages.join(", ")]] : []),
