@@ -136,6 +136,11 @@ def text(folder: Path = RESULTS) -> str:
         "mixture": lambda: forms(
             PUBLISHED, "appendix C", ("mixture", "appendix C"), trained_with_adam
         ),
+        "closed form": lambda: forms(
+            f"{DEFAULT_BY_STAGE}, closed form",
+            DEFAULT_BY_STAGE,
+            ("closed form", "Lanczos iterations"),
+        ),
         "mixture settings": lambda: mixture_settings(folder),
         "damping": lambda: pairs(
             by_setting(folder),

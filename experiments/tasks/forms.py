@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 import whence
+from experiments.tasks.closed_form import ClosedForm
 from experiments.tasks.experiment import Experiment
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.probed import Probed
@@ -74,6 +75,16 @@ def source(segments: int | None = None, **settings: Any) -> Callable[[MethodSett
     return lambda s: whence.Source(segments or s.segments, stage=s.stage, **settings)
 
 
+def closed(segments: int | None, settings: MethodSettings) -> Any:
+    """`Source` without iterations."""
+    return ClosedForm(segments or settings.segments, stage=settings.stage)
+
+
+def adaptive(experiment: Experiment) -> bool:
+    """Whether the optimizer has a number for every parameter."""
+    return "AdamW" in experiment.setting
+
+
 def of_form(form: str) -> Chooser:
     """The matrices, and the layers of one more form."""
 
@@ -120,6 +131,10 @@ FORMS: Mapping[str, Form] = {
     "coupled by probes, query along the run, L = 1": Form(
         lambda s: Probed(1, stage=s.stage), one_stage
     ),
+    **{
+        f"{name}, closed form": Form(partial(closed, segments), adaptive, over=name)
+        for name, segments in ((DEFAULT, 1), (DEFAULT_BY_STAGE, None))
+    },
     "coupled, query along the run, K-FAC bases, L = 1": Form(
         source(1, curvature="ekfac"), one_stage
     ),
