@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
-from whence.layers.choose import Chooser, chooser, everything
+from whence.layers.choose import Chooser, chooser
 from whence.layers.passes import (
     Clock,
     Passes,
@@ -34,8 +34,7 @@ from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
 from whence.run.evidence import Evidence, distance_from_final
 from whence.table import Table, listed, one_line
-from whence.targets import IGNORED
-from whence.task import Task
+from whence.task import IGNORED, Task
 from whence.world import World
 
 Runs = Run | str | os.PathLike[str]
@@ -288,7 +287,7 @@ class Study:
         quiet: bool = False,
         shared: bool = True,
         frozen: bool = False,
-        layers: Chooser = everything,
+        layers: Chooser | None = None,
     ) -> dict[str, Passes]:
         """Copy the model to a device, find and check its layers; one `Passes` per stage.
 

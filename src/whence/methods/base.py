@@ -17,13 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from whence.engine.options import ComputeOptions
 from whence.engine.queries import QuerySet
-from whence.engine.trials import LOSSES
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import ComputeOptions, Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
-from whence.layers.choose import Chooser, everything
-from whence.layers.passes import Weights, precision_as_asked
+from whence.layers.choose import Chooser
+from whence.layers.passes import LOSSES, Weights, precision_as_asked
 from whence.persist.files import as_path
 from whence.persist.identity import call_text, defaults_of, key_of
 from whence.progress import one_bar
@@ -40,7 +38,7 @@ class Method(ABC):
     """`attribute`, for every class that can score one run."""
 
     stage: str | None = None
-    default_layers: Chooser = staticmethod(everything)  # tracked if the study does not choose
+    default_layers: Chooser | None = None  # tracked if the study does not choose; None: all
     _own_layers = False  # whether layers that only some stages have are tracked
     _quiet = False  # whether excluded layers do not matter
     _layered = False  # whether scores are sums over layers of products with query vectors

@@ -25,8 +25,6 @@ from whence.world import Owner, World, everyone
 
 SNAPSHOT_SECONDS = 20.0
 REFIT = "delete it to fit it again"
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest output
-ROUNDED = 2e-2  # with bfloat16 or TF32 products
 VERSIONS = 16  # of losses at one checkpoint that a cache tells apart
 
 
@@ -300,11 +298,6 @@ class Version:
                 f"another process fits factors of other losses into {self.cache.folder}: wait "
                 "until it has finished, or use another folder, Study(cache=...)"
             )
-
-
-def tolerance(dtype: torch.dtype, exact_products: bool) -> float:
-    """How far two computations of the same loss may differ, relative to the outputs."""
-    return TOLERANCES.get(dtype, ROUNDED) if exact_products else ROUNDED
 
 
 def _agree(stored: Tensor, now: Tensor, share: float) -> bool:

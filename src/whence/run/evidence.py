@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from whence.errors import InvalidInput
 from whence.run.checkpoint import Checkpoint
-from whence.run.format import RunData
-from whence.run.segments import Stage
+from whence.run.format import RunData, Stage
 
 SURE = 6.0  # standard deviations beyond which chance is no explanation
 EVEN = 0.05  # variance of draws, relative to chance, below which they are of epochs
