@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from whence.layers.passes import (
 )
 from whence.layers.separate import Separation, candidates, looked_at, pairs
 from whence.layers.sharded import StreamedWeights, unsharded
-from whence.layers.tracked import Tracked, find, report
+from whence.layers.tracked import Tracked, find
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared
 from whence.persist.files import as_path
@@ -38,6 +39,7 @@ from whence.task import IGNORED, Task
 from whence.world import World
 
 Runs = Run | str | os.PathLike[str]
+Scope = Literal["query", "stage", "model"]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
 GRADIENTS_COMPARED = 1  # pairs of examples whose gradients are compared alone and together
@@ -214,7 +216,16 @@ class Study:
                     )
                 draws = evidence.draws(stage)
                 messages += [] if draws is None else draws.warnings(stage)
-                messages += self._ignored(stage)
+                messages += self._without_target(
+                    stage,
+                    self.data[stage],
+                    # then it matters what training divided by
+                    f"stage {stage!r}: {{count}} of {{checked}} examples that were checked have "
+                    "only the target {target}, which has no loss. They count in N: training "
+                    "minimised the sum of losses divided by all examples. If it divided by the "
+                    "others only, as nn.CrossEntropyLoss() does, leave them out of the training "
+                    "data",
+                )
             if any(settings.get("maximize") for settings in run.hyperparameters):
                 messages.append(
                     "the optimizer maximises (maximize=True): losses of the task must be minus "
@@ -223,33 +234,22 @@ class Study:
             evidence.warnings = messages + self._other_model(run)
         return evidence.warnings
 
-    def _ignored(self, stage: str) -> list[str]:
-        """Whether examples have no loss: then it matters what training divided by."""
-        count, spread = self._without_target(stage, self.data[stage])
-        if not count:
-            return []
-        return [
-            f"stage {stage!r}: {count} of {spread} examples that were checked have only the target "
-            f"{IGNORED}, which has no loss. They count in N: training minimised the sum of "
-            "losses divided by all examples. If it divided by the others only, as "
-            "nn.CrossEntropyLoss() does, leave them out of the training data"
-        ]
-
-    def _without_target(self, stage: str, data: Batches) -> tuple[int, int]:
-        """How many examples have no loss, and of how many that were checked."""
-        task, spread = self.tasks[stage], candidates(data)
-        each = (task.ignored(batch) for batch in looked_at(data, spread))
-        return sum(int(none.sum()) for none in each if none is not None), len(spread)
-
     def query_warnings(self, query: Batches) -> list[str]:
         """Why scores of queries may mean nothing."""
-        count, spread = self._without_target(self.stages[-1], query)
-        if not count:
-            return []
-        return [
-            f"{count} of {spread} queries that were checked have only the target {IGNORED}: there "
-            "is nothing to explain, and their scores are 0"
-        ]
+        return self._without_target(
+            self.stages[-1],
+            query,
+            "{count} of {checked} queries that were checked have only the target {target}: there "
+            "is nothing to explain, and their scores are 0",
+        )
+
+    def _without_target(self, stage: str, data: Batches, message: str) -> list[str]:
+        """The message, if some of the examples that are checked have no loss."""
+        task, checked = self.tasks[stage], candidates(data)
+        each = (task.ignored(batch) for batch in looked_at(data, checked))
+        count = sum(int(none.sum()) for none in each if none is not None)
+        known = {"count": count, "checked": len(checked), "target": IGNORED}
+        return [message.format(**known)] if count else []
 
     def _other_model(self, run: Run) -> list[str]:
         """Whether the given model was trained with the run, but has other weights."""
@@ -285,15 +285,17 @@ class Study:
         workers: int = 0,
         progress: bool = False,
         quiet: bool = False,
-        shared: bool = True,
-        frozen: bool = False,
+        scope: Scope = "query",
         layers: Chooser | None = None,
     ) -> dict[str, Passes]:
         """Copy the model to a device, find and check its layers; one `Passes` per stage.
 
-        A query sees only the last stage's layers. Of other stages, only the layers they share with
-        it are tracked, unless `shared` is False (self-influence). Layers that the run never moved
-        are tracked only if `frozen` is True. `layers` is for studies that do not choose.
+        Args:
+            quiet: do not warn about excluded layers.
+            scope: the layers of each stage that may be tracked: those that a "query" sees, because
+                the last stage has them too; all that the "stage" trained; or all of the "model",
+                also those that training did not move.
+            layers: which to track, if the study does not choose (None: all).
         """
         choose = self.layers or layers
         copies: dict[int, WeightLoader] = {}
@@ -320,14 +322,14 @@ class Study:
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
                 separation.check_losses(compared)
-                trained = None if frozen else partial(self._trained, run)
+                trained = None if scope == "model" else partial(self._trained, run)
                 untrained = self._of(run).untrained(stage, original)
                 tracked = find(
                     loaded.model, task, several, choose, trained, run.same_rates, untrained
                 )
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(every.values()), tracked)
-                every[pair] = tracked.shared_with(last) if shared else tracked
+                every[pair] = tracked.shared_with(last) if scope == "query" else tracked
             passes[stage] = Passes(
                 loaded,
                 task,
@@ -339,7 +341,9 @@ class Study:
             )
         if not quiet and not self._exclusions_reported:
             self._exclusions_reported = True
-            report(passes[self.stages[-1]].tracked)
+            last_stage = passes[self.stages[-1]].tracked
+            if last_stage.unseen:
+                warnings.warn(last_stage.summary(), stacklevel=2)
         return {stage: passes[stage] for stage in self.stages}
 
     def query(self, query: Any) -> Batches:

@@ -36,7 +36,7 @@ from whence.operators import (
 from whence.persist.cache import Tried, Version
 from whence.persist.identity import sha256_of
 from whence.run import Run, Segment
-from whence.study import Study, model_identity, task_identity
+from whence.study import Scope, Study, model_identity, task_identity
 from whence.table import listed
 from whence.world import World
 
@@ -190,8 +190,7 @@ class Workspace:
         *,
         query: QuerySet | None = None,
         stage: str | None = None,
-        shared: bool = True,
-        frozen: bool = False,
+        scope: Scope = "query",
         quiet: bool = False,
         layers: Chooser | None = None,
         examples: Any = None,
@@ -200,10 +199,7 @@ class Workspace:
         Args:
             examples: which of them (None: all), as indices, or by stage.
             stage: whose examples are scored (None: all stages').
-            shared: whether only layers that a query can see are tracked in earlier stages.
-            frozen: whether layers that training did not move are tracked too.
-            quiet: do not warn about excluded layers.
-            layers: which to track, if the study does not choose (None: all).
+            scope, quiet, layers: as in `Study.passes`.
         """
         stages, world = scored_stages(study, stage), World.current()
         device = study.device if options.device is None else torch.device(options.device)
@@ -215,9 +211,8 @@ class Workspace:
             dtype=options.dtype,
             workers=options.workers,
             progress=options.progress and world.first,
-            shared=shared,
-            frozen=frozen,
             quiet=quiet,
+            scope=scope,
             layers=layers,
         )
         memory, batch_size = allowance(options.memory, device), options.batch_size

@@ -28,7 +28,7 @@ from whence.progress import one_bar
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
-from whence.study import Study
+from whence.study import Scope, Study
 from whence.world import World
 
 Folder = str | os.PathLike[str] | None
@@ -39,7 +39,7 @@ class Method(ABC):
 
     stage: str | None = None
     default_layers: Chooser | None = None  # tracked if the study does not choose; None: all
-    _own_layers = False  # whether layers that only some stages have are tracked
+    _scope: Scope | None = None  # of the layers (`Study.passes`), whatever the queries are
     _quiet = False  # whether excluded layers do not matter
     _layered = False  # whether scores are sums over layers of products with query vectors
     _chosen = False  # whether any examples can be scored: some of them, or candidates
@@ -181,8 +181,7 @@ class Method(ABC):
             options,
             query=queries,
             stage=self.stage,
-            shared=query is not None and not self._own_layers,
-            frozen=self._own_layers,
+            scope=self._scope or ("stage" if query is None else "query"),
             quiet=self._quiet,
             layers=self.default_layers,
             examples=examples,
@@ -257,7 +256,8 @@ class Method(ABC):
         study, world = workspace.study, workspace.world
         for data in study.data.values():
             data.check_unchanged()
-        workspace.ledger.merge(world)
+        if world.size > 1:
+            workspace.ledger.merge(world)
         task = study.tasks[study.stages[-1]]
         diagnostics = workspace.ledger.summary() | {
             "seconds": workspace.clock.seconds,

@@ -49,7 +49,7 @@ class RepSim(Similarity):
         stage: attribute to this stage's examples only (default: all stages').
     """
 
-    _own_layers = True  # each stage has its own last layer
+    _scope = "model"  # each stage has its own last layer
     _depends_on, _symmetric = OUTPUTS, True
 
     def __init__(

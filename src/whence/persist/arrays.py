@@ -383,10 +383,7 @@ class StoredTensors(Mapping[str, Tensor]):
         opened: Any = safe_open(path, framework="pt")
         self._file = opened.__enter__()
         self._names: list[str] = list(self._file.keys())
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return dict(self._file.metadata() or {})
+        self.metadata: dict[str, Any] = dict(self._file.metadata() or {})
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
