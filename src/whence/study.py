@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from whence.layers.passes import (
 )
 from whence.layers.separate import Separation, candidates, looked_at, pairs
 from whence.layers.sharded import StreamedWeights, unsharded
-from whence.layers.tracked import Tracked, find
+from whence.layers.tracked import Tracked, find, report
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared
 from whence.persist.files import as_path
@@ -341,9 +340,7 @@ class Study:
             )
         if not quiet and not self._exclusions_reported:
             self._exclusions_reported = True
-            last_stage = passes[self.stages[-1]].tracked
-            if last_stage.unseen:
-                warnings.warn(last_stage.summary(), stacklevel=2)
+            report(passes[self.stages[-1]].tracked)
         return {stage: passes[stage] for stage in self.stages}
 
     def query(self, query: Any) -> Batches:

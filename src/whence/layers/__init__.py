@@ -21,7 +21,7 @@ from whence.layers.choose import (
     mlp_only,
 )
 from whence.layers.kind import KINDS, Kind, register
-from whence.layers.tracked import Excluded, Tracked, find
+from whence.layers.tracked import Excluded, Tracked, find, report
 
 __all__ = [
     "KINDS",
