@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
-from whence.run.evidence import Evidence, distance_from_final
+from whence.run.evidence import Draws, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Task
 from whence.world import World
@@ -161,9 +161,9 @@ class Study:
         names = [stage.name for stage in run.stages]
         if names != self.stages:
             raise InvalidInput(f"runs differ in their stages: {self.stages} and {names}")
+        self._of(run)  # refuses examples that the data does not have
         for stage in run.stages:
             count = len(self.data[stage.name])
-            self._of(run).draws(stage.name)  # refuses examples that the data does not have
             subset = run.subset if stage.name == (run.subset_stage or names[0]) else None
             if subset is not None and len(subset) and int(np.max(subset)) >= count:
                 raise InvalidInput(
@@ -182,10 +182,7 @@ class Study:
     def used(self, run: Run, stage: str) -> np.ndarray:
         """The examples of a stage's dataset that the run trained on: its subset, without those
         that its recorded batches clearly left out."""
-        draws = self._of(run).draws(stage)
-        if draws is not None and draws.left_out:
-            return draws.examples[draws.counts > 0]
-        return self._of(run).declared(stage)
+        return self._of(run).used[stage]
 
     def _of(self, run: Run) -> Evidence:
         if run not in self._evidence:
@@ -213,7 +210,7 @@ class Study:
                         f"optimizer updates them: {listed(untrained, 4)}. Their layers are left "
                         "out of scores. Were they trained by a second optimizer?"
                     )
-                draws = evidence.draws(stage)
+                draws = evidence.draws[stage]
                 messages += [] if draws is None else draws.warnings(stage)
                 messages += self._without_target(
                     stage,
@@ -405,6 +402,66 @@ class Study:
             *(("run", repr(run)) for run in self.runs),
         ]
         return Table(None, facts, title="Study")._repr_html_()
+
+
+class Evidence:
+    """What a run's files show about its training.
+
+    Args:
+        run: of the study.
+        sizes: the number of examples in the data of each stage.
+
+    Attributes:
+        draws: how often the batches of each stage used each example; None if none are recorded.
+        used: the examples of each stage that the run trained on: those that it says, without those
+            that its batches clearly left out.
+        warnings: None until they are looked for.
+    """
+
+    def __init__(self, run: Run, sizes: Mapping[str, int]) -> None:
+        self.run = run
+        self.warnings: list[str] | None = None
+        self.draws: dict[str, Draws | None] = {}
+        self.used: dict[str, np.ndarray] = {}
+        self._untrained: dict[str, list[str]] = {}
+        for stage in run.stages:
+            used = np.arange(sizes[stage.name])
+            if run.subset is not None and stage.name == (run.subset_stage or run.stages[0].name):
+                used = np.sort(np.asarray(run.subset, dtype=np.int64))
+            draws = Draws.of(run, stage, used, sizes[stage.name])
+            if draws is not None and draws.left_out:
+                used = draws.examples[draws.counts > 0]
+            self.draws[stage.name], self.used[stage.name] = draws, used
+
+    @cached_property
+    def unmoved(self) -> set[str]:
+        """Parameters that are the same in the run's first and last weights: no gradient reached
+        them, whatever their learning rate. Nothing is known of a run whose weights all stay."""
+        first = self.run.initial or self.run.checkpoints[0]
+        start, end = first.weights(), self.run.checkpoints[-1].weights()
+        shared = [name for name in start if name in end]
+        same = {name for name in shared if torch.equal(start[name], end[name])}
+        return same if len(same) < len(shared) else set()
+
+    def untrained(self, name: str, model: nn.Module) -> list[str]:
+        """Parameters that differ between a stage's checkpoints, though its optimizer has none of
+        them or gave them the rate 0."""
+        if name not in self._untrained:
+            run, (stage,) = self.run, (s for s in self.run.stages if s.name == name)
+            rates = run.learning_rates[stage.start : stage.end]
+            columns = [g for g in run.columns[name] if rates[:, g].any()]
+            trained = {parameter for g in columns for parameter in run.groups[g]}
+            others = [k for k, _ in model.named_parameters() if k not in trained]
+            checkpoints = [c for c in run.checkpoints if c.stage == name]
+            if stage.start == 0 and run.initial is not None:
+                checkpoints.insert(0, run.initial)
+            self._untrained[name] = []
+            if others and len(checkpoints) > 1:
+                first, last = checkpoints[0].opened(), checkpoints[-1].opened()
+                both = [k for k in others if k in first and k in last]
+                changed = [k for k in both if not torch.equal(first[k], last[k])]
+                self._untrained[name] = changed
+        return self._untrained[name]
 
 
 def task_identity(task: Task, measured: bool = False) -> dict[str, str]:

@@ -16,6 +16,7 @@ If not, only one term's vectors do, and they are computed again for each chunk, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -103,14 +104,8 @@ class Scoring:
         world, examples = workspace.world, workspace.examples
         sets = 1 if self.shared else len(self.terms)  # of vectors
         chosen = None if query.rank is None else self._plan(query, query.rank, sets)
-        bar = progress_bar(
-            total=len(query) * examples,
-            desc="scores",
-            unit="score",
-            unit_scale=True,
-            shown=workspace.progress,
-        )
-        with bar:
+        shown = workspace.progress
+        with self._bar(len(query) * examples) if shown else nullcontext() as bar:
             for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
                 where = slice(int(rows[0]), int(rows[-1]) + 1)
                 fits = chosen is not None or self._fitting(sets) >= len(rows)
@@ -123,14 +118,20 @@ class Scoring:
                     ready = self._factored(query, stage, rows, chosen)
                 elif fits and todo:
                     ready = list(self._ready(some, examples))
-                bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
+                if bar is not None:
+                    bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk, mine in world.rounds(todo):
                     vectors = ready or self._ready(some, len(chunk.indices))
                     if mine:
                         self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
                     elif ready is None:
                         _exhaust(vectors)
-                    bar.update(len(rows) * len(chunk.indices) * world.size)
+                    if bar is not None:
+                        bar.update(len(rows) * len(chunk.indices) * world.size)
+
+    @staticmethod
+    def _bar(total: int) -> Any:
+        return progress_bar(total=total, desc="scores", unit="score", unit_scale=True, shown=True)
 
     def selves(self) -> None:
         """Every example against itself."""

@@ -19,7 +19,7 @@ from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
 from whence.persist.cache import Tried, Version
-from whence.progress import progress_bar
+from whence.progress import counted
 from whence.table import listed
 from whence.task import Task, Uniform
 from whence.world import World
@@ -212,12 +212,11 @@ class Passes:
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
     ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label shows a progress bar."""
-        shown = label is not None and self.progress
-        bar = progress_bar(total=sum(map(len, blocks)), desc=label, unit="ex", shown=shown)
-        with bar:
-            for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
-                yield from self._batch(data, indices, batch, signal)
-                bar.update(len(indices))
+        batches = data.stream(blocks, self.device, self.dtype, self.workers)
+        if label is not None and self.progress:
+            batches = counted(batches, sum(map(len, blocks)), label)
+        for indices, batch in batches:
+            yield from self._batch(data, indices, batch, signal)
 
     def _batch(
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal

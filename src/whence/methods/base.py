@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -134,7 +135,7 @@ class Method(ABC):
 
         with (
             World.together() as world,
-            one_bar(type(self).__name__, len(study.runs), progress and world.first),
+            one_bar(self.name, len(study.runs)) if progress and world.first else nullcontext(),
         ):
             if len(study.runs) == 1:
                 return next(each())
