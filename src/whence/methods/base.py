@@ -169,9 +169,19 @@ class Method(ABC):
         options: ComputeOptions,
         examples: Any = None,
     ) -> Workspace:
-        """One run of the study, ready for these queries."""
+        """One run of the study, ready for these queries; refuses what the method cannot do."""
         queries = QuerySet.of(study, query)
-        self._check(queries)
+        if queries is not None and queries.weights is not None and not self._linear:
+            raise InvalidInput(
+                f"query_weights or a Contrast with {self.name}, whose scores are not linear in "
+                "the queries: use a gradient method, such as Source, or add up the rows of its "
+                "scores yourself"
+            )
+        if queries is not None and queries.rank is not None and not self._layered:
+            raise InvalidInput(
+                f"query_rank={queries.rank!r} means nothing to {self.name}, which has no query "
+                "vectors in layers: leave it out"
+            )
         if not self._chosen:
             study.refuse_candidates(self.name)
             if examples is not None:
@@ -187,20 +197,6 @@ class Method(ABC):
             layers=self.default_layers,
             examples=examples,
         )
-
-    def _check(self, queries: QuerySet | None) -> None:
-        """Refuse sums of queries where the score of a sum is not the sum of the scores."""
-        if queries is not None and queries.weights is not None and not self._linear:
-            raise InvalidInput(
-                f"query_weights or a Contrast with {self.name}, whose scores are not linear in "
-                "the queries: use a gradient method, such as Source, or add up the rows of its "
-                "scores yourself"
-            )
-        if queries is not None and queries.rank is not None and not self._layered:
-            raise InvalidInput(
-                f"query_rank={queries.rank!r} means nothing to {self.name}, which has no query "
-                "vectors in layers: leave it out"
-            )
 
     def writer(
         self,
