@@ -102,13 +102,12 @@ class Scoring:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
         world, examples = workspace.world, workspace.examples
-        sets = 1 if self.shared else len(self.terms)  # of vectors
-        chosen = None if query.rank is None else self._plan(query, query.rank, sets)
+        chosen = None if query.rank is None else self._plan(query, query.rank)
         shown = workspace.progress
         with self._bar(len(query) * examples) if shown else nullcontext() as bar:
             for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
                 where = slice(int(rows[0]), int(rows[-1]) + 1)
-                fits = chosen is not None or self._fitting(sets) >= len(rows)
+                fits = chosen is not None or self._fits(len(rows))
                 size = self._chunk(0 if fits else len(rows))
                 columns = workspace.columns(size, workspace.batch_size)
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
@@ -152,14 +151,15 @@ class Scoring:
             else:
                 _exhaust(ready)
 
-    def _plan(self, query: QuerySet, rank: int | str, sets: int) -> Plan | None:
+    def _plan(self, query: QuerySet, rank: int | str) -> Plan | None:
         """How to take the queries in factors, if they do not fit as they are. An interrupted call's
         rank is taken again."""
         account, workspace = self.writer.account, self.workspace
         known = workspace.world.of_first(account.get("query_rank"))
         rank = rank if known is None else known
         blocks, size = workspace.blocks.values(), workspace.accumulator.itemsize
-        chosen = plan(blocks, size, workspace.memory, len(query), rank, sets)
+        terms = 1 if self.shared else len(self.terms)
+        chosen = plan(blocks, size, workspace.memory, len(query), rank, terms)
         if chosen is not None:
             account["query_rank"] = chosen.rank
         return chosen
@@ -332,6 +332,10 @@ class Scoring:
     def _at_once(self) -> int:
         """How many queries' vectors fit: one term's, and two sets on the way to the next."""
         return max(1, self._fitting(1))
+
+    def _fits(self, queries: int) -> bool:
+        """Whether the vectors of all terms fit, of that many queries."""
+        return self._fitting(1 if self.shared else len(self.terms)) >= queries
 
     def _fitting(self, sets: int) -> int:
         size = self.workspace.accumulator.itemsize
