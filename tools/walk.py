@@ -5,8 +5,9 @@
 
 The case is the plain one: a small MLP, trained by SGD in one process. With progress=True it passes
 through two more files: `progress.py` for the bars, and `engine/costs.py` for the estimate that is
-shown before long work. The walk is taken twice, with factors that have to be fitted and with cached ones. Its files are what you
-read to know where scores come from; `tests/test_walk.py` keeps their number from growing.
+shown before long work. The walk is taken twice, with factors that have to be fitted and with cached
+ones. Its files are what you read to know where scores come from; `tests/test_walk.py` keeps their
+number from growing.
 """
 
 from __future__ import annotations
