@@ -365,8 +365,9 @@ class Study:
         folder = self.cache
         if folder is None and run.path is not None:
             folder = Path(run.path) / "factors"
-        cache = self._stores.setdefault(str(folder), FactorCache(folder))
-        return shared(cache, World.current())
+        if str(folder) not in self._stores:
+            self._stores[str(folder)] = FactorCache(folder)
+        return shared(self._stores[str(folder)], World.current())
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
         """Everything that a fit depends on, except weights, losses and settings."""

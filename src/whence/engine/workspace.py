@@ -139,12 +139,13 @@ class Workspace:
         room: bytes on the device for factors; None for as many as they need.
         chosen: the examples that are scored, by stage; None for all.
         world: the processes that share the work.
-        ledger: diagnostics and warnings that are stored with the scores.
-        final_passes: of the last stage, as are `tracked`, `clock`, `progress`, `device`, `dtype`.
-        layers, blocks, positions: of all stages; t of every block.
-        examples: how many are scored.
         in_step: whether all of them compute the vectors of all queries together, because that takes
             passes over the data; otherwise queries are dealt.
+        ledger: diagnostics and warnings that are stored with the scores.
+        final_passes: of the last stage, as are `tracked`, `clock`, `progress`, `device`, `dtype`.
+        layers, blocks: of all stages.
+        positions: t of every block.
+        examples: how many are scored.
     """
 
     study: Study
@@ -373,12 +374,12 @@ class Workspace:
             version, settings = None, {"place": place}
             if observed and self.world.size == 1 and not passes.knows(data, checkpoint, what):
                 version = Version.reserved(cache, settings, len(data), passes.tolerance)
-            if version is not None:
+            if version is not None:  # the first: there is nothing to compare its losses with
                 passes.watched[checkpoint.sha256] = data, version
             else:
                 (values,) = passes.tried(data, checkpoint, what, self.batch_size).values.values()
-                seen, version = passes.watched.get(checkpoint.sha256, (None, None))
-                if version is not None and seen is data and what == LOSSES:
+                watched, version = passes.watched.get(checkpoint.sha256, (None, None))
+                if version is not None and watched is data and what == LOSSES:
                     version.add(torch.arange(len(data)), values)
                 else:
                     version = Version.of(cache, settings, values, passes.tolerance)
