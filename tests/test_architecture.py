@@ -30,7 +30,6 @@ ROOMS = (
     "progress",
     "world",
     "persist",
-    "targets",
     "task",
     "language",
     "sets",

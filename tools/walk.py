@@ -4,9 +4,10 @@
     python -m tools.walk --functions
 
 The case is the plain one: a small MLP, trained by SGD in one process. With progress=True it passes
-through one more file, `engine/costs.py`, for the estimate that is shown before long work. The walk
-is taken twice, with factors that have to be fitted and with cached ones. Its files are what you
-read to know where scores come from; `tests/test_walk.py` keeps their number from growing.
+through two more files: `progress.py` for the bars, and `engine/costs.py` for the estimate that is
+shown before long work. The walk is taken twice, with factors that have to be fitted and with cached
+ones. Its files are what you read to know where scores come from; `tests/test_walk.py` keeps their
+number from growing.
 """
 
 from __future__ import annotations

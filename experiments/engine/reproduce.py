@@ -24,7 +24,7 @@ from experiments.engine.optimum import at_the_optimum
 from experiments.engine.trainings import FIRST_DOWN, Trainings, products
 from experiments.tasks import Experiment, Scale
 from experiments.tasks.machine import machine
-from whence.engine.options import allowance
+from whence.engine.workspace import allowance
 from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.persist.files import write_json
 from whence.retrain.grid import differences

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from whence.engine.costs import Workload
 from whence.engine.dynamics import Rates
-from whence.engine.options import check_count
 from whence.engine.queries import Queries
 from whence.engine.workspace import Term, Workspace
+from whence.errors import check_count
 from whence.layers.passes import Weights
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import KINDS, BlockDiagonal

@@ -22,10 +22,9 @@ from torch import Tensor
 
 import whence
 from whence.draws import keys, uniforms
-from whence.engine.options import check_count, check_share
 from whence.engine.projected_space import ProjectedSpace, Space
 from whence.engine.workspace import LOSS, Term, Workspace
-from whence.errors import InvalidInput, check_choice
+from whence.errors import InvalidInput, check_choice, check_count, check_share
 from whence.layers.capture import ParameterBlock
 from whence.methods.trak import Prepared, cholesky
 from whence.operators import KINDS

@@ -80,7 +80,7 @@ class Batches:
         with examples_of(self.name, indices, "the dataset or its collate function"):
             rows = [self.dataset[int(k)] for k in indices]
             batch = self._collated(rows) if self.collate is None else self.collate(rows)
-            for tensor in _tensors(batch):
+            for tensor in tensors_in(batch):
                 if not _plain(tensor):
                     raise InvalidType(
                         f"{self.name} batches have a tensor that is {_kind(tensor)}: give "
@@ -268,7 +268,7 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def batch_length(batch: Any) -> int:
     """The number of examples in a batch: the length of its first tensor."""
-    first = next(_tensors(batch), None)
+    first = next(tensors_in(batch), None)
     if first is None or first.dim() == 0:
         raise InvalidType(
             "a batch has no tensor with an entry for each example, so its length is not known: "
@@ -277,12 +277,13 @@ def batch_length(batch: Any) -> int:
     return len(first)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """All tensors of a batch."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Collection) and not isinstance(batch, (str, bytes)):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _plain(tensor: Tensor) -> bool:

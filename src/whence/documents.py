@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from whence.errors import InvalidInput
 from whence.sets import RowSet
-from whence.targets import IGNORED
+from whence.task import IGNORED
 
 Tokens = Sequence[int] | Tensor
 

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -126,6 +127,30 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
         raise InvalidType(f"{name}={value!r} must be True or False")
     return bool(value)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse a value that is not a whole number, at least 1."""
+    whole(name, value, 1)
+
+
+def check_damping(damping: Any, otherwise: str = "") -> None:
+    """Refuse a damping that is negative or not a number; `otherwise` names other choices."""
+    known = isinstance(damping, Real) and not isinstance(damping, bool)
+    if not known or not 0 <= float(damping) < float("inf"):
+        raise InvalidInput(f"damping={damping!r} must be zero or positive{otherwise}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse a value that is not a positive number."""
+    if isinstance(value, bool) or not (isinstance(value, Real) and 0 < float(value) < float("inf")):
+        raise InvalidInput(f"{name}={value!r} must be a positive number")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Refuse a value that is not between 0 and 1."""
+    if isinstance(value, bool) or not (isinstance(value, Real) and 0 <= float(value) <= 1):
+        raise InvalidInput(f"{name}={value!r} must be a share, from 0 to 1")
 
 
 class InvalidIndex(WhenceError, IndexError):

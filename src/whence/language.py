@@ -13,8 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whence.errors import InvalidInput, MissingKey, check_choice
-from whence.targets import IGNORED, LABEL_KEYS, as_tensor, class_numbers, real, unless
-from whence.task import Draws, Task, draw, sample
+from whence.task import (
+    IGNORED,
+    LABEL_KEYS,
+    Draws,
+    Task,
+    as_tensor,
+    class_numbers,
+    draw,
+    real,
+    sample,
+    unless,
+)
 
 
 class LanguageModeling(Task):

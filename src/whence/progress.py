@@ -8,10 +8,11 @@ in a log file, which they would fill.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+Batch = tuple[Any, Any]  # indices of examples, and what they are
 SCORES = "scores"  # the last kind of work of a run
 _calls: list[CallBar] = []  # the innermost is the last
 
@@ -25,14 +26,22 @@ def progress_bar(*arguments: Any, shown: bool, **options: Any) -> Any:
     return tqdm(*arguments, disable=not (shown and _visible()), leave=False, **options)
 
 
+def counted(batches: Iterable[Batch], total: int, label: str) -> Iterator[Batch]:
+    """The same (indices, batch), with a bar of examples."""
+    with progress_bar(total=total, desc=label, unit="ex", shown=True) as bar:
+        for indices, batch in batches:
+            yield indices, batch
+            bar.update(len(indices))
+
+
 @contextmanager
-def one_bar(name: str, runs: int, shown: bool) -> Iterator[CallBar]:
+def one_bar(name: str, runs: int) -> Iterator[CallBar]:
     """One bar for all passes inside, from when `CallBar.expect` is called on.
 
     Args:
         runs: how many times the same passes are made.
     """
-    call = CallBar(name, runs, shown and _visible())
+    call = CallBar(name, runs, _visible())
     _calls.append(call)
     try:
         yield call

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
-from whence.layers.choose import Chooser, chooser, everything
+from whence.layers.choose import Chooser, chooser
 from whence.layers.passes import (
     Clock,
     Passes,
@@ -32,13 +32,13 @@ from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
-from whence.run.evidence import Evidence, distance_from_final
+from whence.run.evidence import Draws, distance_from_final
 from whence.table import Table, listed, one_line
-from whence.targets import IGNORED
-from whence.task import Task
+from whence.task import IGNORED, Task
 from whence.world import World
 
 Runs = Run | str | os.PathLike[str]
+Scope = Literal["query", "stage", "model"]
 MEASURED = ("measurement", "unit", "higher_is_better")  # no factor depends on these
 PROBED = 2  # examples on which captured gradients are checked against autograd
 GRADIENTS_COMPARED = 1  # pairs of examples whose gradients are compared alone and together
@@ -161,9 +161,9 @@ class Study:
         names = [stage.name for stage in run.stages]
         if names != self.stages:
             raise InvalidInput(f"runs differ in their stages: {self.stages} and {names}")
+        self._of(run)  # refuses examples that the data does not have
         for stage in run.stages:
             count = len(self.data[stage.name])
-            self._of(run).draws(stage.name)  # refuses examples that the data does not have
             subset = run.subset if stage.name == (run.subset_stage or names[0]) else None
             if subset is not None and len(subset) and int(np.max(subset)) >= count:
                 raise InvalidInput(
@@ -182,10 +182,7 @@ class Study:
     def used(self, run: Run, stage: str) -> np.ndarray:
         """The examples of a stage's dataset that the run trained on: its subset, without those
         that its recorded batches clearly left out."""
-        draws = self._of(run).draws(stage)
-        if draws is not None and draws.left_out:
-            return draws.examples[draws.counts > 0]
-        return self._of(run).declared(stage)
+        return self._of(run).used[stage]
 
     def _of(self, run: Run) -> Evidence:
         if run not in self._evidence:
@@ -213,9 +210,18 @@ class Study:
                         f"optimizer updates them: {listed(untrained, 4)}. Their layers are left "
                         "out of scores. Were they trained by a second optimizer?"
                     )
-                draws = evidence.draws(stage)
+                draws = evidence.draws[stage]
                 messages += [] if draws is None else draws.warnings(stage)
-                messages += self._ignored(stage)
+                messages += self._without_target(
+                    stage,
+                    self.data[stage],
+                    # then it matters what training divided by
+                    f"stage {stage!r}: {{count}} of {{checked}} examples that were checked have "
+                    "only the target {target}, which has no loss. They count in N: training "
+                    "minimised the sum of losses divided by all examples. If it divided by the "
+                    "others only, as nn.CrossEntropyLoss() does, leave them out of the training "
+                    "data",
+                )
             if any(settings.get("maximize") for settings in run.hyperparameters):
                 messages.append(
                     "the optimizer maximises (maximize=True): losses of the task must be minus "
@@ -224,33 +230,22 @@ class Study:
             evidence.warnings = messages + self._other_model(run)
         return evidence.warnings
 
-    def _ignored(self, stage: str) -> list[str]:
-        """Whether examples have no loss: then it matters what training divided by."""
-        count, spread = self._without_target(stage, self.data[stage])
-        if not count:
-            return []
-        return [
-            f"stage {stage!r}: {count} of {spread} examples that were checked have only the target "
-            f"{IGNORED}, which has no loss. They count in N: training minimised the sum of "
-            "losses divided by all examples. If it divided by the others only, as "
-            "nn.CrossEntropyLoss() does, leave them out of the training data"
-        ]
-
-    def _without_target(self, stage: str, data: Batches) -> tuple[int, int]:
-        """How many examples have no loss, and of how many that were checked."""
-        task, spread = self.tasks[stage], candidates(data)
-        each = (task.ignored(batch) for batch in looked_at(data, spread))
-        return sum(int(none.sum()) for none in each if none is not None), len(spread)
-
     def query_warnings(self, query: Batches) -> list[str]:
         """Why scores of queries may mean nothing."""
-        count, spread = self._without_target(self.stages[-1], query)
-        if not count:
-            return []
-        return [
-            f"{count} of {spread} queries that were checked have only the target {IGNORED}: there "
-            "is nothing to explain, and their scores are 0"
-        ]
+        return self._without_target(
+            self.stages[-1],
+            query,
+            "{count} of {checked} queries that were checked have only the target {target}: there "
+            "is nothing to explain, and their scores are 0",
+        )
+
+    def _without_target(self, stage: str, data: Batches, message: str) -> list[str]:
+        """The message, if some of the examples that are checked have no loss."""
+        task, checked = self.tasks[stage], candidates(data)
+        each = (task.ignored(batch) for batch in looked_at(data, checked))
+        count = sum(int(none.sum()) for none in each if none is not None)
+        known = {"count": count, "checked": len(checked), "target": IGNORED}
+        return [message.format(**known)] if count else []
 
     def _other_model(self, run: Run) -> list[str]:
         """Whether the given model was trained with the run, but has other weights."""
@@ -286,15 +281,17 @@ class Study:
         workers: int = 0,
         progress: bool = False,
         quiet: bool = False,
-        shared: bool = True,
-        frozen: bool = False,
-        layers: Chooser = everything,
+        scope: Scope = "query",
+        layers: Chooser | None = None,
     ) -> dict[str, Passes]:
         """Copy the model to a device, find and check its layers; one `Passes` per stage.
 
-        A query sees only the last stage's layers. Of other stages, only the layers they share with
-        it are tracked, unless `shared` is False (self-influence). Layers that the run never moved
-        are tracked only if `frozen` is True. `layers` is for studies that do not choose.
+        Args:
+            quiet: do not warn about excluded layers.
+            scope: the layers of each stage that may be tracked: those that a "query" sees, because
+                the last stage has them too; all that the "stage" trained; or all of the "model",
+                also those that training did not move.
+            layers: which to track, if the study does not choose (None: all).
         """
         choose = self.layers or layers
         copies: dict[int, WeightLoader] = {}
@@ -321,14 +318,14 @@ class Study:
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
                 separation.check_losses(compared)
-                trained = None if frozen else partial(self._trained, run)
+                trained = None if scope == "model" else partial(self._trained, run)
                 untrained = self._of(run).untrained(stage, original)
                 tracked = find(
                     loaded.model, task, several, choose, trained, run.same_rates, untrained
                 )
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(every.values()), tracked)
-                every[pair] = tracked.shared_with(last) if shared else tracked
+                every[pair] = tracked.shared_with(last) if scope == "query" else tracked
             passes[stage] = Passes(
                 loaded,
                 task,
@@ -368,8 +365,9 @@ class Study:
         folder = self.cache
         if folder is None and run.path is not None:
             folder = Path(run.path) / "factors"
-        cache = self._stores.setdefault(str(folder), FactorCache(folder))
-        return shared(cache, World.current())
+        if str(folder) not in self._stores:
+            self._stores[str(folder)] = FactorCache(folder)
+        return shared(self._stores[str(folder)], World.current())
 
     def identity(self, run: Run, stage: str, tracked: Tracked) -> dict[str, Any]:
         """Everything that a fit depends on, except weights, losses and settings."""
@@ -405,6 +403,66 @@ class Study:
             *(("run", repr(run)) for run in self.runs),
         ]
         return Table(None, facts, title="Study")._repr_html_()
+
+
+class Evidence:
+    """What a run's files show about its training.
+
+    Args:
+        run: of the study.
+        sizes: the number of examples in the data of each stage.
+
+    Attributes:
+        draws: how often the batches of each stage used each example; None if none are recorded.
+        used: the examples of each stage that the run trained on: those that it says, without those
+            that its batches clearly left out.
+        warnings: None until they are looked for.
+    """
+
+    def __init__(self, run: Run, sizes: Mapping[str, int]) -> None:
+        self.run = run
+        self.warnings: list[str] | None = None
+        self.draws: dict[str, Draws | None] = {}
+        self.used: dict[str, np.ndarray] = {}
+        self._untrained: dict[str, list[str]] = {}
+        for stage in run.stages:
+            used = np.arange(sizes[stage.name])
+            if run.subset is not None and stage.name == (run.subset_stage or run.stages[0].name):
+                used = np.sort(np.asarray(run.subset, dtype=np.int64))
+            draws = Draws.of(run, stage, used, sizes[stage.name])
+            if draws is not None and draws.left_out:
+                used = draws.examples[draws.counts > 0]
+            self.draws[stage.name], self.used[stage.name] = draws, used
+
+    @cached_property
+    def unmoved(self) -> set[str]:
+        """Parameters that are the same in the run's first and last weights: no gradient reached
+        them, whatever their learning rate. Nothing is known of a run whose weights all stay."""
+        first = self.run.initial or self.run.checkpoints[0]
+        start, end = first.weights(), self.run.checkpoints[-1].weights()
+        shared = [name for name in start if name in end]
+        same = {name for name in shared if torch.equal(start[name], end[name])}
+        return same if len(same) < len(shared) else set()
+
+    def untrained(self, name: str, model: nn.Module) -> list[str]:
+        """Parameters that differ between a stage's checkpoints, though its optimizer has none of
+        them or gave them the rate 0."""
+        if name not in self._untrained:
+            run, (stage,) = self.run, (s for s in self.run.stages if s.name == name)
+            rates = run.learning_rates[stage.start : stage.end]
+            columns = [g for g in run.columns[name] if rates[:, g].any()]
+            trained = {parameter for g in columns for parameter in run.groups[g]}
+            others = [k for k, _ in model.named_parameters() if k not in trained]
+            checkpoints = [c for c in run.checkpoints if c.stage == name]
+            if stage.start == 0 and run.initial is not None:
+                checkpoints.insert(0, run.initial)
+            self._untrained[name] = []
+            if others and len(checkpoints) > 1:
+                first, last = checkpoints[0].opened(), checkpoints[-1].opened()
+                both = [k for k in others if k in first and k in last]
+                changed = [k for k in both if not torch.equal(first[k], last[k])]
+                self._untrained[name] = changed
+        return self._untrained[name]
 
 
 def task_identity(task: Task, measured: bool = False) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import whence
 import whence.run
-from whence.engine.options import ComputeOptions
+from whence.engine.workspace import ComputeOptions
 from whence.retrain.truth import Truth, draw_subsets
 from whence.run.schedule import CheckpointSchedule
 

@@ -21,8 +21,7 @@ from experiments.rivals.projections import LOGRA_DAMPING, LoGra, Sparse, SparseT
 from experiments.tasks.board import ENTRIES
 from experiments.tasks.forms import FORMS
 from experiments.tasks.models import ResNet9
-from whence.engine.options import ComputeOptions
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import ComputeOptions, Workspace
 from whence.operators import gauss_newton
 
 RATE = 0.1  # of `small`

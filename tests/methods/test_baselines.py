@@ -14,8 +14,8 @@ from support.comparing import close
 from torch import nn
 
 import whence
-from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import ProjectedSpace
+from whence.engine.workspace import ComputeOptions
 
 EXACT: Any = {"dtype": torch.float64, "progress": False}
 TRAIN, QUERY = models.vectors(12), models.vectors(3, seed=1)

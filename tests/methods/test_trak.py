@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 import whence
 import whence.persist.files
 from whence.engine.loss_weights import loss_by_measurement
-from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import random_projection
+from whence.engine.workspace import ComputeOptions
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak

@@ -12,8 +12,7 @@ from support.flat import Flat
 from torch import Tensor
 
 import whence
-from whence.engine.options import ComputeOptions
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import ComputeOptions, Workspace
 from whence.layers.rows import Rows
 from whence.operators import KINDS, BlockDiagonal, BlockSpace, BlockVectors, cost, coupling
 from whence.operators.products import add_whole_grams

@@ -27,7 +27,7 @@ import whence.persist.files
 import whence.store.building as building
 import whence.store.contents as contents
 import whence.store.index as store_index
-from whence.engine.options import ComputeOptions
+from whence.engine.workspace import ComputeOptions
 from whence.errors import DamagedFile
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak

@@ -280,7 +280,7 @@ def _extras() -> dict[str, dict[str, str | None]]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from whence.engine.options import free_and_total
+    from whence.engine.workspace import free_and_total
 
     names = {"cpu": f"{torch.get_num_threads()} threads"}
     if torch.cuda.is_available():

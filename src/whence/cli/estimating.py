@@ -135,7 +135,7 @@ def _gpu(
     """A known GPU; given numbers replace those of its data sheet."""
     from whence.engine.estimate import DTYPES, GPUS
     from whence.engine.estimate import Gpu as Sheet
-    from whence.engine.options import allowance
+    from whence.engine.workspace import allowance
 
     if dtype not in DTYPES:
         raise CommandError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")

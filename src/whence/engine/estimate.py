@@ -28,9 +28,8 @@ from whence.engine.costs import (
     Machine,
     Workload,
 )
-from whence.engine.options import FACTOR_SHARE, SHARE, check_count
-from whence.engine.workspace import Outline, Term
-from whence.errors import InvalidInput, check_choice
+from whence.engine.workspace import FACTOR_SHARE, SHARE, Outline, Term
+from whence.errors import InvalidInput, check_choice, check_count
 from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser, chooser
 from whence.layers.tracked import Tracked, find
@@ -91,7 +90,7 @@ GPUS = {
 class Method(Protocol):
     """What `estimate` asks of a method."""
 
-    default_layers: Chooser
+    default_layers: Chooser | None
 
     def terms(self, workspace: Outline) -> list[Term]: ...
 

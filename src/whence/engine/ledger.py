@@ -122,8 +122,6 @@ class Ledger:
 
     def merge(self, world: World) -> None:
         """Add the tallies and warnings of the other ranks."""
-        if world.size == 1:
-            return
         messages = collected_warnings()
         everywhere = world.values({**self.tallies, "warnings": messages})
         together = reduce(merged, everywhere)
@@ -162,13 +160,11 @@ class Ledger:
                     for name in noted[0]["layers"]
                 },
             }
-        self._add_sensitivity()
+        if "damping_sensitivity" in self.tallies:
+            self._add_sensitivity(self.tallies["damping_sensitivity"])
         return self.diagnostics
 
-    def _add_sensitivity(self) -> None:
-        shares = self.tallies.get("damping_sensitivity")
-        if not shares:
-            return
+    def _add_sensitivity(self, shares: dict[str, float]) -> None:
         self.diagnostics["damping_sensitivity"] = shares
         median = float(np.median(list(shares.values())))
         if median > SENSITIVE:

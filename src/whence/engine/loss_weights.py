@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from whence.data import cut
-from whence.engine.trials import LOSSES, MEASUREMENTS
 from whence.engine.workspace import Workspace
 from whence.errors import warn
-from whence.layers.passes import Passes
+from whence.layers.passes import LOSSES, MEASUREMENTS, Passes
 from whence.persist.identity import key_of
 from whence.run import Run
 from whence.study import task_identity

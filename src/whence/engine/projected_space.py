@@ -11,11 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from whence.engine.queries import Queries
-from whence.engine.trials import MEASUREMENTS
 from whence.engine.workspace import MEASUREMENT, Workspace
 from whence.errors import InvalidInput, whole
 from whence.layers.capture import ParameterBlock
-from whence.layers.passes import Signal, Weights
+from whence.layers.passes import MEASUREMENTS, Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import BlockVectors, FitData, cost
 from whence.operators.projected import ProjectedVectors

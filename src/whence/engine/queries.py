@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from whence.data import Batches, Contrast, cut
-from whence.engine.options import check_count
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, check_count
 from whence.layers.capture import LayerFactors
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import Basis, BlockVectors, accumulator

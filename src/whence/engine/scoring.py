@@ -16,6 +16,7 @@ If not, only one term's vectors do, and they are computed again for each chunk, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -101,15 +102,9 @@ class Scoring:
         """Every query against every example."""
         workspace, stage = self.workspace, self.workspace.study.stages[-1]
         world, examples = workspace.world, workspace.examples
-        chosen = self._plan(query)
-        bar = progress_bar(
-            total=len(query) * examples,
-            desc="scores",
-            unit="score",
-            unit_scale=True,
-            shown=workspace.progress,
-        )
-        with bar:
+        chosen = None if query.rank is None else self._plan(query, query.rank)
+        shown = workspace.progress
+        with self._bar(len(query) * examples) if shown else nullcontext() as bar:
             for rows in cut(len(query), self._at_once() if chosen is None else chosen.rows):
                 where = slice(int(rows[0]), int(rows[-1]) + 1)
                 fits = chosen is not None or self._fits(len(rows))
@@ -122,14 +117,20 @@ class Scoring:
                     ready = self._factored(query, stage, rows, chosen)
                 elif fits and todo:
                     ready = list(self._ready(some, examples))
-                bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
+                if bar is not None:
+                    bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk, mine in world.rounds(todo):
                     vectors = ready or self._ready(some, len(chunk.indices))
                     if mine:
                         self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
                     elif ready is None:
                         _exhaust(vectors)
-                    bar.update(len(rows) * len(chunk.indices) * world.size)
+                    if bar is not None:
+                        bar.update(len(rows) * len(chunk.indices) * world.size)
+
+    @staticmethod
+    def _bar(total: int) -> Any:
+        return progress_bar(total=total, desc="scores", unit="score", unit_scale=True, shown=True)
 
     def selves(self) -> None:
         """Every example against itself."""
@@ -150,16 +151,14 @@ class Scoring:
             else:
                 _exhaust(ready)
 
-    def _plan(self, query: QuerySet) -> Plan | None:
-        """How to take the queries in factors, if that was asked for and they do not fit as they
-        are. An interrupted call's rank is taken again."""
-        if query.rank is None:
-            return None
-        account, terms = self.writer.account, 1 if self.shared else len(self.terms)
-        workspace, blocks = self.workspace, self.workspace.blocks.values()
+    def _plan(self, query: QuerySet, rank: int | str) -> Plan | None:
+        """How to take the queries in factors, if they do not fit as they are. An interrupted call's
+        rank is taken again."""
+        account, workspace = self.writer.account, self.workspace
         known = workspace.world.of_first(account.get("query_rank"))
-        rank = query.rank if known is None else known
-        size = workspace.accumulator.itemsize
+        rank = rank if known is None else known
+        blocks, size = workspace.blocks.values(), workspace.accumulator.itemsize
+        terms = 1 if self.shared else len(self.terms)
         chosen = plan(blocks, size, workspace.memory, len(query), rank, terms)
         if chosen is not None:
             account["query_rank"] = chosen.rank

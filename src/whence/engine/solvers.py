@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.engine.options import check_count, check_damping
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput, check_choice
+from whence.errors import InvalidInput, check_choice, check_count, check_damping
 from whence.operators import FISHERS, KINDS, BlockDiagonal, FitData, Inverse, coupling
 from whence.operators.datainf import DataInf
 from whence.operators.gauss_newton import GaussNewton

@@ -1,4 +1,5 @@
-"""One run of a study laid out on a device: its data, passes, curvature and query vectors."""
+"""One run of a study laid out on a device: its data, passes, curvature and query vectors; and the
+options that say how to compute."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypedDict
 
 import numpy as np
 import torch
@@ -15,14 +16,11 @@ from torch import Tensor
 
 from whence.data import Batches, cut
 from whence.engine.ledger import Ledger
-from whence.engine.options import FACTOR_SHARE, ComputeOptions, allowance
 from whence.engine.queries import Queries, QuerySet
-from whence.engine.trials import LOSSES, MEASUREMENTS, OUTPUTS, Trials, together
-from whence.errors import InvalidIndex, InvalidInput
-from whence.layers.capture import ParameterBlock, TrackedLayer
-from whence.layers.choose import Chooser, everything
-from whence.layers.passes import Clock, Passes, Signal, Weights
-from whence.layers.tracked import Tracked
+from whence.errors import InvalidIndex, InvalidInput, finite, whole
+from whence.layers.capture import ParameterBlock
+from whence.layers.choose import Chooser
+from whence.layers.passes import LOSSES, MEASUREMENTS, OUTPUTS, Passes, Signal, Weights
 from whence.operators import (
     KINDS,
     Basis,
@@ -35,10 +33,10 @@ from whence.operators import (
     accumulator,
     cost,
 )
-from whence.persist.cache import Tried
+from whence.persist.cache import Tried, Version
 from whence.persist.identity import sha256_of
 from whence.run import Run, Segment
-from whence.study import Study, model_identity, task_identity
+from whence.study import Scope, Study, model_identity, task_identity
 from whence.table import listed
 from whence.world import World
 
@@ -46,9 +44,53 @@ if TYPE_CHECKING:
     from whence.engine.projected_space import Space
     from whence.engine.scoring import Scoring
 
+SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
+FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 GAUSS_NEWTON = "gauss-newton"
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
+
+
+class Options(TypedDict, total=False):
+    """`ComputeOptions` as keyword arguments."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype
+    batch_size: int | None
+    memory: int | str | None
+    progress: bool
+    workers: int
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Where and how to compute.
+
+    Attributes:
+        device: default: where the model is.
+        dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
+        batch_size: examples per pass (default: chosen from memory). No score depends on it.
+        memory: what may be used, in bytes or like "8GB" (default: 40 % of the machine's, 60 % of a
+            GPU's).
+        progress: show progress bars and an estimate before long work.
+        workers: processes that load data.
+    """
+
+    device: torch.device | str | None = None
+    dtype: torch.dtype = torch.float32
+    batch_size: int | None = None
+    memory: int | str | None = None
+    progress: bool = True
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            whole("batch_size", self.batch_size, 1)
+        whole("workers", self.workers, 0)
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise InvalidInput(f"dtype={self.dtype!r} must be a dtype such as torch.float32")
+        if self.device is not None:
+            check_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -99,6 +141,11 @@ class Workspace:
         world: the processes that share the work.
         in_step: whether all of them compute the vectors of all queries together, because that takes
             passes over the data; otherwise queries are dealt.
+        ledger: diagnostics and warnings that are stored with the scores.
+        final_passes: of the last stage, as are `tracked`, `clock`, `progress`, `device`, `dtype`.
+        layers, blocks: of all stages.
+        positions: t of every block.
+        examples: how many are scored.
     """
 
     study: Study
@@ -112,10 +159,23 @@ class Workspace:
     chosen: Mapping[str, NDArray[np.int64]] | None = None
     world: World = field(default_factory=World)
     in_step: bool = False
-    trials: Trials = field(kw_only=True)
     ledger: Ledger = field(default_factory=Ledger)
+    _tokens: dict[tuple[Any, ...], str] = field(default_factory=dict)  # of `losses`
 
     reads_training_data: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.final_passes = last = self.passes[self.study.stages[-1]]
+        self.tracked, self.clock, self.progress = last.tracked, last.clock, last.progress
+        self.device, self.dtype = last.device, last.dtype
+        self.accumulator = accumulator(last.dtype)  # the dtype of vectors and sums
+        every = [passes.tracked for passes in self.passes.values()]
+        # where several stages have a layer, the last stage's
+        layers = {layer.name: layer for each in every for layer in reversed(each.layers)}
+        self.layers = list(layers.values())
+        self.blocks = {block.name: block for layer in self.layers for block in layer.blocks}
+        self.positions = {name: t for each in every for name, t in each.positions.items()}
+        self.examples = sum(len(self.scored(stage)) for stage in self.stages)
 
     @property
     def preconditioned(self) -> bool:
@@ -131,20 +191,16 @@ class Workspace:
         *,
         query: QuerySet | None = None,
         stage: str | None = None,
-        shared: bool = True,
-        frozen: bool = False,
+        scope: Scope = "query",
         quiet: bool = False,
-        layers: Chooser = everything,
+        layers: Chooser | None = None,
         examples: Any = None,
     ) -> Workspace:
         """
         Args:
             examples: which of them (None: all), as indices, or by stage.
             stage: whose examples are scored (None: all stages').
-            shared: whether only layers that a query can see are tracked in earlier stages.
-            frozen: whether layers that training did not move are tracked too.
-            quiet: do not warn about excluded layers.
-            layers: which to track, if the study does not choose.
+            scope, quiet, layers: as in `Study.passes`.
         """
         stages, world = scored_stages(study, stage), World.current()
         device = study.device if options.device is None else torch.device(options.device)
@@ -156,12 +212,13 @@ class Workspace:
             dtype=options.dtype,
             workers=options.workers,
             progress=options.progress and world.first,
-            shared=shared,
-            frozen=frozen,
             quiet=quiet,
+            scope=scope,
             layers=layers,
         )
-        memory, batch_size = _memory(world, options.memory, device), options.batch_size
+        memory, batch_size = allowance(options.memory, device), options.batch_size
+        if world.size > 1:
+            memory = _shared_memory(world, options.memory, device)
         if batch_size is None:
             tracked = passes[study.stages[-1]].tracked
             batch_size = cost.batch_size_for(tracked, options.dtype, device.type, memory)
@@ -171,20 +228,9 @@ class Workspace:
         room = int(FACTOR_SHARE[device.type] * memory) if device.type in FACTOR_SHARE else None
         chosen = None if examples is None else chosen_examples(study, stages, examples)
         stages = stages if chosen is None else list(chosen)
-        workspace = cls(
-            study,
-            run,
-            query,
-            stages,
-            passes,
-            batch_size,
-            memory,
-            room,
-            chosen,
-            world,
-            trials=Trials(passes, batch_size, world),
-        )
-        workspace.check_agreement()
+        workspace = cls(study, run, query, stages, passes, batch_size, memory, room, chosen, world)
+        if world.size > 1:
+            workspace.check_agreement()
         return workspace
 
     def for_query(self, query: QuerySet, stages: list[str]) -> Self:
@@ -194,56 +240,9 @@ class Workspace:
     # -- contents ---------------------------------------------------------------------------------
 
     @property
-    def final_passes(self) -> Passes:
-        """The last stage's."""
-        return self.passes[self.study.stages[-1]]
-
-    @property
-    def tracked(self) -> Tracked:
-        return self.final_passes.tracked
-
-    @property
-    def device(self) -> torch.device:
-        return self.final_passes.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.final_passes.dtype
-
-    @property
-    def accumulator(self) -> torch.dtype:
-        """The dtype of vectors and sums."""
-        return accumulator(self.dtype)
-
-    @property
-    def progress(self) -> bool:
-        return self.final_passes.progress
-
-    @property
-    def clock(self) -> Clock:
-        return self.final_passes.clock
-
-    @property
     def zero(self) -> Tensor:
         """A zero with the device and dtype of vectors."""
         return torch.zeros((), device=self.device, dtype=self.accumulator)
-
-    @property
-    def layers(self) -> list[TrackedLayer]:
-        """The tracked layers of all stages; where several have one, the last stage's."""
-        stages = reversed(self.study.stages)
-        every = [layer for stage in stages for layer in self.passes[stage].tracked.layers]
-        return list({layer.name: layer for layer in reversed(every)}.values())
-
-    @property
-    def blocks(self) -> dict[str, ParameterBlock]:
-        return {block.name: block for layer in self.layers for block in layer.blocks}
-
-    @property
-    def positions(self) -> dict[str, int]:
-        """t of every block."""
-        stages = self.study.stages
-        return {k: t for s in stages for k, t in self.passes[s].tracked.positions.items()}
 
     def scored(self, stage: str) -> NDArray[np.int64]:
         """The examples of a stage's data that are scored."""
@@ -254,11 +253,6 @@ class Workspace:
     def scored_data(self, stage: str) -> Batches:
         """The training data of a stage, or the candidates that are scored instead."""
         return self.study.candidates.get(stage, self.study.data[stage])
-
-    @property
-    def examples(self) -> int:
-        """How many examples are scored."""
-        return sum(len(self.scored(stage)) for stage in self.stages)
 
     def used(self, stage: str) -> np.ndarray:
         """The examples of a stage's data that the run trained on."""
@@ -293,8 +287,6 @@ class Workspace:
 
     def check_agreement(self) -> None:
         """Refuse processes that were started on different data, code or settings."""
-        if self.world.size == 1:
-            return
         from whence import __version__
 
         study, versions = self.study, [torch.__version__, __version__]
@@ -317,21 +309,15 @@ class Workspace:
 
     def identity(self) -> dict[str, Any]:
         """What scores depend on, other than the method."""
-        study = self.study
+        study, chosen = self.study, self.chosen or {}
         return {
             "run": self.run.fingerprint,
             "train": {s: study.identity(self.run, s, self.tracked) for s in study.stages},
             "query": None if self.query is None else self.query.identity(),
             "tasks": [task_identity(task, measured=True) for task in study.tasks.values()],
             "dtype": self.final_passes.arithmetic,
-            **self._scored_identity(),
-        }
-
-    def _scored_identity(self) -> dict[str, Any]:
-        """The identity of the scored examples, if they are not all of the training data."""
-        candidates, chosen = self.study.candidates, self.chosen or {}
-        return {
-            **({"candidates": self.data_fingerprints()} if candidates else {}),
+            # the scored examples, if they are not all of the training data
+            **({"candidates": self.data_fingerprints()} if study.candidates else {}),
             **({"examples": {s: sha256_of(x) for s, x in chosen.items()}} if chosen else {}),
         }
 
@@ -362,24 +348,43 @@ class Workspace:
     def tried(self, places: Iterable[tuple[str, Weights]], what: str = LOSSES) -> Tried:
         """The values in which scores of the same identity must agree: losses at these stages and
         weights, and final measurements of the queries; or the outputs of both."""
-        trials = [self.trials(s, self.study.data[s], c, what) for s, c in places]
-        trials += [
-            self.trials(s, data, self.run.final, what) for s, data in self.study.candidates.items()
-        ]
-        last, explained = self.study.stages[-1], what if what == OUTPUTS else MEASUREMENTS
+        study, last, final = self.study, self.study.stages[-1], self.run.final
+        trials = [(s, study.data[s], c, what) for s, c in places]
+        trials += [(s, data, final, what) for s, data in study.candidates.items()]
         query = self.scored_data(last) if self.query is None else self.query.data
-        return together([*trials, self.trials(last, query, self.run.final, explained)])
+        trials.append((last, query, final, what if what == OUTPUTS else MEASUREMENTS))
+        size = self.batch_size
+        each = [self.passes[s].tried(data, c, values, size) for s, data, c, values in trials]
+        values = {name: value for one in each for name, value in one.values.items()}
+        return replace(each[0], values=values)
 
     def losses(
         self, stage: str, checkpoint: Weights, what: str = LOSSES, observed: bool = False
     ) -> str:
-        """The name of all losses (or measurements) of a stage at these weights.
+        """The name of all losses (or measurements) of a stage at these weights in the cache: the
+        same for all that agree.
 
         Args:
-            observed: whether backward passes over all the data follow if nothing is cached.
+            observed: whether backward passes over all the data follow if nothing is cached. They
+                show the losses, which then need no pass of their own.
         """
-        data, cache = self.study.data[stage], self.study.store(self.run)
-        return self.trials.version(stage, data, checkpoint, what, cache, observed)
+        passes, data, cache = self.passes[stage], self.study.data[stage], self.study.store(self.run)
+        place = stage, data.fingerprint(), checkpoint.sha256, what, passes.arithmetic
+        if (place, observed) not in self._tokens:
+            version, settings = None, {"place": place}
+            if observed and self.world.size == 1 and not passes.knows(data, checkpoint, what):
+                version = Version.reserved(cache, settings, len(data), passes.tolerance)
+            if version is not None:  # the first: there is nothing to compare its losses with
+                passes.watched[checkpoint.sha256] = data, version
+            else:
+                (values,) = passes.tried(data, checkpoint, what, self.batch_size).values.values()
+                watched, version = passes.watched.get(checkpoint.sha256, (None, None))
+                if version is not None and watched is data and what == LOSSES:
+                    version.add(torch.arange(len(data)), values)
+                else:
+                    version = Version.of(cache, settings, values, passes.tolerance)
+            self._tokens[place, observed] = version.token
+        return self._tokens[place, observed]
 
     # -- curvature -------------------------------------------------------------------------------
 
@@ -516,15 +521,13 @@ class Workspace:
         return Scoring(self, *arguments)
 
 
-def _memory(world: World, memory: int | str | None, device: torch.device) -> int:
+def _shared_memory(world: World, memory: int | str | None, device: torch.device) -> int:
     """Bytes that each process may use: the same in all, so that they divide the work alike."""
     allowed = allowance(memory, device)
-    if world.size > 1:
-        if memory is None and device.type == "cpu":  # the machine's, which its processes share
-            hosts = world.values(platform.node())
-            allowed //= hosts.count(platform.node())
-        allowed = min(world.values(allowed))
-    return allowed
+    if memory is None and device.type == "cpu":  # the machine's, which its processes share
+        hosts = world.values(platform.node())
+        allowed //= hosts.count(platform.node())
+    return int(min(world.values(allowed)))
 
 
 def scored_stages(study: Study, stage: str | None) -> list[str]:
@@ -563,3 +566,51 @@ def chosen_examples(
             raise InvalidInput("examples has an index more than once: give each once")
         chosen[stage] = indices.astype(np.int64)
     return {stage: chosen[stage] for stage in stages if stage in chosen}
+
+
+def allowance(memory: int | str | None, device: torch.device) -> int:
+    """Bytes that may be used, from bytes or a text like "8GB".
+
+    By default a fixed share of the machine's memory, not of what happens to be free, so that the
+    same call splits the work, and rounds, in the same way; less only when memory is short.
+    """
+    if memory is None:
+        free, total = free_and_total(device)
+        return int(min(SHARE.get(device.type, 0.4) * total, 0.8 * free))
+    if isinstance(memory, str):
+        units = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+        text = memory.upper().replace("IB", "B").replace(" ", "")
+        try:
+            memory = int(float(text[:-2]) * units[text[-2:]])
+        except (KeyError, ValueError, OverflowError):
+            raise InvalidInput(
+                f"memory={memory!r} is not understood: use bytes, or a text like '8GB'"
+            ) from None
+    memory = int(finite("memory", memory))
+    if memory < 2**20:
+        raise InvalidInput(
+            f"memory={memory} bytes is less than a mebibyte: use bytes, or a text like '8GB'"
+        )
+    return memory
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    try:
+        with open("/proc/meminfo") as file:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return sizes["MemAvailable"], sizes["MemTotal"]
+    except (OSError, KeyError):  # not Linux: assume a small machine
+        return 8 * 2**30, 8 * 2**30
+
+
+def check_device(device: Any) -> None:
+    """Refuse what is no device, or none of this machine."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput(f"device={device!r} must be a device such as 'cpu' or 'cuda'") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"device={device!r}, but PyTorch sees no GPU here: use device='cpu'")

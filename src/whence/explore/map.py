@@ -71,7 +71,7 @@ def _represented(
     run = study.runs[0]
     with torch.no_grad(), precision_as_asked():
         options: dict[str, Any] = {"device": study.device, "dtype": torch.float32}
-        passes = study.passes(run, quiet=True, shared=False, frozen=True, **options)[stage]
+        passes = study.passes(run, quiet=True, scope="model", **options)[stage]
         passes.load([c for c in run.checkpoints if c.stage == stage][-1])
         parts, source = [], ""
         for where in cut(len(ids), BATCH):

@@ -145,7 +145,7 @@ class TrackedLayer:
         """Whether the model computes with one value for each example instead of one for all."""
         return self.shared or self.uses[0][1].seen in ("copies", "forward")
 
-    @property
+    @cached_property
     def blocks(self) -> list[ParameterBlock]:
         module, kind = self.uses[0]
         groups, o, i = kind.shape(module)
@@ -453,6 +453,8 @@ class Tape:
         if len(calls) == 1 and len(layer.blocks) == 1:
             call = calls[0][0]
             shortcut = partial(call.kind.add_gram, call.module, call.x)
+        its_calls = [call for call, _ in calls]
+        everywhere = mask is None and all(call.places is None for call in its_calls)
         factors = []
         for block in layer.blocks:
             k, like = block.group, slopes[0][block.group]
@@ -463,9 +465,10 @@ class Tape:
                 pairs = [sides(c.kind, x[k], g[k], block.o) for (c, _), x, g in each]
                 a = partial(joined, [_folded(pair[0], self.examples) for pair in pairs])
                 outputs = [pair[1] for pair in pairs]
-            its_calls = [call for call, _ in calls]
-            its_mask = _mask_for(its_calls, outputs, mask, like, k, self.examples)
-            places = _places(its_calls, k) if self.n == self.examples else None
+            its_mask = places = None
+            if not everywhere:
+                its_mask = _mask_for(its_calls, outputs, mask, like, k, self.examples)
+                places = _places(its_calls, k) if self.n == self.examples else None
             s = joined([_folded(part, self.examples) for part in outputs])
             alike = len({part.shape[1] for part in outputs}) == 1
             count = len(calls) if alike else 0
@@ -504,10 +507,8 @@ def _mask_for(
     like: Tensor,
     block: int,
     examples: int,
-) -> Tensor | None:
+) -> Tensor:
     """The task's mask for the calls whose positions it describes; ones for the others."""
-    if mask is None and all(call.places is None for call in calls):
-        return None
     pairs = zip(calls, outputs, strict=True)
     each = [_of_call(call, s, mask, block).to(like) for call, s in pairs]
     masks: Tensor = joined([_folded(part, examples) for part in each])

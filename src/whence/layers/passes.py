@@ -13,17 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.data import Batches, place
+from whence.data import Batches, cut, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
-from whence.progress import progress_bar
+from whence.persist.cache import Tried, Version
+from whence.progress import counted
 from whence.table import listed
 from whence.task import Task, Uniform
+from whence.world import World
 
-#: sees the data, indices, outputs and batch of every pass
-Observer = Callable[[Batches, np.ndarray, Tensor, Any], None]
+LOSSES, MEASUREMENTS, OUTPUTS = "losses", "measurements", "outputs"  # what is tried
+#: how far two computations of the same loss may differ, relative to the largest output
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
+ROUNDED = 2e-2  # with bfloat16 or TF32 products
 TOGETHER = 64  # examples of a real batch, at most, that are compared in a smaller one
 COMPARED = 3  # sizes of batches that are compared with examples alone, of each dataset and signal
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
@@ -139,7 +143,8 @@ class Passes:
         self.clock, self.device = clock, clock.device
         self.dtype, self.workers, self.progress = dtype, workers, progress
         self.step, self.sha256 = -1, ""  # of the loaded weights
-        self.observe: Observer | None = None
+        self.watched: dict[str, tuple[Batches, Version]] = {}  # losses to note, by weights
+        self._tried: dict[tuple[str, str, str], Tensor] = {}
         self._compared: dict[tuple[int, str], set[int]] = {}  # sizes, by id of dataset and signal
 
     @property
@@ -153,16 +158,65 @@ class Passes:
         self.loaded.load(checkpoint)
         self.step, self.sha256 = checkpoint.step, checkpoint.sha256
 
+    # -- what model and task compute for every example --------------------------------------------
+    # Factors, scores and stored gradients are reused only where the losses of all examples are
+    # what they were. A forward pass is cheap compared with a wrong result.
+
+    @property
+    def tolerance(self) -> float:
+        """How far two computations of the same loss may differ, relative to the outputs."""
+        exact = not rounded_products(self.dtype, self.device)
+        return TOLERANCES.get(self.dtype, ROUNDED) if exact else ROUNDED
+
+    def knows(self, data: Batches, checkpoint: Weights, what: str) -> bool:
+        """Whether these values have been tried."""
+        return (data.fingerprint(), checkpoint.sha256, what) in self._tried
+
+    def tried(self, data: Batches, checkpoint: Weights, what: str, batch_size: int) -> Tried:
+        """Losses, measurements or outputs of all the data at these weights, computed once."""
+        trial = data.fingerprint(), checkpoint.sha256, what
+        if trial not in self._tried:
+            world, rows = World.current(), []
+            share = world.deal(np.arange(len(data)))
+            blocks = [share[block] for block in cut(len(share), batch_size)]
+            with self.clock("trial"), torch.no_grad():
+                self.load(checkpoint)
+                for block, batch in data.stream(blocks, self.device, self.dtype, self.workers):
+                    with examples_of(data.name, block):
+                        outputs = self.task.outputs(self.model, batch)
+                        rows.append(self._summary(outputs, batch, what))
+                self._tried[trial] = world.regather(torch.cat(rows).cpu(), len(data))
+        name = f"{what} of {data.name}, step {checkpoint.step}"
+        return Tried({name: self._tried[trial]}, self.tolerance)
+
+    def _summary(self, outputs: Tensor, batch: Any, what: str) -> Tensor:
+        """Losses or measurements, root mean square and maximum of the outputs, (n, 3)."""
+        flat = outputs.reshape(len(outputs), -1)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        size = torch.linalg.vector_norm(flat, dim=1, dtype=wide) / flat.shape[1] ** 0.5
+        least, most = flat.aminmax(dim=1)
+        values = size if what == OUTPUTS else getattr(self.task, what)(outputs, batch).to(wide)
+        return torch.stack([values, size, torch.maximum(most, -least).to(wide)], 1)
+
+    def _watch(self, data: Batches, indices: np.ndarray, outputs: Tensor, batch: Any) -> None:
+        """Note losses that were not known when the weights were loaded."""
+        expected, version = self.watched[self.sha256]
+        where = torch.from_numpy(np.asarray(indices, np.int64))
+        if expected is data and not bool(version.seen[where].all()):
+            with torch.no_grad():
+                version.add(where, self._summary(outputs, batch, LOSSES))
+
+    # -- backward passes ---------------------------------------------------------------------------
+
     def backward_passes(
         self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
     ) -> Iterator[BackwardPass]:
         """Every backward pass over these blocks of examples; a label shows a progress bar."""
-        shown = label is not None and self.progress
-        bar = progress_bar(total=sum(map(len, blocks)), desc=label, unit="ex", shown=shown)
-        with bar:
-            for indices, batch in data.stream(blocks, self.device, self.dtype, self.workers):
-                yield from self._batch(data, indices, batch, signal)
-                bar.update(len(indices))
+        batches = data.stream(blocks, self.device, self.dtype, self.workers)
+        if label is not None and self.progress:
+            batches = counted(batches, sum(map(len, blocks)), label)
+        for indices, batch in batches:
+            yield from self._batch(data, indices, batch, signal)
 
     def _batch(
         self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
@@ -171,8 +225,8 @@ class Passes:
         tape = Tape(self.model, self.tracked.layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), named, tape:
             outputs = self.task.outputs(self.model, batch)
-            if self.observe is not None:
-                self.observe(data, indices, outputs.detach(), batch)
+            if self.sha256 in self.watched:
+                self._watch(data, indices, outputs.detach(), batch)
             directions: list[tuple[Tensor, Tensor | None]]
             if signal.name == "exact":
                 factor = self.task.output_factor(outputs, batch)  # (n, c, k)

@@ -8,7 +8,7 @@ some examples of the first batch of every size alone and in that batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from whence.data import Batches, place
+from whence.data import Batches, place, tensors_in
 from whence.errors import InvalidInput, WhenceError, examples_of
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.rows import Rows
@@ -75,20 +75,12 @@ def _extents(batch: Any, count: int) -> tuple[NDArray[np.int64], NDArray[np.floa
     """How many numbers each of `count` examples has, and how large they are (integers: how many
     are not 0)."""
     numbers, sizes = np.zeros(count, np.int64), np.zeros(count)
-    for tensor in _tensors(batch):
+    for tensor in tensors_in(batch):
         rows = tensor.detach().reshape(count, tensor.numel() // count)
         magnitude = rows.abs() if rows.is_floating_point() else rows != 0
         numbers += rows.shape[1]
         sizes += magnitude.sum(1, dtype=torch.float64).cpu().numpy()
     return numbers, sizes
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, tuple, list)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)
 
 
 @dataclass(frozen=True)

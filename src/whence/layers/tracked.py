@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whence.data import batch_length
 from whence.errors import InvalidInput
 from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
-from whence.layers.choose import Chooser, everything
+from whence.layers.choose import Chooser
 from whence.layers.copied import Copied
 from whence.layers.embedding import Embedding
 from whence.layers.kind import Kind, Part, kind_of, same_forward
@@ -100,7 +100,7 @@ def find(
     model: nn.Module,
     task: Task,
     batch: Any,
-    choose: Chooser = everything,
+    choose: Chooser | None = None,
     trained: Callable[[str], bool] | None = None,
     together: Callable[[str, str], bool] | None = None,
     untrained: Sequence[str] = (),
@@ -109,7 +109,7 @@ def find(
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
-        choose: which of the trackable layers to track.
+        choose: which of the trackable layers to track (None: all).
         trained: whether training moved the parameter of this name. Layers that it did not move do
             not respond to the data, so they are not tracked. If it moved none, all are tracked, and
             the method reports the problem.
@@ -172,7 +172,7 @@ def find(
 
 def _candidates(
     model: nn.Module,
-    choose: Chooser,
+    choose: Chooser | None,
     together: Callable[[str, str], bool] | None,
     reasons: dict[str, str],
 ) -> list[TrackedLayer]:
@@ -199,7 +199,7 @@ def _candidates(
         path: nn.ParameterList() if isinstance(parts[0][0], Copied) else module
         for path, module, parts in uses
     }
-    chosen = choose(trackable)
+    chosen = trackable if choose is None else choose(trackable)
     layers: dict[tuple[int, ...], TrackedLayer] = {}
     for path, module, parts in uses:
         tensors = [module._parameters.get(k) for _, *each in parts for k in each]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,20 +18,18 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from whence.engine.options import ComputeOptions
 from whence.engine.queries import QuerySet
-from whence.engine.trials import LOSSES
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import ComputeOptions, Workspace
 from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
-from whence.layers.choose import Chooser, everything
-from whence.layers.passes import Weights, precision_as_asked
+from whence.layers.choose import Chooser
+from whence.layers.passes import LOSSES, Weights, precision_as_asked
 from whence.persist.files import as_path
 from whence.persist.identity import call_text, defaults_of, key_of
 from whence.progress import one_bar
 from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
-from whence.study import Study
+from whence.study import Scope, Study
 from whence.world import World
 
 Folder = str | os.PathLike[str] | None
@@ -40,8 +39,8 @@ class Method(ABC):
     """`attribute`, for every class that can score one run."""
 
     stage: str | None = None
-    default_layers: Chooser = staticmethod(everything)  # tracked if the study does not choose
-    _own_layers = False  # whether layers that only some stages have are tracked
+    default_layers: Chooser | None = None  # tracked if the study does not choose; None: all
+    _scope: Scope | None = None  # of the layers (`Study.passes`), whatever the queries are
     _quiet = False  # whether excluded layers do not matter
     _layered = False  # whether scores are sums over layers of products with query vectors
     _chosen = False  # whether any examples can be scored: some of them, or candidates
@@ -136,7 +135,7 @@ class Method(ABC):
 
         with (
             World.together() as world,
-            one_bar(type(self).__name__, len(study.runs), progress and world.first),
+            one_bar(self.name, len(study.runs)) if progress and world.first else nullcontext(),
         ):
             if len(study.runs) == 1:
                 return next(each())
@@ -170,28 +169,8 @@ class Method(ABC):
         options: ComputeOptions,
         examples: Any = None,
     ) -> Workspace:
-        """One run of the study, ready for these queries."""
+        """One run of the study, ready for these queries; refuses what the method cannot do."""
         queries = QuerySet.of(study, query)
-        self._check(queries)
-        if not self._chosen:
-            study.refuse_candidates(self.name)
-            if examples is not None:
-                raise InvalidInput(f"examples: {self.name} scores all examples. Leave it out")
-        return Workspace.lay_out(
-            study,
-            run,
-            options,
-            query=queries,
-            stage=self.stage,
-            shared=query is not None and not self._own_layers,
-            frozen=self._own_layers,
-            quiet=self._quiet,
-            layers=self.default_layers,
-            examples=examples,
-        )
-
-    def _check(self, queries: QuerySet | None) -> None:
-        """Refuse sums of queries where the score of a sum is not the sum of the scores."""
         if queries is not None and queries.weights is not None and not self._linear:
             raise InvalidInput(
                 f"query_weights or a Contrast with {self.name}, whose scores are not linear in "
@@ -203,6 +182,21 @@ class Method(ABC):
                 f"query_rank={queries.rank!r} means nothing to {self.name}, which has no query "
                 "vectors in layers: leave it out"
             )
+        if not self._chosen:
+            study.refuse_candidates(self.name)
+            if examples is not None:
+                raise InvalidInput(f"examples: {self.name} scores all examples. Leave it out")
+        return Workspace.lay_out(
+            study,
+            run,
+            options,
+            query=queries,
+            stage=self.stage,
+            scope=self._scope or ("stage" if query is None else "query"),
+            quiet=self._quiet,
+            layers=self.default_layers,
+            examples=examples,
+        )
 
     def writer(
         self,
@@ -259,7 +253,8 @@ class Method(ABC):
         study, world = workspace.study, workspace.world
         for data in study.data.values():
             data.check_unchanged()
-        workspace.ledger.merge(world)
+        if world.size > 1:
+            workspace.ledger.merge(world)
         task = study.tasks[study.stages[-1]]
         diagnostics = workspace.ledger.summary() | {
             "seconds": workspace.clock.seconds,

@@ -18,11 +18,10 @@ from typing import Any
 
 from whence.engine.costs import Workload
 from whence.engine.dynamics import Rates
-from whence.engine.options import check_count, check_positive
 from whence.engine.queries import Queries
 from whence.engine.solvers import solved_at_once
 from whence.engine.workspace import Term, Workspace
-from whence.errors import check_choice
+from whence.errors import check_choice, check_count, check_positive
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
 from whence.operators.gauss_newton import GaussNewton

@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.engine.options import check_share
 from whence.engine.queries import Queries
-from whence.engine.trials import OUTPUTS
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput
-from whence.layers.passes import Passes, Weights
+from whence.errors import InvalidInput, check_share
+from whence.layers.passes import OUTPUTS, Passes, Weights
 from whence.methods.similarity import Similarity
 
 WORDS = re.compile(r"\w+")

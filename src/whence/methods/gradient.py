@@ -21,24 +21,34 @@ from torch import Tensor
 from whence.engine.costs import SCORED, Cost, Workload, announce, estimated, show_progress
 from whence.engine.dynamics import FLOOR, Rates
 from whence.engine.ledger import segment_summary
-from whence.engine.options import (
-    QUERY_AT,
-    ComputeOptions,
-    Options,
-    check_damping,
-    check_share,
-)
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import operations as factor_operations
 from whence.engine.query_factors import plan
 from whence.engine.scoring import Parts, readouts
 from whence.engine.tokens import Tokens, score_tokens, shared_tokens
-from whence.engine.workspace import GAUSS_NEWTON, LOSS, Outline, Term, Workspace
-from whence.errors import InvalidIndex, InvalidInput, check_choice, flag, whole
+from whence.engine.workspace import (
+    GAUSS_NEWTON,
+    LOSS,
+    ComputeOptions,
+    Options,
+    Outline,
+    Term,
+    Workspace,
+)
+from whence.errors import (
+    InvalidIndex,
+    InvalidInput,
+    check_choice,
+    check_damping,
+    check_share,
+    flag,
+    whole,
+)
 from whence.layers.passes import Signal, Weights, precision_as_asked
 from whence.methods.base import Folder, Method
 from whence.operators import FISHERS, KINDS, Operator, cost
 from whence.run import Segment
+from whence.run.run import QUERY_AT
 from whence.scores import Scores
 from whence.scores.result import BY_SEGMENT
 from whence.study import Study

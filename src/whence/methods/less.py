@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from whence.engine.dynamics import preconditioner_at
-from whence.engine.options import check_count
 from whence.engine.projected_space import ProjectedSpace, projecting
 from whence.engine.queries import Queries
 from whence.engine.workspace import LOSS, Workspace
+from whence.errors import check_count
 from whence.layers.passes import Weights
 from whence.methods.similarity import Similarity
 

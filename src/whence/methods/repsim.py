@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from whence.engine.queries import Queries
-from whence.engine.trials import OUTPUTS
 from whence.engine.workspace import Workspace
 from whence.errors import InvalidInput, NotFinite, check_choice
-from whence.layers.passes import Weights
+from whence.layers.passes import OUTPUTS, Weights
 from whence.layers.representation import representations
 from whence.methods.similarity import Similarity, cosine, dot
 from whence.table import listed
@@ -50,7 +49,7 @@ class RepSim(Similarity):
         stage: attribute to this stage's examples only (default: all stages').
     """
 
-    _own_layers = True  # each stage has its own last layer
+    _scope = "model"  # each stage has its own last layer
     _depends_on, _symmetric = OUTPUTS, True
 
     def __init__(

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 from whence.engine.costs import Cost, announce, passes_cost
 from whence.engine.queries import Queries
-from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, Workspace
-from whence.layers.passes import Weights
+from whence.layers.passes import LOSSES, Weights
 from whence.methods.base import Folder, Method
 from whence.operators.products import squared_norms
 from whence.progress import progress_bar

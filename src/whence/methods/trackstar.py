@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from whence.engine.dynamics import preconditioner_at
-from whence.engine.options import check_count, check_positive, check_share
 from whence.engine.projected_space import ProjectedSpace, projecting
 from whence.engine.queries import Queries
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, check_count, check_positive, check_share
 from whence.layers.passes import Weights
 from whence.methods.similarity import Similarity, cosine, dot
 

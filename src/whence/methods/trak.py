@@ -26,11 +26,10 @@ from torch import Tensor
 
 from whence.engine.costs import Workload
 from whence.engine.loss_weights import ensemble_weights
-from whence.engine.options import check_count, check_damping
 from whence.engine.projected_space import Space, projecting
 from whence.engine.queries import Queries
 from whence.engine.workspace import LOSS, MEASUREMENT, Term, Workspace
-from whence.errors import InvalidInput, whole
+from whence.errors import InvalidInput, check_count, check_damping, whole
 from whence.layers.passes import Signal
 from whence.methods.gradient import GradientMethod, Vectors
 from whence.operators.projected import ProjectedVectors

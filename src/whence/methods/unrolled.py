@@ -20,9 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from whence.engine.options import QUERY_AT, check_damping
 from whence.engine.workspace import Workspace
-from whence.errors import InvalidInput, check_choice
+from whence.errors import InvalidInput, check_choice, check_damping
 from whence.methods.unrolling import Unrolling
 from whence.replay.expected import ExpectedCredits
 from whence.replay.growth import growth_summary, norms, note_growth
@@ -36,6 +35,7 @@ from whence.replay.sweep import (
 )
 from whence.replay.training import Adjoint, Replay, Update
 from whence.replay.updates import WEIGHT
+from whence.run.run import QUERY_AT
 
 CURVATURES = {"hessian": "hessian", "gauss-newton": "gauss_newton"}  # methods of `Objective`
 PRODUCTS = {"hessian": 6, "gauss-newton": 4}  # a product with it costs as many forward passes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import numpy as np
 
 from whence.data import cut
 from whence.engine.costs import Cost, announce
-from whence.engine.options import ComputeOptions
 from whence.engine.queries import Queries
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import ComputeOptions, Workspace
 from whence.errors import NotFinite, warn
 from whence.methods.base import Folder, Method
 from whence.operators import cost
@@ -83,7 +83,8 @@ class Unrolling(Method):
             modules = "; ".join(dict.fromkeys(replay.unmodelled))
             workspace.ledger.diagnostics["unmodelled"] = modules
             warn(f"{modules}: gradients are taken without", stacklevel=3)
-        return ReplayWorkspace(**vars(workspace), replay=replay)
+        parts = {part.name: getattr(workspace, part.name) for part in fields(workspace)}
+        return ReplayWorkspace(**parts, replay=replay)
 
     def score(
         self, workspace: Workspace, out: Folder, top: int | None, by: str | None = None

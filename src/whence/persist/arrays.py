@@ -102,17 +102,6 @@ def load_array(
         remedy: what to do if the file is missing or damaged.
     """
     array = map_array(path, mode, remedy=remedy)
-    check_form(path, array, entry, remedy)
-    if array.nbytes > LARGE and "crc32" in entry:
-        return CheckedArray.over(array, path, str(entry["crc32"]), remedy)
-    check_array(path, array, entry, remedy)
-    return array
-
-
-def check_form(
-    path: Path, array: NDArray[Any], entry: Mapping[str, Any], remedy: str = REMEDY
-) -> None:
-    """Refuse an array of another shape or dtype than its entry says."""
     if list(array.shape) != list(entry["shape"]) or str(array.dtype) != entry["dtype"]:
         raise damaged(
             path,
@@ -120,6 +109,10 @@ def check_form(
             f"shape {tuple(entry['shape'])}: the files do not belong together",
             remedy,
         )
+    if array.nbytes > LARGE and "crc32" in entry:
+        return CheckedArray.over(array, path, str(entry["crc32"]), remedy)
+    check_array(path, array, entry, remedy)
+    return array
 
 
 def check_array(
@@ -383,10 +376,7 @@ class StoredTensors(Mapping[str, Tensor]):
         opened: Any = safe_open(path, framework="pt")
         self._file = opened.__enter__()
         self._names: list[str] = list(self._file.keys())
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return dict(self._file.metadata() or {})
+        self.metadata: dict[str, Any] = dict(self._file.metadata() or {})
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)

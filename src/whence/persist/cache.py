@@ -25,8 +25,6 @@ from whence.world import Owner, World, everyone
 
 SNAPSHOT_SECONDS = 20.0
 REFIT = "delete it to fit it again"
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest output
-ROUNDED = 2e-2  # with bfloat16 or TF32 products
 VERSIONS = 16  # of losses at one checkpoint that a cache tells apart
 
 
@@ -197,21 +195,17 @@ class Tried:
     values: Mapping[str, Tensor]
     tolerance: float
 
-    def differences(self, stored: Mapping[str, Tensor]) -> list[str]:
-        """The names of what is not in `stored` as it is here; examples may have been added."""
+    def save(self, path: Path) -> None:
+        save_tensors(path, self.values, {})
+
+    def differs_from(self, path: Path, remedy: str) -> list[str]:
+        """The names of what is not in a file as it is here; examples may have been added."""
+        stored = load_tensors(path, remedy=remedy)[0] if path.exists() else {}
         return [
             name
             for name, now in self.values.items()
             if name not in stored or not _agree(stored[name], now, self.tolerance)
         ]
-
-    def save(self, path: Path) -> None:
-        save_tensors(path, self.values, {})
-
-    def differs_from(self, path: Path, remedy: str) -> list[str]:
-        """`differences` from what was saved; all names, if nothing was."""
-        stored = load_tensors(path, remedy=remedy)[0] if path.exists() else {}
-        return self.differences(stored)
 
 
 @dataclass
@@ -275,7 +269,8 @@ class Version:
         self.seen[indices], self._saved = True, False
 
     def save(self) -> None:
-        """Into the cache, if anything is new."""
+        """Into the cache, if anything is new. Another process may have stored the same version
+        meanwhile, of another loss."""
         if self._saved:
             return
         if self._new:
@@ -283,28 +278,19 @@ class Version:
             self._new.clear()
             self.values = self.values.to(values.dtype)
             self.values[indices] = values.cpu()
-        self._refuse_another()
+        key = key_of(self.settings)
+        stored = self.cache.get(key)
+        if stored is not None and bytes(stored["token"].tolist()).hex() == self.token:
+            both = stored["seen"].bool() & self.seen
+            if not _agree(stored["values"][both], self.values[both], self.share):
+                raise FolderConflict(
+                    f"another process fits factors of other losses into {self.cache.folder}: wait "
+                    "until it has finished, or use another folder, Study(cache=...)"
+                )
         self._saved = True
         token = torch.tensor(list(bytes.fromhex(self.token)), dtype=torch.uint8)
         tensors = {"values": self.values, "seen": self.seen.to(torch.uint8), "token": token}
-        self.cache.put(key_of(self.settings), tensors, self.settings)
-
-    def _refuse_another(self) -> None:
-        """Another process may have stored the same version meanwhile, of another loss."""
-        stored = self.cache.get(key_of(self.settings))
-        if stored is None or bytes(stored["token"].tolist()).hex() != self.token:
-            return
-        both = stored["seen"].bool() & self.seen
-        if not _agree(stored["values"][both], self.values[both], self.share):
-            raise FolderConflict(
-                f"another process fits factors of other losses into {self.cache.folder}: wait "
-                "until it has finished, or use another folder, Study(cache=...)"
-            )
-
-
-def tolerance(dtype: torch.dtype, exact_products: bool) -> float:
-    """How far two computations of the same loss may differ, relative to the outputs."""
-    return TOLERANCES.get(dtype, ROUNDED) if exact_products else ROUNDED
+        self.cache.put(key, tensors, self.settings)
 
 
 def _agree(stored: Tensor, now: Tensor, share: float) -> bool:

@@ -304,8 +304,13 @@ def read_json(path: Path, *, schema: int | None = None, remedy: str = REMEDY) ->
         content = json.loads(path.read_bytes())
     if not isinstance(content, dict):
         raise damaged(path, f"{type(content).__name__} instead of an object", remedy)
-    if schema is not None:
-        check_schema(path, content, schema, remedy)
+    if schema is not None and "schema" not in content:
+        raise damaged(path, "it has no schema version", remedy)
+    if schema is not None and content["schema"] != schema:
+        raise InvalidInput(
+            f"{path} has schema {content['schema']!r}, this whence reads {schema}: use the version "
+            "of whence that wrote it"
+        )
     checksum = content.pop(CHECKSUM, None)
     if checksum is not None and checksum != _checksum(content):
         reason = f"altered: its checksum does not fit. If you edited it, delete its {CHECKSUM!r}"
@@ -326,17 +331,6 @@ def check_types(content: Mapping[str, Any], **kinds: type | tuple[type, ...]) ->
         value = content[name]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise InvalidType(f"{name} is a {type(value).__name__}")
-
-
-def check_schema(path: Path, content: Mapping[str, Any], schema: int, remedy: str = REMEDY) -> None:
-    """Refuse a file whose schema version this whence does not read."""
-    if "schema" not in content:
-        raise damaged(path, "it has no schema version", remedy)
-    if content["schema"] != schema:
-        raise InvalidInput(
-            f"{path} has schema {content['schema']!r}, this whence reads {schema}: use the version "
-            "of whence that wrote it"
-        )
 
 
 # --- one process at a time ----------------------------------------------------------------------

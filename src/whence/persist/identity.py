@@ -107,7 +107,9 @@ def _digest(value: Any, known: dict[int, tuple[Any, str]]) -> str:
         return sha256_of(repr(value), *_plain_reprs(value))
     if id(value) not in known:
         known[id(value)] = value, f"object {len(known)}"  # holds the value, so its id stays its own
-        known[id(value)] = value, _digest_parts(value, known)
+        content = _digest_content(value, known)
+        content = sha256_of(content, _digest(fields, known)) if fields else content
+        known[id(value)] = value, content
     return known[id(value)][1]
 
 
@@ -123,13 +125,6 @@ def _plain_reprs(value: Any) -> list[str]:
     if type(value) in BUILT_IN or not isinstance(value, BUILT_IN) or isinstance(value, np.generic):
         return []
     return [kind.__repr__(value) for kind in BUILT_IN if isinstance(value, kind)]
-
-
-def _digest_parts(value: Any, known: dict[int, tuple[Any, str]]) -> str:
-    fields = _fields(value)
-    if fields:
-        return sha256_of(_digest_content(value, known), _digest(fields, known))
-    return _digest_content(value, known)
 
 
 def _digest_content(value: Any, known: dict[int, tuple[Any, str]]) -> str:
@@ -215,13 +210,7 @@ def class_sha256(*classes: type) -> str:
     """The digest of what these classes, and the classes of them, define and inherit."""
     kinds = [kind for each in classes for kind in (each, type(each))]
     parents = {parent for kind in kinds for parent in kind.__mro__} - {type}
-    return _code_sha256(sorted(parents, key=lambda c: (c.__module__, c.__qualname__)), set())
-
-
-def setting_sha256(value: Any) -> str:
-    """The digest of a value, and of the code that it brings along: a function with what that refers
-    to, or an object with its class."""
-    return _code_sha256(value, set())
+    return setting_sha256(sorted(parents, key=lambda c: (c.__module__, c.__qualname__)))
 
 
 def model_sha256(model: nn.Module) -> str:
@@ -245,15 +234,19 @@ def model_sha256(model: nn.Module) -> str:
             others += [[name, each] for each in code]
     return sha256_of(
         class_sha256(*{type(m) for m in modules}),
-        _code_sha256(replaced, set(own)),
-        *([_code_sha256(others, set(own))] if others else []),
+        setting_sha256(replaced, set(own)),
+        *([setting_sha256(others, set(own))] if others else []),
     )
 
 
-def _code_sha256(value: Any, seen: set[int]) -> str:
-    """Args:
-    seen: ids of the functions and classes that are in the digest already.
+def setting_sha256(value: Any, seen: set[int] | None = None) -> str:
+    """The digest of a value, and of the code that it brings along: a function with what that refers
+    to, or an object with its class.
+
+    Args:
+        seen: ids of the functions and classes that are in the digest already.
     """
+    seen = set() if seen is None else seen
     if isinstance(value, MethodType):
         value = [value.__func__, *([] if id(value.__self__) in seen else [value.__self__])]
     if isinstance(value, (staticmethod, classmethod)):
@@ -263,17 +256,17 @@ def _code_sha256(value: Any, seen: set[int]) -> str:
     if isinstance(value, property):
         value = [value.fget, value.fset]
     if isinstance(value, (list, tuple)):
-        return sha256_of(*(_code_sha256(item, seen) for item in value))
+        return sha256_of(*(setting_sha256(item, seen) for item in value))
     if not isinstance(value, (type, FunctionType)):
         code = [type(value)] if _version(type(value).__module__) is None else []
         code = _code_inside(value, set()) or code
-        return digest(value) if not code else sha256_of(digest(value), _code_sha256(code, seen))
+        return digest(value) if not code else sha256_of(digest(value), setting_sha256(code, seen))
     name = f"{value.__module__}.{value.__qualname__}"
     version = _version(value.__module__)
     if id(value) in seen or version is not None:
         return sha256_of(name, version or "")
     seen.add(id(value))
-    return sha256_of(name, *(_code_sha256(part, seen) for part in _contents(value)))
+    return sha256_of(name, *(setting_sha256(part, seen) for part in _contents(value)))
 
 
 def _code_inside(value: Any, visited: set[int]) -> list[Any]:

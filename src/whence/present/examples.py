@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from whence.errors import InvalidInput, InvalidType, warn
-from whence.targets import IGNORED, LABEL_KEYS
-from whence.task import SUM_TOLERANCE, Classification, Regression, Task
+from whence.task import IGNORED, LABEL_KEYS, SUM_TOLERANCE, Classification, Regression, Task
 
 Renderer = Callable[[Any], Any]
 Rendered = dict[str, Any]

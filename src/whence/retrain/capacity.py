@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.engine.options import allowance, free_and_total
+from whence.engine.workspace import allowance, free_and_total
 from whence.retrain.recipe import Recipe
 from whence.retrain.stack import Data
 

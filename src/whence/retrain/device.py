@@ -7,7 +7,7 @@ import os
 import torch
 from torch import nn
 
-from whence.engine.options import check_device
+from whence.engine.workspace import check_device
 
 
 def training_device(device: torch.device | str | None, model: nn.Module) -> torch.device:

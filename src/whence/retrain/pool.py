@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from whence.data import Batches, cut, place
-from whence.engine.options import free_and_total
+from whence.engine.workspace import free_and_total
 from whence.errors import InvalidInput, InvalidTarget, examples_of, warn
 from whence.retrain.capacity import models_at_once
 from whence.retrain.device import cuda_devices, training_device

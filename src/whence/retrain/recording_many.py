@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whence.data import Batches
-from whence.engine.options import free_and_total
+from whence.engine.workspace import free_and_total
 from whence.errors import InvalidInput, InvalidType, check_choice, whole
 from whence.persist.files import as_path
 from whence.progress import progress_bar

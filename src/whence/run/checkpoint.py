@@ -150,8 +150,9 @@ class TensorFile:
             tensors = dict(self.memory)
         else:
             tensors = read_tensors(self._verified())
-            base = self._base()
-            tensors |= {name: base[name] for name in self.unchanged}
+            if self.unchanged:
+                base = self._base()
+                tensors |= {name: base[name] for name in self.unchanged}
         for alias, name in self.aliases.items():
             if name in tensors:
                 tensors[alias] = tensors[name]

@@ -1,4 +1,4 @@
-"""What a run's files show about its training: examples it never drew, weights it did not record."""
+"""What recorded batches show about a training, and how far a model is from its final weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from whence.errors import InvalidInput
 from whence.run.checkpoint import Checkpoint
-from whence.run.format import RunData
-from whence.run.segments import Stage
+from whence.run.format import RunData, Stage
 
 SURE = 6.0  # standard deviations beyond which chance is no explanation
 EVEN = 0.05  # variance of draws, relative to chance, below which they are of epochs
@@ -141,83 +140,6 @@ class Draws:
                 "throughout a stage. Call recorder.stage(...) where the data changes"
             )
         return messages
-
-
-class Evidence:
-    """What a run's files show, read once.
-
-    Args:
-        run: of the study.
-        sizes: the number of examples in the data of each stage.
-    """
-
-    def __init__(self, run: RunData, sizes: Mapping[str, int]) -> None:
-        self.run, self.sizes = run, dict(sizes)
-        self.warnings: list[str] | None = None  # None: not looked for yet
-        self._draws: dict[str, Draws | None] = {}
-        self._untrained: dict[str, list[str]] = {}
-        self._unmoved: set[str] | None = None
-
-    def declared(self, stage: str) -> NDArray[np.int64]:
-        """The examples of a stage's data that the run says it trained on."""
-        if self.run.subset is not None and stage == (
-            self.run.subset_stage or self.run.stages[0].name
-        ):
-            return np.sort(np.asarray(self.run.subset, dtype=np.int64))
-        return np.arange(self.sizes[stage])
-
-    def draws(self, stage: str) -> Draws | None:
-        """How often the stage's batches used each example; None if none are recorded."""
-        if stage not in self._draws:
-            about, size = self._stage(stage), self.sizes[stage]
-            self._draws[stage] = Draws.of(self.run, about, self.declared(stage), size)
-        return self._draws[stage]
-
-    def untrained(self, stage: str, model: nn.Module) -> list[str]:
-        """Parameters that differ between a stage's checkpoints, though its optimizer has none of
-        them or gave them the rate 0."""
-        if stage not in self._untrained:
-            names = [name for name, _ in model.named_parameters()]
-            self._untrained[stage] = _changed_untrained(self.run, self._stage(stage), names)
-        return self._untrained[stage]
-
-    @property
-    def unmoved(self) -> set[str]:
-        """Parameters that are the same in the run's first and last weights: no gradient reached
-        them, whatever their learning rate. Nothing is known of a run whose weights all stay."""
-        if self._unmoved is None:
-            first = self.run.initial or self.run.checkpoints[0]
-            start, end = first.weights(), self.run.checkpoints[-1].weights()
-            shared = [name for name in start if name in end]
-            same = {name for name in shared if torch.equal(start[name], end[name])}
-            self._unmoved = same if len(same) < len(shared) else set()
-        return self._unmoved
-
-    def _stage(self, name: str) -> Stage:
-        (stage,) = (s for s in self.run.stages if s.name == name)
-        return stage
-
-
-def _changed_untrained(run: RunData, stage: Stage, parameters: Iterable[str]) -> list[str]:
-    rates = run.learning_rates[stage.start : stage.end]
-    trained = {
-        name
-        for column in run.columns[stage.name]
-        if rates[:, column].any()
-        for name in run.groups[column]
-    }
-    others = [name for name in parameters if name not in trained]
-    checkpoints = [c for c in run.checkpoints if c.stage == stage.name]
-    if stage.start == 0 and run.initial is not None:
-        checkpoints.insert(0, run.initial)
-    if not others or len(checkpoints) < 2:
-        return []
-    first, last = checkpoints[0].opened(), checkpoints[-1].opened()
-    return [
-        name
-        for name in others
-        if name in first and name in last and not torch.equal(first[name], last[name])
-    ]
 
 
 def distance_from_final(

@@ -16,11 +16,20 @@ from whence.errors import DamagedFile, InvalidInput, InvalidType, MissingFile, w
 from whence.persist.arrays import check_array, entry_of, map_array, save_array
 from whence.persist.files import check_types, parsing, read_json, remove_abandoned, write_json
 from whence.run.checkpoint import REMEDY, Checkpoint, RunError, TensorFile
-from whence.run.segments import Stage
 
 SCHEMA = 1
 FROZEN_ONCE = 2  # of a run whose checkpoints leave frozen weights to the first one
 CHECKPOINT_FILE = re.compile(r"step-\d{8,}(\.moments|\.optimizer)?\.safetensors(\.tmp)?")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of training with its own dataset: updates start+1 … end, on `size` examples."""
+
+    name: str
+    start: int
+    end: int
+    size: int | None = None
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

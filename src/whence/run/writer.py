@@ -17,8 +17,7 @@ from whence.persist.files import FolderLock
 from whence.persist.identity import sha256_of
 from whence.run import optimizers
 from whence.run.checkpoint import Checkpoint, RunError, model_weights, weights_sha256
-from whence.run.format import RunData, write_checkpoint
-from whence.run.segments import Stage
+from whence.run.format import RunData, Stage, write_checkpoint
 from whence.world import gathered
 
 

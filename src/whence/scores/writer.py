@@ -104,6 +104,7 @@ class ScoreWriter:
         self._tried = tried
         self._world = World() if world is None else world
         self._out = None if out is None else as_path(out)
+        self.progress_file: Path | None = None  # where this rank notes what it has done
         self._dtype = np.dtype(dtype)
         self._self = queries is None
         self._queries = 1 if queries is None else queries
@@ -136,7 +137,13 @@ class ScoreWriter:
                 name: np.zeros(shape, self._dtype) for name, shape in self._shapes.items()
             }
         else:
-            self._open_together(self._out)
+            rank = self._world.rank
+            name = "progress.json" if rank == 0 else f"progress-{rank}.json"
+            self.progress_file = self._out / name
+            if self._world.first:
+                self._open(self._out, self.progress_file)
+            if self._world.size > 1:
+                self._share_opened(self._out)
 
     def done(self, rows: slice | None, columns: slice) -> bool:
         """Whether this block is written, by this call or by an interrupted earlier one."""
@@ -178,7 +185,10 @@ class ScoreWriter:
             s0, s1, d0, d1 = part
             here = np.s_[..., s0 - r0 : s1 - r0, d0 - c0 : d1 - c0]
             for name in self._data:
-                self._put(name, part, arrays[name][here])
+                if self._world.size == 1 or self._out is None:
+                    self._rows(name)[..., s0:s1, d0:d1] = arrays[name][here]
+                else:
+                    self._write_rows(name, part, arrays[name][here])
             if self._out is not None:
                 self._written.append((part, self._checksums(part)))
         _add(block, self._done)
@@ -194,13 +204,11 @@ class ScoreWriter:
         _add(block, self._done)
         self._note()
 
-    def _put(self, name: str, block: ScoreTile, values: Floats) -> None:
-        """Store a block's numbers."""
+    def _write_rows(self, name: str, block: ScoreTile, values: Floats) -> None:
+        """Write a block row by row into a file of several ranks. A map would be written back in
+        whole pages, with the columns of other ranks in them."""
         (r0, r1, c0, c1), data = block, self._data[name]
-        if self._world.size == 1 or not isinstance(data, np.memmap):
-            self._rows(name)[..., r0:r1, c0:c1] = values
-            return
-        # Row by row: a map is written back in whole pages, with the columns of other ranks in them.
+        assert isinstance(data, np.memmap)
         rows, path = values.reshape(-1, r1 - r0, c1 - c0), Path(str(data.filename))
         with naming_write_errors(path), open(path, "rb+", buffering=0) as file:
             for part, matrix in enumerate(rows):
@@ -290,17 +298,6 @@ class ScoreWriter:
             world.wait()
             self._data = {name: map_array(self._file(name), "r+") for name in self._shapes}
 
-    @property
-    def progress_file(self) -> Path | None:
-        """Where this rank notes what it has done; None without a folder."""
-        return None if self._out is None else self._progress
-
-    @property
-    def _progress(self) -> Path:
-        assert self._out is not None
-        rank = self._world.rank
-        return self._out / ("progress.json" if rank == 0 else f"progress-{rank}.json")
-
     @staticmethod
     def _progress_files(out: Path) -> list[Path]:
         """The progress files of all ranks, rank 0's first."""
@@ -317,12 +314,8 @@ class ScoreWriter:
         assert self._out is not None
         return self._out / f"{name}.npy.partial"
 
-    def _open_together(self, out: Path) -> None:
-        """Rank 0 opens the folder, and the others what it found there."""
-        if self._world.first:
-            self._open(out)
-        if self._world.size == 1:
-            return
+    def _share_opened(self, out: Path) -> None:
+        """Rank 0 has opened the folder, and the others open what is there."""
         state = {"already": self.already is not None, "done": self._done, "of": self.of}
         state = self._world.of_first(state)
         if self._world.first:
@@ -338,7 +331,7 @@ class ScoreWriter:
             ) from error
         self._done, self.of = [_tile(block) for block in state["done"]], state["of"]
 
-    def _open(self, out: Path) -> None:
+    def _open(self, out: Path, progress_file: Path) -> None:
         self._lock = FolderLock(out, "writes scores", takeover=True)
         changed = self._changed(out)
         if (out / "scores.json").exists():
@@ -348,12 +341,14 @@ class ScoreWriter:
             for file in self._progress_files(out):  # interrupted at the end of finish()
                 file.unlink()
             return
-        if self._progress.exists() and self._resume(out, changed):
-            if len(self._progress_files(out)) > 1:
-                self._write_progress()
-                self._forget_ranks(out)
+        resumed = progress_file.exists() and self._resume(out, changed)
+        others = [file for file in self._progress_files(out) if file != progress_file]
+        if resumed and others:
+            self._write_progress(progress_file)
+        for file in others:  # the progress of other ranks is now in this one's, or of no use
+            file.unlink()
+        if resumed:
             return
-        self._forget_ranks(out)
         if self._tried is not None and changed:
             self._tried.save(out / TRIED)
             self._changed(out)
@@ -375,12 +370,6 @@ class ScoreWriter:
         changed = self._tried.differs_from(out / TRIED, f"delete the folder {out} to start over")
         self.of = "" if changed else file_sha256(out / TRIED)
         return changed
-
-    def _forget_ranks(self, out: Path) -> None:
-        """Remove the progress of other ranks, which is in this one's or of no use."""
-        for file in self._progress_files(out):
-            if file != self._progress:
-                file.unlink()
 
     def _resume(self, out: Path, changed: list[str]) -> bool:
         """Resume an earlier call's work; False if its data is gone and all must be redone."""
@@ -445,12 +434,11 @@ class ScoreWriter:
 
     def _note(self) -> None:
         """Record which blocks are done, after their data."""
-        if self._out is None or not self._throttle.due():
-            return
-        with self._throttle.saving():
-            self._write_progress()
+        if self.progress_file is not None and self._throttle.due():
+            with self._throttle.saving():
+                self._write_progress(self.progress_file)
 
-    def _write_progress(self) -> None:
+    def _write_progress(self, file: Path) -> None:
         for data in self._data.values() if self._world.size == 1 else ():
             assert isinstance(data, np.memmap)
             data.flush()
@@ -463,7 +451,7 @@ class ScoreWriter:
             "account": self.account,
             "top": {name: base64.b64encode(a.tobytes()).decode() for name, a in state.items()},
         }
-        write_json(self._progress, progress)
+        write_json(file, progress)
 
     def _block(self, rows: slice | None, columns: slice) -> ScoreTile:
         if rows is None and not self._self:

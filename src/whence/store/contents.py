@@ -24,10 +24,9 @@ from torch import Tensor
 from whence.data import Batches, cut
 from whence.engine.dynamics import run_preconditioner
 from whence.engine.projected_space import random_projection, two_sided_projection
-from whence.engine.trials import LOSSES
 from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import InvalidInput, MissingFile, warn
-from whence.layers.passes import Signal, Weights
+from whence.layers.passes import LOSSES, Signal, Weights
 from whence.operators import Basis, accumulator
 from whence.persist.cache import FactorCache, shared
 from whence.persist.files import make_folder, write_json
@@ -228,7 +227,8 @@ class StoreContents:
     def check_losses(self, workspace: Workspace, unit: Unit) -> None:
         """Refuse to use or add to rows of other losses; store those of further examples."""
         path, data = self.path / "losses" / f"{unit.name}.safetensors", self.study.data[unit.stage]
-        tried = workspace.trials(unit.stage, data, unit.checkpoint, LOSSES)
+        passes = workspace.passes[unit.stage]
+        tried = passes.tried(data, unit.checkpoint, LOSSES, workspace.batch_size)
         if not self.world.first:
             return
         if path.exists() and tried.differs_from(path, "delete the store, and build it again"):

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from whence.engine.options import ComputeOptions
 from whence.engine.projected_space import check_dimension
 from whence.engine.queries import QuerySet
-from whence.engine.workspace import LOSS, Workspace, scored_stages
+from whence.engine.workspace import LOSS, ComputeOptions, Workspace, scored_stages
 from whence.errors import (
     InvalidInput,
     InvalidType,

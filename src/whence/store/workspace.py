@@ -17,10 +17,9 @@ from torch import Tensor
 from whence.data import cut
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.scoring import Scoring
-from whence.engine.trials import LOSSES
 from whence.engine.workspace import Columns, Workspace
 from whence.errors import DamagedFile, InvalidInput
-from whence.layers.passes import Weights
+from whence.layers.passes import LOSSES, Weights
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.persist.cache import Tried
 from whence.store.contents import StoreContents

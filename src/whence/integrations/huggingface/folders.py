@@ -24,8 +24,8 @@ from whence.integrations.huggingface.trainer_files import (
 from whence.persist.files import as_path
 from whence.run import optimizers
 from whence.run.checkpoint import Checkpoint, RunError
+from whence.run.format import Stage
 from whence.run.run import Run
-from whence.run.segments import Stage
 
 # Earlier versions of the Trainer logged the rate of the next update (huggingface/transformers,
 # pull 36973).
