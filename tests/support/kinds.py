@@ -162,6 +162,7 @@ NORMS: Table = {
         (4, 3),
     ),
     "BatchNorm2d": (lambda: headed(batch_norm(nn.BatchNorm2d(4)), after=24), normal, (4, 3, 2)),
+    "BatchNorm3d": (lambda: headed(batch_norm(nn.BatchNorm3d(4)), after=24), normal, (4, 1, 3, 2)),
     "class token and positions": (Picture, normal, (5, SIZE)),
     "parameters of every shape": (Clip, normal, (5, SIZE)),
     "parameters as matrices": (Bottleneck, normal, (5, SIZE)),
