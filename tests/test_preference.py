@@ -109,6 +109,9 @@ def test_bad_input() -> None:
             whence.Preference(beta=beta)  # type: ignore[arg-type]
     with pytest.raises(whence.WhenceError, match="measurement='log_prob'"):
         whence.Preference(measurement="log_prob")
+    for reference in (float("nan"), None, "0.5"):
+        with pytest.raises(whence.WhenceError, match="must be a finite number"):
+            whence.preference([1], [2], [3], reference)  # type: ignore[arg-type]
     batch = whence.padded(TRAIN)
     del batch["reference"]
     with pytest.raises(whence.WhenceError, match="no reference in the batch"):

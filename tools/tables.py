@@ -50,6 +50,8 @@ LAYER_TASKS = {  # in results/layers.json
     "wikitext2-quick": "GPT-2 of 2 layers, 40 retrainings",
     "gpt_smooth": "GPT-2 of 2 layers, AdamW, smooth",
     "gpt": "GPT-2 of 2 layers, AdamW",
+    "cifar10_small": "ResNet-9 with batch norm",
+    "sst2_small": "BERT of 2 layers, AdamW",
 }
 TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
 SLOPES = {  # method: its name in experiments/results
@@ -709,11 +711,13 @@ def layers_table() -> list[str]:
         for entry in entries:
             for method, rows in entry["methods"].items():
                 if "all" in rows:
-                    gap, low, high = rows["all"]["minus matrices"]
+                    gap = rows["all"]["minus matrices"]
+                    digits = 2 if abs(gap[0]) >= 0.01 else 3
+                    value, low, high = (f"{x:+.{digits}f}" for x in gap)
                     lines.append(
                         f"| {LAYER_TASKS[task]} | {entry['protocol'].get('protocol', 'expected')} "
                         f"| `{method}` | {rows['matrices']['lds']:.2f} | {rows['all']['lds']:.2f} "
-                        f"| {gap:+.2f} [{low:+.2f}, {high:+.2f}] |"
+                        f"| {value} [{low}, {high}] |"
                     )
     for task, entries in ours.read(RESULTS).items():
         for entry in entries:

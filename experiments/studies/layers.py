@@ -26,6 +26,7 @@ from experiments.tasks import RESULTS, TASKS
 from experiments.tasks.board import BOARD
 from experiments.tasks.forms import of_form
 from experiments.tasks.machine import machine
+from experiments.tasks.small import SMALL
 from whence import evaluate
 from whence.layers.choose import everything, matrices
 from whence.persist.files import write_json
@@ -36,7 +37,7 @@ METHODS = {
     "Influence": whence.Influence,
     "TracIn": whence.TracIn,
 }
-
+ALL = {**TASKS, **SMALL}
 
 CHOICES: dict[str, Any] = {
     "matrices": matrices,
@@ -48,7 +49,7 @@ CHOICES: dict[str, Any] = {
 
 def compare(task: str, options: argparse.Namespace, file: Path) -> None:
     """Judge every choice on one task; the rows go to the file one by one."""
-    experiment = TASKS[task] if options.against is None else BOARD[task]
+    experiment = ALL[task] if options.against is None else BOARD[task]
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     scale = replace(experiment.quick if options.quick else experiment.full, measured=0, **sizes)
     work = Trainings(
@@ -129,7 +130,7 @@ def store(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tasks", nargs="+", metavar="TASK", help=f"of {', '.join(sorted(TASKS))}")
+    parser.add_argument("tasks", nargs="+", metavar="TASK", help=f"of {', '.join(sorted(ALL))}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="the small version of the tasks")
     parser.add_argument("--alpha", type=float, default=0.5)

@@ -213,6 +213,22 @@ def bert(
     )
 
 
+def small_bert(vocabulary: int, layers: int, width: int, length: int = 32) -> Encoder:
+    """A BERT of this size with random weights and a classifier of two classes."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=4 * width,
+        max_position_embeddings=length,
+        **_encoder_settings(2, 0.0),
+    )
+    return Encoder(BertForSequenceClassification(config))  # type: ignore[no-untyped-call]
+
+
 def minilm(classes: int = 2, dropout: float = 0.0) -> Encoder:
     """MiniLM-L6 (six layers of width 384), pretrained, with a new classifier.
 

@@ -64,7 +64,7 @@ def first(dataset: TensorDataset, count: int | None) -> TensorDataset:
 
 
 def frequent(sets: Sequence[TensorDataset], vocabulary: int) -> list[TensorDataset]:
-    """Token blocks in a vocabulary of the first set's most frequent tokens.
+    """Token ids, the first column, in a vocabulary of the first set's most frequent tokens.
 
     All other tokens become one token, the last.
     """
@@ -73,7 +73,7 @@ def frequent(sets: Sequence[TensorDataset], vocabulary: int) -> list[TensorDatas
     new_id[counts.argsort(descending=True, stable=True)[: vocabulary - 1]] = torch.arange(
         vocabulary - 1
     )
-    return [TensorDataset(new_id[tokens.tensors[0]]) for tokens in sets]
+    return [TensorDataset(new_id[each.tensors[0]], *each.tensors[1:]) for each in sets]
 
 
 def regression(

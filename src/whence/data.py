@@ -235,6 +235,10 @@ class Contrast:
     """
 
     def __init__(self, a: Any, b: Any) -> None:
+        if isinstance(a, Mapping) or isinstance(b, Mapping):
+            raise InvalidType(
+                "Contrast takes two datasets: for one example each, write Contrast([a], [b])"
+            )
         sides = [Batches("Contrast(a=...)", a), Batches("Contrast(b=...)", b)]
         if len(sides[0]) != len(sides[1]):
             raise InvalidInput(

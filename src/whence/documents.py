@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, finite
 from whence.sets import RowSet
 from whence.task import IGNORED
 
@@ -47,7 +47,7 @@ def preference(
     """
     sides = {"chosen_": completion(prompt, chosen), "rejected_": completion(prompt, rejected)}
     named = {side + name: x for side, document in sides.items() for name, x in document.items()}
-    return named | {"reference": torch.tensor(float(reference), dtype=torch.float64)}
+    return named | {"reference": torch.tensor(finite("reference", reference), dtype=torch.float64)}
 
 
 def group(

@@ -275,6 +275,8 @@ def test_a_contrast_is_the_difference_of_two_queries() -> None:
     close(tokens.values.sum(1) + tokens.rest, found.values[:, 4], 1e-8)
     with pytest.raises(whence.WhenceError, match="Contrast of 2 and 3 examples"):
         whence.Contrast(a, query)
+    with pytest.raises(whence.WhenceError, match=r"write Contrast\(\[a\], \[b\]\)"):
+        whence.Contrast(whence.completion([1], [2]), whence.completion([1], [3]))
 
 
 def test_sums_from_a_store(tmp_path: Path) -> None:

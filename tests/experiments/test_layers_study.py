@@ -50,6 +50,14 @@ def test_embeddings_more_than_double_the_lds_of_source() -> None:
     assert abs(rows["matrices and norms"]["minus matrices"][0]) < 0.01
 
 
+def test_batch_norms_hardly_matter() -> None:
+    """docs/layers.md says so."""
+    (entry,) = json.loads((RESULTS / "layers.json").read_text())["tasks"]["cifar10_small"]
+    for rows in entry["methods"].values():
+        assert rows["all"]["tracked"] == 1 > rows["matrices"]["tracked"]
+        assert max(map(abs, rows["all"]["minus matrices"])) < 0.01  # the whole interval
+
+
 def test_all_layers_are_as_good_as_matrices_where_an_encoder_is_fine_tuned() -> None:
     """docs/layers.md says so."""
     entries = read_results(RESULTS / "forms.json")["tasks"]["rte"]

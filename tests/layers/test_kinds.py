@@ -20,7 +20,6 @@ from support.kinds import (
     SIZE,
     TABLE,
     Make,
-    Picture,
     Sequential,
     Squares,
     TiedWithBias,
@@ -30,9 +29,11 @@ from support.kinds import (
     made,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import whence
 from whence.layers import capture
+from whence.layers.parameter import OnePerExample
 from whence.layers.passes import Signal
 from whence.operators import EKFAC, BlockDiagonal, gauss_newton
 from whence.operators.factored import EigenFactors
@@ -558,18 +559,73 @@ def test_recurrent_layers_in_half_precision(dtype: torch.dtype) -> None:
     assert abs(rounded - exact).max() < 0.1 * abs(exact).max()
 
 
-def test_a_parameter_that_cannot_have_a_copy_per_example_is_left_out_by_name() -> None:
-    class Squeezed(Picture):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.norm(x + self.positions.view(6, SIZE)[:5])).mean(1))
+class Uses(nn.Module):
+    """A parameter of this shape, and what is done with it."""
 
+    def __init__(self, shape: tuple[int, ...], use: Callable[[nn.Parameter, Tensor], Tensor]):
+        super().__init__()
+        self.p, self.use = nn.Parameter(torch.randn(shape)), use
+        self.first, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.use(self.p, self.first(x))).mean(1))
+
+
+HANDLED: dict[str, tuple[tuple[int, ...], Callable[[nn.Parameter, Tensor], Tensor]]] = {
+    "view": ((1, 6, SIZE), lambda p, x: x + p.view(6, SIZE)[:5]),
+    "as many rows as examples": ((3, SIZE), lambda p, x: x[:, :3] + p),
+    "from the left": ((SIZE,), lambda p, x: p - x / p.exp()),
+    "in place": ((SIZE,), lambda p, x: x.mul(1).add_(p)),
+    "repeat": ((1, SIZE), lambda p, x: torch.cat([p.repeat(len(x), 1, 1), x], 1)),
+    "zeros": ((SIZE,), lambda p, x: torch.cat([p + x.new_zeros(len(x), 1, SIZE), x], 1)),
+    "parts": ((2, SIZE), lambda p, x: x * p.softmax(0)[0] + p.unbind()[1]),
+    "transpose": ((SIZE, 3), lambda p, x: x @ p @ p.T),
+    "left factor": ((3, 5), lambda p, x: p @ x),
+    "queries": (
+        (2, SIZE),
+        lambda p, x: F.scaled_dot_product_attention(p.unsqueeze(0).expand(len(x), -1, -1), x, x),
+    ),
+    "where": ((SIZE,), lambda p, x: torch.where(x > 0, x, p)),
+}
+LEFT_OUT: dict[str, tuple[tuple[int, ...], Callable[[nn.Parameter, Tensor], Tensor], str]] = {
+    "rows by number": ((5, SIZE), lambda p, x: x + p[torch.arange(5).flip(0)], "getitem of shape"),
+    "einsum": ((SIZE, SIZE), lambda p, x: torch.einsum("nti,io->nto", x, p), "einsum of shape"),
+    "a constant": ((5, SIZE), lambda p, x: x + p * torch.ones(5, SIZE), "mul of shape (5, 4)"),
+    "positions first": (
+        (SIZE,),
+        lambda p, x: (x.transpose(0, 1) * p).transpose(0, 1),
+        "must match",
+    ),
+    "a number": ((), lambda p, x: x * p.item(), "fails with one for each"),
+}
+
+
+@pytest.mark.parametrize("name", HANDLED)
+def test_a_parameter_beside_layers(name: str) -> None:
+    """Its gradients are autograd's, whatever the size of a batch."""
     torch.manual_seed(0)
-    model = Squeezed().double()
-    data = normal(7, 5, SIZE), normal(3, 5, SIZE, seed=1)
-    study = whence.Study(model, Waves(), train=data[0], runs=once(model), layers="all")
-    with pytest.warns(UserWarning, match="all examples share it"):
-        scores = whence.TracIn().attribute(study, data[1], **EXACT)
-    assert [part["name"] for part in scores.excluded] == ["(model)"]
+    model = Uses(*HANDLED[name]).double()
+    for size in (1, 2, 3, 7):
+        check(model, normal(7, 5, SIZE), normal(3, 5, SIZE, seed=1), batch_size=size)
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_parameter_that_cannot_have_a_copy_per_example_is_left_out_by_name(name: str) -> None:
+    torch.manual_seed(0)
+    *how, reason = LEFT_OUT[name]
+    model = Uses(*how).double()
+    scores = check(model, normal(7, 5, SIZE), normal(3, 5, SIZE, seed=1), ["(model)"])
+    assert reason in reasons(scores)["(model)"]
+
+
+def test_a_way_that_loses_gradients_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are right, and gradients are compared with those of the plain model."""
+    of = OnePerExample.of
+    monkeypatch.setattr(OnePerExample, "of", staticmethod(lambda each: of(each.detach())))
+    torch.manual_seed(0)
+    model = Uses(*HANDLED["view"]).double()
+    scores = check(model, normal(7, 5, SIZE), normal(3, 5, SIZE, seed=1), ["(model)"])
+    assert "gives other gradients" in reasons(scores)["(model)"]
 
 
 def test_published_forms_track_matrices_alone_by_default() -> None:

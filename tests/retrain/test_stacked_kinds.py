@@ -26,6 +26,8 @@ DRAWS = "mixes examples or draws random numbers"
 ENGINES: dict[str, tuple[str | None, str]] = {
     "RMSNorm of another library": ("vmap", "0 (ScaledRMSNorm) has no stacked form"),
     "class token and positions": ("vmap", "the model (Picture) has no stacked form"),
+    "parameters of every shape": ("vmap", "the model (Clip) has no stacked form"),
+    "parameters as matrices": ("vmap", "the model (Bottleneck) has no stacked form"),
     "ConvTranspose1d": ("vmap", "0 (ConvTranspose1d) has no stacked form"),
     "ConvTranspose1d, everything": ("vmap", "0 (ConvTranspose1d) has no stacked form"),
     "ConvTranspose2d": ("vmap", "0 (ConvTranspose2d) has no stacked form"),

@@ -40,6 +40,36 @@ class Picture(nn.Module):
         return self.head(torch.tanh(self.norm(x)).mean(1))
 
 
+class Clip(nn.Module):
+    """As CLIP's encoder: parameters of its own of every shape, beside layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(SIZE))
+        self.positions = nn.Parameter(torch.randn(8, SIZE))
+        self.scale, self.temperature = nn.Parameter(torch.ones(SIZE)), nn.Parameter(torch.ones(()))
+        self.projection = nn.Parameter(torch.randn(SIZE, 3))
+        self.norm, self.mix = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), 1, -1), x], 1)
+        x = self.norm(x + self.positions[: x.shape[1]])
+        x = x + self.scale * torch.tanh(self.mix(x))
+        return x[:, 0] @ self.projection * self.temperature.exp()
+
+
+class Bottleneck(nn.Module):
+    """A low-rank update written by hand, beside the layer it adapts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 2)
+        self.A, self.B = nn.Parameter(torch.randn(2, SIZE)), nn.Parameter(torch.randn(SIZE, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.base(x) + F.linear(x @ self.A.T, self.B)).mean(1))
+
+
 class ScaledRMSNorm(nn.Module):
     """As Gemma's: the weight is an offset from 1."""
 
@@ -132,7 +162,10 @@ NORMS: Table = {
         (4, 3),
     ),
     "BatchNorm2d": (lambda: headed(batch_norm(nn.BatchNorm2d(4)), after=24), normal, (4, 3, 2)),
+    "BatchNorm3d": (lambda: headed(batch_norm(nn.BatchNorm3d(4)), after=24), normal, (4, 1, 3, 2)),
     "class token and positions": (Picture, normal, (5, SIZE)),
+    "parameters of every shape": (Clip, normal, (5, SIZE)),
+    "parameters as matrices": (Bottleneck, normal, (5, SIZE)),
 }
 
 

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from whence.errors import InvalidInput
 from whence.layers.kind import Kind, Places
+from whence.layers.parameter import OnePerExample
 from whence.layers.rows import Rows
 
 Outputs = Tensor | Rows  # s (n, t, o)
@@ -276,9 +277,10 @@ class Tape:
                 elif kind.seen == "call":
                     self._handles.append(module.register_forward_hook(self._hook(layer, kind)))
                 elif kind.seen == "copies":
-                    copies = weight.expand(self.n, *weight.shape[1:])
-                    self._note(layer, kind, module, copies.detach(), copies)
-                    self._replace(module, layer.weight.rpartition(".")[2], copies)
+                    each = weight.expand(self.n, *weight.shape)
+                    self._note(layer, kind, module, weight.new_ones(self.n, 1), each)
+                    one = OnePerExample.of(each)
+                    self._replace(module, layer.weight.rpartition(".")[2], one)
                 else:
                     host = kind.host(module)
                     if host not in notes:

@@ -19,8 +19,6 @@ from whence.errors import InvalidInput
 from whence.layers.kind import Notes, Seen
 from whence.layers.parameter import Direct
 
-MOST = 2**22  # numbers in a parameter, above which copies take too much memory
-
 
 class Copied(Direct):
     """A parameter of a module `host`, or of its parametrizations."""
@@ -33,13 +31,6 @@ class Copied(Direct):
 
     def host(self, module: Any) -> nn.Module:
         return self._host
-
-    def refusal(self, module: nn.Module) -> str | None:
-        parameter = module._parameters[self.attribute]
-        assert parameter is not None
-        if parameter.numel() <= MOST:
-            return None
-        return f"a copy of its {parameter.numel():,} numbers for each example takes too much memory"
 
     def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))

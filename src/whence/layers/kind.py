@@ -15,7 +15,7 @@ x and y are seen in one of four ways (`Kind.seen`):
 
     call            the module's input and output
     product         the operands and the result of `F.linear`, where no module is called
-    copies          a parameter (1, ...) is replaced by one copy per example, (n, ...)
+    copies          a parameter is replaced by one copy per example, (n, ...)
     forward         the kind computes the module's output, and notes x and y of each weight
 
 To support another layer, write a subclass and `register` it.

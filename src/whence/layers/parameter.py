@@ -1,14 +1,19 @@
-"""Parameters that are used as they are: class tokens, tables of positions, and biases that are no
-column of a matrix."""
+"""Parameters that are used as they are: class tokens, tables of positions, scales, and biases that
+are no column of a matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from whence.errors import InvalidInput
 from whence.layers.kind import Kind, Seen
+
+MOST = 2**22  # numbers in a parameter, above which copies take too much memory
 
 
 class Bias(Kind):
@@ -36,13 +41,20 @@ class Bias(Kind):
 
 
 class Direct(Kind):
-    """A parameter (1, ...) of a module of any class, of which each example gets a copy (n, ...)."""
+    """A parameter of a module of any class, of which each example gets a copy (`OnePerExample`)."""
 
     form = "elementwise"
     seen: ClassVar[Seen] = "copies"
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
+
+    def refusal(self, module: nn.Module) -> str | None:
+        parameter = module._parameters[self.attribute]
+        assert parameter is not None
+        if parameter.numel() <= MOST:
+            return None
+        return f"a copy of its {parameter.numel():,} numbers for each example takes too much memory"
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         return 1, module._parameters[self.attribute].numel(), 1
@@ -55,5 +67,88 @@ class Direct(Kind):
 
 
 def one_for_all(parameter: Tensor) -> bool:
-    """Whether a parameter is (1, ...), so that it may be replaced by one copy per example."""
+    """Whether a parameter is (1, ...), as one row of a batch."""
     return parameter.dim() > 1 and len(parameter) == 1
+
+
+class OnePerExample(Tensor):
+    """A tensor (...) that has a value for each of n examples: `each`, (n, ...).
+
+    It looks like the value of one example. Functions of it alone give another such tensor. Where it
+    meets the activations of a batch, (n, ...), each example meets its own value. A study compares
+    the outputs and the gradients of a model that uses it with those of the plain model.
+    """
+
+    each: Tensor
+
+    @staticmethod
+    def of(each: Tensor) -> OnePerExample:
+        one = torch.Tensor._make_subclass(OnePerExample, each[0].detach())
+        one.each = each
+        return one
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "").strip("_")
+            if name in DESCRIBES and not isinstance(result := func(*args, **kwargs or {}), Tensor):
+                return result
+            compute: Callable[..., Any] = PRODUCTS.get(name, func)
+            leaves, structure = tree_flatten((args, kwargs or {}))
+            which = [k for k, x in enumerate(leaves) if isinstance(x, OnePerExample)]
+            batch = [x.dim() for x in leaves if type(x) is not cls and isinstance(x, Tensor)]
+
+            def call(values: Sequence[Tensor]) -> Any:
+                every = list(leaves)
+                for k, value in zip(which, values, strict=True):
+                    every[k] = value
+                positional, named = tree_unflatten(every, structure)
+                return compute(*positional, **named)
+
+            if not any(batch):  # a number beside it is no batch
+                values = torch.vmap(call)([leaves[k].each for k in which])
+                return tree_map(OnePerExample.of, values)
+            axes = max(batch) if name in BROADCASTS or name in PRODUCTS else 0
+            matrix = 1 if name in PRODUCTS else None  # the place of the right factor
+            return call([_in_batch(leaves[k], axes, name, k == matrix) for k in which])
+
+
+def _in_batch(x: OnePerExample, axes: int, function: str, matrix: bool) -> Tensor:
+    """Its values as a batch (n, ...), with axes of length 1 between where the batch has more."""
+    n = len(x.each)
+    if x.dim() < axes or (matrix and x.dim() == axes == 2):
+        return x.each.reshape(n, *[1] * (axes - 1 - x.dim()), *x.shape)
+    if x.dim() and len(x) == 1:
+        return x.each.squeeze(1)
+    if x.dim() and len(x) == n:  # one for each example of the batch, such as by `expand`
+        return x.each.diagonal().movedim(-1, 0)
+    raise InvalidInput(f"{function} of shape {tuple(x.shape)} has no axis for {n} examples")
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight; x (n, i) may have no positions, where the weight is (n, i, o)."""
+    if x.dim() == 2 and weight.dim() == 3:
+        return (x.unsqueeze(1) @ weight).squeeze(1)
+    return x @ weight
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = _product(x, weight.mT)
+    return y if bias is None else y + bias
+
+
+#: functions that only say something about a tensor; "get" is that of `shape`, but also of `T`
+DESCRIBES = {"get", "size", "dim", "ndimension", "numel", "len", "is_floating_point", "stride"}
+#: functions that give the values of all operands the same axes, or need them
+BROADCASTS = {
+    *(f"{how}{what}" for what in ("add", "sub", "mul", "truediv") for how in ("", "r", "i")),
+    *("div", "divide", "true_divide", "multiply", "subtract", "where", "maximum", "minimum"),
+    *("cat", "concat", "concatenate"),
+}
+PRODUCTS: Mapping[str, Callable[..., Tensor]] = {"matmul": _product, "linear": _linear}

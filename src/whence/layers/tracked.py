@@ -140,7 +140,7 @@ def find(
     usable = []
     for layer in layers:
         layer.shared = layer in called and tape.shared(layer)
-    rejected = _rejected(model, task, batch, [s for s in layers if s.individual], outputs.detach())
+    rejected = _rejected(model, task, batch, [s for s in layers if s.individual])
     for layer in layers:
         problem = rejected[layer.name] if layer.individual else tape.problem(layer)
         if problem:  # why its kind refused it comes first
@@ -237,7 +237,7 @@ def _uses(
             yield prefix + name, module.get_submodule(inside), [(copied, attribute)]
     elif kind is None and not isinstance(module, parametrize.ParametrizationList):
         for name, p in module._parameters.items():
-            if p is not None and one_for_all(p):
+            if p is not None:
                 yield prefix + name, module, [(Direct(name), name)]
     if kind is None:
         return
@@ -309,33 +309,65 @@ def _one_weight(kind: Kind, module: nn.Module) -> bool:
 
 
 def _rejected(
-    model: nn.Module, task: Task, batch: Any, layers: Sequence[TrackedLayer], expected: Tensor
+    model: nn.Module, task: Task, batch: Any, layers: Sequence[TrackedLayer]
 ) -> dict[str, str | None]:
     """Why the model cannot compute with one value of each of these layers for each example, or its
-    module's forward in steps.
-
-    Args:
-        expected: the model's outputs.
-    """
+    module's forward in steps: outputs and gradients must be those of the plain model."""
+    if not layers:
+        return {}
+    n, rows = batch_length(batch), task.rows(batch)
+    with torch.enable_grad(), Tape(model, [], n, rows):
+        for layer in layers:
+            layer.parameters()[layer.weight].requires_grad_(True)
+        expected = task.outputs(model, batch)
+    tolerance = TOLERANCE.get(expected.dtype, 1e-3)
+    slopes = _slopes(expected, layers)
     hosts: dict[int, list[TrackedLayer]] = {}  # layers of one module are tried together
     for layer in layers:
         module, kind = layer.uses[0]
         together = kind.host(module) if kind.seen == "forward" else layer
         hosts.setdefault(id(together), []).append(layer)
     problems: dict[str, str | None] = {}
-    n, tolerance = batch_length(batch), TOLERANCE.get(expected.dtype, 1e-3)
     for some in hosts.values():
         reason = None
         try:
-            with torch.enable_grad(), Tape(model, some, n, task.rows(batch)) as tape:
-                outputs = task.outputs(model, batch).detach()
-            if bool((outputs - expected).norm() > tolerance * expected.norm()):
+            with torch.enable_grad(), Tape(model, some, n, rows) as tape:
+                outputs = task.outputs(model, batch)
+            if _differ(outputs, expected, tolerance):
                 reason = "its forward, computed step by step, gives other outputs"
+            elif any(
+                _differ(slope, slopes[layer], tolerance)
+                for layer, slope in _slopes(outputs, some).items()
+            ):
+                reason = "its forward, computed step by step, gives other gradients"
         except Exception as error:  # of the user's code
-            reason = f"all examples share it, and the model fails with one for each ({error})"
+            why = str(error).partition("\n")[0]
+            reason = f"all examples share it, and the model fails with one for each ({why})"
         for layer in some:
             problems[layer.name] = reason or tape.problem(layer)
     return problems
+
+
+def _slopes(outputs: Tensor, layers: Sequence[TrackedLayer]) -> dict[TrackedLayer, Tensor]:
+    """The gradient of a mixture of the outputs in the weight of each layer."""
+    weights = [layer.parameters()[layer.weight] for layer in layers]
+    if not outputs.requires_grad:  # they depend on none
+        return dict(zip(layers, map(torch.zeros_like, weights), strict=True))
+    gradients = torch.autograd.grad(
+        outputs, weights, _mixture(outputs), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(layers, gradients, strict=True))
+
+
+def _mixture(outputs: Tensor) -> Tensor:
+    """Random weights of the outputs: losses that are nearly zero would prove nothing."""
+    return torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+
+
+def _differ(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if actual.is_meta:  # nothing has a value
+        return False
+    return bool((actual - expected).norm() > tolerance * expected.norm())
 
 
 def _verified(
@@ -344,8 +376,8 @@ def _verified(
     """Layers whose captured gradients equal autograd's, per example; each block's positions; the
     operations of the batch's forward and backward pass.
 
-    The check differentiates a random combination of the outputs, because losses that are nearly
-    zero would prove nothing. On the meta device, where nothing has a value, it is left out.
+    The check differentiates a mixture of the outputs. On the meta device, where nothing has a
+    value, it is left out.
     """
     count = OperationCount()
     if not layers:
@@ -357,8 +389,7 @@ def _verified(
             parameter.requires_grad_(True)
         with count:
             outputs = task.outputs(model, batch)
-        mixture = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
-        totals = (outputs * mixture.to(outputs)).reshape(len(outputs), -1).sum(1)
+        totals = (outputs * _mixture(outputs)).reshape(len(outputs), -1).sum(1)
         singles = totals.unbind()
     captures = tape.backward(totals, torch.ones_like(totals))
     with count:
@@ -371,7 +402,7 @@ def _verified(
         for factors, w in zip(captured[layer], layer.matrices(truth), strict=True):
             one = slice(k, k + 1)
             (g,) = whole_gradients(factors.a[one], factors.s[one], factors.block.bias)
-            if bool((g - w).norm() > tolerance * w.norm()):
+            if _differ(g, w, tolerance):
                 wrong.add(layer)
 
     for k, total in enumerate(singles if not totals.is_meta else ()):

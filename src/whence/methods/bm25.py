@@ -12,6 +12,7 @@ sign is that of `RepSim`: more alike counts as more helpful.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,11 +106,16 @@ class BM25(Similarity):
                     values.append(weight)
         shape = len(examples), len(prepared.columns)
         return torch.sparse_coo_tensor(
-            torch.tensor([rows, columns]), torch.tensor(values, dtype=torch.float64), shape
+            torch.tensor([rows, columns]),
+            torch.tensor(values, dtype=torch.float64),
+            shape,
+            check_invariants=True,
         ).coalesce()
 
     def compare(self, queries: Tensor, examples: Tensor) -> Tensor:
-        shared: Tensor = torch.sparse.mm(queries, examples.t())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse (CSR tensor support|invariant checks)")
+            shared: Tensor = torch.sparse.mm(queries, examples.t())
         return shared.to_dense()
 
     def passes_needed(self, workspace: Workspace) -> tuple[dict[str, float], dict[str, int]]:

@@ -201,6 +201,9 @@ class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d): ...
 class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d): ...
 
 
+class StackedBatchNorm3d(_StackedBatchNorm, nn.BatchNorm3d): ...
+
+
 class StackedLayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(x, self.normalized_shape, eps=self.eps)
@@ -352,6 +355,7 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv3d: StackedConv3d,
     nn.BatchNorm1d: StackedBatchNorm1d,
     nn.BatchNorm2d: StackedBatchNorm2d,
+    nn.BatchNorm3d: StackedBatchNorm3d,
     nn.LayerNorm: StackedLayerNorm,
     nn.RMSNorm: StackedRMSNorm,
     nn.GroupNorm: StackedGroupNorm,
