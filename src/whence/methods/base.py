@@ -223,6 +223,7 @@ class Method(ABC):
         """
         world = workspace.world
         asked = {"the method": self, "out": out, "top": top, "by_segment": segments}
+        asked["by_layer"] = layers
         world.agree(asked)
         writer = ScoreWriter(
             out,
