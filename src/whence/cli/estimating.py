@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -228,9 +229,17 @@ def _own(name: str) -> nn.Module:
         ) from None
     finally:
         sys.path.remove(str(Path.cwd()))
-    model = make()
-    if not isinstance(model, nn.Module):
-        raise CommandError(f"--model {name} returned {type(model).__name__}, not a torch.nn.Module")
+    try:
+        if isinstance(make, nn.Module):
+            raise TypeError("it is a model already, with weights")
+        model = make()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"it returned {type(model).__name__}, not a torch.nn.Module")
+    except Exception as error:
+        raise CommandError(
+            f"--model {name}: {type(error).__name__}: {error}. Give a function that returns the "
+            "model, without arguments"
+        ) from error
     return model
 
 
@@ -241,6 +250,7 @@ def _hugging_face(name: str) -> nn.Module:
     except ImportError:
         raise CommandError(f"--model {name} needs transformers: {INSTALL}") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which warns of every retry
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -30,7 +30,7 @@ from whence.engine.costs import (
 )
 from whence.engine.options import FACTOR_SHARE, SHARE, check_count
 from whence.engine.workspace import Outline, Term
-from whence.errors import InvalidInput, check_choice
+from whence.errors import InvalidInput, check_choice, examples_of
 from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser, chooser
 from whence.layers.tracked import Tracked, find
@@ -364,11 +364,12 @@ def estimate(
         gpu = GPUS[gpu.lower()]
     if sharded and gpus == 1:
         raise InvalidInput("sharded=True with gpus=1: a model is divided among several GPUs")
-    if batch_length(batch) < 1:
+    if (length := batch_length(batch)) < 1:
         raise InvalidInput("the batch is empty: give two examples")
     moved = {name for name, p in model.named_parameters() if p.requires_grad}
     choose = chooser(layers) or method.default_layers
-    tracked = find(model.eval(), task, batch, choose, trained or moved.__contains__)
+    with examples_of("batch", range(length)):
+        tracked = find(model.eval(), task, batch, choose, trained or moved.__contains__)
     steps = list(range(1, checkpoints + 1))
     run = Run.from_checkpoints([{"w": torch.zeros(1)}] * checkpoints, steps, 0.1)
     plan = _Plan(
