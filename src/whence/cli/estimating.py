@@ -63,6 +63,9 @@ def estimate(
         int, typer.Option(min=1, metavar="INT", help="Checkpoints of the run.")
     ] = 6,
     method: Annotated[str, typer.Option(metavar="METHOD", help="Method.")] = "source",
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="That trains: sgd, adam, adamw or rmsprop.")
+    ] = "sgd",
     query_rank: Annotated[
         str | None,
         typer.Option(metavar="INT", help='Rank of query factors, or "auto".'),
@@ -151,6 +154,7 @@ def estimate(
         query_rank=rank,
         top=top,
         sharded=sharded,
+        optimizer=optimizer,
         **counts,  # type: ignore[arg-type]
     )
     data = asdict(result) | {"hours": result.hours, "fits": result.fits, "limit": result.limit}

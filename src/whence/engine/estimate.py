@@ -28,6 +28,7 @@ from whence.engine.costs import (
     Machine,
     Workload,
 )
+from whence.engine.dynamics import PRECONDITIONED
 from whence.engine.options import FACTOR_SHARE, SHARE, check_count
 from whence.engine.workspace import Outline, Term
 from whence.errors import InvalidInput, check_choice, examples_of
@@ -184,6 +185,7 @@ class _Plan:
     query_rank: int | str | None
     top: int | None
     sharded: bool
+    optimizer: str
 
     # what decides the terms of a method: a run of one stage
     @property
@@ -222,7 +224,12 @@ class _Plan:
             self.dtype,
             self.query_rank,
             self.gpus,
+            self._preconditioned,
         )
+
+    @property
+    def _preconditioned(self) -> bool:
+        return self.optimizer in PRECONDITIONED
 
     def estimate(self) -> Estimate:
         work = self.workload()
@@ -247,7 +254,7 @@ class _Plan:
         factors = 4 * cost.factor_numbers(tracked) * work.terms
         checkpoints = len(self.run.checkpoints) + 1
         disk = {
-            "checkpoints": 4.0 * checkpoints * tracked.parameters,
+            "checkpoints": 4.0 * checkpoints * tracked.parameters * (1 + self._preconditioned),
             "factors": float(factors) if counts.sides else 0.0,
             "scores": float(scores),
         }
@@ -330,6 +337,7 @@ def estimate(
     query_rank: int | str | None = None,
     top: int | None = None,
     sharded: bool = False,
+    optimizer: str = "sgd",
     layers: Sequence[str] | str | Chooser | None = None,
     trained: Any = None,
 ) -> Estimate:
@@ -346,6 +354,8 @@ def estimate(
         batch_size: examples per pass (default: as many as fit).
         query_rank, top: as in `attribute`.
         sharded: whether the model is divided among the GPUs (FSDP2).
+        optimizer: that trains: "sgd", or an Adam-type one, for which SOURCE and influence take
+            more time, and checkpoints twice the disk.
         layers: which to track, as in `Study`.
         trained: whether training moves the parameter of this name (default: `requires_grad`).
     """
@@ -385,6 +395,7 @@ def estimate(
         query_rank,
         top,
         sharded,
+        check_choice("optimizer", optimizer, ["sgd", *sorted(PRECONDITIONED)]),
     )
     result = plan.estimate()
     return result if result.fits else replace(result, fixes=fixes(plan))

@@ -142,6 +142,9 @@ class Influence(GradientMethod):
         workspace.ledger.diagnostics["damping"] = summary
         return BlockDiagonal({name: x / P[name] if P else x for name, x in λ.items()})
 
+    def whitens(self, work: Workload) -> bool:
+        return work.preconditioned and self.damping == "source" and self.solver == "ekfac"
+
     def passes_needed(self, work: Workload) -> dict[str, int]:
         share = (self.settings().get("examples") or work.trained) / work.trained
         return SOLVERS[self.solver].passes(self.settings(), share) | {"scores": 1}
