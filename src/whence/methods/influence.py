@@ -120,8 +120,8 @@ class Influence(GradientMethod):
 
     def vectors(self, workspace: Workspace, prepared: Prepared, queries: Queries) -> Vectors:
         inverse = prepared.inverse
-        v = workspace.query_gradients(queries, [workspace.run.final], inverse.bases)  # ∇f(q, θ_T)
-        w = inverse @ v
+        at = [workspace.run.final]
+        w = inverse @ workspace.query_gradients(queries, at, inverse.bases)  # ∇f(q, θ_T)
         if inverse.statistics:
             workspace.ledger.note_solve(queries.label, inverse.statistics)
         yield range(len(workspace.study.stages)), w, -1.0 / prepared.examples
