@@ -233,17 +233,17 @@ def _own(name: str) -> nn.Module:
         ) from None
     finally:
         sys.path.remove(str(Path.cwd()))
-    try:
-        if isinstance(make, nn.Module):
-            raise TypeError("it is a model already, with weights")
-        model = make()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"it returned {type(model).__name__}, not a torch.nn.Module")
-    except Exception as error:
+    model, problem = None, "it is a model already, with weights"
+    if not isinstance(make, nn.Module):
+        try:
+            model = make()
+            problem = f"it returned {type(model).__name__}, not a torch.nn.Module"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    if not isinstance(model, nn.Module):
         raise CommandError(
-            f"--model {name}: {type(error).__name__}: {error}. Give a function that returns the "
-            "model, without arguments"
-        ) from error
+            f"--model {name}: {problem}. Give a function that returns the model, without arguments"
+        )
     return model
 
 
