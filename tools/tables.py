@@ -681,6 +681,36 @@ def estimated_table() -> list[str]:
     return lines
 
 
+def store_scale_table() -> list[str]:
+    """The strongest of many stored rows, against reading their file."""
+    r = json.loads((ROOT / "benchmarks/results/store_scale.json").read_text())
+    queries = [key.split(", ")[1] for key in r["forms"]["full"]["seconds"] if key[:3] == "top"]
+    lines = [
+        "| rows | file | reading it | "
+        + " | ".join(f"first answer, q = {q}" for q in queries)
+        + " | "
+        + " | ".join(f"second, q = {q}" for q in queries)
+        + " | the disk is the limit up to |",
+        "|---|" + "---:|" * (2 * len(queries) + 3),
+    ]
+    for form, about in r["forms"].items():
+        seconds, disk = about["seconds"], about["bytes"] / about["seconds"]["read"][0]
+        most = r["rate"] * about["bytes"] / r["rows"] / (2 * r["dimension"] * disk)
+        cells = [f"{about['bytes'] / 1e9:.2f} GB", f"{seconds['read'][0]:.2f} s"]
+        for what in ("top", "again"):
+            cells += ["{:.2f} s ({:.2f})".format(*seconds[f"{what}, {q}"]) for q in queries]
+        lines.append(f"| `{form}` | {' | '.join(cells)} | q = {most:.0f} |")
+    m = r["machine"]
+    return [
+        *lines,
+        "",
+        f"`python -m benchmarks.store_scale`: the 100 strongest of {r['rows']:,} rows, "
+        f"d = {r['dimension']}, one thread for products, {m['processor']}, {m['date']}, the least "
+        f"of {r['rounds']} rounds, in brackets processor seconds. Other work had the machine's two "
+        f"cores at the same time (load {r['load']:.0f}).",
+    ]
+
+
 def sharded_table() -> list[str]:
     """A model divided by FSDP2 against the whole one."""
     r = json.loads((ROOT / "benchmarks/results/sharded_model.json").read_text())
@@ -780,6 +810,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "processes": processes_table,
     "estimated": estimated_table,
     "sharded": sharded_table,
+    "store scale": store_scale_table,
     "smooth": smooth_table,
     "layers": layers_table,
     **scale.TABLES,

@@ -37,6 +37,7 @@ from whence.errors import InvalidInput, RankFailed, warn
 
 T = TypeVar("T")
 Owner = Callable[[str], int | None]  # the rank that a named tensor belongs to; None: all ranks
+SHOWN = 60  # characters of a value; a longer one is a digest
 PATIENCE = 10.0  # seconds for which a rank waits for the others without a message
 CPU = torch.device("cpu")
 
@@ -232,16 +233,17 @@ class World:
         """Refuse ranks that differ in any of these plain values; the error names them."""
         if self.size == 1:
             return
+        self._step("agree", list(about))
         everywhere = self.values({name: str(value) for name, value in about.items()})
         for name in about:
-            differ = [r for r, each in enumerate(everywhere) if each[name] != everywhere[0][name]]
+            each = [values[name] for values in everywhere]
+            differ = [rank for rank, value in enumerate(each) if value != each[0]]
             if differ:
-                ranks = ", ".join(map(str, differ))
+                ranks, pair = ", ".join(map(str, differ)), (each[differ[0]], each[0])
+                shown = "" if max(map(len, pair)) > SHOWN else " ({}; rank 0: {})".format(*pair)
                 raise InvalidInput(
-                    f"the processes differ in {name}: rank {ranks} of {self.size} not as rank 0 "
-                    f"({_short(everywhere[differ[0]][name])}; rank 0: "
-                    f"{_short(everywhere[0][name])}). Start all with the same code, data and "
-                    "settings"
+                    f"the processes differ in {name}: rank {ranks} of {self.size} not as rank 0"
+                    f"{shown}. Start all with the same code, data and settings"
                 )
 
     def either(self, flag: bool) -> bool:

@@ -25,6 +25,11 @@ def small():
 
 def number():
     return 3
+
+def broken():
+    raise RuntimeError("no such file")
+
+built = small()
 """
 
 
@@ -75,6 +80,9 @@ def test_a_function(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model estimated_models:small --input 8 --examples 5 --method repsim", "no estimate"),
         ("--model estimated_models:nothing --input 8 --examples 5", "nothing"),
         ("--model estimated_models:number --input 8 --examples 5", "int, not a torch.nn.Module"),
+        ("--model estimated_models:broken --input 8 --examples 5", "RuntimeError: no such file"),
+        ("--model estimated_models:built --input 8 --examples 5", "it is a model already"),
+        ("--model estimated_models:small --input 9 --examples 5", "failed on batch example 0, 1"),
         ("--model no_such_module:make --input 8 --examples 5", "no_such_module"),
     ],
 )

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import default_collate
+from torch.utils.flop_counter import FlopCounterMode
 
+import whence
 from benchmarks.estimated import CASES, METHODS, counted
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,3 +37,24 @@ def test_operations_are_those_of_the_work(case: str, method: str) -> None:
     # on little data, what checks a model of this size costs is not negligible
     estimated, operations = counted(case, method, scale=8 if case in LARGE else 2)
     assert 0.6 < estimated / operations < 1.5, estimated / operations
+
+
+@pytest.mark.parametrize("method", [whence.Source(), whence.Influence()])
+def test_iterations_after_adam_are_counted(method: Any, tmp_path: Path) -> None:
+    """How many they take is only known afterwards, so within a factor of two."""
+    torch.manual_seed(0)
+    model, task, train, query = CASES["GPT, tied head"](4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with whence.Recorder(tmp_path, model, optimizer, checkpoints=2, total_steps=12) as recorder:
+        for k in range(12):
+            indices = torch.arange(8 * k, 8 * k + 8) % len(train)
+            batch = default_collate([train[int(i)] for i in indices])
+            optimizer.zero_grad()
+            task.losses(task.outputs(model, batch), batch).mean().backward()
+            recorder.step(indices)
+            optimizer.step()
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        scores = method.attribute(whence.Study(model, task, train, tmp_path), query)
+    estimated = scores.diagnostics["estimate"]["operations"]
+    assert 0.5 < estimated / counter.get_total_flops() < 2

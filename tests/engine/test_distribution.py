@@ -183,6 +183,11 @@ def test_ranks_that_differ_are_named(name: str, pair: Path) -> None:
     assert first == second
 
 
+def test_ranks_that_make_other_calls_end_together(pair: Path) -> None:
+    for message in known(pair, "other_calls"):
+        assert "are not in step" in message and "the same calls in the same order" in message
+
+
 def test_a_process_without_a_group_is_warned(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whence.world._warned", set())
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -45,6 +45,14 @@ def test_counts_are_those_before_an_attribution(method: Any) -> None:
     assert planned.operations == pytest.approx(known["operations"])
 
 
+def test_adam_takes_iterations_and_second_moments() -> None:
+    plain, adam = _of(), _of(optimizer="adamw")
+    assert adam.disk["checkpoints"] == 2 * plain.disk["checkpoints"]
+    assert adam.operations > plain.operations
+    published = [_of(whence.Source.published(), optimizer=name) for name in ("sgd", "adamw")]
+    assert published[0].operations == published[1].operations  # in closed form
+
+
 def test_weights_are_not_needed() -> None:
     assert _of().operations == pytest.approx(_of(device="cpu").operations, rel=0.02)
 

@@ -339,10 +339,12 @@ DIFFERENT = {
     "dtype": "options['dtype'] = [torch.float32, torch.float64][rank]",
     "the task": "study.tasks['train'].measurement = 'loss' if rank else 'margin'",
     "the model or its code": "study.models['train'][1] = [nn.ReLU(), nn.GELU()][rank]",
-    "the run": "study.runs[0] = whence.Run.open(runs / ['sgd', 'adam'][rank])",
+    "the runs": "study.runs[0] = whence.Run.open(runs / ['sgd', 'adam'][rank])",
     "batch_size": "options['batch_size'] = 2 + rank",
     "out": "options['out'] = folder / f'{rank}'",
     "top": "options['top'] = 2 + rank",
+    "query_rank": "options['query_rank'] = [None, 2][rank]",
+    "by_layer": "options['by_layer'] = bool(rank)",
 }
 
 
@@ -359,6 +361,19 @@ def differing(runs: Path, folder: Path, rank: int) -> dict[str, str]:
         except whence.errors.InvalidInput as error:
             messages[name] = str(error)
     return messages
+
+
+def other_calls(runs: Path, folder: Path, rank: int) -> str:
+    """The error where rank 0 attributes, and rank 1 builds a store."""
+    given = study(runs, cache=folder / "other")
+    try:
+        if rank == 0:
+            whence.TracIn().attribute(given, QUERY, **EXACT)
+        else:
+            whence.GradientStore.build(given, folder / "other-store", 6, **EXACT)
+    except whence.errors.RankFailed as error:
+        return str(error)
+    return ""
 
 
 SIDE = 64  # of the layers of `wide`
@@ -436,7 +451,7 @@ def factors(runs: Path, folder: Path, rank: int) -> dict[str, float]:
     return factor_bytes(folder / "wide")
 
 
-FACTS = (shares, failing, full_disk, differing, factors, resumed)
+FACTS = (shares, failing, full_disk, differing, other_calls, factors, resumed)
 
 
 def everything(runs: Path, folder: Path, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +48,7 @@ def estimate(
     queries: str = "100",
     checkpoints: Annotated[int, POSITIVE] = 6,
     method: str = "source",
+    optimizer: str = "sgd",
     query_rank: str | None = None,
     top: Annotated[int | None, POSITIVE] = None,
     gpus: Annotated[str, MACHINE] = "1",
@@ -75,6 +77,7 @@ def estimate(
         queries (N): Queries.
         checkpoints: Checkpoints of the run.
         method (METHOD): Method.
+        optimizer (NAME): That trains: sgd, adam, adamw or rmsprop.
         query_rank (INT): Rank of query factors, or "auto".
         top: Keep only the strongest examples.
         gpus (N): GPUs that share the work.
@@ -114,6 +117,7 @@ def estimate(
         query_rank=rank,
         top=top,
         sharded=sharded,
+        optimizer=optimizer,
         **counts,  # type: ignore[arg-type]
     )
     data = asdict(result) | {"hours": result.hours, "fits": result.fits, "limit": result.limit}
@@ -161,16 +165,12 @@ def _gpu(
 def _built(name: str, tokens: int, shape: list[int] | None) -> tuple[nn.Module, Task, Any]:
     """The model on the meta device, its task, and a batch of two examples."""
     import torch
-    from torch import nn
 
     from whence.language import LanguageModeling
     from whence.task import Classification
 
     with torch.device("meta"):
-        model = imported("--model", name) if ":" in name else _hugging_face(name)
-        if not isinstance(model, nn.Module):
-            kind = type(model).__name__
-            raise CommandError(f"--model {name} returned {kind}, not a torch.nn.Module")
+        model = _own(name) if ":" in name else _hugging_face(name)
         labels = torch.zeros(2, dtype=torch.long)
         if shape is not None:
             return model, Classification(), (torch.zeros(2, *shape), labels)
@@ -182,6 +182,24 @@ def _built(name: str, tokens: int, shape: list[int] | None) -> tuple[nn.Module, 
         return model, task, {"input_ids": ids} | ({} if generates else {"labels": labels})
 
 
+def _own(name: str) -> nn.Module:
+    from torch import nn
+
+    make = imported("--model", name, call=False)
+    model, problem = None, "it is a model already, with weights"
+    if not isinstance(make, nn.Module):
+        try:
+            model = make()
+            problem = f"it returned {type(model).__name__}, not a torch.nn.Module"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    if not isinstance(model, nn.Module):
+        raise CommandError(
+            f"--model {name}: {problem}. Give a function that returns the model, without arguments"
+        )
+    return model
+
+
 def _hugging_face(name: str) -> nn.Module:
     """By the class that the configuration names, or a language model, or a classifier."""
     try:
@@ -189,6 +207,7 @@ def _hugging_face(name: str) -> nn.Module:
     except ImportError:
         raise CommandError(f"--model {name} needs transformers: {INSTALL}") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which warns of every retry
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

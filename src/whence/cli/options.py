@@ -122,8 +122,12 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def imported(option: str, place: str) -> Any:
-    """The object that `MODULE:NAME` names; its result, if it is a function or a class."""
+def imported(option: str, place: str, call: bool = True) -> Any:
+    """The object that `MODULE:NAME` names; its result, if it is a function or a class.
+
+    Args:
+        call: whether a function or class is called.
+    """
     module, _, name = place.partition(":")
     if not module or not name:
         raise CommandError(f"{option} {place!r}: write MODULE:NAME, such as train:make_model")
@@ -135,7 +139,8 @@ def imported(option: str, place: str) -> Any:
     finally:
         sys.path.remove(os.getcwd())
     is_object = hasattr(value, "parameters") or hasattr(value, "__getitem__")
-    return value() if callable(value) and (isinstance(value, type) or not is_object) else value
+    called = call and callable(value) and (isinstance(value, type) or not is_object)
+    return value() if called else value
 
 
 def open_scores(path: Path) -> Scores:

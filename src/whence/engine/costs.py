@@ -93,6 +93,8 @@ class Workload:
         memory: bytes that a process may use.
         room: of these, for factors; None for as many as they need.
         ranks: processes that share the work.
+        preconditioned: whether an Adam-type optimizer trained, so that curvature is applied by
+            Krylov iterations.
     """
 
     tracked: Tracked
@@ -108,6 +110,7 @@ class Workload:
     dtype: torch.dtype
     query_rank: int | str | None = None
     ranks: int = 1
+    preconditioned: bool = False
 
     @property
     def accumulator(self) -> torch.dtype:

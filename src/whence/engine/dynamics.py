@@ -19,7 +19,7 @@ from whence.operators import BlockDiagonal
 from whence.run import Segment
 
 FLOOR = 0.1  # of roots of second moments: see `preconditioner`
-PRECONDITIONED = ("adam", "adamw", "rmsprop")
+PRECONDITIONED = frozenset({"adam", "adamw", "rmsprop"})
 
 
 @dataclass(frozen=True)

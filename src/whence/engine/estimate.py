@@ -28,8 +28,9 @@ from whence.engine.costs import (
     Machine,
     Workload,
 )
+from whence.engine.dynamics import PRECONDITIONED
 from whence.engine.workspace import FACTOR_SHARE, SHARE, Outline, Term
-from whence.errors import InvalidInput, check_choice, check_count
+from whence.errors import InvalidInput, check_choice, check_count, examples_of
 from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser, chooser
 from whence.layers.tracked import Tracked, find
@@ -183,6 +184,7 @@ class _Plan:
     query_rank: int | str | None
     top: int | None
     sharded: bool
+    optimizer: str
 
     # what decides the terms of a method: a run of one stage
     @property
@@ -221,7 +223,12 @@ class _Plan:
             self.dtype,
             self.query_rank,
             self.gpus,
+            self._preconditioned,
         )
+
+    @property
+    def _preconditioned(self) -> bool:
+        return self.optimizer in PRECONDITIONED
 
     def estimate(self) -> Estimate:
         work = self.workload()
@@ -246,7 +253,7 @@ class _Plan:
         factors = 4 * cost.factor_numbers(tracked) * work.terms
         checkpoints = len(self.run.checkpoints) + 1
         disk = {
-            "checkpoints": 4.0 * checkpoints * tracked.parameters,
+            "checkpoints": 4.0 * checkpoints * tracked.parameters * (1 + self._preconditioned),
             "factors": float(factors) if counts.sides else 0.0,
             "scores": float(scores),
         }
@@ -329,6 +336,7 @@ def estimate(
     query_rank: int | str | None = None,
     top: int | None = None,
     sharded: bool = False,
+    optimizer: str = "sgd",
     layers: Sequence[str] | str | Chooser | None = None,
     trained: Any = None,
 ) -> Estimate:
@@ -345,6 +353,8 @@ def estimate(
         batch_size: examples per pass (default: as many as fit).
         query_rank, top: as in `attribute`.
         sharded: whether the model is divided among the GPUs (FSDP2).
+        optimizer: that trains: "sgd", or an Adam-type one, for which SOURCE and influence take
+            more time, and checkpoints twice the disk.
         layers: which to track, as in `Study`.
         trained: whether training moves the parameter of this name (default: `requires_grad`).
     """
@@ -363,11 +373,12 @@ def estimate(
         gpu = GPUS[gpu.lower()]
     if sharded and gpus == 1:
         raise InvalidInput("sharded=True with gpus=1: a model is divided among several GPUs")
-    if batch_length(batch) < 1:
+    if (length := batch_length(batch)) < 1:
         raise InvalidInput("the batch is empty: give two examples")
     moved = {name for name, p in model.named_parameters() if p.requires_grad}
     choose = chooser(layers) or method.default_layers
-    tracked = find(model.eval(), task, batch, choose, trained or moved.__contains__)
+    with examples_of("batch", range(length)):
+        tracked = find(model.eval(), task, batch, choose, trained or moved.__contains__)
     steps = list(range(1, checkpoints + 1))
     run = Run.from_checkpoints([{"w": torch.zeros(1)}] * checkpoints, steps, 0.1)
     plan = _Plan(
@@ -383,6 +394,7 @@ def estimate(
         query_rank,
         top,
         sharded,
+        check_choice("optimizer", optimizer, ["sgd", *sorted(PRECONDITIONED)]),
     )
     result = plan.estimate()
     return result if result.fits else replace(result, fixes=fixes(plan))

@@ -291,13 +291,14 @@ class Workspace:
 
         study, versions = self.study, [torch.__version__, __version__]
         about = {
-            "the run": self.run.fingerprint,
+            "the runs": [run.fingerprint for run in study.runs],
             "the training data": {s: study.data[s].fingerprint() for s in study.stages},
             "the scored examples": [
                 self.data_fingerprints(),
                 {s: sha256_of(self.scored(s)) for s in self.stages},
             ],
             "the queries": None if self.query is None else self.query.fingerprint(),
+            "query_rank": None if self.query is None else self.query.rank,
             "the model or its code": [model_identity(m) for m in study.models.values()],
             "the task": [task_identity(task, measured=True) for task in study.tasks.values()],
             "the tracked layers": list(self.blocks),
@@ -524,8 +525,8 @@ class Workspace:
 def _shared_memory(world: World, memory: int | str | None, device: torch.device) -> int:
     """Bytes that each process may use: the same in all, so that they divide the work alike."""
     allowed = allowance(memory, device)
+    hosts = world.values(platform.node())
     if memory is None and device.type == "cpu":  # the machine's, which its processes share
-        hosts = world.values(platform.node())
         allowed //= hosts.count(platform.node())
     return int(min(world.values(allowed)))
 

@@ -216,8 +216,8 @@ class Method(ABC):
             layers: names of the layers whose contributions are kept.
         """
         world = workspace.world
-        asked = {"the method": self, "out": out, "top": top, "by_segment": segments}
-        world.agree(asked)
+        parts = {"by_segment": segments, "by_layer": layers}
+        world.agree({"the method": self, "out": out, "top": top, **parts})
         writer = ScoreWriter(
             out,
             None if workspace.query is None else len(workspace.query),

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from whence.engine.costs import SCORED, Cost, Workload, announce, estimated, show_progress
-from whence.engine.dynamics import FLOOR, Rates
+from whence.engine.dynamics import FLOOR, PRECONDITIONED, Rates
 from whence.engine.ledger import segment_summary
 from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import operations as factor_operations
@@ -57,6 +57,7 @@ from whence.world import World
 AUTO, SEGMENTS = "auto", 3  # the choice of `chosen_segments`, and the paper's number
 VECTOR_STEPS = 10  # reads and writes of a query's vector in each segment, for the estimate
 USUAL_PRODUCTS = 40  # Lanczos steps with the Gauss-Newton matrix, for the estimate
+USUAL_STEPS = 10  # Lanczos steps with a layer's whitened curvature, for the estimate
 
 #: (numbers of terms, the vectors w that these terms share, a factor that multiplies w)
 Vectors = Iterator[tuple[Sequence[int], Any, float]]
@@ -115,6 +116,10 @@ class GradientMethod(Method):
         total = (1 if self._shared else work.terms) * each
         return total if work.room is None else min(total, work.room // work.accumulator.itemsize)
 
+    def whitens(self, work: Workload) -> bool:
+        """Whether curvature is whitened by the optimizer's preconditioner, for the estimate."""
+        return work.preconditioned
+
     def counted(self, work: Workload) -> Cost:
         """The counts of all its work."""
         tracked, count, sets = work.tracked, work.asked, 1 if self._shared else work.terms
@@ -141,10 +146,14 @@ class GradientMethod(Method):
         examples = {k: work.examples if k in SCORED else work.trained for k in passes}
         operations = {k: examples[k] * passes[k] * each[k] for k in passes}
         sides: list[int] = []
+        steps = 0
         if passes.get("covariances"):
             solved = work.queries or work.examples
             rotated = cost.rotations(tracked, solved, work.examples, sets)
             operations["queries"] = rotated + solved * tracked.operations
+            if self.whitens(work):
+                steps = USUAL_STEPS * sets
+                operations["queries"] += cost.krylov(tracked, solved, steps)
             sides = sets * [side for b in tracked.blocks for side in cost.sides(b)]
         if low_rank is None and all(t == 1 for t in tracked.positions.values()):
             # a term's checkpoints meet the queries together
@@ -152,7 +161,7 @@ class GradientMethod(Method):
             operations["scores"] -= work.examples * meet * (each["scores"] - tracked.operations)
             handled["scores"] *= sets / max(1, work.scored)
         touched = {k: examples[k] * passes[k] * handled[k] for k in passes}
-        touched["queries"] = VECTOR_STEPS * sets * count * float(vector)
+        touched["queries"] = VECTOR_STEPS * (sets + steps) * count * float(vector)
         return Cost(passes, operations, touched, fitted, vectors, sides)
 
     # -- what all of them do ---------------------------------------------------------------------
@@ -242,6 +251,7 @@ class GradientMethod(Method):
             workspace.dtype,
             None if query is None else query.rank,
             workspace.world.size,
+            not PRECONDITIONED.isdisjoint(workspace.run.optimizers.values()),
         )
 
     def tokens(

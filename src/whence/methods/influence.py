@@ -120,8 +120,8 @@ class Influence(GradientMethod):
 
     def vectors(self, workspace: Workspace, prepared: Prepared, queries: Queries) -> Vectors:
         inverse = prepared.inverse
-        v = workspace.query_gradients(queries, [workspace.run.final], inverse.bases)  # ∇f(q, θ_T)
-        w = inverse @ v
+        at = [workspace.run.final]
+        w = inverse @ workspace.query_gradients(queries, at, inverse.bases)  # ∇f(q, θ_T)
         if inverse.statistics:
             workspace.ledger.note_solve(queries.label, inverse.statistics)
         yield range(len(workspace.study.stages)), w, -1.0 / prepared.examples
@@ -141,6 +141,9 @@ class Influence(GradientMethod):
         summary = {"least": min(λ.values()), "most": max(λ.values())}
         workspace.ledger.diagnostics["damping"] = summary
         return BlockDiagonal({name: x / P[name] if P else x for name, x in λ.items()})
+
+    def whitens(self, work: Workload) -> bool:
+        return work.preconditioned and self.damping == "source" and self.solver == "ekfac"
 
     def passes_needed(self, work: Workload) -> dict[str, int]:
         share = (self.settings().get("examples") or work.trained) / work.trained

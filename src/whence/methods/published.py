@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from whence.engine.costs import Workload
 from whence.engine.dynamics import PRECONDITIONED, Rates
 from whence.engine.ledger import Ledger
 from whence.engine.workspace import Term, Workspace
@@ -90,6 +91,9 @@ class PublishedSource(Source):
         if self.damping is not None:
             return self.damping
         return DAMPING if optimizer in PRECONDITIONED and self.curvature == "identity" else 0.0
+
+    def whitens(self, work: Workload) -> bool:
+        return False
 
     def operator(
         self, workspace: Workspace, term: Term, rates: Rates, resident: int

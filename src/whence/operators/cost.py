@@ -111,6 +111,11 @@ def rotations(tracked: Tracked, queries: int, examples: int, sets: int = 1) -> f
     return total
 
 
+def krylov(tracked: Tracked, queries: int, steps: int) -> float:
+    """Operations of this many products of whole matrices with D^½ H D^½: there and back."""
+    return steps * sum(2 * rotate_queries(b, queries) for b in tracked.blocks if not b.diagonal)
+
+
 def sides(block: ParameterBlock) -> list[int]:
     """Sides d of the two matrices that are decomposed: about 9 d³ operations each, in float64."""
     return [] if block.diagonal else [block.width] if block.rows else [block.o, block.width]

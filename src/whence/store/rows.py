@@ -10,9 +10,9 @@ as four bytes of float32 (`encoded`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from whence.persist.arrays import Checksums, Entry, create_array, load_array, ma
 from whence.persist.files import move_into_place
 
 CACHE_BYTES = 2**20  # of rows per product, so that they stay in the processor's cache
+AHEAD = 2  # blocks of rows that are read ahead: one comes from the disk, one is checked
 PAGE = 4096  # bytes; the least that a system maps
 REMEDY = "delete it, and build the store again"
 
@@ -89,7 +90,8 @@ class StoredRows:
             )
         self.array = load_array(path, entry, mode="c", remedy=REMEDY)
         self._start = 0  # of the last rows
-        self._reader: Thread | None = None  # of the next rows
+        self._readers = ThreadPoolExecutor(AHEAD, thread_name_prefix="rows")
+        self._reads: dict[int, Future[None]] = {}  # of the next rows, by the first of them
 
     def __getitem__(self, rows: slice | NDArray[np.int64]) -> Tensor:
         entries, scales = self._parts(rows)
@@ -105,15 +107,16 @@ class StoredRows:
         return products if scales is None else products * scales
 
     def _read_ahead(self, rows: slice) -> None:
-        """Wait for these rows if they are being read; read those as far behind as these are behind
-        the last ones."""
-        if self._reader is not None:
-            self._reader.join()
+        """Wait for these rows if they are being read. Have the next ones read, which are as far
+        behind these as these are behind the last ones."""
         step, self._start = rows.start - self._start, rows.start
-        after = slice(rows.start + step, rows.stop + step)
-        if step > 0 and after.start < len(self.array):
-            self._reader = Thread(target=self._touch, args=(after,), daemon=True)
-            self._reader.start()
+        reading = self._reads.pop(rows.start, None)
+        ahead = [slice(rows.start + k * step, rows.stop + k * step) for k in range(1, AHEAD + 1)]
+        for some in ahead if step > 0 else ():
+            if some.start < len(self.array) and some.start not in self._reads:
+                self._reads[some.start] = self._readers.submit(self._touch, some)
+        if reading is not None:
+            reading.result()
 
     def _touch(self, rows: slice) -> None:
         with suppress(DamagedFile):  # which is raised where they are used
