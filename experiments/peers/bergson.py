@@ -25,6 +25,7 @@ TRACKSTAR_SIDE = 16  # rows and columns of each layer's projection: bergson's de
 
 def ekfac(work: Trainings, study: whence.Study, damping: float, empirical: bool = False) -> Values:
     """EK-FAC influence, with its sampled Fisher, or the empirical one."""
+    check(work)
     given = import_module("bergson.config.config")
     pipeline = import_module("bergson.hessians.pipeline").hessian_pipeline
 
@@ -43,6 +44,7 @@ def ekfac(work: Trainings, study: whence.Study, damping: float, empirical: bool 
 
 def trackstar(work: Trainings, study: whence.Study) -> Values:
     """TrackStar: unit gradients, projected and whitened."""
+    check(work)
     given = import_module("bergson.config.config")
     pipeline = import_module("bergson.cli.trackstar").trackstar
 
@@ -54,6 +56,11 @@ def trackstar(work: Trainings, study: whence.Study) -> Values:
     return -scores(work, study, given.TrackstarIndexConfig, command, **side)
 
 
+def check(work: Trainings) -> None:
+    if not isinstance(work.recipe.task, whence.LanguageModeling):
+        raise ValueError("it attributes language models of transformers, not this task")
+
+
 def scores(
     work: Trainings,
     study: whence.Study,
@@ -62,8 +69,6 @@ def scores(
     **settings: Any,
 ) -> Values:
     """What a command of bergson leaves, (q, n)."""
-    if not isinstance(work.recipe.task, whence.LanguageModeling):
-        raise ValueError("bergson attributes language models of transformers, not this task")
     given, data = (import_module(f"bergson.{name}") for name in ("config.config", "data"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -94,7 +99,7 @@ def write_model(study: whence.Study, folder: Path) -> int:
 
     linear: Any = final_model(study)
     linear = linear.model  # its Conv1D layers are linear layers
-    model = GPT2LMHeadModel(linear.config)
+    model = GPT2LMHeadModel(linear.config)  # type: ignore[no-untyped-call]
     state: dict[str, Tensor] = linear.state_dict()
     turned = {n for n, module in model.named_modules() if isinstance(module, Conv1D)}
     for module in turned:
@@ -102,7 +107,9 @@ def write_model(study: whence.Study, folder: Path) -> int:
     model.load_state_dict(state)
     model.save_pretrained(folder)
     words = {str(k): k for k in range(linear.config.vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "0")))
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer(WordLevel(words, "0"))
+    )
     tokenizer.save_pretrained(folder)
     return int(linear.config.n_positions)
 

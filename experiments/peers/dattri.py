@@ -93,8 +93,8 @@ EKFAC_FAULTS = (
 
 def mended_ekfac(work: Trainings, study: whence.Study, damping: float) -> Values:
     """The same without `EKFAC_FAULTS`: what the rest of its code computes."""
-    attributors = import_module("dattri.algorithm.influence_function")
-    fisher = import_module("dattri.func.fisher")
+    attributors: Any = import_module("dattri.algorithm.influence_function")
+    fisher: Any = import_module("dattri.func.fisher")
     eigenvectors = fisher.estimate_eigenvector
 
     class Mended(attributors.IFAttributorEKFAC):  # type: ignore[misc, name-defined]

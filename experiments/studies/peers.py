@@ -73,7 +73,7 @@ class Peer:
     faults: str = ""
 
 
-PEERS: Mapping[str, Peer] = {
+PEERS: Mapping[str, Peer] = {  # those that take long come last
     "kronfluence, EK-FAC": Peer(
         partial(kronfluence.ekfac, damping=DAMPING),
         lambda w: whence.Influence.published(CHECKED_DAMPING, fisher="empirical"),
@@ -85,14 +85,6 @@ PEERS: Mapping[str, Peer] = {
         checked=partial(dattri.ekfac, damping=CHECKED_DAMPING),
         mended=partial(dattri.mended_ekfac, damping=CHECKED_DAMPING),
         faults=dattri.EKFAC_FAULTS,
-    ),
-    "dattri, CG": Peer(
-        partial(dattri.conjugate_gradients, damping=HESSIAN_DAMPING),
-        lambda w: whence.Influence(HESSIAN_DAMPING, solver="cg"),
-    ),
-    "dattri, DataInf": Peer(
-        partial(dattri.datainf, damping=DATAINF_DAMPING),
-        lambda w: whence.Influence(DATAINF_DAMPING, solver="datainf"),
     ),
     "dattri, TracIn": Peer(dattri.tracin, lambda w: whence.TracIn()),
     "dattri, TRAK": Peer(dattri.trak, lambda w: whence.Trak(dimension(w))),
@@ -111,6 +103,14 @@ PEERS: Mapping[str, Peer] = {
     ),
     "bergson, TrackStar": Peer(
         bergson.trackstar, lambda w: whence.TrackStar(dimension(w)), layers=BLOCKS
+    ),
+    "dattri, DataInf": Peer(
+        partial(dattri.datainf, damping=DATAINF_DAMPING),
+        lambda w: whence.Influence(DATAINF_DAMPING, solver="datainf"),
+    ),
+    "dattri, CG": Peer(
+        partial(dattri.conjugate_gradients, damping=HESSIAN_DAMPING),
+        lambda w: whence.Influence(HESSIAN_DAMPING, solver="cg"),
     ),
 }
 

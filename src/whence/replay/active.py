@@ -222,7 +222,7 @@ def _differentiable(norms: Iterable[_BatchNorm]) -> Iterator[None]:
 def _replaced(forwards: Mapping[_BatchNorm, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Modules with another forward pass."""
     for norm, forward in forwards.items():
-        norm.forward = forward  # type: ignore[method-assign]
+        norm.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
