@@ -35,9 +35,13 @@ Tasks = Mapping[str, Mapping[str, Any]]  # entries of one protocol
 FIGURES = "assets/leaderboard"  # below docs/; those in figures/ are drawn on white
 INK = {"light": "#1a1a1a", "dark": "#e6e6e6"}
 EARLIER = "† weighted by the first half of the way alone, as an earlier version did."
+ELSEWHERE = (
+    "Hollow points are other libraries. Where the tables below name a device beside the seconds, a "
+    "row was computed on that device, and its cost does not compare with the others'."
+)
 OURS = ("Source()", "Influence()", "Best()", "Unrolled (MAGIC)", "Unrolled, expected")
 MARKERS = "osD^vP*X<>dph8"
-PEER = "#a04000"  # other libraries
+PEER = "#8e6bd1"  # other libraries
 
 
 def tasks_of(stored: Mapping[str, Any], protocol: Protocol) -> Tasks:
@@ -147,6 +151,8 @@ def tables_part(stored: Mapping[str, Any]) -> str:
         for mode in INK:
             picture = f"{FIGURES}/{protocol.name}-{mode}.svg#only-{mode}"
             parts.append(f"![LDS against seconds, {protocol.title.lower()}]({picture})")
+        if any("device" in row for e in tasks.values() for row in e["methods"].values()):
+            parts.append(ELSEWHERE)
         parts += [details(task, entry) for task, entry in tasks.items()]
     return "\n\n".join(parts)
 

@@ -97,7 +97,7 @@ def mended_ekfac(work: Trainings, study: whence.Study, damping: float) -> Values
     fisher: Any = import_module("dattri.func.fisher")
     eigenvectors = fisher.estimate_eigenvector
 
-    class Mended(attributors.IFAttributorEKFAC):  # type: ignore[misc, name-defined]
+    class Mended(attributors.IFAttributorEKFAC):  # type: ignore[misc]
         def cache(self, loader: Any) -> None:
             self.task.get_target_func, of_target = (
                 self.task.get_loss_func,

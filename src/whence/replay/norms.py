@@ -31,8 +31,9 @@ def normalise(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             f"{type(norm).__name__} has a forward of its own, which the replay of a training does "
             "not follow: use torch's batch norm, or Source"
         )
-    norm._check_input_dim(x)
-    outputs: tuple[Tensor, Tensor, Tensor] = _Normalise.apply(x, norm.weight, norm.bias, norm.eps)
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    apply: Any = _Normalise.apply
+    outputs: tuple[Tensor, Tensor, Tensor] = apply(x, norm.weight, norm.bias, norm.eps)
     return outputs
 
 
@@ -56,7 +57,8 @@ class _Normalise(torch.autograd.Function):
         x, weight, mu, r = ctx.saved_tensors
         dx, dweight, dbias = None, None, None
         if dy is not None:
-            dx, dweight, dbias = _Backward.apply(dy, x, weight, mu, r)
+            apply: Any = _Backward.apply
+            dx, dweight, dbias = apply(dy, x, weight, mu, r)
         count = x.numel() // x.shape[1]
         if dvariance is not None:
             slope = 2 / (count - 1) * dvariance
@@ -86,7 +88,7 @@ class _Backward(torch.autograd.Function):
         return dx, dweight, dbias
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> Any:
         dy, x, weight, mu, r, dweight, dbias = ctx.saved_tensors
         dims = [k for k in range(x.dim()) if k != 1]
