@@ -16,12 +16,14 @@ from experiments.engine.rivals import RIVALS
 from experiments.pages.markdown import table
 from experiments.tasks.board import BOARD, ENTRIES, EXPECTED, FINAL, PROTOCOLS, SINGLE, Protocol
 from whence.evaluate.metasmoothness import ROUGH
+from whence.table import estimate
 
 Entry = Mapping[str, Any]  # of a task under a protocol
 Tasks = Mapping[str, Entry]
 SMALL = 0.1  # a gap in LDS that matters
 TIMES = 2.0  # a slope within 1/2 and 2 is about the right size
 QUICK_SECONDS = 5.0
+AGAINST = ("Source()", "Best()")  # that other libraries are compared with
 NEARLY = 0.9  # of the methods: one that does not apply to a task does not take the task away
 
 
@@ -149,7 +151,7 @@ def failures(by_protocol: Mapping[str, Tasks]) -> str:
             here = {t: e["methods"][name] for t, e in tasks.items() if name in e["methods"]}
             behind = [t for t, r in here.items() if r["behind"] and r["behind"][1] > SMALL]
             nothing = [t for t, r in here.items() if r["lds"][1] <= 0]
-            absent = [t for t in tasks if t not in here]
+            absent = [t for t in tasks if t not in here and not is_peer(name)]
             if behind or nothing or absent:
                 rows.append([name, *(_titles(each, tasks) for each in (behind, nothing, absent))])
         if rows:
@@ -166,14 +168,62 @@ def _titles(names: list[str], tasks: Tasks) -> str | None:
     return "; ".join(BOARD[name].title for name in names) or None
 
 
+def is_peer(name: str) -> bool:
+    """Whether a row is of another library's own code."""
+    return name not in ENTRIES and name not in RIVALS
+
+
+def libraries(by_protocol: Mapping[str, Tasks]) -> str:
+    """How well other libraries' own code predicts, next to ours."""
+    rows: list[list[object]] = []
+    for protocol in PROTOCOLS:
+        for task, entry in by_protocol.get(protocol.name, {}).items():
+            peers = {n: row for n, row in entry["methods"].items() if is_peer(n)}
+            for name, row in sorted(peers.items(), key=lambda item: -item[1]["lds"][0]):
+                gaps = [row.get("over", {}).get(other) for other in AGAINST]
+                rows.append(
+                    [
+                        name,
+                        BOARD[task].title,
+                        protocol.name,
+                        estimate(row["lds"][0], row["lds"][1:], 2),
+                        *(gap and estimate(gap[0], gap[1:], 2) for gap in gaps),
+                        f"{row['seconds']:.1f}",
+                    ]
+                )
+    gaps = [f"minus {name} [95 %]" for name in AGAINST]
+    heads = ["library, method", "task", "protocol", "LDS [95 %]", *gaps, "seconds"]
+    return table(heads, rows, "   rrrr") if rows else "*Not run yet.*"
+
+
 def agreements(by_protocol: Mapping[str, Tasks]) -> str:
     """How the scores of other libraries agree with our re-makes on the same run."""
     rows: dict[tuple[str, str], list[object]] = {}
+    faults: dict[str, str] = {}
     for tasks in by_protocol.values():
         for task, entry in tasks.items():
             for name, row in entry["methods"].items():
                 if "agreement" in row:
-                    cells = [name, BOARD[task].title, f"`{row['remake']}`"]
-                    rows[name, task] = [*cells, f"{row['agreement']:.3f}"]
-    heads = ["library, method", "task", "ours", "rank correlation"]
-    return table(heads, rows.values(), "   r") if rows else "*Not run yet.*"
+                    cells = [name, row["method"], BOARD[task].title, f"`{row['remake']}`"]
+                    mended = f"{row['mended']:.3f}" if "mended" in row else None
+                    rows[name, task] = [*cells, f"{row['agreement']:.3f}", mended]
+                    if "faults" in row:
+                        faults[name] = f"**{name}** ({row['method']}) {row['faults']}."
+    if not rows:
+        return "*Not run yet.*"
+    heads = ["library, method", "version", "task", "ours", "rank correlation", "mended"]
+    ordered = [rows[key] for key in sorted(rows)]
+    return "\n\n".join([table(heads, ordered, "    rr"), *faults.values()])
+
+
+def refusals(by_protocol: Mapping[str, Tasks]) -> str:
+    """Why a library's method has no row on a task."""
+    rows: dict[tuple[str, str], list[object]] = {}
+    for tasks in by_protocol.values():
+        for task, entry in tasks.items():
+            for name, reason in entry.get("refused", {}).items():
+                rows[name, task] = [name, BOARD[task].title, reason.replace("|", "\\|")]
+    if not rows:
+        return ""
+    ordered = [rows[key] for key in sorted(rows)]
+    return table(["no row", "task", "because"], ordered)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from experiments.engine.rivals import RIVALS
-from experiments.pages.leaderboard_advice import agreements, calibrations, failures, picks
+from experiments.pages.leaderboard_advice import (
+    agreements,
+    calibrations,
+    failures,
+    is_peer,
+    libraries,
+    picks,
+    refusals,
+)
 from experiments.pages.markdown import DOCS, filled, table
 from experiments.tasks import RESULTS
 from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, read_board
@@ -26,8 +35,13 @@ Tasks = Mapping[str, Mapping[str, Any]]  # entries of one protocol
 FIGURES = "assets/leaderboard"  # below docs/; those in figures/ are drawn on white
 INK = {"light": "#1a1a1a", "dark": "#e6e6e6"}
 EARLIER = "† weighted by the first half of the way alone, as an earlier version did."
+ELSEWHERE = (
+    "Hollow points are other libraries. Where the tables below name a device beside the seconds, a "
+    "row was computed on that device, and its cost does not compare with the others'."
+)
 OURS = ("Source()", "Influence()", "Best()", "Unrolled (MAGIC)", "Unrolled, expected")
 MARKERS = "osD^vP*X<>dph8"
+PEER = "#8e6bd1"  # other libraries
 
 
 def tasks_of(stored: Mapping[str, Any], protocol: Protocol) -> Tasks:
@@ -102,20 +116,25 @@ def details(task: str, entry: Mapping[str, Any]) -> str:
                 estimate(row["lds"][0], row["lds"][1:], 2),
                 None if behind is None else estimate(behind[0], behind[1:], 2),
                 None if slope is None else f"{slope:.2g}",
-                f"{row['seconds']:.1f}",
+                f"{row['seconds']:.1f}" + (f" ({row['device']})" if "device" in row else ""),
             ]
         )
     sizes, ceiling = entry["sizes"], _ceiling(entry)
     noise = "" if ceiling is None else f", ceiling {ceiling:.2f}"
     about = (
         f"{sizes['subsets']} subsets × {sizes['seeds']} seeds, {sizes['queries']} queries{noise}; "
-        f"{entry['device']}, torch {entry['machine']['torch']}, {entry['machine']['date']}."
+        f"{where(entry)}, torch {entry['machine']['torch']}, {entry['machine']['date']}."
     )
     heads = ["method", "LDS [95 %]", "behind [95 %]", "slope", "seconds"]
     return (
         f'<details markdown="1"><summary>{BOARD[task].title}</summary>\n\n'
         f"{table(heads, rows, ' rrrr')}\n\n{about}\n\n</details>"
     )
+
+
+def where(entry: Mapping[str, Any]) -> str:
+    """What the seconds of a task are of."""
+    return "processor seconds of a CPU" if entry["device"] == "CPU" else str(entry["device"])
 
 
 def tables_part(stored: Mapping[str, Any]) -> str:
@@ -132,6 +151,8 @@ def tables_part(stored: Mapping[str, Any]) -> str:
         for mode in INK:
             picture = f"{FIGURES}/{protocol.name}-{mode}.svg#only-{mode}"
             parts.append(f"![LDS against seconds, {protocol.title.lower()}]({picture})")
+        if any("device" in row for e in tasks.values() for row in e["methods"].values()):
+            parts.append(ELSEWHERE)
         parts += [details(task, entry) for task, entry in tasks.items()]
     return "\n\n".join(parts)
 
@@ -153,7 +174,7 @@ def text(folder: Path = RESULTS) -> str:
     makers = {name: partial(make, stored) for name, make in parts.items()}
     tasks = {protocol.name: tasks_of(stored, protocol) for protocol in PROTOCOLS}
     advice = {"picks": picks, "calibration": calibrations, "failures": failures}
-    advice |= {"agreement": agreements}
+    advice |= {"libraries": libraries, "agreement": agreements, "refusals": refusals}
     makers |= {name: partial(make, tasks) for name, make in advice.items()}
     return filled("leaderboard.template.md", makers)
 
@@ -176,19 +197,18 @@ def scatter(tasks: Tasks, mode: str) -> Figure:
             axis.patch.set_alpha(0)
             axis.set(title=BOARD[task].title, xscale="log", ylim=(-0.15, 1.05))
             axis.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
-            for name, colour, marker in _looks(names_of(tasks)):
+            for name, label, look in _looks(names_of(tasks)):
                 row = entry["methods"].get(name)
                 if row is None:
                     continue
                 value, low, high = row["lds"]
-                handles[name] = axis.errorbar(
+                handles[label] = axis.errorbar(
                     max(row["seconds"], 1e-2),
                     value,
                     [[max(0.0, value - low)], [max(0.0, high - value)]],
-                    color=colour,
-                    marker=marker,
                     linestyle="none",
                     elinewidth=0.7,
+                    **look,
                 )
             ceiling = _ceiling(entry)
             if ceiling is not None:
@@ -201,14 +221,21 @@ def scatter(tasks: Tasks, mode: str) -> Figure:
     return figure
 
 
-def _looks(names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Ours in colours, the others in grey; a marker for each."""
-    ours = 0
-    for name, marker in zip(names, MARKERS * 2, strict=False):
-        colour = GREY
-        if name in OURS:
-            colour, ours = COLOURS[ours % len(COLOURS)], ours + 1
-        yield name, colour, marker
+def _looks(names: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The label and the look of each method: ours in colours, re-made ones in grey, those of other
+    libraries hollow, with one label for a library."""
+    markers, libraries = iter(MARKERS * 2), dict[str, str]()
+    colours = cycle(COLOURS)
+    for name in names:
+        if is_peer(name):
+            library = name.split(",")[0]
+            if library not in libraries:
+                libraries[library] = MARKERS[len(libraries) % len(MARKERS)]
+            look = {"marker": libraries[library], "markerfacecolor": "none"}
+            yield name, f"{library} (library)", {"color": PEER, **look}
+        else:
+            colour = next(colours) if name in OURS else GREY
+            yield name, name, {"color": colour, "marker": next(markers)}
 
 
 def main() -> None:

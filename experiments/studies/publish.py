@@ -1,17 +1,24 @@
-"""Benchmarks that others can score against, from saved sums.
+"""Benchmarks that others can score against, from saved sums; and back.
 
     python -m experiments.leaderboard --publish FOLDER --from SUMS
 
 SUMS is the --out of `experiments.studies.single`. Each file of sums becomes a folder of its own,
 FOLDER/PROTOCOL/TASK (`whence.evaluate.Benchmark`). Nothing is trained. The datasets are read, to
 check that the sums are of this version of the task.
+
+`reopened` makes sums of a benchmark again, so that rows can be added to it without its trainings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from experiments.studies.sums import Sums
+import numpy as np
+
+from experiments.studies.sums import TRUTH, Sums
+from experiments.studies.sums import Protocol as Sizes
 from experiments.tasks.board import BOARD, Protocol
 from whence.evaluate import Benchmark, Published, Truth
 from whence.retrain.truth import draw_subsets
@@ -87,3 +94,32 @@ def publish(sums: Path, folder: Path) -> list[Path]:
         except ValueError as error:
             print(f"{path} is left out: {error}", flush=True)
     return written
+
+
+def reopened(benchmark: Benchmark, task: str, entry: Mapping[str, Any]) -> Sums:
+    """The sums of a benchmark.
+
+    Args:
+        benchmark: of a task under one protocol.
+        task: its name.
+        entry: its row on the leaderboard, which has what the benchmark does not.
+    """
+    truth = benchmark.truth
+    subsets, seeds, queries = truth.measurements.shape
+    sums = {name: one.predictions.astype(np.float32) for name, one in benchmark.published.items()}
+    about = {name: value for name, value in entry.items() if name not in ("methods", "sizes")}
+    saved = Sums(
+        Sizes(task, float(truth.alpha), subsets, seeds, entry["sizes"]["runs"], queries),
+        {name: getattr(truth, name) for name in (*TRUTH, "in_place")},
+        about,
+        truth.measurements,
+        np.empty((0, 1, queries)),
+        sums,
+        # of all scores over the examples, which a benchmark does not have; judging needs none
+        {name: np.zeros((len(one) + 1, queries)) for name, one in sums.items()},
+    )
+    judged = ("lds", "behind", "ceiling", "slope", "runs", "diverged", "over")
+    for name in sums:
+        row = entry["methods"][name]
+        saved.forms[name] = {key: value for key, value in row.items() if key not in judged}
+    return saved

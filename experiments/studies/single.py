@@ -2,12 +2,17 @@
 
     python -m experiments.studies.single TASK... [--device cuda] [--jobs 3]
     python -m experiments.studies.single --from FOLDER     # rows from saved sums, without training
+    python -m experiments.studies.single TASK... --published published    # to published truths
 
 *Single model* repeats the training of one run with some examples weighted to zero in place;
 *expected* retrains on subsets, with several seeds. For each task and protocol, one small file of
 sums (`experiments.studies.sums`) goes to --out, method by method: a method that is there is not
 computed again. Trainings stay in --work, and the metasmoothness of the task goes there too. The
 rows go to results/leaderboard.json, which `experiments.leaderboard` turns into a page.
+
+With --published, truths and earlier rows are those of published benchmarks, and only runs are
+trained. A single model must be smooth then: another machine repeats a rough training with another
+result.
 """
 
 from __future__ import annotations
@@ -28,31 +33,27 @@ import torch
 from experiments.engine.rivals import RIVALS, rival_scores
 from experiments.engine.trainings import Trainings
 from experiments.studies.options import SIZES, parsed_or_saved, parser, saved_sums
+from experiments.studies.publish import reopened
 from experiments.studies.sums import TRUTH, Sums
 from experiments.studies.sums import Protocol as Sizes
+from experiments.tasks import RESULTS
 from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, build_entry, read_board
-from experiments.tasks.machine import machine
-from whence.evaluate import LDS, calibration, lds, metasmoothness
+from experiments.tasks.machine import machine, seconds
+from whence.evaluate import LDS, Benchmark, calibration, lds, metasmoothness
+from whence.evaluate.metasmoothness import ROUGH
 from whence.persist.files import write_json
 
 DIRECTIONS = 16
 DEFINITION = 2  # of Engstrom et al.; results without this number weighted by the first half alone
 SMOOTHNESS = ("metasmoothness", "correlation", "definition")
+OURS = ("Source()", "Best()")  # whose paired difference every row has
 Row = dict[str, Any]
 
 
 def measure(task: str, options: argparse.Namespace) -> list[Path]:
     """Train, attribute, and save the sums of all methods on one task; a file per protocol."""
     experiment, work = BOARD[task], trainings(task, options)
-    about = {"seconds": work.seconds, **smoothness(work)}
-    say(task, f"metasmoothness {about['metasmoothness']:.3f}")
-    truths, files = {}, {}
-    for protocol in PROTOCOLS:
-        if options.protocols and protocol.name not in options.protocols:
-            continue
-        truth = work.single_truth(protocol.alpha) if protocol.in_place else work.truth()
-        truths[protocol], files[protocol] = truth, opened(work, protocol, truth, about, options.out)
-        say(task, f"truth {protocol.name}")
+    truths, files = given(task, options) if options.published else retrained(work, options)
     for name in ENTRIES:
         if options.only and not any(word in name for word in options.only):
             continue
@@ -62,15 +63,16 @@ def measure(task: str, options: argparse.Namespace) -> list[Path]:
             continue
         several = any(not protocol.in_place for protocol in missing)
         most = ENTRIES[name].most_runs or work.scale.runs
-        scores, seconds = attributed(work, method, min(most, work.scale.runs) if several else 1)
+        scores, cost = attributed(work, method, min(most, work.scale.runs) if several else 1)
         if not scores:
-            say(task, f"{name} does not apply: {seconds}")
+            say(task, f"{name} does not apply: {cost}")
             continue
         for protocol in missing:
             runs = scores[:1] if protocol.in_place else scores
-            files[protocol].add(name, runs, [truths[protocol]], repr(method), float(seconds))
+            files[protocol].add(name, runs, [truths[protocol]], repr(method), float(cost))
+            note_device(files[protocol], name, work.device)
             files[protocol].save(options.out / protocol.name)
-        say(task, f"{name}: {len(scores)} runs, {float(seconds):.1f} s each")
+        say(task, f"{name}: {len(scores)} runs, {float(cost):.1f} s each")
     for name in RIVALS:
         described = f"{name}, {options.models} models"
         if options.only and not any(word in name for word in options.only):
@@ -78,14 +80,60 @@ def measure(task: str, options: argparse.Namespace) -> list[Path]:
         missing = [p for p, saved in files.items() if not has(saved, name, described)]
         if not missing:
             continue
-        start = time.perf_counter()
+        start = seconds(work.device)
         one = rival_scores(name, work, options.models)
-        seconds = time.perf_counter() - start
+        cost = seconds(work.device) - start
         for protocol in missing:
-            files[protocol].add(name, [one], [truths[protocol]], described, seconds)
+            files[protocol].add(name, [one], [truths[protocol]], described, cost)
+            note_device(files[protocol], name, work.device)
             files[protocol].save(options.out / protocol.name)
-        say(task, f"{name}: {seconds:.1f} s")
+        say(task, f"{name}: {cost:.1f} s")
     return [saved.save(options.out / protocol.name) for protocol, saved in files.items()]
+
+
+def retrained(
+    work: Trainings, options: argparse.Namespace
+) -> tuple[dict[Protocol, Any], dict[Protocol, Sums]]:
+    """Truths by retraining, and the sums saved so far."""
+    task, truths, files = work.experiment.name, {}, {}
+    about = {"seconds": work.seconds, **smoothness(work)}
+    say(task, f"metasmoothness {about['metasmoothness']:.3f}")
+    for protocol in PROTOCOLS:
+        if options.protocols and protocol.name not in options.protocols:
+            continue
+        truth = work.single_truth(protocol.alpha) if protocol.in_place else work.truth()
+        truths[protocol], files[protocol] = truth, opened(work, protocol, truth, about, options.out)
+        say(task, f"truth {protocol.name}")
+    return truths, files
+
+
+def given(
+    task: str, options: argparse.Namespace
+) -> tuple[dict[Protocol, Any], dict[Protocol, Sums]]:
+    """Truths of published benchmarks, and their sums with what was saved since."""
+    truths, files, board = {}, {}, read_board(RESULTS / "leaderboard.json")["protocols"]
+    for protocol in PROTOCOLS:
+        folder = options.published / protocol.name / task
+        if not folder.exists() or (options.protocols and protocol.name not in options.protocols):
+            continue
+        entry, benchmark = board[protocol.name][task], Benchmark.open(folder)
+        if protocol.in_place and entry["metasmoothness"] < ROUGH:
+            say(task, f"{protocol.name} is left out: the training is rough")
+            continue
+        saved = reopened(benchmark, task, entry)
+        file = options.out / protocol.name / saved.protocol.file_name
+        truths[protocol], files[protocol] = benchmark.truth, saved
+        if file.exists():
+            files[protocol] = Sums.load(file)
+    if not files:
+        raise ValueError(f"{options.published} has no benchmark of {task} that can be used")
+    return truths, files
+
+
+def note_device(saved: Sums, name: str, device: str) -> None:
+    """Store where a row was computed, if it is not where the others were."""
+    if device_name(device) != saved.about["device"]:
+        saved.forms[name]["device"] = device_name(device)
 
 
 def trainings(task: str, options: argparse.Namespace) -> Trainings:
@@ -105,7 +153,7 @@ def trainings(task: str, options: argparse.Namespace) -> Trainings:
 def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]:
     """The scores of each run, and the seconds of one; or none, and why."""
     studies = [work.study(k) for k in range(runs)]
-    scores, start = [], time.perf_counter()
+    scores, start = [], seconds(work.device)
     options: dict[str, Any] = {"progress": False}
     if type(method).__name__ != "Random":
         options |= {"device": work.device, "memory": work.memory}
@@ -116,7 +164,7 @@ def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]
         if work.device != "cpu":
             torch.cuda.empty_cache()
         return [], f"{type(error).__name__}: {str(error)[:200]}"
-    return scores, (time.perf_counter() - start) / runs
+    return scores, (seconds(work.device) - start) / runs
 
 
 def smoothness(work: Trainings) -> dict[str, Any]:
@@ -203,9 +251,15 @@ def _row(saved: Sums, name: str, results: dict[str, LDS], best: str, truth: Any)
         ).slope
     except ValueError:  # constant predictions
         slope = None
+    over = {}
+    for other in OURS:
+        if other in results and other != name:
+            gap = result.minus(results[other])
+            over[other] = [gap.value, *gap.interval]
     return saved.forms[name] | {
         "lds": [result.value, *result.interval],
         "behind": None if behind is None else [behind.value, *behind.interval],
+        "over": over,
         "ceiling": result.ceiling,
         "slope": slope,
         "runs": len(saved.sums[name]),
@@ -220,7 +274,7 @@ def judge(path: Path, file: Path) -> None:
         return
     rows, stored = rows_of(saved), read_board(file)
     protocol = Protocol(saved.truth["in_place"], saved.protocol.alpha)
-    known = ("machine", "device", *SMOOTHNESS)
+    known = ("machine", "device", "refused", *SMOOTHNESS)
     about = {k: saved.about[k] for k in known if k in saved.about}
     about |= {"seconds": saved.about["seconds"], "sizes": asdict(saved.protocol)}
     name = _nearest(protocol).name
@@ -264,6 +318,9 @@ def of_methods(description: str | None) -> argparse.ArgumentParser:
     """What this study and `experiments.studies.peers` have in common."""
     of = parser(description, BOARD, "runs/single")
     of.add_argument("--only", nargs="*", help="methods whose names have one of these words")
+    names = [protocol.name for protocol in PROTOCOLS]
+    of.add_argument("--protocols", nargs="*", choices=names, help="default: all")
+    of.add_argument("--published", type=Path, help="use the truths of the benchmarks there")
     return of
 
 
@@ -271,8 +328,6 @@ def arguments() -> argparse.Namespace:
     of = of_methods(__doc__)
     of.add_argument("--models", type=int, default=256, help="of rivals that train many")
     of.add_argument("--jobs", type=int, default=1, help="tasks at the same time")
-    names = [protocol.name for protocol in PROTOCOLS]
-    of.add_argument("--protocols", nargs="*", choices=names, help="default: all")
     return parsed_or_saved(of, BOARD)
 
 

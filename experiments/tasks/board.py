@@ -162,10 +162,16 @@ def smooth_gpt(
 
 
 def smooth_resnet(
-    quick: bool, rate: float, wd: float, batch: int = 512, epochs: int = 10, width: int = 32
+    quick: bool,
+    rate: float,
+    wd: float,
+    batch: int = 512,
+    epochs: int = 10,
+    width: int = 32,
+    examples: int = 3072,
 ) -> RecipeAndHeldOut:
     """The ResNet-9 with batch norm, with GELU, average pooling and a rate that rises first."""
-    train, held_out = data.cifar10(128 if quick else 3072)
+    train, held_out = data.cifar10(128 if quick else examples)
     recipe = whence.Recipe(
         partial(models.smooth_resnet9, 4 if quick else width),
         whence.Classification(),

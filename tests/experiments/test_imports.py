@@ -1,4 +1,4 @@
-"""Who imports whom: rivals ← tasks ← engine ← pages, studies; benchmarks ← tools."""
+"""Who imports whom: rivals ← tasks ← engine ← peers, pages, studies; benchmarks ← tools."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ ALLOWED = {  # folder: what it may import besides itself and whence
     "experiments/rivals": (),
     "experiments/tasks": ("experiments.rivals",),
     "experiments/engine": ("experiments.tasks",),
+    "experiments/peers": ("experiments.engine",),
     "experiments/pages": ("experiments.tasks", "experiments.engine"),
-    "experiments/studies": ("experiments.tasks", "experiments.engine"),
+    "experiments/studies": ("experiments.tasks", "experiments.engine", "experiments.peers"),
     "benchmarks": ("experiments.tasks",),
     "tools": ("experiments", "benchmarks"),
 }

@@ -97,9 +97,29 @@ def test_advice_is_made_of_the_results(tmp_path: Path) -> None:
     assert "| Source() | all tasks | – | – |" in failed and "HYDRA" not in failed
     assert advice.agreements(tasks) == "*Not run yet.*"
     entry = stored["protocols"][PROTOCOLS[0].name]["concrete"]["methods"]
-    entry["a peer"] = row(-0.05, 0.96, agreement=0.987, remake="Ours(1)")
-    assert "| a peer | Concrete | `Ours(1)` | 0.987 |" in advice.agreements(tasks)
+    over = {"Source()": [-0.66, -0.7, -0.6]}
+    entry["a peer"] = row(-0.05, 0.96, agreement=0.987, remake="Ours(1)", over=over)
+    assert "| a peer | x | Concrete | `Ours(1)` | 0.987 | – |" in advice.agreements(tasks)
+    entry["a peer"] |= {"mended": 0.9999, "faults": "adds where it should subtract"}
+    assert "| 0.987 | 1.000 |" in advice.agreements(tasks)
+    assert "**a peer** (x) adds where it should subtract." in advice.agreements(tasks)
+    assert "| -0.05 [-0.15, 0.05] | -0.66 [-0.70, -0.60] | – | 1.5 |" in advice.libraries(tasks)
     assert "| a peer | all tasks | all tasks | – |" in advice.failures(tasks)
+    assert advice.refusals(tasks) == ""
+    stored["protocols"][PROTOCOLS[0].name]["concrete"]["refused"] = {"b": "b 1.0: no such layer"}
+    assert "| b | Concrete | b 1.0: no such layer |" in advice.refusals(tasks)
+
+
+def test_libraries_are_hollow_points_with_one_label_each(tmp_path: Path) -> None:
+    stored = results(tmp_path)
+    entry = stored["protocols"][PROTOCOLS[0].name]["concrete"]
+    entry["methods"] = {f"lib{k}, method {m}": row(0.1, 0.5) for k in range(3) for m in range(12)}
+    entry["methods"]["Source()"] = row(0.6, None, device="CPU")
+    figure = page.scatter(page.tasks_of(stored, PROTOCOLS[0]), "light")
+    assert len(figure.axes[0].containers) == 37
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["Source()", "lib0 (library)", "lib1 (library)", "lib2 (library)"]
+    assert "| 1.5 (CPU) |" in page.details("concrete", entry)
 
 
 def test_only_methods_of_the_final_checkpoint(tmp_path: Path) -> None:

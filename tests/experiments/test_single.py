@@ -104,6 +104,25 @@ def test_published_benchmarks_give_the_same_lds(
     assert "is left out" in capsys.readouterr().out
 
 
+def test_a_published_benchmark_takes_new_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    first = run(monkeypatch, tmp_path, TASK, "--only", "Random")
+    places = publish(tmp_path / "sums", tmp_path / "published")
+    # truths and rows are those of the benchmark: nothing but a run may be trained
+    monkeypatch.setattr(single, "RESULTS", tmp_path)
+    for name in ("retrained", "smoothness"):
+        monkeypatch.setattr(single, name, None)
+    monkeypatch.setattr(single, "ROUGH", -1.0)
+    monkeypatch.setattr(single, "device_name", lambda device: "another machine")
+    words = ("--published", str(tmp_path / "published"), "--only", "TracIn")
+    again = run(monkeypatch, tmp_path / "again", TASK, *words)
+    assert len(places) == len(again)
+    for name, tasks in again.items():
+        rows, before = tasks[TASK]["methods"], first[name][TASK]["methods"]["Random"]
+        assert set(rows) == {"Random", "TracIn"}
+        assert rows["Random"]["lds"] == pytest.approx(before["lds"], abs=1e-5)
+        assert "device" not in rows["Random"] and rows["TracIn"]["device"] == "another machine"
+
+
 def test_ridge_finds_the_coefficients_of_a_linear_truth() -> None:
     random = np.random.default_rng(0)
     masks = (random.random((60, 12)) < 0.5).astype(float)
@@ -182,11 +201,14 @@ def test_other_libraries_get_rows(tmp_path: Path, monkeypatch: Any, capsys: Any)
     pytest.importorskip("trak")
     run(monkeypatch, tmp_path, TASK, "--only", "Random")
     monkeypatch.setattr(single, "main", peers.main)
-    monkeypatch.setitem(sys.modules, "dattri", None)  # as if it were not installed
+    for library in ("dattri", "captum"):
+        monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
     board_rows = run(monkeypatch, tmp_path, TASK)
     assert "dattri, CG does not apply: ModuleNotFoundError" in capsys.readouterr().out
     for tasks in board_rows.values():
-        rows = tasks[TASK]["methods"]
+        rows, refused = tasks[TASK]["methods"], tasks[TASK]["refused"]
+        assert "ModuleNotFoundError" in refused["captum, TracInCP"]
+        assert "language models" in refused["bergson, EK-FAC"]
         assert set(rows) == {"Random", "kronfluence, EK-FAC", "traker, TRAK"}
         assert rows["kronfluence, EK-FAC"]["agreement"] > 0.99
         assert "empirical" in rows["kronfluence, EK-FAC"]["remake"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.draws import reseed
 from whence.errors import InvalidInput
+from whence.replay.norms import normalise
 from whence.replay.objective import Objective, Tensors
 from whence.task import Task
 
@@ -154,8 +156,7 @@ class TrainingObjective(Objective):
             for name, buffer in norm.named_buffers(path)
         }
         with ExitStack() as stack:
-            for path, norm in self.norms.items():
-                stack.callback(norm.register_forward_pre_hook(_measuring(statistics, path)).remove)
+            stack.enter_context(_measuring(self.norms, statistics))
             self.model.train()
             stack.callback(self.model.eval)
             for module in self.frozen:
@@ -189,35 +190,43 @@ def _without(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, T
     return {name: weight for name, weight in weights.items() if name not in set(names)}
 
 
-def _measuring(statistics: Tensors, path: str) -> Callable[..., None]:
-    """A hook that stores the mean and the variance of a batch norm's input."""
+@contextmanager
+def _measuring(norms: Mapping[str, _BatchNorm], statistics: Tensors) -> Iterator[None]:
+    """Batch norms that store the mean and the variance of their inputs."""
 
-    def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        x = arguments[0]
-        dims = [k for k in range(x.dim()) if k != 1]
-        prefix = f"{path}." if path else ""
-        for name, value in zip(STATISTICS, (x.mean(dims), x.var(dims, correction=1)), strict=True):
-            if f"{prefix}{name}" in statistics:
+    def forward(path: str, norm: _BatchNorm, x: Tensor) -> Tensor:
+        y, *measured = normalise(norm, x)
+        for name, value in zip(STATISTICS, measured, strict=True):
+            full = f"{path}.{name}" if path else name
+            if full in statistics:
                 raise InvalidInput(
                     f"{path} is used twice in a forward pass, so its running statistics change "
                     "twice per update: use one batch norm for each place, or LayerNorm"
                 )
-            statistics[f"{prefix}{name}"] = value
+            statistics[full] = value
+        return y
 
-    return hook
+    with _replaced({norm: partial(forward, path, norm) for path, norm in norms.items()}):
+        yield
 
 
 @contextmanager
 def _differentiable(norms: Iterable[_BatchNorm]) -> Iterator[None]:
     """Batch norms in evaluation mode whose running statistics have a derivative: torch's own treats
     them as constants."""
-    every = list(norms)
-    for norm in every:
-        norm.forward = _normalised.__get__(norm)  # type: ignore[method-assign]
+    with _replaced({norm: partial(_normalised, norm) for norm in norms}):
+        yield
+
+
+@contextmanager
+def _replaced(forwards: Mapping[_BatchNorm, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Modules with another forward pass."""
+    for norm, forward in forwards.items():
+        norm.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        for norm in every:
+        for norm in forwards:
             del norm.forward
 
 
