@@ -43,7 +43,8 @@ class ClosedForm(whence.Source):
             return super().operator(workspace, term, rates, resident)
         root = rates.applied.sqrt()
         H: Any = self.curvature_of(workspace, term, rates, resident)
-        M = EKFAC({name: preconditioned(H.factors[name], R) for name, R in root.items()})
+        roots = {name: torch.as_tensor(R) for name, R in root.items()}
+        M = EKFAC({name: preconditioned(H.factors[name], R) for name, R in roots.items()})
         c = coupling(M) if self.coupling else {}
         return M.scaled(c) + rates.shift, root, c
 
@@ -91,4 +92,5 @@ def _eigenvectors(Q: Tensor, values: Tensor, weights: Tensor) -> Tensor:
     """Those of (Q diag(values) Qᵀ) ∘ weights, computed in float64."""
     Q = Q.double()
     matrix = (Q * values.double()) @ Q.mT * weights.double()
-    return torch.linalg.eigh(matrix)[1].contiguous().to(values)
+    vectors: Tensor = torch.linalg.eigh(matrix)[1]
+    return vectors.contiguous().to(values)
