@@ -283,7 +283,7 @@ def test_diverged_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     close(scores.spread[:, 1], each[[0, 2], :, 1].std(0, ddof=1) / 2**0.5, 1e-7)
     assert scores.diagnostics["diverged"] == 3
     diverging(monkeypatch, {(0, 2)})
-    with pytest.raises(ValueError, match=r"left of 1 examples \(2\), all diverged"):
+    with pytest.raises(ValueError, match=r"all pairs of trainings for 1 examples \(2\) diverged"):
         LeaveOneOut(recipe, examples, exclude_diverged=True).attribute(query=QUERY, **QUIET)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from whence.errors import NotFinite, warn
 from whence.layers.capture import ParameterBlock
-from whence.layers.passes import Passes, Signal, Weights
+from whence.layers.passes import Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import cost
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
@@ -46,13 +46,12 @@ from whence.operators.statistics import (
 )
 from whence.persist.cache import FactorCache, shared
 from whence.persist.identity import key_of
-from whence.world import World
 
 POSITIONS, BATCH_BYTES = 4096, 2**28  # of a batch, where ranks exchange what each batch adds
 FISHERS = ("sampled", "exact", "empirical")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fitter:
     """Fits curvatures at any checkpoints, reusing whatever the cache already has.
 
@@ -63,6 +62,10 @@ class Fitter:
         memory: bytes that Krylov iterations may use.
         notes: where the number of groups of layers is noted, if there are several.
         tallies: where Krylov iterations are noted.
+
+    Attributes:
+        examples: N.
+        blocks, positions: of all parts; t of every block.
     """
 
     data: Sequence[FitData]
@@ -75,6 +78,16 @@ class Fitter:
     memory: int = 2**30
     notes: dict[str, Any] = field(default_factory=dict)
     tallies: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.passes, self.world = self.data[0].passes, self.data[0].world
+        self.device, self.accumulator = self.passes.device, accumulator(self.passes.dtype)
+        self._zero = torch.zeros((), device=self.device, dtype=self.accumulator)
+        self.signal = Signal("loss" if self.fisher == "empirical" else self.fisher, self.seed)
+        self.examples = sum(len(part.indices) for part in self.data)  # N
+        tracked = [part.passes.tracked for part in self.data]
+        self.blocks = list({b.name: b for each in tracked for b in each.blocks}.values())
+        self.positions = {name: t for each in tracked for name, t in each.positions.items()}
 
     def fit(
         self, kind: type[Factored], checkpoints: Sequence[Weights], diagonal: bool
@@ -189,10 +202,6 @@ class Fitter:
 
     # -- which rank has what ---------------------------------------------------------------------
 
-    @property
-    def world(self) -> World:
-        return self.data[0].world
-
     @cached_property
     def _owners(self) -> dict[str, int]:
         sizes = {b.name: float(factor_bytes(b, True, self.accumulator)) for b in self.blocks}
@@ -230,44 +239,6 @@ class Fitter:
         lent = torch.split(self.world.lend(owner, flat), [side**2 for side in sides])
         inputs, *outputs = (part.view(n, n) for part, n in zip(lent, sides, strict=True))
         return Basis(outputs[0] if outputs else None, inputs)
-
-    # -- data and precision ----------------------------------------------------------------------
-
-    @property
-    def passes(self) -> Passes:
-        return self.data[0].passes
-
-    @property
-    def device(self) -> torch.device:
-        return self.passes.device
-
-    @property
-    def accumulator(self) -> torch.dtype:
-        return accumulator(self.passes.dtype)
-
-    @property
-    def _zero(self) -> Tensor:
-        return torch.zeros((), device=self.device, dtype=self.accumulator)
-
-    @property
-    def signal(self) -> Signal:
-        return Signal("loss" if self.fisher == "empirical" else self.fisher, self.seed)
-
-    @property
-    def examples(self) -> int:
-        """N."""
-        return sum(len(part.indices) for part in self.data)
-
-    @property
-    def blocks(self) -> list[ParameterBlock]:
-        named = {b.name: b for part in self.data for b in part.passes.tracked.blocks}
-        return list(named.values())
-
-    @property
-    def positions(self) -> dict[str, int]:
-        """t of every block."""
-        tracked = [part.passes.tracked for part in self.data]
-        return {name: t for each in tracked for name, t in each.positions.items()}
 
     # -- the cache -------------------------------------------------------------------------------
 
