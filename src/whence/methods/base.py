@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,9 +42,10 @@ class Method(ABC):
     default_layers: Chooser | None = None  # tracked if the study does not choose; None: all
     _scope: Scope | None = None  # of the layers (`Study.passes`), whatever the queries are
     _quiet = False  # whether excluded layers do not matter
-    _layered = False  # whether scores are sums over layers of products with query vectors
-    _chosen = False  # whether any examples can be scored: some of them, or candidates
-    _linear = False  # whether scores are linear in the queries' measurements
+    #: arguments of `attribute` that not every method can take. "query_weights" need scores that are
+    #: linear in the measurements, "query_rank" and "by_layer" query vectors in layers, and
+    #: "examples" (candidates too) scores that do not depend on all examples together
+    accepts: ClassVar[frozenset[str]] = frozenset()
     _fixed: tuple[str, ...] = ()  # settings of a base class that this method does not have
 
     def __init__(self, stage: str | None = None) -> None:
@@ -113,7 +114,7 @@ class Method(ABC):
         by = layered if by_layer else BY_SEGMENT if by_segment else None
         if by_segment and by_layer:
             raise InvalidInput("by_segment together with by_layer: ask for one of the two")
-        if by_layer and not self._layered:
+        if by_layer and "by_layer" not in self.accepts:
             raise InvalidInput(f"by_layer: the scores of {self.name} are not sums over layers")
         if len(study.runs) > 1 and top is not None:
             raise InvalidInput(
@@ -171,18 +172,19 @@ class Method(ABC):
     ) -> Workspace:
         """One run of the study, ready for these queries; refuses what the method cannot do."""
         queries = QuerySet.of(study, query)
-        if queries is not None and queries.weights is not None and not self._linear:
+        weights, rank = (None, None) if queries is None else (queries.weights, queries.rank)
+        if weights is not None and "query_weights" not in self.accepts:
             raise InvalidInput(
                 f"query_weights or a Contrast with {self.name}, whose scores are not linear in "
                 "the queries: use a gradient method, such as Source, or add up the rows of its "
                 "scores yourself"
             )
-        if queries is not None and queries.rank is not None and not self._layered:
+        if rank is not None and "query_rank" not in self.accepts:
             raise InvalidInput(
-                f"query_rank={queries.rank!r} means nothing to {self.name}, which has no query "
+                f"query_rank={rank!r} means nothing to {self.name}, which has no query "
                 "vectors in layers: leave it out"
             )
-        if not self._chosen:
+        if "examples" not in self.accepts:
             study.refuse_candidates(self.name)
             if examples is not None:
                 raise InvalidInput(f"examples: {self.name} scores all examples. Leave it out")

@@ -66,7 +66,7 @@ Vectors = Iterator[tuple[Sequence[int], Any, float]]
 class GradientMethod(Method):
     """A method whose scores are inner products of query vectors with training gradients."""
 
-    _linear = _layered = _chosen = True
+    accepts = frozenset({"query_weights", "query_rank", "by_layer", "examples"})
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
 

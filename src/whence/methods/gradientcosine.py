@@ -30,7 +30,7 @@ class GradientCosine(GradientMethod):
         stage: attribute to this stage's examples only (default: all stages').
     """
 
-    _linear = False
+    accepts = GradientMethod.accepts - {"query_weights"}
     _shared = True
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[str, Tensor]:

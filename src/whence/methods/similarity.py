@@ -61,7 +61,7 @@ def gradient_norms(workspace: Workspace, examples: Queries, checkpoint: Weights)
 class Similarity(Method):
     """Scores that compare features of queries with features of examples."""
 
-    _chosen = True
+    accepts = frozenset({"examples"})
     _depends_on = LOSSES  # or OUTPUTS: of examples, at the checkpoints
     _symmetric = False  # whether an example has the same features as a query
 

@@ -34,7 +34,7 @@ from whence.study import Study
 class Unrolling(Method):
     """A method that propagates backwards through a run's training, update by update."""
 
-    _linear = True
+    accepts = frozenset({"query_weights"})
     _quiet = True  # every trained parameter counts, tracked or not
     query_at = "final"  # or "run": where the query gradient is taken
     _follows = True  # dropout and batch norm, in training mode
