@@ -205,7 +205,7 @@ class Study:
             if share < RARELY:
                 del notes["clip_norm"]  # a trainer's default that did next to nothing
             elif share < 1:
-                notes["clip_norm"] += f" (at most {share:.0%} of the updates were clipped)"
+                notes["clip_norm"] += f" (at most {share:.0%} of the updates before a checkpoint)"
             if notes:
                 said = ", ".join(notes.values())
                 messages.append(f"kept with the run, but not modelled by SOURCE: {said}")

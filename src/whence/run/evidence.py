@@ -146,8 +146,9 @@ class Draws:
 def clipped_at_most(run: RunData, norm: float) -> float:
     """An upper bound on the share of updates whose gradient was clipped to a norm; 1 if unknown.
 
-    AdamW's v̂ is a mean of squared gradients over the updates before a checkpoint. Each update that
-    was clipped adds at least norm² to its sum, in proportion to its weight in the mean.
+    AdamW's v̂ is a mean of squared gradients over about 1 / (1 - β₂) updates before a checkpoint.
+    Each update that was clipped adds norm² to the sum of v̂, times its weight in the mean. Updates
+    long before the next checkpoint are not seen.
     """
     moments = [c.moments for c in run.checkpoints if c.moments is not None]
     if set(run.optimizers.values()) != {"adamw"} or len(moments) < len(run.checkpoints):
