@@ -32,7 +32,7 @@ from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, weights_sha256
-from whence.run.evidence import Draws, distance_from_final
+from whence.run.evidence import RARELY, Draws, clipped_at_most, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Task
 from whence.world import World
@@ -199,9 +199,16 @@ class Study:
         evidence = self._of(run)
         if evidence.warnings is None:
             messages = list(run.warnings)
-            if run.notes:
-                notes = ", ".join(f"{name}={value!r}" for name, value in run.notes.items())
-                messages.append(f"noted with the run, and not modelled by SOURCE: {notes}")
+            notes = {name: f"{name}={value!r}" for name, value in run.notes.items()}
+            clip = run.notes.get("clip_norm")
+            share = clipped_at_most(run, clip) if isinstance(clip, int | float) and clip > 0 else 1
+            if share < RARELY:
+                del notes["clip_norm"]  # a trainer's default that did next to nothing
+            elif share < 1:
+                notes["clip_norm"] += f" (at most {share:.0%} of the updates before a checkpoint)"
+            if notes:
+                said = ", ".join(notes.values())
+                messages.append(f"kept with the run, but not modelled by SOURCE: {said}")
             for stage in self.stages:
                 untrained = evidence.untrained(stage, self.models[stage])
                 if untrained:

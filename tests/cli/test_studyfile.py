@@ -400,6 +400,23 @@ def test_init_from_a_script(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "study.py exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("loss", "task"),
+    [
+        ("nn.functional.mse_loss(model(a), b)", "Regression()"),
+        ("nn.CrossEntropyLoss()(model(a), b)", "Classification()"),
+        ("my_loss(model(a), b)", "Classification()  # EDIT: or Regression(), LanguageModeling()"),
+    ],
+)
+def test_init_reads_the_loss_and_the_epochs_of_a_loop(here: Path, loss: str, task: str) -> None:
+    (here / "my_script.py").write_text(
+        f"for epoch in range(7):\n    for a, b in loader:\n        {loss}.backward()\n"
+    )
+    assert main(["init", "my_script.py"]) == 0
+    lines = (here / "study.py").read_text().splitlines()
+    assert f"task = whence.{task}" in lines and "    epochs=7," in lines
+
+
 def test_a_file_that_init_left_incomplete_says_which_lines(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

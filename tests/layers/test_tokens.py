@@ -74,6 +74,8 @@ def test_what_comes_after_pooling_is_the_rest() -> None:
 def test_tokens_refuses_what_is_not_there(study: whence.Study) -> None:
     with pytest.raises(IndexError, match=r"examples=\[99\].*it has"):
         whence.TracIn().tokens(study, models.documents(1, seed=1), [99], **EXACT)
+    with pytest.raises(TypeError, match=r"examples=\(0, 1\) must be a whole number"):
+        whence.TracIn().tokens(study, models.documents(1, seed=1), [(0, 1)], **EXACT)
 
 
 def names(model: nn.Module) -> dict[str, nn.Module]:

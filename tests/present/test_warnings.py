@@ -18,6 +18,7 @@ from whence.cli import main
 from whence.errors import collect_warnings, warn
 from whence.explore import start
 from whence.present.views import overview
+from whence.run.evidence import clipped_at_most
 
 MESSAGE = "weights <b>changed</b> outside the optimizer"
 TRAIN = models.vectors()
@@ -200,3 +201,47 @@ def test_warnings_of_recording_are_stored_with_the_run(tmp_path: Path) -> None:
         scores = whence.TracIn().attribute(study, TRAIN, progress=False)
     for message in ("1 of the optimizer's", "clip_norm=1.0"):
         assert any(message in text for text in scores.warnings), message
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_clipping_that_did_nothing_needs_no_warning(
+    tmp_path: Path, optimizer: str, clipped: bool
+) -> None:
+    model, norm = models.mlp().double(), 1e-3 if clipped else 1e3
+    stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
+    recorder = whence.Recorder(
+        tmp_path, model, stepper, checkpoints=[5, 10], notes={"clip_norm": norm}
+    )
+    norms, (x, y) = [], TRAIN.tensors
+    with pytest.warns(UserWarning, match="not modelled"), recorder:
+        for _ in range(10):
+            stepper.zero_grad()
+            torch.nn.functional.cross_entropy(model(x.double()), y).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), norm)))
+            stepper.step()
+    assert all((each > norm) == clipped for each in norms)
+    study = whence.Study(model, whence.Classification(), TRAIN, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scores = whence.TracIn().attribute(study, TRAIN, progress=False)
+    warned = any("clip_norm" in text for text in scores.warnings)
+    assert warned == (clipped or optimizer == "SGD")  # SGD stores nothing that would show it
+
+
+def test_the_bound_on_clipped_updates_is_one(tmp_path: Path) -> None:
+    model, clipped = models.mlp().double(), []
+    stepper = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = TRAIN.tensors
+    with whence.Recorder(tmp_path, model, stepper, checkpoints=[12]):
+        for step in range(12):
+            stepper.zero_grad()
+            scale = 100.0 if step % 4 == 0 else 1e-3  # every fourth is clipped
+            (scale * torch.nn.functional.cross_entropy(model(x.double()), y)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clipped.append(float(norm) > 1)
+            stepper.step()
+    assert clipped == [step % 4 == 0 for step in range(12)]
+    weights = 0.999 ** np.arange(11, -1, -1)
+    share = float(weights @ np.array(clipped) / weights.sum())
+    assert clipped_at_most(whence.Run.open(tmp_path), 1.0) == pytest.approx(share, rel=1e-3)

@@ -23,6 +23,12 @@ from whence.table import listed
 EDIT = "EDIT"
 CAUSAL, CLASSIFIER = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
 DATA_FILES = (".jsonl", ".csv", ".txt")
+TASKS = {  # by the loss that a script calls
+    "cross_entropy": "Classification",
+    "CrossEntropyLoss": "Classification",
+    "mse_loss": "Regression",
+    "MSELoss": "Regression",
+}
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop")
 
 
@@ -186,6 +192,7 @@ class _Script:
     optimizer: str | None = None  # "torch.optim.SGD(parameters, lr=0.1)"
     batch_size: str | None = None
     epochs: str | None = None
+    task: str | None = None  # "Classification"
     guarded: bool = False  # training is under if __name__ == "__main__"
 
     @classmethod
@@ -200,6 +207,8 @@ class _Script:
         for part in ast.walk(tree):
             if isinstance(part, ast.Call):
                 script._add_call(part)
+            elif isinstance(part, ast.For) and script.epochs is None:
+                script._add_loop(part)
         return script
 
     def _add(self, node: ast.stmt) -> None:
@@ -221,6 +230,7 @@ class _Script:
 
     def _add_call(self, node: ast.Call) -> None:
         name = ast.unparse(node.func).rpartition(".")[2]
+        self.task = self.task or TASKS.get(name)
         if name in OPTIMIZERS and self.optimizer is None:
             settings = [ast.unparse(k) for k in node.keywords if k.arg != "params"]
             settings += [f"lr={ast.unparse(a)}" for a in node.args[1:2]]
@@ -230,6 +240,13 @@ class _Script:
                 self.batch_size = self.batch_size or ast.unparse(keyword.value)
         if name == "DataLoader" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
             self.batch_size = self.batch_size or ast.unparse(node.args[1])
+
+    def _add_loop(self, node: ast.For) -> None:
+        """The epochs of `for epoch in range(5)`."""
+        named = "epoch" in ast.unparse(node.target).lower()
+        match node.iter:
+            case ast.Call(func=ast.Name("range"), args=[ast.Constant() as count]) if named:
+                self.epochs = ast.unparse(count)
 
     def factory(self) -> str | None:
         """What builds the model."""
@@ -272,7 +289,8 @@ def _from_script(script: Path, path: Path) -> str:
     mark = {name: "" if value else f"  # {EDIT}" for name, value in vars(about).items()}
     lines += [
         *([] if query == "query" else [f"query = {query}"]),
-        f"task = whence.Classification()  # {EDIT}: or Regression(), LanguageModeling()",
+        f"task = whence.{about.task or 'Classification'}()"
+        + ("" if about.task else f"  # {EDIT}: or Regression(), LanguageModeling()"),
         "recipe = whence.Recipe(",
         f"    {factory},",
         "    task,",

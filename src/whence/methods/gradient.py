@@ -271,6 +271,7 @@ class GradientMethod(Method):
             raise InvalidInput(f"tokens() needs a study of one run, not of {len(study.runs)}")
         stage = self.stage or study.stages[-1]
         count = len(study.candidates.get(stage, study.data[stage]))
+        examples = [whole("examples", example) for example in examples]
         wrong = [e for e in examples if not 0 <= e < count]
         if wrong:
             raise InvalidIndex(f"examples={wrong[:3]} are not in the training data: it has {count}")

@@ -18,6 +18,7 @@ from whence.run.format import RunData, Stage
 SURE = 6.0  # standard deviations beyond which chance is no explanation
 EVEN = 0.05  # variance of draws, relative to chance, below which they are of epochs
 MANY = 0.1  # share of examples never drawn that is worth a warning
+RARELY = 0.1  # share of updates below which clipping needs no warning
 NEARER = 0.5  # of the way from the initial to the final weights: trained with the run
 ALIKE = 0.9  # cosine of weights above which one model was made from the other
 
@@ -140,6 +141,20 @@ class Draws:
                 "throughout a stage. Call recorder.stage(...) where the data changes"
             )
         return messages
+
+
+def clipped_at_most(run: RunData, norm: float) -> float:
+    """An upper bound on the share of updates whose gradient was clipped to a norm; 1 if unknown.
+
+    AdamW's v̂ is a mean of squared gradients over about 1 / (1 - β₂) updates before a checkpoint.
+    Each update that was clipped adds norm² to the sum of v̂, times its weight in the mean. Updates
+    long before the next checkpoint are not seen.
+    """
+    moments = [c.moments for c in run.checkpoints if c.moments is not None]
+    if set(run.optimizers.values()) != {"adamw"} or len(moments) < len(run.checkpoints):
+        return 1.0
+    squares = (sum(float(v.double().sum()) for v in file.open().values()) for file in moments)
+    return min(1.0, max(squares) / norm**2)
 
 
 def distance_from_final(
