@@ -7,8 +7,8 @@ of all parameters together, with its diagonal and with EK-FAC, against dense mat
 from __future__ import annotations
 
 import copy
-import warnings
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
