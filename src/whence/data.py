@@ -79,6 +79,11 @@ class Batches:
             return tuple(tensor[where].clone() for tensor in self.dataset.tensors)
         with examples_of(self.name, indices, "the dataset or its collate function"):
             rows = [self.dataset[int(k)] for k in indices]
+            if any(isinstance(row, Contrast) for row in rows):
+                raise InvalidType(
+                    f"{self.name} has a Contrast among its examples: a Contrast is all queries. "
+                    "Give it alone, as attribute(study, Contrast(a, b)), with lists for a and b"
+                )
             batch = self._collated(rows) if self.collate is None else self.collate(rows)
             for tensor in tensors_in(batch):
                 if not _plain(tensor):

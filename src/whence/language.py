@@ -95,7 +95,8 @@ class LanguageModeling(Task):
             raise InvalidInput(
                 f"labels of shape {tuple(targets.shape)} do not fit outputs of shape "
                 f"{tuple(outputs.shape)}: LanguageModeling needs logits (n, t, tokens) and one "
-                "label per position (n, t). Override outputs(model, batch) or targets(batch)"
+                "label per position (n, t). Override outputs(model, batch) or targets(batch); sets "
+                "of rows need Averaged(LanguageModeling())"
             )
         return class_numbers(targets, outputs.shape[2])
 

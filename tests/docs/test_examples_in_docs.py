@@ -28,7 +28,7 @@ PAGES = pages.pages()
 RUN = [name for name, text in PAGES.items() if any(marked for marked, _ in pages.blocks(text))]
 LONG = [
     f"tutorials/{name}"
-    for name in ("language-model", "own-loop", "mislabelled", "table", "reviews")
+    for name in ("language-model", "own-loop", "mislabelled", "table", "reviews", "preferences")
 ]
 PEERS = {"coming-from": ("kronfluence", "trak")}
 METHODS = [
@@ -116,7 +116,7 @@ def test_a_page_that_claims_too_much_is_noticed(tmp_path: Path) -> None:
 
 def test_tutorials_end_with_a_proof() -> None:
     tutorials = [name for name in PAGES if name.startswith("tutorials/")]
-    assert len(tutorials) == 8
+    assert len(tutorials) == 9
     for name in tutorials:
         assert "<!-- check:" in PAGES[name], name
         assert re.search(r"ground_truth|Truth\(|(measure|select)\(recipe", PAGES[name]), name

@@ -277,6 +277,9 @@ def test_a_contrast_is_the_difference_of_two_queries() -> None:
         whence.Contrast(a, query)
     with pytest.raises(whence.WhenceError, match=r"write Contrast\(\[a\], \[b\]\)"):
         whence.Contrast(whence.completion([1], [2]), whence.completion([1], [3]))
+    for wrapped in ([whence.Contrast(a, b)], [a[0], whence.Contrast(a, b)]):
+        with pytest.raises(whence.WhenceError, match="query has a Contrast among its examples"):
+            method.attribute(study, wrapped, **EXACT)
 
 
 def test_sums_from_a_store(tmp_path: Path) -> None:

@@ -32,12 +32,17 @@ class MLflow:
         self._active = active
 
     def active_run(self) -> Any:
-        return SimpleNamespace() if self._active else None
+        return SimpleNamespace(info=SimpleNamespace(run_id="1")) if self._active else None
+
+    def get_run(self, run_id: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(params=dict(self.params)))
 
     def log_params(
         self, params: dict[str, Any], synchronous: bool | None = None, run_id: str | None = None
     ) -> None:
         assert all(len(str(value)) <= 500 for value in params.values())
+        changed = {key for key in params if self.params.get(key, params[key]) != params[key]}
+        assert not changed  # MLflow refuses
         self.params |= params
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -65,15 +70,11 @@ class Wandb:
         self.summary: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
         run = SimpleNamespace(
-            config=SimpleNamespace(update=self._config),
+            config=SimpleNamespace(update=self.config.update, get=self.config.get),
             summary=self.summary,
             log=self.logged.update,
         )
         self.run = run if active else None
-
-    def _config(self, d: dict[str, Any], allow_val_change: bool | None = None) -> None:
-        assert allow_val_change  # a second log of the same run is no error
-        self.config |= d
 
 
 def made(higher: bool = True) -> whence.Scores:
@@ -91,25 +92,41 @@ def test_scores_in_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = MLflow()
     monkeypatch.setitem(sys.modules, "mlflow", tracker)  # type: ignore[arg-type]
     log(made(), "mlflow", k=1)
-    assert tracker.params["whence.measurement"] == "margin"
-    assert tracker.metrics["whence.examples_that_harm"] == 1
-    table = tracker.dicts["whence_examples.json"]
+    assert tracker.params["whence.scores.measurement"] == "margin"
+    assert tracker.metrics["whence.scores.examples_that_harm"] == 1
+    table = tracker.dicts["whence.scores.examples.json"]
     assert table == {"example": [0, 2], "mean_score": [1.0, -4.0]}
     log(made(higher=False), "mlflow", k=9)
-    assert tracker.dicts["whence_examples.json"]["example"] == [2, 4, 0, 1]
+    assert tracker.dicts["whence.scores.examples.json"]["example"] == [2, 4, 0, 1]
 
 
 def test_a_run_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", tracker)  # type: ignore[arg-type]
     log(run(), "wandb")
-    assert tracker.config["whence"]["checkpoints"] == [3, 8]
-    assert tracker.summary["whence/updates"] == 8
-    assert tracker.summary["whence/sum_of_rates"] == pytest.approx(4.0)
+    assert tracker.config["whence/run"]["checkpoints"] == [3, 8]
+    assert tracker.summary["whence/run/updates"] == 8
+    assert tracker.summary["whence/run/sum_of_rates"] == pytest.approx(4.0)
     log(made(), "wandb", k=1)
-    table = tracker.logged["whence/whence_examples"]
+    table = tracker.logged["whence/scores/examples"]
     assert table.columns == ["example", "mean_score"]
     assert table.data == [[0, 1.0], [2, -4.0]]
+    assert tracker.config["whence/run"]["checkpoints"] == [3, 8], "scores do not replace the run"
+
+
+@pytest.mark.parametrize(("to", "double"), [("wandb", Wandb), ("mlflow", MLflow)])
+def test_several_scores_need_names(to: str, double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, to, double())
+    log(made(), to)
+    log(made(), to)  # the same again is no error
+    with pytest.raises(InvalidInput, match="name=, such as"):
+        log(other(), to)
+    log(other(), to, name="other")
+
+
+def other() -> whence.Scores:
+    about = {"method": "TracIn", "measurement": "margin", "unit": "logits"}
+    return whence.Scores(np.ones((2, 3)), higher_is_better=True, **about)
 
 
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +152,13 @@ def test_the_doubles_are_like_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyP
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     with mlflow.start_run() as active:
         log(run(), "mlflow")
+        log(made(), "mlflow")
+        with pytest.raises(InvalidInput, match="name=, such as"):
+            log(other(), "mlflow")
+        log(other(), "mlflow", name="other")
     data = mlflow.get_run(active.info.run_id).data
-    assert data.metrics["whence.updates"] == 8 and data.params["whence.optimizer"] == "sgd"
+    assert data.metrics["whence.run.updates"] == 8 and data.params["whence.run.optimizer"] == "sgd"
+    assert data.params["whence.other.method"] != data.params["whence.scores.method"]
 
 
 def test_the_doubles_are_like_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +166,13 @@ def test_the_doubles_are_like_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(inspect.signature(wandb.Table.__init__).parameters)[1:3] == ["columns", "data"]
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(mode="offline", dir=tmp_path) as active:
-        log(run(), "wandb")
+        recorded = run()
+        log(recorded, "wandb")
+        log(recorded, "wandb")
         log(made(), "wandb")
-        assert active.config["whence"]["measurement"] == "margin"
-        assert active.summary["whence/updates"] == 8
+        with pytest.raises(InvalidInput, match="name=, such as"):
+            log(other(), "wandb")
+        log(other(), "wandb", name="other")
+        assert active.config["whence/scores"]["measurement"] == "margin"
+        assert active.config["whence/run"]["checkpoints"] == [3, 8]
+        assert active.summary["whence/run/updates"] == 8

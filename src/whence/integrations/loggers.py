@@ -16,57 +16,74 @@ from whence.run import Run
 from whence.scores import Scores
 from whence.scores.means import mean_scores
 
-TABLE = "whence_examples"  # the name of the table
 LONGEST = 500  # characters of a parameter that MLflow accepts
 
 
-def log(logged: Run | Scores, to: str, *, k: int = 20) -> None:
+def log(logged: Run | Scores, to: str, *, k: int = 20, name: str | None = None) -> None:
     """Write a run or scores to the tracker's active run.
+
+    Keys begin with "whence/" and the name in W&B, with "whence." and the name in MLflow.
 
     Args:
         logged: a `Run`, or `Scores`.
         to: "wandb" or "mlflow". Start a run there first: `wandb.init()`, `mlflow.start_run()`.
         k: of scores, the number of training examples at each end of the table.
+        name: "run" or "scores", unless you give one. Several scores need different names.
     """
     if to not in ("wandb", "mlflow"):
         raise InvalidInput(f'to={to!r}: use "wandb" or "mlflow"')
     if isinstance(logged, Run):
         parameters, metrics = _about_run(logged)
-        table = None
+        table, name = None, name or "run"
     elif isinstance(logged, Scores):
         parameters, metrics = _about_scores(logged)
-        table = _table(logged, k)
+        table, name = _table(logged, k), name or "scores"
     else:
         raise InvalidType(f"{type(logged).__name__} cannot be logged: give a Run or Scores")
     try:
         tracker = importlib.import_module(to)
     except ImportError as error:
         raise MissingDependency(f"{to} is not installed: pip install {to}") from error
-    (_to_wandb if to == "wandb" else _to_mlflow)(tracker, parameters, metrics, table)
+    (_to_wandb if to == "wandb" else _to_mlflow)(tracker, name, parameters, metrics, table)
 
 
 def _to_wandb(
-    wandb: Any, parameters: dict[str, Any], metrics: dict[str, float], table: Any
+    wandb: Any, name: str, parameters: dict[str, Any], metrics: dict[str, float], table: Any
 ) -> None:
     if wandb.run is None:
         raise InvalidInput("no run of W&B is active: call wandb.init() first")
-    wandb.run.config.update({"whence": parameters}, allow_val_change=True)
-    wandb.run.summary.update({f"whence/{name}": value for name, value in metrics.items()})
+    prefix = f"whence/{name}"
+    _check_unused(name, parameters, wandb.run.config.get(prefix))
+    wandb.run.config.update({prefix: parameters})
+    wandb.run.summary.update({f"{prefix}/{key}": value for key, value in metrics.items()})
     if table is not None:
         rows = [list(row) for row in zip(*table.values(), strict=True)]
-        wandb.run.log({f"whence/{TABLE}": wandb.Table(columns=list(table), data=rows)})
+        wandb.run.log({f"{prefix}/examples": wandb.Table(columns=list(table), data=rows)})
 
 
 def _to_mlflow(
-    mlflow: Any, parameters: dict[str, Any], metrics: dict[str, float], table: Any
+    mlflow: Any, name: str, parameters: dict[str, Any], metrics: dict[str, float], table: Any
 ) -> None:
-    if mlflow.active_run() is None:
+    active = mlflow.active_run()
+    if active is None:
         raise InvalidInput("no run of MLflow is active: call mlflow.start_run() first")
-    texts = {f"whence.{name}": str(value)[:LONGEST] for name, value in parameters.items()}
+    prefix = f"whence.{name}"
+    texts = {f"{prefix}.{key}": str(value)[:LONGEST] for key, value in parameters.items()}
+    params = mlflow.get_run(active.info.run_id).data.params
+    _check_unused(name, texts, {key: params[key] for key in texts if key in params})
     mlflow.log_params(texts)
-    mlflow.log_metrics({f"whence.{name}": value for name, value in metrics.items()})
+    mlflow.log_metrics({f"{prefix}.{key}": value for key, value in metrics.items()})
     if table is not None:
-        mlflow.log_dict(table, f"{TABLE}.json")
+        mlflow.log_dict(table, f"{prefix}.examples.json")
+
+
+def _check_unused(name: str, parameters: dict[str, Any], before: dict[str, Any] | None) -> None:
+    """Refuse to replace the parameters of something else; the same may be logged again."""
+    if before and dict(before) != parameters:
+        raise InvalidInput(
+            f"the tracker's run has other parameters under the name {name!r}: give name=, such as "
+            f'"{name}-2"'
+        )
 
 
 def _about_run(run: Run) -> tuple[dict[str, Any], dict[str, float]]:

@@ -286,11 +286,11 @@ def _refusal(
         return "its weight is computed from other parameters (a parametrization)"
     sharers = [m for p in its for m in owners[id(p)] if m[1] is not module]
     if kind.seen in ("copies", "forward"):
-        return f"{path} is tied to {sharers[0][0]}" if sharers else None
+        return _tied(path, [sharers[0][0]]) if sharers else None
     others = sorted(q for q, m in sharers if not _one_weight(kind, m))
     others = others or sorted(q for q, _ in sharers if q not in chosen)
     if others:
-        return f"{path} is tied to {', '.join(others)}"
+        return _tied(path, others)
     if any(
         m._parameters.get(k) is not module._parameters.get(k)
         for _, m in sharers
@@ -298,6 +298,11 @@ def _refusal(
     ):
         return "shares its weight or its bias, but not both, with another layer"
     return None
+
+
+def _tied(path: str, others: Sequence[str]) -> str:
+    names = [name or "(model)" for name in (path, *others)]
+    return f"{names[0]} is tied to {', '.join(names[1:])}"
 
 
 def _one_weight(kind: Kind, module: nn.Module) -> bool:
