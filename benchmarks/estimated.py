@@ -143,7 +143,8 @@ def study_after_adamw(case: str, scale: int, folder: Path) -> tuple[whence.Study
             indices = torch.arange(8 * k, 8 * k + 8) % len(train)
             batch: Any = default_collate([train[int(i)] for i in indices])
             optimizer.zero_grad()
-            task.losses(task.outputs(model, batch), batch).mean().backward()
+            loss: Any = task.losses(task.outputs(model, batch), batch).mean()
+            loss.backward()
             recorder.step(indices)
             optimizer.step()
     return whence.Study(model, task, train, folder, layers="matrices"), query

@@ -341,7 +341,7 @@ class World:
 
     def _words(self) -> dict[int, str]:
         """The last errors of the other ranks."""
-        words = {}
+        words: dict[int, str] = {}
         with suppress(RuntimeError):
             store = _key_values()
             for rank in set(range(self.size)) - {self.rank}:

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from whence.engine.queries import QuerySet
 from whence.engine.workspace import ComputeOptions, Workspace
-from whence.errors import InvalidInput, collect_warnings, collected_warnings, note, warn
+from whence.errors import InvalidInput, collect_warnings, collected_warnings, warn
 from whence.layers.choose import Chooser
 from whence.layers.passes import LOSSES, Weights, precision_as_asked
 from whence.persist.files import as_path
@@ -30,7 +30,7 @@ from whence.run import Run
 from whence.scores import Scores, ScoreWriter, ensemble
 from whence.scores.result import BY_HEAD, BY_LAYER, BY_SEGMENT
 from whence.study import Scope, Study
-from whence.world import World, unjoined
+from whence.world import World
 
 Folder = str | os.PathLike[str] | None
 
@@ -240,8 +240,6 @@ class Method(ABC):
             reasons += workspace.study.query_warnings(workspace.query.data)
         for message in reasons:
             warn(message, stacklevel=4)
-        if alone := unjoined():
-            note(alone)
         messages = collected_warnings()
         messages[:0] = [m for m in writer.account.get("warnings", []) if m not in messages]
         writer.account["warnings"] = messages  # later messages are saved with the progress

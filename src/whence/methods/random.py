@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from whence.data import Labels, classes, cut
 from whence.draws import Uniform
 from whence.engine.workspace import scored_stages
-from whence.errors import InvalidInput, collect_warnings, note
+from whence.errors import InvalidInput, collect_warnings
 from whence.persist.identity import call_text, defaults_of, key_of
 from whence.progress import progress_bar
 from whence.scores import Scores, ScoreWriter
 from whence.study import Study
-from whence.world import World, unjoined
+from whence.world import World
 
 DRAWS_PER_BLOCK = 2**22
 
@@ -67,8 +67,6 @@ class Random:
         if dtype not in (torch.float32, torch.float64):
             raise InvalidInput(f"dtype={dtype}: random scores are torch.float32 or torch.float64")
         study.refuse_candidates("Random")
-        if alone := unjoined():
-            note(alone)
         stages, world = scored_stages(study, self.stage), World.current()
         data, last = {stage: study.data[stage] for stage in stages}, study.stages[-1]
         task, queries = study.tasks[last], None if query is None else study.query(query)
