@@ -48,17 +48,28 @@ def everyone(name: str) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """This process, one of `size`."""
+    """This process, one of `size`.
+
+    Attributes:
+        unjoined: a warning where several processes were started that form no group.
+    """
 
     size: int = 1
     rank: int = 0
+    unjoined: str = ""
 
     @classmethod
     def current(cls) -> World:
         """The initialised process group, or this process alone."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_world_size(), dist.get_rank())
-        return cls()
+        if (started := launched()).size == 1:
+            return cls()
+        return cls(
+            unjoined=f"{started.size} processes were started, but no process group is initialised: "
+            "every process does all the work. Call torch.distributed.init_process_group() first, "
+            "in every process"
+        )
 
     @property
     def first(self) -> bool:
@@ -70,9 +81,9 @@ class World:
     def together(cls) -> Iterator[World]:
         """Around what all ranks do together: a rank that fails inside tells the others, and only
         rank 0 shows warnings."""
-        world, warning = cls.current(), unjoined()
-        if warning and launched().first:
-            show_once(warning)
+        world = cls.current()
+        if world.unjoined and launched().first:
+            show_once(world.unjoined)
         if world.size == 1:
             yield world
             return
@@ -408,18 +419,6 @@ def launched() -> World:
     if "WORLD_SIZE" in os.environ:
         return World(max(1, number.get("WORLD_SIZE", 1)), number.get("RANK", 0))
     return World(max(1, number.get("SLURM_STEP_NUM_TASKS", 1)), number.get("SLURM_PROCID", 0))
-
-
-def unjoined() -> str | None:
-    """What to say where several processes were started that form no group."""
-    started = launched()
-    if started.size == 1 or (dist.is_available() and dist.is_initialized()):
-        return None
-    return (
-        f"{started.size} processes were started, but no process group is initialised: every "
-        "process does all the work. Call torch.distributed.init_process_group() first, in every "
-        "process"
-    )
 
 
 # a batch script has SLURM_NTASKS too, but is no step of `srun`

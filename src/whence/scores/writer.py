@@ -40,7 +40,7 @@ from whence.scores.result import (
 )
 from whence.scores.strongest import Strongest
 from whence.table import byte_size
-from whence.world import World, unjoined
+from whence.world import World
 
 TRIED = "tried.safetensors"
 ScoreTile = tuple[int, int, int, int]  # first row, end row, first column, end column
@@ -103,8 +103,8 @@ class ScoreWriter:
         self.of = ""
         self._tried = tried
         self._world = World() if world is None else world
-        if alone := unjoined():
-            note(alone)
+        if self._world.unjoined:
+            note(self._world.unjoined)
         self._out = None if out is None else as_path(out)
         self.progress_file: Path | None = None  # where this rank notes what it has done
         self._dtype = np.dtype(dtype)
