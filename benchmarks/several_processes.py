@@ -32,10 +32,15 @@ from benchmarks.report import RESULTS
 from experiments.tasks.machine import machine
 from whence.operators.fit import Fitter
 
-SIZES = {"gpt": (192, 16), "mlp": (24000, 100)}  # training examples × queries
+SOURCE = "SOURCE, C = 6, L = 3"
 METHODS: dict[str, whence.Source | whence.Influence] = {
     "influence": whence.Influence(),
-    "SOURCE, C = 6, L = 3": whence.Source(segments=3),
+    SOURCE: whence.Source(segments=3),
+}
+#: training examples × queries; those of SOURCE take three minutes
+SIZES = {
+    "gpt": {"influence": (192, 16), SOURCE: (24, 4)},
+    "mlp": {"influence": (24000, 100), SOURCE: (2000, 20)},
 }
 
 
@@ -55,7 +60,7 @@ def work(folder: Path, workload: str, method: str) -> None:
     if size > 1:
         meeting = f"file://{folder}/meeting"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-    chosen, (train, query) = WORKLOADS[workload], SIZES[workload]
+    chosen, (train, query) = WORKLOADS[workload], SIZES[workload][method]
     torch.manual_seed(0)
     model = chosen.model().eval()
     data, queries, run = chosen.data(train, 1), chosen.data(query, 2), run_of(model)
@@ -133,8 +138,8 @@ def measure(workload: str, method: str, rounds: int) -> dict[str, Any]:
                 best[size] = measured
     largest = np.abs(scores[1][0]).max()
     return {
-        "train": SIZES[workload][0],
-        "query": SIZES[workload][1],
+        "train": SIZES[workload][method][0],
+        "query": SIZES[workload][method][1],
         "rounds": rounds,
         "agreement": float(np.abs(scores[2][0] - scores[1][0]).max() / largest),
         "same_bits": all(bool((x == scores[2][0]).all()) for x in scores[2]),
@@ -157,7 +162,8 @@ def main() -> None:
     results = json.loads(path.read_text()) if path.exists() else {}
     for workload in [chosen.workload] if chosen.workload else SIZES:
         for method in [chosen.method] if chosen.method else METHODS:
-            result = measure(workload, method, chosen.rounds) | {"machine": machine()}
+            result = measure(workload, method, chosen.rounds)
+            result |= {"machine": machine(), "load": os.getloadavg()[0]}
             results[f"{workload}, {method}"] = result
             one, two = result["one"][0], result["two"]
             slowest = max(r["seconds"] for r in two)

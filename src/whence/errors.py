@@ -16,6 +16,7 @@ use it.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -212,6 +213,8 @@ def optional(needs: str, extra: str) -> Iterator[None]:
 # -- warnings --------------------------------------------------------------------------------------
 
 _collected: ContextVar[tuple[list[str], ...]] = ContextVar("collected warnings", default=())
+_shown: set[str] = set()  # messages of `show_once`
+_INSIDE = ("whence", "contextlib")  # whose lines are not the user's
 
 
 def warn(message: str, *, stacklevel: int = 2) -> None:
@@ -219,10 +222,25 @@ def warn(message: str, *, stacklevel: int = 2) -> None:
 
     Python shows the same warning of the same line once; a result has all of its own.
     """
+    note(message)
+    warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def note(message: str) -> None:
+    """Note a message for every result that is being computed, and show nothing."""
     for messages in _collected.get():
         if message not in messages:
             messages.append(message)
-    warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def show_once(message: str) -> None:
+    """Show a warning the first time in this process, at the user's line; note nothing."""
+    if message not in _shown:
+        _shown.add(message)
+        frame, level = sys._getframe(1), 2
+        while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(message, stacklevel=level)
 
 
 def collected_warnings() -> list[str]:

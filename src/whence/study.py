@@ -66,6 +66,7 @@ class Study:
             as one of the N of its stage.
     """
 
+    @World.apart()
     def __init__(
         self,
         model: nn.Module | Mapping[str, nn.Module],

@@ -33,15 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from whence.errors import InvalidInput, RankFailed, warn
+from whence.errors import InvalidInput, RankFailed, show_once
 
 T = TypeVar("T")
 Owner = Callable[[str], int | None]  # the rank that a named tensor belongs to; None: all ranks
 SHOWN = 60  # characters of a value; a longer one is a digest
 PATIENCE = 10.0  # seconds for which a rank waits for the others without a message
 CPU = torch.device("cpu")
-
-_warned: set[str] = set()
 
 
 def everyone(name: str) -> None:
@@ -50,27 +48,28 @@ def everyone(name: str) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """This process, one of `size`."""
+    """This process, one of `size`.
+
+    Attributes:
+        unjoined: a warning where several processes were started that form no group.
+    """
 
     size: int = 1
     rank: int = 0
+    unjoined: str = ""
 
     @classmethod
     def current(cls) -> World:
         """The initialised process group, or this process alone."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_world_size(), dist.get_rank())
-        started = launched()
-        if started.size > 1 and started.first:
-            message = (
-                f"{started.size} processes were started, but no process group is initialised: "
-                "every process does all the work. Call torch.distributed.init_process_group() "
-                "first, in every process"
-            )
-            if message not in _warned:
-                _warned.add(message)
-                warn(message, stacklevel=3)
-        return cls()
+        if (started := launched()).size == 1:
+            return cls()
+        return cls(
+            unjoined=f"{started.size} processes were started, but no process group is initialised: "
+            "every process does all the work. Call torch.distributed.init_process_group() first, "
+            "in every process"
+        )
 
     @property
     def first(self) -> bool:
@@ -83,10 +82,13 @@ class World:
         """Around what all ranks do together: a rank that fails inside tells the others, and only
         rank 0 shows warnings."""
         world = cls.current()
+        if world.unjoined and launched().first:
+            show_once(world.unjoined)
         if world.size == 1:
             yield world
             return
         world._step("begin", None, patient=True)
+        world._leave_word("")
         try:
             with warnings.catch_warnings():
                 if not world.first:
@@ -94,9 +96,20 @@ class World:
                 yield world
         except RankFailed:
             raise
-        except Exception:
+        except Exception as error:
+            world._leave_word(str(error))
             with suppress(RankFailed):
                 world._compare(world.rank + 1, 0)
+            raise
+
+    @classmethod
+    @contextmanager
+    def apart(cls) -> Iterator[None]:
+        """Around what a rank does by itself: ranks that later wait for it in vain say why."""
+        try:
+            yield
+        except Exception as error:
+            cls.current()._leave_word(str(error))
             raise
 
     # -- who does what ---------------------------------------------------------------------------
@@ -282,9 +295,10 @@ class World:
         code = zlib.crc32(json.dumps([what, about]).encode())
         failed, most, least = self._compare(0, code, patient)
         if failed:
+            why = self._words().get(failed - 1, "its message says why")
             raise RankFailed(
-                f"rank {failed - 1} of {self.size} failed, and its message says why: this process "
-                f"(rank {self.rank}) stops too. Run the same command to resume"
+                f"rank {failed - 1} of {self.size} failed ({why}): this process (rank {self.rank}) "
+                "stops too. Run the same command to resume"
             )
         if most != -least:
             raise RankFailed(
@@ -320,12 +334,32 @@ class World:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> RankFailed:
+        words = [f"the last error of rank {r}: {word}" for r, word in self._words().items()]
         reason = re.sub(r"\[[^]]*\.cc:\d+\] *", "", str(error))  # a line of gloo's code
         return RankFailed(
-            f"another of the {self.size} processes no longer answers ({_short(reason)}): it "
-            f"has ended, or makes other calls than this one (rank {self.rank}). Run the same "
-            "command to resume"
+            f"another of the {self.size} processes no longer answers "
+            f"({'; '.join(words) or _short(reason)}): it has ended, or makes other calls than this "
+            f"one (rank {self.rank}). Run the same command to resume"
         )
+
+    # The group's key-value store holds the last error of each rank. It answers without the others,
+    # also after a rank has ended, unless that rank served it.
+
+    def _leave_word(self, word: str) -> None:
+        if self.size > 1:
+            with suppress(RuntimeError):
+                _key_values().set(f"whence/{self.rank}", _short(word, 600))
+
+    def _words(self) -> dict[int, str]:
+        """The last errors of the other ranks."""
+        words: dict[int, str] = {}
+        with suppress(RuntimeError):
+            store = _key_values()
+            for rank in set(range(self.size)) - {self.rank}:
+                key = f"whence/{rank}"
+                word = store.get(key).decode(errors="replace") if store.check([key]) else ""
+                words |= {rank: word} if word else {}
+        return words
 
     def _handed(
         self,
@@ -405,9 +439,15 @@ def _form(sent: Sequence[Any]) -> tuple[torch.dtype, list[int]]:
     return known, [int(n) for n in shape]
 
 
-def _short(text: str) -> str:
+def _key_values() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store  # not in all builds
+
+    return _get_default_store()
+
+
+def _short(text: str, most: int = 120) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= 120 else line[:119] + "…"
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 # --- tensors of which each process holds a part (FSDP2) -------------------------------------------

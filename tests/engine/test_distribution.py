@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import shutil
@@ -155,7 +156,7 @@ whence.TracIn().attribute(study, ranks.QUERY, out=folder / "scores", batch_size=
 def test_an_error_of_one_rank_reaches_all(pair: Path) -> None:
     """And the group is of use afterwards, where the error is caught."""
     first, second = known(pair, "failing")
-    assert "rank 1 of 2 failed" in first and second == "example 7 is bad"
+    assert "rank 1 of 2 failed (example 7 is bad)" in first and second == "example 7 is bad"
 
 
 def test_a_pass_that_ranks_add_up_together_resumes(pair: Path) -> None:
@@ -183,18 +184,44 @@ def test_ranks_that_differ_are_named(name: str, pair: Path) -> None:
     assert first == second
 
 
+def test_a_rank_that_ends_before_the_others_wait_for_it_leaves_its_reason(
+    runs: Path, tmp_path: Path
+) -> None:
+    """Rank 1 has fewer examples than the run was trained on, so it has no study."""
+    body = f"""
+data = torch.utils.data.Subset(ranks.TRAIN, range(23 - 8 * rank))
+study = whence.Study(ranks.net(), ranks.TASK, data, Path({str(runs / "sgd")!r}))
+whence.TracIn().attribute(study, ranks.QUERY, progress=False)
+"""
+    first, second = ranks.outcome(ranks.start(tmp_path, body))
+    for message, kind in ((first, "RankFailed"), (second, "InvalidInput")):
+        assert kind in message and "used example 22, but the data has 15" in message
+    assert "the last error of rank 1: the run's batches" in first
+
+
 def test_ranks_that_make_other_calls_end_together(pair: Path) -> None:
     for message in known(pair, "other_calls"):
         assert "are not in step" in message and "the same calls in the same order" in message
 
 
-def test_a_process_without_a_group_is_warned(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whence.world._warned", set())
+def test_a_process_without_a_group_is_warned(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, at the line that calls whence. Every answer has the warning, also one of a store."""
+    monkeypatch.setattr("whence.errors._shown", set())
+    given = ranks.study(runs)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match="no process group is initialised") as caught:
-        for _ in range(2):
-            whence.TracIn().attribute(ranks.study(runs), ranks.QUERY, progress=False)
-    assert sum("process group" in str(w.message) for w in caught) == 1
+        methods: list[Any] = [whence.TracIn(), whence.TracIn(), whence.Random()]
+        answers = [m.attribute(given, ranks.QUERY, progress=False) for m in methods]
+        whence.GradientStore.build(given, tmp_path, 6, methods=["tracin"], progress=False)
+        store = whence.GradientStore.open(tmp_path, given)
+        answers += [store.tracin(ranks.QUERY, progress=False) for _ in range(2)]
+    (shown,) = (w for w in caught if "process group" in str(w.message))
+    assert shown.filename == __file__
+    assert "answers = [m.attribute(" in linecache.getline(__file__, shown.lineno)
+    for scores in answers:
+        assert sum("process group" in message for message in scores.warnings) == 1
 
 
 SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -801,6 +802,25 @@ def test_another_study(it: Case, tmp_path: Path, make: Any, message: str) -> Non
     ):
         with pytest.raises(ValueError, match=message):
             again()
+
+
+def test_a_store_without_its_losses_says_so(it: Case, tmp_path: Path) -> None:
+    """Also with every answer, and when it is completed. Put back, they are compared again."""
+    GradientStore.build(it.study, tmp_path / "s", 12, **{**BUILD, "methods": ["influence"]})
+    (file,) = (tmp_path / "s" / "losses").iterdir()
+    file.rename(tmp_path / file.name)
+    with pytest.warns(UserWarning, match=f"{file.name} is missing") as caught:
+        store = GradientStore.open(tmp_path / "s", it.study)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="is missing"):
+        assert any("is missing" in m for m in store.influence(QUERY, **QUIET).warnings)
+    (tmp_path / file.name).rename(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GradientStore.open(tmp_path / "s", it.study)
+    file.unlink()
+    with pytest.warns(UserWarning, match=f"{file.name} is missing"):
+        GradientStore.build(it.study, tmp_path / "s", 12, **BUILD)
 
 
 def test_a_changed_loss_is_noticed(it: Case, tmp_path: Path) -> None:

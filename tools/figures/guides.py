@@ -246,7 +246,7 @@ def cli() -> Any:
 @drawn
 def distributed() -> Any:
     """The stages of one attribution in one process and in two."""
-    (case,) = results("benchmarks/results/several_processes.json").values()
+    case = results("benchmarks/results/several_processes.json")["gpt, influence"]
     stages = list(case["one"][0]["stages"])
     figure, axis = axes(height=2.2)
     for name, ranks in (("one process", case["one"]), ("two processes", case["two"])):

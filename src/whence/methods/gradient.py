@@ -153,7 +153,7 @@ class GradientMethod(Method):
             operations["queries"] = rotated + solved * tracked.operations
             if self.whitens(work):
                 steps = USUAL_STEPS * sets
-                operations["queries"] += cost.krylov(tracked, solved, steps)
+                operations["queries"] += cost.krylov(tracked, solved, steps, work.trained)
             sides = sets * [side for b in tracked.blocks for side in cost.sides(b)]
         if low_rank is None and all(t == 1 for t in tracked.positions.values()):
             # a term's checkpoints meet the queries together

@@ -42,6 +42,7 @@ class Random:
         self.seed, self.stage = seed, stage
 
     @collect_warnings()
+    @World.together()
     def attribute(
         self,
         study: Study,

@@ -111,9 +111,21 @@ def rotations(tracked: Tracked, queries: int, examples: int, sets: int = 1) -> f
     return total
 
 
-def krylov(tracked: Tracked, queries: int, steps: int) -> float:
-    """Operations of this many products of whole matrices with D^½ H D^½: there and back."""
-    return steps * sum(2 * rotate_queries(b, queries) for b in tracked.blocks if not b.diagonal)
+def krylov(tracked: Tracked, queries: int, steps: int, examples: int) -> float:
+    """Operations of this many products of whole matrices with D^½ H D^½: there and back.
+
+    A side has at most as many eigenvalues above zero as the examples have positions; products skip
+    the others (`operators.trimmed`).
+    """
+    total = 0.0
+    for b in tracked.blocks:
+        most = examples * tracked.positions[b.name]
+        o, i = (min(side, most) for side in (b.o, b.width))
+        if b.rows:
+            total += b.size * i
+        elif not b.diagonal:
+            total += min(b.width * o * (b.o + i), b.o * i * (b.width + o))
+    return 4.0 * queries * steps * total
 
 
 def sides(block: ParameterBlock) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from whence.errors import DiskFull, FolderConflict, InvalidInput, MissingFile, whole
+from whence.errors import DiskFull, FolderConflict, InvalidInput, MissingFile, note, whole
 from whence.persist.arrays import Checksums, create_array, entry_of, map_array, save_array
 from whence.persist.cache import Tried
 from whence.persist.files import (
@@ -103,6 +103,8 @@ class ScoreWriter:
         self.of = ""
         self._tried = tried
         self._world = World() if world is None else world
+        if self._world.unjoined:
+            note(self._world.unjoined)
         self._out = None if out is None else as_path(out)
         self.progress_file: Path | None = None  # where this rank notes what it has done
         self._dtype = np.dtype(dtype)

@@ -229,6 +229,14 @@ class StoreContents:
         path, data = self.path / "losses" / f"{unit.name}.safetensors", self.study.data[unit.stage]
         passes = workspace.passes[unit.stage]
         tried = passes.tried(data, unit.checkpoint, LOSSES, workspace.batch_size)
+        written = self.description["rows"].keys() | self.description["partial"].keys()
+        if unit.name in written and not self.world.of_first(path.exists()):
+            warn(
+                f"{path} is missing: the store's gradients of {data.name} at step "
+                f"{unit.checkpoint.step} cannot be compared with the losses of this study. Put the "
+                "file back, or build the store again at another path",
+                stacklevel=3,
+            )
         if not self.world.first:
             return
         if path.exists() and tried.differs_from(path, "delete the store, and build it again"):

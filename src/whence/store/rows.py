@@ -25,7 +25,7 @@ from whence.persist.arrays import Checksums, Entry, create_array, load_array, ma
 from whence.persist.files import move_into_place
 
 CACHE_BYTES = 2**20  # of rows per product, so that they stay in the processor's cache
-AHEAD = 2  # blocks of rows that are read ahead: one comes from the disk, one is checked
+AHEAD = 2  # blocks of rows that one thread reads ahead: it never waits for the products
 PAGE = 4096  # bytes; the least that a system maps
 REMEDY = "delete it, and build the store again"
 
@@ -90,7 +90,7 @@ class StoredRows:
             )
         self.array = load_array(path, entry, mode="c", remedy=REMEDY)
         self._start = 0  # of the last rows
-        self._readers = ThreadPoolExecutor(AHEAD, thread_name_prefix="rows")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._reads: dict[int, Future[None]] = {}  # of the next rows, by the first of them
 
     def __getitem__(self, rows: slice | NDArray[np.int64]) -> Tensor:
@@ -114,7 +114,7 @@ class StoredRows:
         ahead = [slice(rows.start + k * step, rows.stop + k * step) for k in range(1, AHEAD + 1)]
         for some in ahead if step > 0 else ():
             if some.start < len(self.array) and some.start not in self._reads:
-                self._reads[some.start] = self._readers.submit(self._touch, some)
+                self._reads[some.start] = self._reader.submit(self._touch, some)
         if reading is not None:
             reading.result()
 
