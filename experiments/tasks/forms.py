@@ -143,8 +143,8 @@ FORMS: Mapping[str, Form] = {
     "best, 2 iterations": Form(lambda s: whence.Best(2), small, most_runs=1),
     "best, 4 iterations": Form(lambda s: whence.Best(4), small, most_runs=1),
     "best, 16 iterations": Form(lambda s: whence.Best(16), small, most_runs=1),
-    "best, damping 1": Form(lambda s: whence.Best(relative_damping=1.0), small, most_runs=1),
-    "best, damping 10": Form(lambda s: whence.Best(relative_damping=10.0), small, most_runs=1),
+    "best, damping 1": Form(lambda s: whence.Best(relative_damping=1.0), small),
+    "best, damping 10": Form(lambda s: whence.Best(relative_damping=10.0), small),
     "best, query at the end": Form(lambda s: whence.Best(query_at="final"), small, most_runs=1),
     "expected Gauss-Newton": Form(
         lambda s: whence.Unrolled("gauss-newton", True, damping=1e-3, query_at="run"),
