@@ -10,6 +10,11 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 
 
+def least_of(rounds: int, kind: str = "rounds") -> str:
+    """How a time was taken."""
+    return "one round" if rounds == 1 else f"the least of {rounds} {kind}"
+
+
 def _peer_table(results: dict[str, Any]) -> list[str]:
     heads = (
         "workload (train × query)",
@@ -42,10 +47,10 @@ def _notes(results: dict[str, Any]) -> list[str]:
     for r in results.values():
         m = r["machine"]
         lines.append(
-            f"- {r['workload']} ({r['size']}): batch {r['batch']}, {r['threads']} thread(s), least "
-            f"of {r['rounds']} alternating rounds; matrix product {r['gflops']:.0f} GFLOP/s; "
-            f"influence scores of the two agree to {r['agreement']:.1e}; {m['processor']}, Python "
-            f"{m['python']}, torch {m['torch']}, {m['date']}."
+            f"- {r['workload']} ({r['size']}): batch {r['batch']}, {r['threads']} thread(s), "
+            f"{least_of(r['rounds'], 'alternating rounds')}; matrix product {r['gflops']:.0f} "
+            f"GFLOP/s; influence scores of the two agree to {r['agreement']:.1e}; "
+            f"{m['processor']}, Python {m['python']}, torch {m['torch']}, {m['date']}."
         )
     return lines
 
@@ -131,7 +136,7 @@ def _retraining_table(results: dict[str, Any]) -> list[str]:
     m, rounds = results["machine"], {r["rounds"] for n, r in results.items() if n != "machine"}
     lines += [
         "",
-        f"{m['processor']}, torch {m['torch']}, {m['date']}; best of {max(rounds)} rounds.",
+        f"{m['processor']}, torch {m['torch']}, {m['date']}; {least_of(max(rounds))}.",
     ]
     return lines
 

@@ -25,6 +25,7 @@ import torch
 import whence
 from benchmarks.against_kronfluence import floors
 from benchmarks.models import WORKLOADS, final_run
+from benchmarks.report import least_of
 from experiments import tasks
 from experiments.pages import ours, tables
 from experiments.pages.claims import difference, negated
@@ -575,7 +576,7 @@ def best_cost_table() -> list[str]:
     return [
         *lines,
         "",
-        f"From nothing to scores, the least of {study['rounds']} rounds, alternating; "
+        f"From nothing to scores, {least_of(study['rounds'], 'alternating rounds')}; "
         f"{study['device']}. `python -m experiments.studies.best`.",
     ]
 
@@ -657,12 +658,12 @@ def processes_table() -> list[str]:
             f"| {factors / one['factors']:.0%} | {sent / 2**20:,.0f} MiB | {r['agreement']:.0e} |"
         )
     m = next(iter(results.values()))["machine"]
-    rounds = " and ".join(str(r["rounds"]) for r in results.values())
+    rounds = " and ".join(least_of(r["rounds"]) for r in results.values())
     dates = " and ".join(dict.fromkeys(r["machine"]["date"] for r in results.values()))
     lines += [
         "",
         "`python -m benchmarks.several_processes`: from scratch, one thread for each process, "
-        f"gloo, the least of {rounds} round(s), {m['processor']} with two cores, "
+        f"gloo, {rounds}, {m['processor']} with two cores, "
         f"torch {m['torch']}, {dates}. Differences are relative to the largest score.",
     ]
     lines += [
@@ -722,8 +723,8 @@ def store_scale_table() -> list[str]:
         *lines,
         "",
         f"`python -m benchmarks.store_scale`: the 100 strongest of {r['rows']:,} rows, "
-        f"d = {r['dimension']}, one thread for products, {m['processor']}, {m['date']}, the least "
-        f"of {r['rounds']} rounds, in brackets processor seconds. Other work had the machine's two "
+        f"d = {r['dimension']}, one thread for products, {m['processor']}, {m['date']}, "
+        f"{least_of(r['rounds'])}, in brackets processor seconds. Other work had the machine's two "
         f"cores at the same time (load {r['load']:.0f}).",
     ]
 

@@ -94,69 +94,104 @@ def matrix_functions(
     """
     norms = right.norm(dim=1, keepdim=True)
     start = right / norms.clamp_min(torch.finfo(right.dtype).tiny)
-    alpha, beta = (right.new_zeros(len(right), steps, dtype=torch.float64) for _ in range(2))
-    weights = alpha.new_zeros(len(functions), *alpha.shape)  # f(T) e₁
-    residuals, changes = torch.zeros_like(alpha[:, 0]), torch.ones_like(weights[:, :, 0])
-    taken = torch.zeros(len(right), dtype=torch.int64, device=right.device)
-    active = norms[:, 0].nonzero()[:, 0]
-    krylov: list[Tensor] = []
-    previous, current = torch.zeros_like(start[active]), start[active]
-    for k in range(steps if len(active) else 0):
-        if k < stored:
-            whole = len(active) == len(start)
-            krylov.append(current if whole else _spread(start, active, current))
-        image = product(current)
-        alpha[active, k] = _inner(image, current)[:, 0].double()
-        new = _orthogonalised(image, current, previous, alpha[active], beta[active], k)
-        beta[active, k] = new.norm(dim=1).double()
-        previous, current = current, _normalised(new, beta[active], k)
-        if (k + 1) % CHECK_EVERY == 0 or k + 1 == steps:
-            columns = _first_columns(alpha[active, : k + 1], beta[active, :k], functions)
-            columns = torch.nn.functional.pad(columns, (0, steps - k - 1))
-            change = (columns - weights[:, active]).norm(dim=2)
-            change = change / columns.norm(dim=2).clamp_min(1e-300)
-            shrinking = (change / changes[:, active].clamp_min(1e-300)).clamp_max(1.0)
-            weights[:, active], changes[:, active], taken[active] = columns, change, k + 1
-            residuals[active] = (change * shrinking).max(0).values
-            unconverged = residuals[active] > tolerance
-            if not bool(unconverged.any()):
-                break
-            if not bool(unconverged.all()):
-                active, previous, current = (z[unconverged] for z in (active, previous, current))
-    x = right.new_zeros(len(functions), *right.shape)
-    previous, current = torch.zeros_like(start), start
-    for k in range(int(taken.max()) if len(right) else 0):
-        if k < len(krylov):
-            previous, current = current, krylov[k]
-        elif k:
-            active = (taken > k).nonzero()[:, 0]
-            image = product(current[active])
-            new = _orthogonalised(
-                image, current[active], previous[active], alpha[active], beta[active], k - 1
-            )
-            new = _normalised(new, beta[active], k - 1)
-            previous, current = current, _spread(start, active, new)
-        for answer, weight in zip(x, weights, strict=True):
-            answer.addcmul_(weight[:, k : k + 1].to(x), current)
-    return Solution(x.mul_(norms), taken, residuals)
+    expansion = _Expansion(start, functions, steps)
+    expansion.grow(product, norms[:, 0].nonzero()[:, 0], tolerance, stored)
+    x = expansion.combined(product)
+    return Solution(x.mul_(norms), expansion.taken, expansion.residuals)
+
+
+class _Expansion:
+    """Q f(T) e₁ of each function and row: the rows' Krylov spaces, each with a T of its own.
+
+    Attributes:
+        start: the first vector of each space, (q, p), of norm 1 or 0.
+        alpha, beta: the diagonal of T and the entries next to it, (q, steps), float64.
+        weights: f(T) e₁, (F, q, steps).
+        changes: by how much of themselves the weights changed last, (F, q).
+        taken, residuals: (q,), as in `Solution`.
+        vectors: the first Krylov vectors, each (q, p).
+    """
+
+    def __init__(
+        self, start: Tensor, functions: Sequence[Callable[[Tensor], Tensor]], steps: int
+    ) -> None:
+        self.start, self.functions, self.steps = start, functions, steps
+        self.alpha, self.beta = (
+            start.new_zeros(len(start), steps, dtype=torch.float64) for _ in range(2)
+        )
+        self.weights = self.alpha.new_zeros(len(functions), *self.alpha.shape)
+        self.changes = self.alpha.new_ones(len(functions), len(start))
+        self.residuals = self.alpha.new_zeros(len(start))
+        self.taken = torch.zeros(len(start), dtype=torch.int64, device=start.device)
+        self.vectors: list[Tensor] = []
+
+    def grow(self, product: Product, active: Tensor, tolerance: float, stored: int) -> None:
+        """Take steps in these rows, in each until its weights have converged."""
+        previous, current = torch.zeros_like(self.start[active]), self.start[active]
+        for k in range(self.steps if len(active) else 0):
+            if k < stored:
+                whole = len(active) == len(self.start)
+                self.vectors.append(current if whole else _spread(self.start, active, current))
+            image = product(current)
+            self.alpha[active, k] = _inner(image, current)[:, 0].double()
+            new = self._orthogonalised(image, current, previous, active, k)
+            self.beta[active, k] = new.norm(dim=1).double()
+            previous, current = current, self._normalised(new, active, k)
+            if (k + 1) % CHECK_EVERY == 0 or k + 1 == self.steps:
+                self._weigh(active, k + 1)
+                unconverged = self.residuals[active] > tolerance
+                if not bool(unconverged.any()):
+                    break
+                if not bool(unconverged.all()):
+                    active, previous, current = (
+                        z[unconverged] for z in (active, previous, current)
+                    )
+
+    def _weigh(self, active: Tensor, k: int) -> None:
+        """The weights in these rows after k steps, and the change that is expected of them."""
+        columns = _first_columns(self.alpha[active, :k], self.beta[active, : k - 1], self.functions)
+        columns = torch.nn.functional.pad(columns, (0, self.steps - k))
+        change = (columns - self.weights[:, active]).norm(dim=2)
+        change = change / columns.norm(dim=2).clamp_min(1e-300)
+        shrinking = (change / self.changes[:, active].clamp_min(1e-300)).clamp_max(1.0)
+        self.weights[:, active], self.changes[:, active], self.taken[active] = columns, change, k
+        self.residuals[active] = (change * shrinking).max(0).values
+
+    def combined(self, product: Product) -> Tensor:
+        """Σ_k (f(T) e₁)_k q_k, (F, q, p). Vectors that were not kept are computed again."""
+        x = self.start.new_zeros(len(self.functions), *self.start.shape)
+        previous, current = torch.zeros_like(self.start), self.start
+        for k in range(int(self.taken.max()) if len(self.start) else 0):
+            if k < len(self.vectors):
+                previous, current = current, self.vectors[k]
+            elif k:
+                active = (self.taken > k).nonzero()[:, 0]
+                image = product(current[active])
+                new = self._orthogonalised(image, current[active], previous[active], active, k - 1)
+                new = self._normalised(new, active, k - 1)
+                previous, current = current, _spread(self.start, active, new)
+            for answer, weight in zip(x, self.weights, strict=True):
+                answer.addcmul_(weight[:, k : k + 1].to(x), current)
+        return x
+
+    def _orthogonalised(
+        self, image: Tensor, current: Tensor, previous: Tensor, active: Tensor, k: int
+    ) -> Tensor:
+        """What a product adds to the space: A v less its parts in v and in the one before."""
+        new = torch.addcmul(image, self.alpha[active, k : k + 1].to(current), current, value=-1)
+        if not k:
+            return new
+        return new.addcmul_(self.beta[active, k - 1 : k].to(current), previous, value=-1)
+
+    def _normalised(self, new: Tensor, active: Tensor, k: int) -> Tensor:
+        """Rows scaled to norm 1; 0 where the space is exhausted."""
+        least = torch.finfo(new.dtype).tiny
+        return new / self.beta[active, k : k + 1].to(new).clamp_min(least)
 
 
 def _spread(like: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """Values in these rows, zeros in the others."""
     return torch.zeros_like(like).index_copy_(0, rows, values)
-
-
-def _orthogonalised(
-    image: Tensor, current: Tensor, previous: Tensor, alpha: Tensor, beta: Tensor, k: int
-) -> Tensor:
-    """What a product adds to the Krylov space: A v less its parts in v and in the one before."""
-    new = torch.addcmul(image, alpha[:, k : k + 1].to(current), current, value=-1)
-    return new.addcmul_(beta[:, k - 1 : k].to(current), previous, value=-1) if k else new
-
-
-def _normalised(new: Tensor, beta: Tensor, k: int) -> Tensor:
-    """Rows scaled to norm 1; 0 where the space is exhausted."""
-    return new / beta[:, k : k + 1].to(new).clamp_min(torch.finfo(new.dtype).tiny)
 
 
 def _first_columns(

@@ -9,6 +9,7 @@ together either, by Chebyshev series of their own (`chebyshev.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -105,47 +106,61 @@ class Whitened(Operator[BlockVectors]):
         if by_row is not None:
             return by_row
         tolerance = self.H.tolerance[right.dtype]
-        error = 0.0 if right.shape[1] < SMALL_SPACE else NEGLIGIBLE * tolerance
-        inner = self.H.trimmed({name: self._error(name, error) for name in names}, error)
-        product = self._product(shapes, right, inner)
+        product = self._product(shapes, right, self._trimmed(names, right, tolerance))
         answers = right.new_empty(len(functions), *right.shape)
-        values, directions = self._leading(product, right, tolerance)
-        inside = right @ directions.mT  # (q, r)
-
-        def outside(x: Tensor) -> Tensor:
-            return torch.addmm(x, x @ directions.mT, directions, alpha=-1) if len(values) else x
-
-        for rows in cut(len(right), self._rows(right)):
-            here = slice(int(rows[0]), int(rows[-1]) + 1)
-            stored = self.H.memory // 2 // (len(rows) * _row_bytes(right))
-            with products_as("highest"):  # rounded to TF32, products do not converge
-                solution = matrix_functions(
-                    lambda x: outside(product(x)),
-                    functions,
-                    outside(right[here]),
-                    STEPS,
-                    tolerance,
-                    stored,
-                )
+        with products_as("highest"):  # rounded to TF32, products do not converge
+            leading = self._leading(product, right, tolerance)
+            along = right @ leading.vectors.mT  # (q, r)
+            for rows in cut(len(right), self._rows(right)):
+                here = slice(int(rows[0]), int(rows[-1]) + 1)
+                solution = self._lanczos(leading, product, functions, right[here], tolerance)
+                self._note(names, solution, tolerance)
                 answers[:, here] = solution.x
-                for f, answer in zip(functions, answers, strict=True):
-                    answer[here].addmm_(inside[here] * f(values).to(inside), directions)
-            self._note(names, solution, tolerance)
+                leading.add(answers[:, here], functions, along[here])
         return list(answers)
 
-    def _leading(self, product: Product, right: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-        """Eigenvalues (r,) and eigenvectors (r, p) of M that all queries are first freed from.
+    def _trimmed(self, names: Sequence[str], right: Tensor, tolerance: float) -> Blockwise:
+        """x ↦ H x, without what changes M by less than NEGLIGIBLE of the tolerance.
+
+        exp(-x) and F_r vary no faster than x, so that their errors are not larger.
+        """
+        share = 0.0 if right.shape[1] < SMALL_SPACE else NEGLIGIBLE * tolerance
+        errors = {
+            name: share / max(float(torch.as_tensor(self.root[name]).square().max()), 1e-300)
+            for name in names
+        }
+        return self.H.trimmed(errors, share)
+
+    def _leading(self, product: Product, right: Tensor, tolerance: float) -> _Leading:
+        """The eigenvectors of M that all queries are first freed from.
 
         Lanczos iterations take about √σ steps, σ the largest eigenvalue. A few eigenvalues are much
         larger than all others, and their eigenvectors are the same for every query.
         """
         p = right.shape[1]
         if not self.block_diagonal or p < SMALL_SPACE:
-            return right.new_zeros(0, dtype=torch.float64), right.new_zeros(0, p)
+            return _Leading(right.new_zeros(0, dtype=torch.float64), right.new_zeros(0, p))
         generator = torch.Generator().manual_seed(p)
         start = torch.randn(p, generator=generator, dtype=torch.float64).to(right)
-        with products_as("highest"):
-            return leading_directions(product, start, LEADING_STEPS, ENOUGH, tolerance / 10)
+        return _Leading(*leading_directions(product, start, LEADING_STEPS, ENOUGH, tolerance / 10))
+
+    def _lanczos(
+        self,
+        leading: _Leading,
+        product: Product,
+        functions: Sequence[Function],
+        right: Tensor,
+        tolerance: float,
+    ) -> Solution:
+        """f(M) of the part of `right` outside the leading eigenvectors."""
+        return matrix_functions(
+            lambda x: leading.outside(product(x)),
+            functions,
+            leading.outside(right),
+            STEPS,
+            tolerance,
+            stored=self.H.memory // 2 // (len(right) * _row_bytes(right)),
+        )
 
     def _by_row(
         self, name: str, shape: Shape, functions: Sequence[Function], right: Tensor
@@ -172,37 +187,34 @@ class Whitened(Operator[BlockVectors]):
         result = BlockVectors({}, {})
         for names in self.H.components([name for name in self.root if name in v.values]):
             shapes = {name: self.H.shape_of(name) for name in names}
-            right = _right(v, shapes)
-            diagonal = _join([self._diagonal(n, shapes[n], right) for n in names])
-            if self.H.is_diagonal(names[0]):
-                result.values.update(_split(right / diagonal, shapes))
-                result.bases[names[0]] = None
-                continue
-            if self.block_diagonal and all(
-                bool(torch.as_tensor(self.shift.get(n, 0.0)).all()) for n in names
-            ):
-                result.values.update(_split(self._as_function(names, shapes, right), shapes))
-                result.bases.update(dict.fromkeys(names))
-                continue
-            precondition, tolerance = diagonal.reciprocal().mul, CG_TOLERANCE[right.dtype]
-            with products_as("highest"):  # rounded to TF32, products never give five digits
-                solution = conjugate_gradients(
-                    self._product(shapes, right, self.H.product),
-                    precondition,
-                    right,
-                    CG_STEPS,
-                    tolerance,
-                )
-            if bool((solution.steps == CG_STEPS).any()):
-                warn(
-                    f"the inverse of {_named(names)} is only known to "
-                    f"{float(solution.residuals.max()):.0e} after {CG_STEPS} steps of conjugate "
-                    "gradients: raise the damping, or use dtype=torch.float64",
-                    stacklevel=2,
-                )
-            for name, part in _split(solution.x, shapes).items():
-                result.values[name], result.bases[name] = part, None
+            result.values.update(_split(self._solved(names, shapes, _right(v, shapes)), shapes))
+            result.bases.update(dict.fromkeys(names))
         return result
+
+    def _solved(self, names: Sequence[str], shapes: Mapping[str, Shape], right: Tensor) -> Tensor:
+        """M⁻¹ right over the blocks of one component, (q, p)."""
+        if self.H.is_diagonal(names[0]):
+            return right / self._diagonal(names[0], shapes[names[0]], right).flatten(1)
+        shifts = [torch.as_tensor(self.shift.get(name, 0.0)) for name in names]
+        if self.block_diagonal and all(bool(shift.all()) for shift in shifts):
+            return self._as_function(names, shapes, right)
+        diagonal = _join([self._diagonal(n, shapes[n], right) for n in names])
+        with products_as("highest"):  # rounded to TF32, products never give five digits
+            solution = conjugate_gradients(
+                self._product(shapes, right, self.H.product),
+                diagonal.reciprocal().mul,
+                right,
+                CG_STEPS,
+                CG_TOLERANCE[right.dtype],
+            )
+        if bool((solution.steps == CG_STEPS).any()):
+            warn(
+                f"the inverse of {_named(names)} is only known to "
+                f"{float(solution.residuals.max()):.0e} after {CG_STEPS} steps of conjugate "
+                "gradients: raise the damping, or use dtype=torch.float64",
+                stacklevel=2,
+            )
+        return solution.x
 
     def _as_function(
         self, names: Sequence[str], shapes: Mapping[str, Shape], right: Tensor
@@ -214,13 +226,6 @@ class Whitened(Operator[BlockVectors]):
         scaled = Whitened(self.H, BlockDiagonal(root), {})
         (solved,) = scaled._functions(names, shapes, [lambda x: 1 / (1 + x)], right * flat)
         return solved * flat
-
-    def _error(self, name: str, error: float) -> float:
-        """By how much a block of H may be off for D^½ H D^½ to be off by this error.
-
-        exp(-x) and F_r vary no faster than x, so that their errors are not larger.
-        """
-        return error / max(float(torch.as_tensor(self.root[name]).square().max()), 1e-300)
 
     def _product(self, shapes: Mapping[str, Shape], right: Tensor, inner: Blockwise) -> Product:
         """x ↦ (D^½ H D^½ + Δ) x over the blocks of one component, flattened.
@@ -296,6 +301,25 @@ class Whitened(Operator[BlockVectors]):
         root = {n: value * diagonal[n] ** 0.5 for n, value in self.root.items() if n in diagonal}
         shift = {n: x * diagonal[n] for n, x in self.shift.items() if n in diagonal}
         return Whitened(self.H, BlockDiagonal(root), shift)
+
+
+@dataclass(frozen=True)
+class _Leading:
+    """Eigenvalues (r,) and orthonormal eigenvectors (r, p) that are treated apart."""
+
+    values: Tensor
+    vectors: Tensor
+
+    def outside(self, x: Tensor) -> Tensor:
+        """x (q, p) without its parts along the eigenvectors."""
+        if not len(self.values):
+            return x
+        return torch.addmm(x, x @ self.vectors.mT, self.vectors, alpha=-1)
+
+    def add(self, answers: Tensor, functions: Sequence[Function], along: Tensor) -> None:
+        """answers (F, q, p) += each function of the parts `along` (q, r) the eigenvectors."""
+        for f, answer in zip(functions, answers, strict=True):
+            answer.addmm_(along * f(self.values).to(along), self.vectors)
 
 
 def _right(v: BlockVectors, shapes: Mapping[str, Shape]) -> Tensor:
