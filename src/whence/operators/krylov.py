@@ -86,9 +86,10 @@ def matrix_functions(
     Args:
         functions: elementwise on eigenvalues.
         steps: the maximum.
-        tolerance: a row has converged when no f(T) e₁ is expected to change by more than this share
-            of itself in the next few steps, if changes go on shrinking as they did. What is
-            expected is returned as the residual.
+        tolerance: a row has converged when the next term of each series, β e_kᵀ g(T) e₁ with
+            g(x) = (f(x) - f(0)) / x, is at most this share of the largest f(T) e₁ (Saad 1992). For
+            f(x) = 1 / (1 + x) it is the residual. The share is returned, or the rounding error of
+            products if that is larger.
         stored: how many Krylov vectors of each row to keep. The others are computed a second time
             when the answer is added up.
     """
@@ -97,7 +98,8 @@ def matrix_functions(
     expansion = _Expansion(start, functions, steps)
     expansion.grow(product, norms[:, 0].nonzero()[:, 0], tolerance, stored)
     x = expansion.combined(product)
-    return Solution(x.mul_(norms), expansion.taken, expansion.residuals)
+    rounding = torch.finfo(right.dtype).eps / 2 * expansion.largest
+    return Solution(x.mul_(norms), expansion.taken, torch.maximum(expansion.residuals, rounding))
 
 
 class _Expansion:
@@ -107,8 +109,8 @@ class _Expansion:
         start: the first vector of each space, (q, p), of norm 1 or 0.
         alpha, beta: the diagonal of T and the entries next to it, (q, steps), float64.
         weights: f(T) e₁, (F, q, steps).
-        changes: by how much of themselves the weights changed last, (F, q).
-        taken, residuals: (q,), as in `Solution`.
+        taken, residuals: (q,), the steps and the share that the next term would add.
+        largest: the largest eigenvalue of each T, (q,).
         vectors: the first Krylov vectors, each (q, p).
     """
 
@@ -120,8 +122,7 @@ class _Expansion:
             start.new_zeros(len(start), steps, dtype=torch.float64) for _ in range(2)
         )
         self.weights = self.alpha.new_zeros(len(functions), *self.alpha.shape)
-        self.changes = self.alpha.new_ones(len(functions), len(start))
-        self.residuals = self.alpha.new_zeros(len(start))
+        self.residuals, self.largest = (self.alpha.new_zeros(len(start)) for _ in range(2))
         self.taken = torch.zeros(len(start), dtype=torch.int64, device=start.device)
         self.vectors: list[Tensor] = []
 
@@ -148,14 +149,19 @@ class _Expansion:
                     )
 
     def _weigh(self, active: Tensor, k: int) -> None:
-        """The weights in these rows after k steps, and the change that is expected of them."""
-        columns = _first_columns(self.alpha[active, :k], self.beta[active, : k - 1], self.functions)
-        columns = torch.nn.functional.pad(columns, (0, self.steps - k))
-        change = (columns - self.weights[:, active]).norm(dim=2)
-        change = change / columns.norm(dim=2).clamp_min(1e-300)
-        shrinking = (change / self.changes[:, active].clamp_min(1e-300)).clamp_max(1.0)
-        self.weights[:, active], self.changes[:, active], self.taken[active] = columns, change, k
-        self.residuals[active] = (change * shrinking).max(0).values
+        """The weights in these rows after k steps, and the terms that would come next."""
+        T = _tridiagonal(self.alpha[active, :k], self.beta[active, : k - 1])
+        values, vectors = torch.linalg.eigh(T)
+        values = values.clamp_min(0)  # negative ones are rounding errors of 0
+        first, last = vectors[:, 0], vectors[:, -1]
+        columns = [(vectors * (f(values) * first).unsqueeze(1)).sum(2) for f in self.functions]
+        terms = [(last * _slope(f, values) * first).sum(1).abs() for f in self.functions]
+        for weights, column in zip(self.weights, columns, strict=True):
+            weights[active, :k] = column
+        largest = torch.stack([column.norm(dim=1) for column in columns]).amax(0)
+        next_terms = self.beta[active, k - 1] * torch.stack(terms).amax(0)
+        self.residuals[active] = next_terms / largest.clamp_min(1e-300)
+        self.largest[active], self.taken[active] = values[:, -1], k
 
     def combined(self, product: Product) -> Tensor:
         """Σ_k (f(T) e₁)_k q_k, (F, q, p). Vectors that were not kept are computed again."""
@@ -194,14 +200,15 @@ def _spread(like: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return torch.zeros_like(like).index_copy_(0, rows, values)
 
 
-def _first_columns(
-    alpha: Tensor, beta: Tensor, functions: Sequence[Callable[[Tensor], Tensor]]
-) -> Tensor:
-    """f(T) e₁ (F, q, k) of tridiagonal T; negative eigenvalues are rounding errors of 0."""
-    T = torch.diag_embed(alpha) + torch.diag_embed(beta, 1) + torch.diag_embed(beta, -1)
-    values, vectors = torch.linalg.eigh(T)
-    each = [f(values.clamp_min(0)) * vectors[:, 0] for f in functions]
-    return torch.stack([(vectors * one.unsqueeze(1)).sum(2) for one in each])
+def _tridiagonal(alpha: Tensor, beta: Tensor) -> Tensor:
+    """(q, k, k)"""
+    return torch.diag_embed(alpha) + torch.diag_embed(beta, 1) + torch.diag_embed(beta, -1)
+
+
+def _slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """(f(x) - f(0)) / x."""
+    x = x.clamp_min(1e-6)
+    return (f(x) - f(torch.zeros_like(x))) / x
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:

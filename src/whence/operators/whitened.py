@@ -261,7 +261,7 @@ class Whitened(Operator[BlockVectors]):
         noted = self.H.tallies.setdefault("lanczos", {"iterations": 0, "residual": 0.0})
         if residual > tolerance >= noted["residual"]:
             warn(
-                f"the dynamics of {_named(names)} are only known to {residual:.0e} after {STEPS} "
+                f"the dynamics of {_named(names)} are only known to {residual:.0e} after {steps} "
                 "Lanczos steps: use dtype=torch.float64, or a larger floor (for Adam)",
                 stacklevel=2,
             )
