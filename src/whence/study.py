@@ -25,7 +25,7 @@ from whence.layers.passes import (
 )
 from whence.layers.separate import Separation, candidates, looked_at, pairs
 from whence.layers.sharded import StreamedWeights, unsharded
-from whence.layers.tracked import Tracked, find, report
+from whence.layers.tracked import Tracked, Updates, find, report
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared
 from whence.persist.files import as_path
@@ -326,11 +326,11 @@ class Study:
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
                 separation.check_losses(compared)
-                trained = None if scope == "model" else partial(self._trained, run)
-                untrained = self._of(run).untrained(stage, original)
-                tracked = find(
-                    loaded.model, task, several, choose, trained, run.same_rates, untrained
-                )
+                updates = Updates(same_rates=run.same_rates)
+                if scope != "model":
+                    unrecorded = self._of(run).untrained(stage, original)
+                    updates = Updates(partial(self._trained, run), run.same_rates, unrecorded)
+                tracked = find(loaded.model, task, several, choose, updates)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(every.values()), tracked)
                 every[pair] = tracked.shared_with(last) if scope == "query" else tracked
