@@ -21,7 +21,7 @@ from whence.layers.choose import (
     mlp_only,
 )
 from whence.layers.kind import KINDS, Kind, register
-from whence.layers.tracked import Excluded, Tracked, find, report
+from whence.layers.tracked import Excluded, Tracked, find
 
 __all__ = [
     "KINDS",
@@ -41,5 +41,4 @@ __all__ = [
     "matrices",
     "mlp_only",
     "register",
-    "report",
 ]

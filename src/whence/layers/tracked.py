@@ -7,7 +7,6 @@ handled exactly or excluded by name. No gradient is silently wrong.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -491,12 +490,6 @@ def _excluded(
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))
     return tuple(excluded), total
-
-
-def report(tracked: Tracked) -> None:
-    """Warn about excluded parameters, unless training never moved them."""
-    if tracked.unseen:
-        warnings.warn(tracked.summary(), stacklevel=3)
 
 
 @cache
