@@ -1,4 +1,6 @@
-"""The errors that whence raises on purpose. Each is also the built-in error of its kind.
+"""The errors that whence raises on purpose, the checks that raise them, and its warnings.
+
+Each error is also the built-in error of its kind.
 
 Catch `WhenceError` for anything that whence complains about, or the built-in type as usual:
 
@@ -66,24 +68,58 @@ class InvalidTarget(InvalidInput):
         super().__init__(of_batch + problem)
 
 
-@contextmanager
-def examples_of(name: str, indices: Any, code: str = "the model or the task") -> Iterator[None]:
-    """Name the dataset and the examples in an error about a batch of them: which target is wrong,
-    or which of the user's own code failed."""
-    try:
-        yield
-    except InvalidTarget as error:
-        if error.position is None:
-            raise
-        example = int(indices[error.position])
-        raise InvalidTarget(f"{name} example {example} {error.problem}") from None
-    except Exception as error:
-        if isinstance(error, (WhenceError, MemoryError)) or "OutOfMemory" in type(error).__name__:
-            raise
-        shown = ", ".join(str(int(k)) for k in indices[:4]) + (", ..." if len(indices) > 4 else "")
-        raise InvalidInput(
-            f"{code} failed on {name} example {shown}: {type(error).__name__}: {error}"
-        ) from error
+class InvalidType(WhenceError, TypeError):
+    """An object of the wrong type."""
+
+
+class InvalidIndex(WhenceError, IndexError):
+    """A query or example that does not exist."""
+
+
+class MissingKey(WhenceError, KeyError):
+    """A name that does not exist."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its message
+        return Exception.__str__(self)
+
+
+class MissingFile(WhenceError, FileNotFoundError):
+    """A file or folder that does not exist, or an incomplete folder."""
+
+
+class NotAFolder(WhenceError, NotADirectoryError):
+    """A file where a folder is needed."""
+
+
+class NotWritable(WhenceError, PermissionError):
+    """A file or folder that may not be written."""
+
+
+class DamagedFile(WhenceError, OSError, ValueError):
+    """A file that is truncated, altered, or not of the format it should have."""
+
+
+class DiskFull(WhenceError, OSError):
+    """Too little free space for results, noticed before they are written."""
+
+
+class FolderConflict(InvalidInput):
+    """A folder that holds the results of a different calculation."""
+
+
+class NotFinite(WhenceError, FloatingPointError):
+    """NaN or infinity in a calculation: the run diverged, or a setting is too extreme."""
+
+
+class RankFailed(WhenceError, ConnectionError):
+    """Another process of a distributed calculation failed, ended, or makes other calls."""
+
+
+class MissingDependency(WhenceError, ImportError):
+    """An optional package that is not installed."""
+
+
+# -- checks of settings ----------------------------------------------------------------------------
 
 
 def check_choice(name: str, value: str, options: Iterable[str]) -> str:
@@ -92,10 +128,6 @@ def check_choice(name: str, value: str, options: Iterable[str]) -> str:
         listed = ", ".join(map(repr, known))
         raise InvalidInput(f"{name}={value!r} is not known: use one of {listed}")
     return value
-
-
-class InvalidType(WhenceError, TypeError):
-    """An object of the wrong type."""
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
@@ -154,51 +186,27 @@ def check_share(name: str, value: Any) -> None:
         raise InvalidInput(f"{name}={value!r} must be a share, from 0 to 1")
 
 
-class InvalidIndex(WhenceError, IndexError):
-    """A query or example that does not exist."""
+# -- errors of other people's code -----------------------------------------------------------------
 
 
-class MissingKey(WhenceError, KeyError):
-    """A name that does not exist."""
-
-    def __str__(self) -> str:  # KeyError shows the repr of its message
-        return Exception.__str__(self)
-
-
-class MissingFile(WhenceError, FileNotFoundError):
-    """A file or folder that does not exist, or an incomplete folder."""
-
-
-class NotAFolder(WhenceError, NotADirectoryError):
-    """A file where a folder is needed."""
-
-
-class NotWritable(WhenceError, PermissionError):
-    """A file or folder that may not be written."""
-
-
-class DamagedFile(WhenceError, OSError, ValueError):
-    """A file that is truncated, altered, or not of the format it should have."""
-
-
-class DiskFull(WhenceError, OSError):
-    """Too little free space for results, noticed before they are written."""
-
-
-class FolderConflict(InvalidInput):
-    """A folder that holds the results of a different calculation."""
-
-
-class NotFinite(WhenceError, FloatingPointError):
-    """NaN or infinity in a calculation: the run diverged, or a setting is too extreme."""
-
-
-class RankFailed(WhenceError, ConnectionError):
-    """Another process of a distributed calculation failed, ended, or makes other calls."""
-
-
-class MissingDependency(WhenceError, ImportError):
-    """An optional package that is not installed."""
+@contextmanager
+def examples_of(name: str, indices: Any, code: str = "the model or the task") -> Iterator[None]:
+    """Name the dataset and the examples in an error about a batch of them: which target is wrong,
+    or which of the user's own code failed."""
+    try:
+        yield
+    except InvalidTarget as error:
+        if error.position is None:
+            raise
+        example = int(indices[error.position])
+        raise InvalidTarget(f"{name} example {example} {error.problem}") from None
+    except Exception as error:
+        if isinstance(error, (WhenceError, MemoryError)) or "OutOfMemory" in type(error).__name__:
+            raise
+        shown = ", ".join(str(int(k)) for k in indices[:4]) + (", ..." if len(indices) > 4 else "")
+        raise InvalidInput(
+            f"{code} failed on {name} example {shown}: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from whence.layers.passes import (
 )
 from whence.layers.separate import Separation, candidates, looked_at, pairs
 from whence.layers.sharded import StreamedWeights, unsharded
-from whence.layers.tracked import Tracked, find, report
+from whence.layers.tracked import Tracked, Updates, find
 from whence.operators.cost import table
 from whence.persist.cache import FactorCache, shared
 from whence.persist.files import as_path
@@ -191,10 +192,6 @@ class Study:
             self._evidence[run] = Evidence(run, sizes)
         return self._evidence[run]
 
-    def _trained(self, run: Run, parameter: str) -> bool:
-        """Whether updates of the run changed a parameter."""
-        return run.peak_rate(parameter) > 0 and parameter not in self._of(run).unmoved
-
     def warnings(self, run: Run) -> list[str]:
         """Why scores of a run may be wrong, as its files and its recorder show."""
         evidence = self._of(run)
@@ -326,11 +323,11 @@ class Study:
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
                 separation.check_losses(compared)
-                trained = None if scope == "model" else partial(self._trained, run)
-                untrained = self._of(run).untrained(stage, original)
-                tracked = find(
-                    loaded.model, task, several, choose, trained, run.same_rates, untrained
-                )
+                updates, evidence = Updates(same_rates=run.same_rates), self._of(run)
+                if scope != "model":
+                    unrecorded = evidence.untrained(stage, original)
+                    updates = Updates(evidence.trained, run.same_rates, unrecorded)
+                tracked = find(loaded.model, task, several, choose, updates)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(every.values()), tracked)
                 every[pair] = tracked.shared_with(last) if scope == "query" else tracked
@@ -345,7 +342,9 @@ class Study:
             )
         if not quiet and not self._exclusions_reported:
             self._exclusions_reported = True
-            report(passes[self.stages[-1]].tracked)
+            tracked = passes[self.stages[-1]].tracked
+            if tracked.unseen:
+                warnings.warn(tracked.summary(), stacklevel=2)
         return {stage: passes[stage] for stage in self.stages}
 
     def query(self, query: Any) -> Batches:
@@ -441,6 +440,10 @@ class Evidence:
             if draws is not None and draws.left_out:
                 used = draws.examples[draws.counts > 0]
             self.draws[stage.name], self.used[stage.name] = draws, used
+
+    def trained(self, parameter: str) -> bool:
+        """Whether updates of the run changed a parameter."""
+        return self.run.peak_rate(parameter) > 0 and parameter not in self.unmoved
 
     @cached_property
     def unmoved(self) -> set[str]:

@@ -440,6 +440,7 @@ def _form(sent: Sequence[Any]) -> tuple[torch.dtype, list[int]]:
 
 
 def _key_values() -> Any:
+    # PyTorch 2.7 has no public way to it; later versions have `ProcessGroup.get_group_store`.
     from torch.distributed.distributed_c10d import _get_default_store  # not in all builds
 
     return _get_default_store()

@@ -33,7 +33,7 @@ from whence.engine.workspace import FACTOR_SHARE, SHARE, Outline, Term
 from whence.errors import InvalidInput, check_choice, check_count, examples_of
 from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser, chooser
-from whence.layers.tracked import Tracked, find
+from whence.layers.tracked import Tracked, Updates, find
 from whence.operators import cost
 from whence.operators.fit import exchanged_batch
 from whence.run import Run
@@ -378,7 +378,8 @@ def estimate(
     moved = {name for name, p in model.named_parameters() if p.requires_grad}
     choose = chooser(layers) or method.default_layers
     with examples_of("batch", range(length)):
-        tracked = find(model.eval(), task, batch, choose, trained or moved.__contains__)
+        updates = Updates(trained or moved.__contains__)
+        tracked = find(model.eval(), task, batch, choose, updates)
     steps = list(range(1, checkpoints + 1))
     run = Run.from_checkpoints([{"w": torch.zeros(1)}] * checkpoints, steps, 0.1)
     plan = _Plan(

@@ -374,7 +374,7 @@ class Workspace:
         if (place, observed) not in self._tokens:
             version, settings = None, {"place": place}
             if observed and self.world.size == 1 and not passes.knows(data, checkpoint, what):
-                version = Version.reserved(cache, settings, len(data), passes.tolerance)
+                version = Version.first(cache, settings, len(data), passes.tolerance)
             if version is not None:  # the first: there is nothing to compare its losses with
                 passes.watched[checkpoint.sha256] = data, version
             else:

@@ -21,7 +21,7 @@ from whence.layers.choose import (
     mlp_only,
 )
 from whence.layers.kind import KINDS, Kind, register
-from whence.layers.tracked import Excluded, Tracked, find, report
+from whence.layers.tracked import Excluded, Tracked, Updates, find
 
 __all__ = [
     "KINDS",
@@ -33,6 +33,7 @@ __all__ = [
     "Tape",
     "Tracked",
     "TrackedLayer",
+    "Updates",
     "by_name",
     "by_type",
     "everything",
@@ -41,5 +42,4 @@ __all__ = [
     "matrices",
     "mlp_only",
     "register",
-    "report",
 ]

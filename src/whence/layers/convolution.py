@@ -76,6 +76,9 @@ class Transposed(Kind):
             image = image.narrow(axis, 0, image.shape[axis] - extra)
         return _patches(image, module)
 
+    def bias_gradient(self, module: Any, gradient: Tensor) -> Tensor:
+        return gradient.movedim(1, -1).reshape(len(gradient), -1, module.bias.numel())
+
     def matrices(self, module: Any, weight: Tensor) -> list[Tensor]:
         groups, o, i = self.shape(module)
         parts = weight.reshape(groups, i, *weight.shape[1:])

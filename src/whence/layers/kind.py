@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from whence.layers.rows import Rows
@@ -141,6 +142,10 @@ class Kind:
     def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
         """`s` (n, t, o) of each block."""
         return [gradient.reshape(len(gradient), -1, gradient.shape[-1])]
+
+    def bias_gradient(self, module: Any, gradient: Tensor) -> Tensor:
+        """`s` (n, t, o) of a bias that is a layer of its own."""
+        return torch.cat(self.gradients(module, gradient), -1)
 
     def matrices(self, module: Any, weight: Tensor) -> list[Tensor]:
         """A tensor shaped like the weight as matrices (o, i), one per block."""

@@ -17,7 +17,8 @@ MOST = 2**22  # numbers in a parameter, above which copies take too much memory
 
 
 class Bias(Kind):
-    """A bias that is added to every position of a module's output, and no column of its matrix.
+    """A bias that is added to every position of a module's output, and is no column of its matrix:
+    the matrix is a table or a transposed kernel, or was trained at other rates.
 
     Args:
         kind: that of the module.
@@ -35,9 +36,7 @@ class Bias(Kind):
         return [module.bias.new_ones(len(x), 1, 1)]
 
     def gradients(self, module: Any, gradient: Tensor) -> list[Tensor]:
-        if self.kind.bias_column:  # s of the module is that of its bias
-            return [torch.cat(self.kind.gradients(module, gradient), -1)]
-        return [gradient.movedim(1, -1).reshape(len(gradient), -1, module.bias.numel())]
+        return [self.kind.bias_gradient(module, gradient)]
 
 
 class Direct(Kind):

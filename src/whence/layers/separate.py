@@ -96,10 +96,10 @@ class Separation:
 
     def check_losses(self, chosen: Sequence[Pair]) -> None:
         """Refuse losses that depend on the rest of the batch."""
-        alone = cache(self._loss)
+        alone = cache(lambda example: self._losses([example])[0])
         for pair in chosen:
             together = self._losses(pair)
-            if together is not None:
+            if together.shape == (len(pair),):  # else the task is refused when layers are found
                 self.compare(pair, together, range(2), alone)
 
     def compare(
@@ -170,17 +170,10 @@ class Separation:
     def _batch(self, indices: Sequence[int]) -> Any:
         return place(self.data.take(list(indices)), self.device, self.dtype)
 
-    def _losses(self, indices: Sequence[int]) -> Tensor | None:
-        """(n,); None if the task returns another shape, which is reported elsewhere."""
+    def _losses(self, indices: Sequence[int]) -> Tensor:
         batch = self._batch(indices)
         with torch.no_grad(), examples_of(self.data.name, indices):
-            losses = self.task.losses(self.task.outputs(self.model, batch), batch)
-        return losses if losses.shape == (len(indices),) else None
-
-    def _loss(self, index: int) -> Tensor:
-        losses = self._losses([index])
-        assert losses is not None
-        return losses[0]
+            return self.task.losses(self.task.outputs(self.model, batch), batch)
 
     def _alone(self, index: int, value: Callable[[int], Tensor]) -> Tensor:
         try:

@@ -7,7 +7,6 @@ handled exactly or excluded by name. No gradient is silently wrong.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -96,67 +95,50 @@ class Tracked:
         return text
 
 
+@dataclass(frozen=True)
+class Updates:
+    """What the updates of a run did to parameters, by name.
+
+    Attributes:
+        moved: whether they moved this one. Layers that they did not move do not respond to the
+            data, so they are not tracked. If they moved none, all are tracked, and the method
+            reports the problem.
+        same_rates: whether every update had one rate for these two. A bias with other rates than
+            its weight is a layer of its own.
+        unrecorded: those that changed although no recorded optimizer updates them.
+    """
+
+    moved: Callable[[str], bool] = lambda _: True
+    same_rates: Callable[[str, str], bool] = lambda *_: True
+    unrecorded: Sequence[str] = ()
+
+
 def find(
     model: nn.Module,
     task: Task,
     batch: Any,
-    choose: Chooser | None = None,
-    trained: Callable[[str], bool] | None = None,
-    together: Callable[[str, str], bool] | None = None,
-    untrained: Sequence[str] = (),
+    choose: Chooser | None,
+    updates: Updates,
 ) -> Tracked:
     """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
         choose: which of the trackable layers to track (None: all).
-        trained: whether training moved the parameter of this name. Layers that it did not move do
-            not respond to the data, so they are not tracked. If it moved none, all are tracked, and
-            the method reports the problem.
-        together: whether a weight and its bias were trained at the same rates. If not, the bias is
-            a layer of its own.
-        untrained: parameters that changed although no recorded optimizer trained them.
     """
     reasons: dict[str, str] = {}
-    frozen: set[str] = set()
-    layers = _candidates(model, choose, together, reasons)
-    if trained is not None:
-        moved = [s for s in layers if any(map(trained, s.parameter_names()))]
-        if moved:
-            layers = moved
-            names = [name for name, _ in model.named_parameters()]
-            frozen = {name for name in names if not trained(name)}
-    n = batch_length(batch)
-    called = [layer for layer in layers if not layer.individual]
-    with torch.enable_grad(), Tape(model, called, n, task.rows(batch)) as tape:
-        outputs = task.outputs(model, batch)
-        losses = task.losses(outputs, batch)
-    for what, values in (("losses", losses), ("measurements", task.measurements(outputs, batch))):
-        if values.shape != (n,):
-            raise InvalidInput(
-                f"{type(task).__name__}.{what} must return one number per example, shape ({n},); "
-                f"for {n} examples it returned shape {tuple(values.shape)}"
-            )
-    usable = []
-    for layer in layers:
-        layer.shared = layer in called and tape.shared(layer)
-    rejected = _rejected(model, task, batch, [s for s in layers if s.individual])
-    for layer in layers:
-        problem = rejected[layer.name] if layer.individual else tape.problem(layer)
-        if problem:  # why its kind refused it comes first
-            reasons.update({k: reasons.get(k, problem) for k in layer.parameter_names()})
-        else:
-            usable.append(layer)
-    usable.sort(key=tape.first_call)
+    layers = _candidates(model, choose, updates, reasons)
+    moved = [layer for layer in layers if any(map(updates.moved, layer.parameter_names()))]
+    usable, outputs = _usable(model, task, batch, moved or layers, reasons)
     verified, positions, count = _verified(model, task, batch, usable, reasons)
-    reasons.update(dict.fromkeys(frozen, FROZEN))
-    reasons.update({name: UNRECORDED for name in untrained if name in frozen})
+    for name in [k for k, _ in model.named_parameters() if moved and not updates.moved(k)]:
+        reasons[name] = UNRECORDED if name in updates.unrecorded else FROZEN
     if not verified:
         raise InvalidInput(
             "no layer of the model can be tracked: "
             + "; ".join(f"{k}: {v}" for k, v in reasons.items())
         )
-    total = sum(p.numel() for p in model.parameters())
+    total, n = sum(p.numel() for p in model.parameters()), batch_length(batch)
     excluded, updated = _excluded(model, verified, reasons)
     return Tracked(
         tuple(verified),
@@ -164,35 +146,40 @@ def find(
         total,
         updated,
         positions,
-        outputs[0].numel(),
+        outputs,
         count.operations / n,
         count.numbers / n,
     )
 
 
-def _candidates(
-    model: nn.Module,
-    choose: Chooser | None,
-    together: Callable[[str, str], bool] | None,
-    reasons: dict[str, str],
-) -> list[TrackedLayer]:
-    """The chosen layers that no kind refuses."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}  # every module that holds a parameter
+Owners = Mapping[int, Sequence[tuple[str, nn.Module]]]  # by the parameter's id
+
+
+def _owners(model: nn.Module) -> Owners:
+    """Every module that holds a parameter, and its path."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
             if parameter is not None and all(
                 m is not module for _, m in owners.get(id(parameter), [])
             ):
                 owners.setdefault(id(parameter), []).append((path, module))
+    return owners
+
+
+def _candidates(
+    model: nn.Module, choose: Chooser | None, updates: Updates, reasons: dict[str, str]
+) -> list[TrackedLayer]:
+    """The chosen layers that no kind refuses."""
+    names, owners = {id(p): name for name, p in model.named_parameters()}, _owners(model)
 
     def one_block(weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether a bias can be a column of the matrix: not of a table, nor at another rate."""
         if any(isinstance(m, nn.Embedding) for _, m in owners.get(id(weight), ())):
             return False
-        if together is None or weight is None or bias is None:
+        if weight is None or bias is None:
             return True
-        return together(names[id(weight)], names[id(bias)])
+        return updates.same_rates(names[id(weight)], names[id(bias)])
 
     uses = [use for path, m in model.named_modules() for use in _uses(path, m, one_block)]
     trackable = {
@@ -220,9 +207,6 @@ def _candidates(
             layer = TrackedLayer(name or "(model)", names[id(its[0])], bias)
             layers.setdefault(tuple(map(id, its)), layer).uses.append((module, kind))
     return list(layers.values())
-
-
-Owners = Mapping[int, Sequence[tuple[str, nn.Module]]]
 
 
 def _uses(
@@ -311,6 +295,38 @@ def _one_weight(kind: Kind, module: nn.Module) -> bool:
     if other is None or other.refusal(module):
         return False
     return kind is other or {type(kind), type(other)} == {Embedding, Linear}
+
+
+def _usable(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    layers: Sequence[TrackedLayer],
+    reasons: dict[str, str],
+) -> tuple[list[TrackedLayer], int]:
+    """Layers that a forward pass calls as their kinds expect, in the order of their calls; and the
+    numbers in the model's output for one example."""
+    n, called = batch_length(batch), [layer for layer in layers if not layer.individual]
+    with torch.enable_grad(), Tape(model, called, n, task.rows(batch)) as tape:
+        outputs = task.outputs(model, batch)
+        losses = task.losses(outputs, batch)
+    for what, values in (("losses", losses), ("measurements", task.measurements(outputs, batch))):
+        if values.shape != (n,):
+            raise InvalidInput(
+                f"{type(task).__name__}.{what} must return one number per example, shape ({n},); "
+                f"for {n} examples it returned shape {tuple(values.shape)}"
+            )
+    for layer in layers:
+        layer.shared = layer in called and tape.shared(layer)
+    rejected = _rejected(model, task, batch, [layer for layer in layers if layer.individual])
+    usable = []
+    for layer in layers:
+        problem = rejected[layer.name] if layer.individual else tape.problem(layer)
+        if problem:  # why its kind refused it comes first
+            reasons.update({k: reasons.get(k, problem) for k in layer.parameter_names()})
+        else:
+            usable.append(layer)
+    return sorted(usable, key=tape.first_call), outputs[0].numel()
 
 
 def _rejected(
@@ -474,12 +490,6 @@ def _excluded(
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))
     return tuple(excluded), total
-
-
-def report(tracked: Tracked) -> None:
-    """Warn about excluded parameters, unless training never moved them."""
-    if tracked.unseen:
-        warnings.warn(tracked.summary(), stacklevel=3)
 
 
 @cache

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.data import Batches
-from whence.errors import InvalidInput, collect_warnings, warn
+from whence.errors import InvalidInput, collect_warnings
 from whence.retrain import Truth
-from whence.retrain.contrast import Floats, differences, mean_of_sound
+from whence.retrain.contrast import Floats, differences, mean_of_sound, unknown_examples
 from whence.scores import Scores
 from whence.study import Study
-from whence.table import listed
 from whence.world import World
 
 
@@ -63,27 +62,10 @@ class Downsampling:
         self._check(study, query)
         masks, measured, diverged = self._sound()
         subsets, examples = masks.shape
-        counts = masks.sum(0)
-        known = (counts > 0) & (counts < subsets)
-        unknown = {
-            "in_every_subset": np.flatnonzero(counts == subsets).tolist(),
-            "in_no_subset": np.flatnonzero(counts == 0).tolist(),
-        }
-        if not known.any():
-            raise InvalidInput(
-                f"each of the {examples} examples is in all of the {subsets} subsets, or in none: "
-                "give a truth with more subsets"
-            )
-        for where, which in unknown.items():
-            if which:
-                warn(
-                    f"{len(which)} of {examples} examples are {where.replace('_', ' ')} (of "
-                    f"{subsets}), so nothing is known about them: {listed(which)}. They score 0; "
-                    "use a truth with more subsets",
-                    stacklevel=2,
-                )
+        unknown = unknown_examples(masks)
         values, errors = differences(masks, measured)
-        values[:, ~known], errors[:, ~known] = 0.0, np.inf
+        for which in unknown.values():
+            values[:, which], errors[:, which] = 0.0, np.inf
         scores = Scores(
             values,
             method="Downsampling",

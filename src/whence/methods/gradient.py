@@ -126,20 +126,13 @@ class GradientMethod(Method):
         passes, each = self.passes_needed(work), self.operations(work)
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
             passes[kind] *= work.factor_groups
-        size, vector = work.accumulator.itemsize, cost.vector_numbers(tracked, self._factored)
-        low_rank = None
+        size, low_rank = work.accumulator.itemsize, None
         if work.query_rank is not None:
             low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
-            blocks = -(-count // max(1, at_once))  # each has a pass over the examples
-            each["scores"] += (blocks - 1) * cost.again(tracked)
-            handled["scores"] = blocks * handled.get("scores", 0.0)
-            handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
-            most = max(work.memory // 2 // size, 3 * vector)
-            vectors = min((sets + 1) * count * vector, most)
+            vectors = self._count_whole_vectors(work, sets, each, handled)
         else:
             each["scores"] = factor_operations(work, low_rank)
             vectors = low_rank.numbers(tracked.blocks, sets)
@@ -148,12 +141,8 @@ class GradientMethod(Method):
         sides: list[int] = []
         steps = 0
         if passes.get("covariances"):
-            solved = work.queries or work.examples
-            rotated = cost.rotations(tracked, solved, work.examples, sets)
-            operations["queries"] = rotated + solved * tracked.operations
-            if self.whitens(work):
-                steps = USUAL_STEPS * sets
-                operations["queries"] += cost.krylov(tracked, solved, steps, work.trained)
+            steps = USUAL_STEPS * sets if self.whitens(work) else 0
+            operations["queries"] = self._solving(work, sets, steps)
             sides = sets * [side for b in tracked.blocks for side in cost.sides(b)]
         if low_rank is None and all(t == 1 for t in tracked.positions.values()):
             # a term's checkpoints meet the queries together
@@ -161,8 +150,31 @@ class GradientMethod(Method):
             operations["scores"] -= work.examples * meet * (each["scores"] - tracked.operations)
             handled["scores"] *= sets / max(1, work.scored)
         touched = {k: examples[k] * passes[k] * handled[k] for k in passes}
+        vector = cost.vector_numbers(tracked, self._factored)
         touched["queries"] = VECTOR_STEPS * (sets + steps) * count * float(vector)
         return Cost(passes, operations, touched, fitted, vectors, sides)
+
+    def _count_whole_vectors(
+        self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]
+    ) -> int:
+        """Add what scores take with whole query vectors. Returns how many of their numbers are in
+        memory."""
+        tracked, count, size = work.tracked, work.asked, work.accumulator.itemsize
+        at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
+        blocks = -(-count // max(1, at_once))  # each has a pass over the examples
+        each["scores"] += (blocks - 1) * cost.again(tracked)
+        handled["scores"] = blocks * handled.get("scores", 0.0)
+        handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
+        vector = cost.vector_numbers(tracked, self._factored)
+        return min((sets + 1) * count * vector, max(work.memory // 2 // size, 3 * vector))
+
+    @staticmethod
+    def _solving(work: Workload, sets: int, steps: int) -> float:
+        """Operations of the queries' gradients and rotations, and of this many Krylov steps."""
+        tracked, solved = work.tracked, work.queries or work.examples
+        rotated = cost.rotations(tracked, solved, work.examples, sets)
+        krylov = cost.krylov(tracked, solved, steps, work.trained)
+        return rotated + solved * tracked.operations + krylov
 
     # -- what all of them do ---------------------------------------------------------------------
 

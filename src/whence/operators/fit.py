@@ -303,8 +303,11 @@ class Fitter:
         """A statistic of all blocks, in one pass, or in one for each group (then on the CPU)."""
 
         def passed(blocks: Sequence[ParameterBlock], about: Mapping[str, Any]) -> Tensors:
-            limits = self._batch_size, self._owner
-            return measure(statistic(blocks), self.data, checkpoint, self._cache, about, *limits)
+            size = self.batch_size
+            if self._division is not None:
+                size = exchanged_batch(size, self.passes.tracked)
+            data, cache, owner = self.data, self._cache, self._owner
+            return measure(statistic(blocks), data, checkpoint, cache, about, size, owner)
 
         groups = self.groups(bases)
         if len(groups) == 1:
@@ -321,12 +324,6 @@ class Fitter:
         for part in parts:
             self._cache.drop(key_of(part))
         return values
-
-    @property
-    def _batch_size(self) -> int:
-        if self._division is None:
-            return self.batch_size
-        return exchanged_batch(self.batch_size, self.passes.tracked)
 
     def _warn_of_groups(self, groups: int, bases: bool) -> None:
         assert self.room is not None

@@ -328,6 +328,11 @@ class Linearised:
 
     The backward pass u ↦ s = ∂(u · outputs)/∂(layer outputs) is linear in u, and a layer is linear
     in its parameters: J v is the derivative of Σ ⟨s, v a⟩ in u.
+
+    `replay.objective` has the same product by forward mode, which takes as long. It cannot serve
+    here, because vectors are matrices of blocks and not parameters, and recurrent layers have no
+    forward mode; nor can this one there, where every parameter of a model in training mode moves,
+    also those of no kind of layer, and one captured graph serves the weights of all updates.
     """
 
     def __init__(self, passes: Passes, layers: Sequence[TrackedLayer], batch: Any) -> None:

@@ -9,7 +9,7 @@ with a tolerance, not by a digest: `Tried` has the losses that a stored result m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,17 @@ class FactorCache:
     """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder.
 
     A pass over the data leaves snapshots, from which the same call resumes.
+
+    Attributes:
+        unsaved: losses that passes have noted since they were last saved. They are saved before
+            any entry, which may depend on them.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._throttle = Throttle(SNAPSHOT_SECONDS)
-        self.before_saving: dict[str, Callable[[], None]] = {}  # what entries depend on, by its key
+        self.unsaved: list[Version] = []
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         if self.folder is None:
@@ -47,7 +51,7 @@ class FactorCache:
         return None if entry is None else entry[0]
 
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
-        self._save_dependencies()
+        self._save_losses()
         if self.folder is None:
             self._memory[key] = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             return
@@ -63,7 +67,7 @@ class FactorCache:
     ) -> None:
         """`put`, into a folder, of tensors that are there one at a time, in the order of their
         names."""
-        self._save_dependencies()
+        self._save_losses()
         path = self._path(key)
         make_folder(path.parent)
         save_in_turn(path, forms, tensors, {"settings": settings})
@@ -92,7 +96,7 @@ class FactorCache:
         """Save the totals of a pass if it is time to."""
         if self.folder is not None and self._due(position):
             with self._throttle.saving():
-                self._save_dependencies()
+                self._save_losses()
                 self._save(self._partial(key), tensors, {"position": position})
 
     def _due(self, position: dict[str, int]) -> bool:
@@ -105,9 +109,9 @@ class FactorCache:
         except FileNotFoundError:  # not there yet, or another process has just removed it
             return None
 
-    def _save_dependencies(self) -> None:
-        for save in list(self.before_saving.values()):
-            save()
+    def _save_losses(self) -> None:
+        for version in list(self.unsaved):
+            version.save()
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
         make_folder(path.parent)
@@ -208,22 +212,25 @@ class Tried:
         ]
 
 
-@dataclass
+@dataclass(eq=False)
 class Version:
     """Values (n, 3) of examples at one place, in a cache, and the token that names them.
 
-    Factors under a token are of the same losses, whatever their last bits. Values that are not
-    known when factors are fitted are filled in by the passes over the data, and are saved before
-    any factor, or part of one, that those passes lead to.
+    Factors under a token are of the same losses, whatever their last bits. The first values at a
+    place have nothing to agree with, so they need no pass of their own: `first` gives a token
+    before any is known, and the passes that fit factors `add` them.
+
+    Attributes:
+        seen: which of the values are known, (n,).
+        share: how far values may differ, relative to the outputs.
     """
 
     cache: FactorCache
     settings: Mapping[str, Any]
     values: Tensor
-    seen: Tensor  # (n,), which of the values are known
+    seen: Tensor
     token: str
-    share: float  # how far values may differ, relative to the outputs
-    _saved: bool = False
+    share: float
     _new: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # indices; values, anywhere
 
     @classmethod
@@ -233,7 +240,7 @@ class Version:
         """The stored version that agrees with these values, or a new one."""
         everyone, known = torch.ones(len(values), dtype=torch.bool), False
         for number in range(VERSIONS):
-            entry = {"what": "tried examples", "version": number, **settings}
+            entry = _entry(settings, number)
             stored = cache.get(key_of(entry))
             token = tensors_sha256({"values": values})
             if stored is None or number == VERSIONS - 1:
@@ -244,35 +251,34 @@ class Version:
                 values = torch.where(seen.unsqueeze(1), stored["values"], values)
                 known = bool(seen.all())
                 break
-        version = cls(cache, entry, values, everyone, token, share, known)
-        version.save()
+        version = cls(cache, entry, values, everyone, token, share)
+        if not known:
+            version.save()
         return version
 
     @classmethod
-    def reserved(
+    def first(
         cls, cache: FactorCache, settings: Mapping[str, Any], count: int, share: float
     ) -> Version | None:
-        """A new version whose values are filled in later; None if a version is there already."""
-        entry = {"what": "tried examples", "version": 0, **settings}
+        """The first version, of which no values are known yet; None if there is one already."""
+        entry = _entry(settings, 0)
         if cache.get(key_of(entry)) is not None:
             return None
         unseen = torch.zeros(count, dtype=torch.bool)
         token = sha256_of("first", key_of(entry))
-        version = cls(cache, entry, torch.zeros(count, 3), unseen, token, share)
-        cache.before_saving[key_of(entry)] = version.save
-        return version
+        return cls(cache, entry, torch.zeros(count, 3), unseen, token, share)
 
     def add(self, indices: Tensor, values: Tensor) -> None:
         """Values of some examples. They stay on their device until they are saved, because a
         transfer in every batch would make a GPU wait."""
         self._new.append((indices, values))
-        self.seen[indices], self._saved = True, False
+        self.seen[indices] = True
+        if self not in self.cache.unsaved:
+            self.cache.unsaved.append(self)
 
     def save(self) -> None:
-        """Into the cache, if anything is new. Another process may have stored the same version
-        meanwhile, of another loss."""
-        if self._saved:
-            return
+        """Into the cache. Another process may have stored the same version meanwhile, of another
+        loss."""
         if self._new:
             indices, values = (torch.cat(parts) for parts in zip(*self._new, strict=True))
             self._new.clear()
@@ -287,10 +293,15 @@ class Version:
                     f"another process fits factors of other losses into {self.cache.folder}: wait "
                     "until it has finished, or use another folder, Study(cache=...)"
                 )
-        self._saved = True
+        if self in self.cache.unsaved:
+            self.cache.unsaved.remove(self)
         token = torch.tensor(list(bytes.fromhex(self.token)), dtype=torch.uint8)
         tensors = {"values": self.values, "seen": self.seen.to(torch.uint8), "token": token}
         self.cache.put(key, tensors, self.settings)
+
+
+def _entry(settings: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return {"what": "tried examples", "version": number, **settings}
 
 
 def _agree(stored: Tensor, now: Tensor, share: float) -> bool:

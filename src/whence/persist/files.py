@@ -96,7 +96,9 @@ def atomic(path: Path) -> Iterator[Path]:
     Write to the path that is yielded, a private one in the same folder. When the block ends, the
     content is synced to disk and renamed; when it raises, the old file stays.
     """
-    temporary = _temporary(path)
+    # a name that no other process, thread or machine uses, and not longer than a name may be
+    writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = path.with_name(f".{path.name[:40]}.{writer}.tmp")
     try:
         with naming_write_errors(path):
             with open(temporary, "xb") as file:
@@ -226,12 +228,6 @@ def remove_abandoned(folder: Path) -> None:
                 gone = match["machine"] == _machine() and not _runs(int(match["process"]))
                 if gone or time.time() - file.stat().st_mtime > ABANDONED:
                     file.unlink()
-
-
-def _temporary(path: Path) -> Path:
-    """A name that no other process, thread or machine uses."""
-    writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name[:40]}.{writer}.tmp")  # not longer than a name may be
 
 
 @cache

@@ -100,7 +100,10 @@ class Objective:
     def gauss_newton(
         self, weights: Tensors, directions: Tensors, batch: Any, share: float
     ) -> tuple[Tensors, Tensor]:
-        """(G v, slopes) with G = share · Σ Jᵀ ∇²L J: the Hessian for outputs linear in θ."""
+        """(G v, slopes) with G = share · Σ Jᵀ ∇²L J: the Hessian for outputs linear in θ.
+
+        `operators.gauss_newton.Linearised` says why there are two such products.
+        """
 
         def product(weights: Tensors, directions: Tensors, batch: Any) -> tuple[Tensors, Tensor]:
             def total(outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.data import cut
-from whence.errors import InvalidInput
+from whence.errors import InvalidInput, warn
 from whence.retrain.training import Training
 from whence.table import listed
 
@@ -37,6 +37,29 @@ def differences(masks: NDArray[np.bool_], measured: Floats) -> tuple[Floats, Flo
             values[:, columns] = there - missing
             errors[:, columns] = np.sqrt(variance * (1 / k + 1 / (subsets - k)))
     return values, errors
+
+
+def unknown_examples(masks: NDArray[np.bool_]) -> dict[str, list[int]]:
+    """The examples that subsets (M, n) say nothing about, each with a warning."""
+    counts, (subsets, examples) = masks.sum(0), masks.shape
+    unknown = {
+        "in_every_subset": np.flatnonzero(counts == subsets).tolist(),
+        "in_no_subset": np.flatnonzero(counts == 0).tolist(),
+    }
+    if sum(map(len, unknown.values())) == examples:
+        raise InvalidInput(
+            f"each of the {examples} examples is in all of the {subsets} subsets, or in none: "
+            "give a truth with more subsets"
+        )
+    for where, which in unknown.items():
+        if which:
+            warn(
+                f"{len(which)} of {examples} examples are {where.replace('_', ' ')} (of "
+                f"{subsets}), so nothing is known about them: {listed(which)}. They score 0; "
+                "use a truth with more subsets",
+                stacklevel=3,
+            )
+    return unknown
 
 
 def without(example: int, count: int) -> NDArray[np.bool_]:

@@ -1,6 +1,6 @@
 """The result of an attribution."""
 
-from whence.scores.ensemble import ensemble
+from whence.scores.means import ensemble
 from whence.scores.result import Entry, Ranking, Scores, Top
 from whence.scores.writer import ScoreWriter
 
