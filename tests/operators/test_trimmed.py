@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from whence.operators import whitened
-from whence.operators.factored import EKFAC, EigenFactors
+from whence.operators.ekfac import EKFAC
+from whence.operators.factored import EigenFactors
 from whence.operators.krylov import leading_directions
 from whence.operators.operator import Basis, BlockDiagonal, BlockVectors, response, survival
 from whence.operators.trimmed import Trimmed

@@ -1,22 +1,14 @@
 """Curvature of the training objective as operators on a space of vectors.
 
-A curvature layer by layer is a class with a `compute`, and a name in `KINDS` (`factored.py`).
+Adding a curvature layer by layer is one file with a `compute`, and a line in `KINDS`.
 """
 
-from whence.operators.factored import (
-    EKFAC,
-    KFAC,
-    KINDS,
-    Automatic,
-    Diagonal,
-    EigenFactors,
-    Factored,
-    Identity,
-    OffloadedFactors,
-    Shampoo,
-)
+from whence.operators.diagonal import Diagonal, Identity
+from whence.operators.ekfac import EKFAC, Automatic, Shampoo
+from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.fit import FISHERS, Fitter, accumulator
 from whence.operators.gauss_newton import GaussNewton
+from whence.operators.kfac import KFAC
 from whence.operators.operator import (
     Basis,
     BlockDiagonal,
@@ -33,6 +25,11 @@ from whence.operators.operator import (
 )
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
+
+#: curvatures that are fitted layer by layer
+KINDS: dict[str, type[Factored]] = {
+    kind.kind: kind for kind in (Automatic, EKFAC, Shampoo, KFAC, Diagonal, Identity)
+}
 
 __all__ = [
     "EKFAC",

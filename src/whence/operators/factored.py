@@ -1,18 +1,7 @@
-"""Curvature in closed form: Q Λ Qᵀ for each block, with Q = Q_S ⊗ Q_A.
+"""Operators in closed form: Q Λ Qᵀ for each block, with Q = Q_S ⊗ Q_A.
 
-Its kinds differ only in how Q and Λ are fitted. Each is a short class with a `compute`, at the end
-of this file:
-
-`EKFAC`         Λ = mean of (Q_Sᵀ G_n Q_A)², measured in K-FAC's bases (George et al., 2018; Eq. 36)
-`Shampoo`       the same in the bases of L = Σ_n G_n G_nᵀ / N and R = Σ_n G_nᵀ G_n / N
-`Automatic`     the one or the other in each layer
-`KFAC`          A ⊗ S, the covariances of inputs and of output gradients (Martens & Grosse, 2015)
-`Diagonal`      the diagonal of the Gauss-Newton matrix
-`Identity`      nothing measured
-
-G_n is the whole gradient of example n. Where a layer acts on many positions, it is a sum over them,
-and the covariances of single positions are the wrong eigenbasis for it. There, the bases of
-Shampoo (Gupta et al., 2018) are right.
+EK-FAC, K-FAC, Shampoo, the diagonal and the identity differ only in how Q and Λ are fitted; each is
+one short file with a `compute`.
 """
 
 from __future__ import annotations
@@ -302,96 +291,3 @@ class Factored(Operator[BlockVectors]):
             return others | {n: short[n].product(v) for n, v in values.items() if n in short}
 
         return product
-
-
-# --- kinds ----------------------------------------------------------------------------------------
-
-
-class EKFAC(Factored):
-    """Eigenbases of the inputs' and the output gradients' covariances."""
-
-    kind = "ekfac"
-    passes = ("covariances", "eigenvalues")
-
-    @classmethod
-    def compute(
-        cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
-    ) -> dict[str, Tensor]:
-        positions = {block.name: fitter.positions[block.name] for block in fitter.blocks}
-        bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(positions))
-        moments = fitter.second_moments(cls.kind, checkpoints, bases, diagonal)
-        return moments | fitter.as_tensors(bases)
-
-
-class Shampoo(EKFAC):
-    """Eigenbases of whole gradients in every layer."""
-
-    kind = "shampoo"
-
-    @classmethod
-    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
-        return list(positions)
-
-
-class Automatic(Shampoo):
-    """EK-FAC's bases where an example has one position in a layer, whole gradients' where it has
-    more."""
-
-    kind = "auto"
-
-    @classmethod
-    def whole_blocks(cls, positions: Mapping[str, int]) -> list[str]:
-        return [name for name, t in positions.items() if t > 1]
-
-
-class KFAC(Factored):
-    """Eigenvalues are products λ_S λ_A of the covariances' eigenvalues."""
-
-    kind = "kfac"
-    squared = False
-    passes = ("covariances",)
-
-    @classmethod
-    def compute(
-        cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
-    ) -> dict[str, Tensor]:
-        bases, eigenvalues = fitter.eigenbases(checkpoints)
-        factors = fitter.as_tensors(bases)
-        for name, (Λ_S, Λ_A) in eigenvalues.items():
-            factors[f"{name}/eigenvalues"] = torch.outer(Λ_S.clamp_min(0), Λ_A.clamp_min(0))
-        if diagonal:
-            factors |= fitter.second_moments(cls.kind, checkpoints, None, diagonal)
-        return factors
-
-
-class Diagonal(Factored):
-    """Second moments of each parameter's gradient."""
-
-    kind = "diagonal"
-    passes = ("eigenvalues",)
-
-    @classmethod
-    def compute(
-        cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
-    ) -> dict[str, Tensor]:
-        moments = fitter.second_moments(cls.kind, checkpoints, None, True)
-        return {name.replace("/diagonal", "/eigenvalues"): x for name, x in moments.items()}
-
-
-class Identity(Factored):
-    """No curvature measured at all: every eigenvalue is 1."""
-
-    kind = "identity"
-    squared = False
-
-    @classmethod
-    def compute(
-        cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
-    ) -> dict[str, Tensor]:
-        return {f"{b.name}/eigenvalues": torch.ones(b.shape) for b in fitter.blocks}
-
-
-#: by the names that methods and the command line accept
-KINDS: dict[str, type[Factored]] = {
-    kind.kind: kind for kind in (Automatic, EKFAC, Shampoo, KFAC, Diagonal, Identity)
-}
