@@ -515,9 +515,9 @@ def best_table() -> list[str]:
     """LDS of `Best` and its variants, at every α."""
     last = ["`Best()` − the paper's form", "spread of `Source()`", "of `Best()`"]
     forms_heads = [head for head in BEST_FORMS if head not in BEST_VARIANTS]
-    lines = _heads("LDS", "α", "ceiling", *forms_heads, *last)
-    variants = _heads("LDS of `Best()`", "α", "default: 8 iterations, δ = 3", *BEST_VARIANTS)
-    of: dict[str, Any] = {}
+    lines = _heads("LDS", "α", "M × R", "runs", "ceiling", *forms_heads, *last)
+    heads = "LDS of `Best()`", "α", "M × R", "default: 8 iterations, δ = 3", *BEST_VARIANTS
+    variants = _heads(*heads)
     for task, entries in ours.read(RESULTS).items():
         for entry in sorted(entries, key=lambda entry: float(entry["protocol"]["alpha"])):
             forms = entry["forms"]
@@ -531,9 +531,12 @@ def best_table() -> list[str]:
                 both = row and row["ensemble"] and head in ("`Source()`", "`Best()`")
                 value = "" if row is None else f"{row['single'][0]:.2f}"
                 cells[head] = f"{value} / {row['ensemble'][0]:.2f}" if both else value
+                if row is not None and row["runs"] == 1:
+                    cells[head] += " †"
             gain, low, high = forms[BEST]["over"][PUBLISHED]["single"]
-            first = [tables.title(task), f"{of['alpha']:g}"]
-            main = [*first, f"{forms[BEST]['ceiling']:.2f}", *(cells[h] for h in forms_heads)]
+            first = [tables.title(task), f"{of['alpha']:g}", f"{of['subsets']} × {of['seeds']}"]
+            main = [*first, str(forms[BEST]["runs"]), f"{forms[BEST]['ceiling']:.2f}"]
+            main += [cells[head] for head in forms_heads]
             main.append(f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]")
             main += [f"{forms[name]['spread']:.2f}" for name in (default, BEST)]
             lines.append(f"| {' | '.join(main)} |")
@@ -544,12 +547,12 @@ def best_table() -> list[str]:
     return [
         *lines,
         "",
-        f"LDS of one model, and after the slash of the mean of {of['runs']}; "
-        f"{of['subsets']} × {of['seeds']} retrainings for each row. The "
-        "difference is paired, with a 95 % interval. *Spread* is the standard deviation of the "
-        "predicted over that of the real changes. `python -m experiments.studies.forms`.",
+        "LDS of one model (the mean over the runs), and after the slash of the mean of their "
+        "scores, on M × R retrainings. The difference is paired, with a 95 % interval. *Spread* is "
+        "the standard deviation of the predicted over that of the real changes. "
+        "`python -m experiments.studies.forms`.",
         "",
-        f"With other settings, for one run (the default: the mean of {of['runs']} runs):",
+        "With other settings (†: of one run):",
         "",
         *variants,
     ]
