@@ -375,8 +375,7 @@ def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
     store = GradientStore.build(it.study, tmp_path / "s", 10, "eigenbasis", **BUILD)
     options = ComputeOptions(dtype=torch.float64, progress=False)
     workspace = whence.Source.published().lay_out(it.study, it.study.runs[0], QUERY, options)
-    fitter = workspace.fitter(["train"], fisher="exact", seed=0)
-    fitted = EKFAC.fit(fitter, workspace.run.checkpoints).factors
+    fitted = EKFAC.fit(workspace, workspace.run.checkpoints, fisher="exact").factors
     every = torch.cat([block.eigenvalues.flatten() for block in fitted.values()])
     leading = every.sort(descending=True).values[:10]
     (part,) = store.projection(workspace).parts

@@ -42,12 +42,13 @@ class StoreWorkspace(Workspace):
     def curvature(
         self,
         kind: str,
-        stages: Sequence[str],
+        stages: Sequence[str] | None,
         checkpoints: Sequence[Weights],
         blocks: Mapping[str, Any],
         **_: Any,
     ) -> Projected:
         """P H Pᵀ from the store's second moments, for any `kind` of curvature."""
+        stages = self.study.stages if stages is None else stages
         examples = sum(len(self.used(stage)) for stage in stages) * len(checkpoints)
 
         def matrices() -> list[Tensor]:
