@@ -22,10 +22,14 @@ def projected(columns: list[slice]) -> tuple[Projected, Tensor]:
     root = random(5, 5)
     parts = [(root @ root.T)[where, where] for where in columns]
 
+    names = [str(k) for k in range(len(columns))]
+
     def remember(key: Any, fit: Any) -> list[Tensor]:
         return list(fit())
 
-    return Projected(lambda: parts, columns, torch.float64, remember), torch.block_diag(*parts)
+    return Projected(lambda: parts, columns, names, torch.float64, remember), torch.block_diag(
+        *parts
+    )
 
 
 @pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)

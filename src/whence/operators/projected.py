@@ -9,7 +9,7 @@ preserve inner products and the leading eigenvalues up to chance, about 1/√d.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -54,11 +54,13 @@ class Decomposed(Operator[ProjectedVectors]):
     Attributes:
         spectra, eigenvectors: x (d_k,) and V (d_k, d_k).
         columns: where each part's coordinates are.
+        names: of the parts: a layer's, or that of all layers together.
     """
 
     spectra: Sequence[Tensor]
     eigenvectors: Sequence[Tensor]
     columns: Sequence[slice]
+    names: Sequence[str]
 
     @property
     def block_diagonal(self) -> bool:
@@ -83,18 +85,18 @@ class Decomposed(Operator[ProjectedVectors]):
 
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal of each part, (d_k,)."""
-        pairs = zip(self.spectra, self.eigenvectors, strict=True)
-        return {str(k): V.square() @ x for k, (x, V) in enumerate(pairs)}
+        parts = zip(self.names, self.spectra, self.eigenvectors, strict=True)
+        return {name: V.square() @ x for name, x, V in parts}
 
     def trace(self) -> dict[str, float]:
-        return {str(k): float(x.sum()) for k, x in enumerate(self.spectra)}
+        return {name: float(x.sum()) for name, x in self.eigenvalues().items()}
 
     def eigenvalues(self) -> dict[str, Tensor]:
-        return {str(k): x for k, x in enumerate(self.spectra)}
+        return dict(zip(self.names, self.spectra, strict=True))
 
     def scaled(self, factors: Mapping[str, float]) -> Decomposed:
-        spectra = [x * factors.get(str(k), 1.0) for k, x in enumerate(self.spectra)]
-        return Decomposed(spectra, self.eigenvectors, self.columns)
+        spectra = [x * factors.get(name, 1.0) for name, x in self.eigenvalues().items()]
+        return replace(self, spectra=spectra)
 
     def __add__(self, shift: float | Tensor | Mapping[str, Any]) -> Decomposed:
         if isinstance(shift, Mapping):
@@ -118,7 +120,7 @@ class Decomposed(Operator[ProjectedVectors]):
             values, vectors = torch.linalg.eigh(change((V * x) @ V.T, where))
             spectra.append(values.clamp_min(0))
             eigenvectors.append(vectors)
-        return Decomposed(spectra, eigenvectors, self.columns)
+        return replace(self, spectra=spectra, eigenvectors=eigenvectors)
 
 
 class Projects(Protocol):
@@ -140,6 +142,7 @@ class Projected(Operator[ProjectedVectors]):
     Attributes:
         matrices: computes the matrices (d_k, d_k) in float64, when they are needed.
         columns: where each part's coordinates are.
+        names: of the parts: a layer's, or that of all layers together.
         dtype: what vectors are computed in.
         remember: keeps decompositions under a key.
         identity: what the matrices depend on.
@@ -147,6 +150,7 @@ class Projected(Operator[ProjectedVectors]):
 
     matrices: Callable[[], Sequence[Tensor]]
     columns: Sequence[slice]
+    names: Sequence[str]
     dtype: torch.dtype
     remember: Remember
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -186,7 +190,7 @@ class Projected(Operator[ProjectedVectors]):
             return tensors
 
         tensors = self.remember(key, fit)
-        return Decomposed(tensors[::2], tensors[1::2], self.columns)
+        return Decomposed(tensors[::2], tensors[1::2], self.columns, self.names)
 
     def inverse(self, damping: float | Tensor) -> Inverse[ProjectedVectors]:
         """By Cholesky factors."""
@@ -217,7 +221,8 @@ class Projected(Operator[ProjectedVectors]):
 
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal of each part, (d_k,)."""
-        return {str(k): H.diagonal() for k, H in enumerate(self.matrices())}
+        named = zip(self.names, self.matrices(), strict=True)
+        return {name: H.diagonal() for name, H in named}
 
     def eigenvalues(self) -> dict[str, Tensor]:
         return self._whole().eigenvalues()
