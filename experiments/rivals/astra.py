@@ -141,13 +141,13 @@ class AstraSource(SegmentedMethod):
     ) -> tuple[Any, Any, dict[str, float]]:
         """The solver of a segment, and λ."""
         λ = BlockDiagonal({name: 1 / x for name, x in rates.applied.items()})
-        fitter = workspace.fitter([term.stage], "sampled", self.seed, resident)
+        how: Any = {"stages": [term.stage], "seed": self.seed, "resident": resident}
         H = workspace.gauss_newton(
             workspace.fit_data([term.stage]),
             term.checkpoints,
             λ,
             1 if workspace.query is None else len(workspace.query),
-            preconditioner=KINDS["ekfac"].fit(fitter, term.checkpoints),
+            preconditioner=KINDS["ekfac"].fit(workspace, term.checkpoints, **how),
         )
         return Neumann(H, λ, self.iterations, self.batch, self.seed), λ, {}
 

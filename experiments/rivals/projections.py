@@ -177,8 +177,8 @@ class LoGra(whence.Trak):
         return [TwoSided.random([b], [(min(k, b.o), min(k, b.width))], key, like) for b in blocks]
 
     def _leading(self, workspace: Workspace, blocks: list[ParameterBlock], k: int) -> list[Random]:
-        fitter = workspace.fitter(workspace.study.stages, "empirical", self.seed)
-        covariances = KINDS["kfac"].fit(fitter, [workspace.run.final])
+        how: Any = {"fisher": "empirical", "seed": self.seed}
+        covariances = KINDS["kfac"].fit(workspace, [workspace.run.final], **how)
         like, parts = workspace.zero.to(workspace.dtype), list[Random]()
         for block in blocks:
             basis, sides = covariances.factors[block.name].basis, []

@@ -1,4 +1,4 @@
-"""combine: against scikit-learn's ridge, on simulated truths, and on real digits."""
+"""combine: against plain loops, on simulated truths, and on real digits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy.optimize import lsq_linear
 from scipy.stats import spearmanr
-from sklearn.linear_model import Ridge
 from support import judged
 from support.made import ABOUT, scores_of
 
@@ -22,6 +22,7 @@ from whence.scores import Scores
 Q, N = 6, 40
 Array = NDArray[np.float64]
 RIDGES = sys.modules["whence.evaluate.combine"].RIDGES
+RESAMPLES = sys.modules["whence.evaluate.combine"].RESAMPLES
 
 
 def world(inputs: int, seed: int = 0, right: float = 1.0) -> tuple[Array, list[Array]]:
@@ -44,7 +45,7 @@ def about(scores: Scores) -> dict[str, Any]:
     return actual
 
 
-# --- the fit, by plain loops and scikit-learn ----------------------------------------------------
+# --- the fit, by plain loops and another solver --------------------------------------------------
 
 
 def standardized(values: list[Array], truth: Truth) -> Array:
@@ -54,14 +55,26 @@ def standardized(values: list[Array], truth: Truth) -> Array:
     return np.asarray(x / np.sqrt((x**2).mean((1, 2)))[:, None, None])
 
 
+def shares(x: Array, y: Array) -> Array:
+    """How often each input alone explains most of Y, resample by resample."""
+    random, wins = np.random.default_rng(0), np.zeros(len(x))
+    subsets = y.shape[0]
+    for drawn in random.multinomial(subsets, np.full(subsets, 1 / subsets), size=RESAMPLES):
+        rows = np.repeat(np.arange(subsets), drawn)
+        wins[np.argmax([(one[rows] * y[rows]).sum() / np.linalg.norm(one[rows]) for one in x])] += 1
+    return np.asarray(wins / RESAMPLES)
+
+
 def ridge(x: Array, t: Array, strength: float) -> Array:
-    """Weights by scikit-learn, towards the slope of the equal-weight sum."""
+    """Weights by bounded least squares, of the data and of one more row for each weight."""
     x, t = x - x.mean(1, keepdims=True), t - t.mean(0)
-    flat, y = x.reshape(len(x), -1).T, (t / t.std(0)).ravel()
-    together = flat.sum(1)
-    equal = (together @ y) / (together @ together)
-    model = Ridge(alpha=strength * (flat**2).sum() / len(x), fit_intercept=False)
-    return np.asarray(equal + model.fit(flat, y - equal * together).coef_)
+    y, p = t / t.std(0), shares(x, t / t.std(0))
+    flat, prior = x.reshape(len(x), -1).T, np.tensordot(p, x, 1)
+    slope = max((prior * y).sum(), 0) / (prior**2).sum()
+    root = np.sqrt(strength * (flat**2).sum() / len(x))
+    rows = np.concatenate([flat, root * np.eye(len(x))])
+    right = np.concatenate([y.ravel(), root * slope * p])
+    return np.asarray(lsq_linear(rows, right, (0, np.inf), method="bvls").x)
 
 
 def chosen(x: Array, t: Array) -> float:
@@ -78,7 +91,7 @@ def chosen(x: Array, t: Array) -> float:
     return float(RIDGES[int(np.argmin(errors))])
 
 
-def test_weights_ridge_and_lds_by_scikit_learn() -> None:
+def test_weights_ridge_and_lds_by_another_solver() -> None:
     real, values = world(3)
     truth = truth_of(real, 8, noise=2.0)
     result = about(combine([scores_of(v, method=f"m{k}") for k, v in enumerate(values)], truth))
@@ -86,7 +99,7 @@ def test_weights_ridge_and_lds_by_scikit_learn() -> None:
     assert result["returned"] == "combination" and result["ridge"] == chosen(x, t)
     expected = ridge(x, t, result["ridge"])
     assert list(result["weights"]) == ["m0", "m1", "m2"]
-    np.testing.assert_allclose(list(result["weights"].values()), expected)
+    np.testing.assert_allclose(list(result["weights"].values()), expected, atol=1e-9)
     predicted = np.empty_like(t)  # without the held-out subset: ridge, weights and means
     for j in range(len(t)):
         rest = np.arange(len(t)) != j
@@ -130,32 +143,42 @@ def test_independent_errors_average_out(subsets: int) -> None:
     best = max(lds(one, judge).value for one in inputs)
     assert lds(result, judge).value > best + 0.05
     assert 0.8 < calibration(result, judge).slope < 1.25
-    assert about(result)["returned"] == "combination" and about(result)["ahead"]["lds"] > 0
+    actual = about(result)
+    assert actual["returned"] == "combination"
+    assert actual["combined"]["lds"] > max(one["lds"] for one in actual["inputs"].values())
     assert result.method == "Combination" and result.unit == "logits"
     low, high = result.removal_interval(0, [1, 2])
     assert low < result.removal_effect(0, [1, 2]) < high
 
 
-def test_an_input_of_the_wrong_sign_gets_a_negative_weight() -> None:
+def test_an_input_of_the_wrong_sign_is_left_out() -> None:
     real, values = world(2, seed=1)
     inputs = {"right": scores_of(values[0]), "wrong": scores_of(-values[1])}
     weights = about(combine(inputs, truth_of(real, 40)))["weights"]
-    assert weights["right"] > 0 > weights["wrong"]
+    assert weights["right"] > 0 == weights["wrong"]
 
 
-def test_the_best_input_where_the_combination_is_worse() -> None:
-    """One input is right, the others are noise, and there are few subsets."""
+def test_one_right_input_among_sixty_of_noise() -> None:
     real, _ = world(1)
     random = np.random.default_rng(1)
     inputs = {"right": scores_of(real)}
     inputs |= {f"noise {k}": scores_of(random.normal(size=real.shape)) for k in range(60)}
-    truth = truth_of(real, 12, noise=0.1)
-    result = combine(inputs, truth)
+    result, judge = combine(inputs, truth_of(real, 12, noise=0.1)), truth_of(real, 100, seed=9)
+    assert lds(result, judge).value > lds(inputs["right"], judge).value - 0.02
+
+
+def test_the_equal_weight_sum_where_the_combination_is_worse() -> None:
+    """Eight equally good inputs, and a truth too noisy to tell them apart."""
+    real, values = world(8, seed=1)
+    truth = truth_of(real, 20, noise=4.0, seed=1)
+    result = combine({f"m{k}": scores_of(one) for k, one in enumerate(values)}, truth)
     actual = about(result)
-    assert actual["returned"] == actual["best"] == "right" and actual["ridge"] is None
+    assert actual["returned"] == actual["best"] == "equal-weight sum" and actual["ridge"] is None
     assert actual["ahead"]["lds"] < 0 and actual["ahead"]["interval"][1] < 0
-    assert actual["weights"]["right"] == 1 and not any(list(actual["weights"].values())[1:])
-    np.testing.assert_allclose(result.values, calibrate(inputs["right"], truth).values)
+    assert len(set(actual["weights"].values())) == 1
+    judge = truth_of(real, 100, seed=9)
+    equal = sum(one / one.std(1, keepdims=True) for one in values)
+    assert lds(result, judge).value == pytest.approx(lds(equal, judge).value, abs=0.01)
 
 
 def test_one_input_is_calibrated() -> None:
@@ -176,21 +199,42 @@ def test_parts_of_one_method(tmp_path: Path) -> None:
     segments = np.stack([noise, values[0], values[1] / 4])
     scores = scores_of(segments.sum(0), by_segment=segments)
     truth, judge = truth_of(real, 30), truth_of(real, 200, seed=9)
-    result = combine([scores], truth, parts=True)
-    names = ["Source, segment 1", "Source, segment 2", "Source, segment 3"]
+    result = combine(scores, truth)
+    names = ["Source", "Source, segment 1", "Source, segment 2", "Source, segment 3"]
     assert list(about(result)["weights"]) == names
     assert lds(result, judge).value > lds(scores, judge).value + 0.05
-    separate = combine(
-        [scores_of(part, method=n) for n, part in zip(names, segments, strict=True)], truth
-    )
+    every = zip(names, [scores.values, *segments], strict=True)
+    separate = combine({name: scores_of(part) for name, part in every}, truth)
     np.testing.assert_allclose(result.values, separate.values)
+    layers = scores_of(segments.sum(0), by_layer=segments, diagnostics={"layers": ["a", "b", "c"]})
+    by_layer = combine(layers, truth)
+    np.testing.assert_allclose(by_layer.values, result.values)
+    assert list(about(by_layer)["weights"]) == ["Source", "Source, a", "Source, b", "Source, c"]
     result.save(tmp_path / "scores")
     again = Scores.load(tmp_path / "scores")
     assert about(again) == about(result)
     both = combine({"parts": scores, "whole": scores_of(values[0])}, truth, parts=True)
-    assert list(about(both)["weights"])[-1] == "whole"
-    with pytest.raises(ValueError, match=r"parts=True, but no input has parts \(by_segment\)"):
-        combine([scores_of(values[0])], truth, parts=True)
+    assert list(about(both)["weights"])[:2] == ["parts", "whole"]
+    for without in (scores_of(values[0]), scores_of(values[0], by_segment=values[0][None])):
+        with pytest.raises(ValueError, match="no input has parts: attribute with by_layer=True"):
+            combine([without], truth, parts=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int64])
+def test_narrow_scores_neither_overflow_nor_are_rounded(dtype: Any) -> None:
+    real, values = world(2)
+    narrow = [
+        scores_of((1e-3 * one if dtype == np.float16 else 1e2 * one).astype(dtype))
+        for one in values
+    ]
+    truth = truth_of(1e6 * real, 12)
+    wide = [scores_of(one.values.astype(np.float64)) for one in narrow]
+    for actual, expected in (
+        (combine(narrow, truth), combine(wide, truth)),
+        (calibrate(narrow[0], truth), calibrate(wide[0], truth)),
+    ):
+        assert actual.values.dtype in (np.float32, np.float64)
+        np.testing.assert_allclose(actual.values, expected.values, rtol=1e-6)
 
 
 def test_a_query_that_an_input_says_nothing_about() -> None:
@@ -214,7 +258,10 @@ def test_what_cannot_be_combined() -> None:
     bad = np.where(np.eye(Q, N), np.nan, values)
     cases: list[tuple[Any, type[Exception], str]] = [
         ([], ValueError, "scores is empty: give the Scores of at least one method"),
-        (one, TypeError, "scores is a Scores: give a list of Scores"),
+        (one, ValueError, "no input has parts: attribute with by_layer=True"),
+        ("scores/a", TypeError, "scores is a str: give a list of Scores"),
+        ({1: one, 2: one}, TypeError, r"the names of scores must be texts, not \[1, 2\]"),
+        ([one, scores_of(values * 1e150)], ValueError, r"scores are not finite .* than 1e\+100"),
         ([one, values], TypeError, r"scores\[1\] is a ndarray"),
         ([one, scores_of(bad)], ValueError, "6 scores are not finite numbers"),
         ([one, scores_of(values[:, 1:])], ValueError, "about 39 training examples"),
@@ -242,6 +289,17 @@ def test_what_cannot_be_combined() -> None:
         combine([one], truth_of(real, 4))
     with pytest.raises(ValueError, match="bootstrap=10"):
         combine([one], truth, bootstrap=10)
+    with pytest.raises(TypeError, match="bootstrap='many' must be a whole number"):
+        combine([one], truth, bootstrap="many")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seed=-1 must be a whole number"):
+        combine([one], truth, seed=-1)
+    with pytest.raises(TypeError, match="parts='layers' must be True or False"):
+        combine([one], truth, parts="layers")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="truth is a str: give the Truth that ground_truth"):
+        combine([one], "truth/digits")  # type: ignore[arg-type]
+    parted = scores_of(values, by_segment=np.stack([values, 0 * values]))
+    with pytest.raises(ValueError, match="two inputs are called 'a, segment 1'"):
+        combine({"a": parted, "a, segment 1": one}, truth, parts=True)
 
 
 def test_nothing_can_be_learned() -> None:
@@ -254,6 +312,7 @@ def test_nothing_can_be_learned() -> None:
         (inputs, constant, "the measurements are the same for all subsets"),
         (zero, truth_of(real, 10), "the scores predict the same for all subsets"),
         (inputs[:1], unrelated, "real changes do not follow the predicted ones"),
+        (inputs, unrelated, "real changes do not follow the predicted ones of any input"),
     ]
     for scores, truth, why in cases:
         with pytest.warns(UserWarning, match=f"nothing can be learned from this truth: {why}"):

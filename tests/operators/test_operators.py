@@ -14,7 +14,15 @@ from torch import Tensor
 import whence
 from whence.engine.workspace import ComputeOptions, Workspace
 from whence.layers.rows import Rows
-from whence.operators import KINDS, BlockDiagonal, BlockSpace, BlockVectors, cost, coupling
+from whence.operators import (
+    KINDS,
+    BlockDiagonal,
+    BlockSpace,
+    BlockVectors,
+    GaussNewton,
+    cost,
+    coupling,
+)
 from whence.operators.products import add_whole_grams
 
 SHIFT, DAMPING = 0.3, 0.05
@@ -35,9 +43,10 @@ def operator_of(workspace: Workspace, kind: str) -> Any:
     return workspace.curvature(kind, stages, workspace.run.checkpoints[:2], blocks, fisher="exact")
 
 
-def diagonals(space: BlockSpace) -> dict[str, BlockDiagonal]:
+def diagonals(space: BlockSpace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     return {
+        "single number": 0.7,
         "number": BlockDiagonal({name: 0.5 + k for k, name in enumerate(space.blocks)}),
         "tensor": BlockDiagonal(
             {
@@ -73,26 +82,43 @@ def test_an_operator_is_its_matrix(name: str, layers: str, kind: str) -> None:
     v, f = space.vectors(x), lambda s: torch.exp(-s)
     changed = {"itself": (H, matrix)}
     for label, D in diagonals(space).items():
-        d = space.diagonal(D, x)
+        d = space.diagonal(BlockDiagonal.over(space.blocks, D), x)
         changed[f"whitened by a {label}"] = (H.whitened(D), d.sqrt()[:, None] * matrix * d.sqrt())
         changed[f"plus a {label}"] = (H + D, matrix + torch.diag(d))
     factors = {block: 2.0 + k for k, block in enumerate(space.blocks)}
-    if H.block_diagonal:
-        c = space.diagonal(factors, x)
-        changed["scaled"] = (H.scaled(factors), c.sqrt()[:, None] * matrix * c.sqrt())
+    c = space.diagonal(factors, x)
+    changed["scaled"] = (H.scaled(factors), c.sqrt()[:, None] * matrix * c.sqrt())
     for label, (operator, expected) in changed.items():
-        (found,) = operator.apply([f], v)
         near = {"atol": 1e-7, "rtol": 1e-6, "msg": lambda m, label=label: f"{label}: {m}"}
-        torch.testing.assert_close(flat(found, space), x @ dense_function(expected, f), **near)
+        answer = x @ dense_function(expected, f)
+        torch.testing.assert_close(flat(operator.apply(f, v), space), answer, **near)
         torch.testing.assert_close(flat(operator @ v, space), x @ expected, **near)
-    if H.block_diagonal:
-        for label, D in diagonals(space).items():
-            inverse = H.inverse(D)
-            solved = flat(inverse @ space.vectors(x.clone()), space)
-            expected = torch.linalg.solve(matrix + torch.diag(space.diagonal(D, x)), x.T).T
-            torch.testing.assert_close(solved, expected, atol=1e-7, rtol=1e-6, msg=label)
-        traces = [float(part.diagonal().sum()) for part in blocks_of(matrix, space)]
-        torch.testing.assert_close([H.trace()[block] for block in space.blocks], traces)
+        parts, diagonal = blocks_of(expected, space), operator.diagonal()
+        for block, part in zip(space.blocks, parts, strict=True):
+            torch.testing.assert_close(diagonal[block].flatten(), part.diagonal(), **near)
+            assert operator.trace()[block] == pytest.approx(float(part.trace()), rel=1e-6)
+    for label, D in diagonals(space).items():
+        solved = flat(H.inverse(D) @ space.vectors(x.clone()), space)
+        d = space.diagonal(BlockDiagonal.over(space.blocks, D), x)
+        expected = torch.linalg.solve(matrix + torch.diag(d), x.T).T
+        if not H.block_diagonal:  # by conjugate gradients, to this relative residual
+            left = solved @ (matrix + torch.diag(d)) - x
+            assert float((left.norm(dim=1) / x.norm(dim=1)).max()) < 3 * H.relative_residual
+            continue
+        torch.testing.assert_close(solved, expected, atol=1e-7, rtol=1e-6, msg=label)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gauss-newton"])
+def test_an_operator_is_fitted_on_a_workspace(kind: str) -> None:
+    """On all stages' data by default, as methods fit it."""
+    workspace, _ = workspace_of("mlp")
+    exact = {} if kind == "gauss-newton" else {"fisher": "exact"}
+    operator = GaussNewton if kind == "gauss-newton" else KINDS[kind]
+    H = operator.fit(workspace, workspace.run.checkpoints[:2], **exact)
+    space = BlockSpace(workspace.blocks.values())
+    torch.testing.assert_close(
+        written_out(H, space), written_out(operator_of(workspace, kind), space)
+    )
 
 
 def blocks_of(matrix: Tensor, space: BlockSpace) -> list[Tensor]:
@@ -109,6 +135,7 @@ def test_functions_that_are_not_needed_cost_nothing() -> None:
     x = torch.ones(2, space.size, dtype=torch.float64)
     first, second = H.apply([None, torch.sqrt], space.vectors(x))
     assert first is None and second is not None
+    assert torch.equal(flat(second, space), flat(H.apply(torch.sqrt, space.vectors(x)), space))
     assert bool((x == 1).all())  # nothing is overwritten unless that is asked for
 
 
@@ -116,10 +143,9 @@ def test_functions_that_are_not_needed_cost_nothing() -> None:
 def test_bases_of_whole_gradients(kind: str) -> None:
     """Where an example has several positions, the eigenvectors of Σ G Gᵀ and Σ Gᵀ G."""
     workspace, study = workspace_of("conv")
-    fitter = workspace.fitter(["train"], fisher="empirical", seed=0)
     checkpoint = workspace.run.final
-    factors = KINDS[kind].fit(fitter, [checkpoint]).factors
-    plain = KINDS["ekfac"].fit(fitter, [checkpoint]).factors
+    factors = KINDS[kind].fit(workspace, [checkpoint], fisher="empirical").factors
+    plain = KINDS["ekfac"].fit(workspace, [checkpoint], fisher="empirical").factors
     flat = Flat(study)
     gradients = flat.gradients(checkpoint, "losses", study.train["train"])
     space = BlockSpace(flat.blocks.values())

@@ -146,6 +146,33 @@ def test_everything_jointly(it: Case, tmp_path: Path) -> None:
     close(store.influence(it.query, 0.1, coupling=False, **QUIET).values, expected, 1e-8)
 
 
+def test_coupled_layers(it: Case, tmp_path: Path) -> None:
+    """Each layer's curvature times the share that the trace of all has over its own."""
+    store = GradientStore.build(
+        it.study, tmp_path / "s", it.parameters, "eigenbasis", joint=False, **BUILD
+    )
+    found = it.study.runs[0].checkpoints
+    rows = [it.flat.gradients(c, "losses", it.train) for c in found]
+    q = torch.stack([it.flat.gradients(c, "measurements", it.query) for c in found]).mean(0)
+    blocks = list(it.flat.blocks.values())
+    columns, shares = [], []
+    for segment in (found[:2], found[2:]):
+        each = [_apart(it.flat.columns(c, it.train), it) for c in segment]
+        squares = torch.stack([c.square().sum(0) for c in each]).sum(0)  # of H's diagonal
+        traces = torch.stack([part.sum() for part in squares.split([b.size for b in blocks])])
+        c = torch.cat(
+            [x.expand(b.size) for x, b in zip(traces.sum() / traces, blocks, strict=True)]
+        )
+        columns.append([one * c.sqrt() for one in each])
+        shares.append(dict(zip(it.flat.blocks, (traces.sum() / traces).tolist(), strict=True)))
+    times = [torch.full((it.parameters,), x, dtype=torch.float64) for x in it.times]
+    expected = joint_source(columns, [rows[:2], rows[2:]], q, times)
+    scores = store.source(it.query, segments=2, by_segment=True, **QUIET)
+    close(scores.by_segment, expected, 1e-8)
+    for segment, share in zip(scores.diagnostics["segments"], shares, strict=True):
+        assert segment["coupling"] == pytest.approx(share)
+
+
 def grouped(rates: Any) -> tuple[whence.Study, Case]:
     """The first layer in a group of its own; rates (updates, 2)."""
     it = case()
@@ -202,7 +229,7 @@ def test_a_stretch_whose_clock_stands_still_is_the_limit_of_a_slow_one() -> None
     H, v = A @ A.T, torch.randn(2, 5, generator=generator).double()
 
     def survived(T: Tensor) -> tuple[Tensor, Tensor]:
-        whole = Projected(lambda: [H], [slice(0, 5)], torch.float64, lambda _, fit: fit())
+        whole = Projected(lambda: [H], [slice(0, 5)], ["0"], torch.float64, lambda _, fit: fit())
         root = never_zero(T).sqrt()
         M = whole.whitened(never_zero(T))
         response, survival = M.apply((F_r, F_S), root * ProjectedVectors(v))
@@ -375,8 +402,7 @@ def test_the_leading_coordinates_are_kept(it: Case, tmp_path: Path) -> None:
     store = GradientStore.build(it.study, tmp_path / "s", 10, "eigenbasis", **BUILD)
     options = ComputeOptions(dtype=torch.float64, progress=False)
     workspace = whence.Source.published().lay_out(it.study, it.study.runs[0], QUERY, options)
-    fitter = workspace.fitter(["train"], fisher="exact", seed=0)
-    fitted = EKFAC.fit(fitter, workspace.run.checkpoints).factors
+    fitted = EKFAC.fit(workspace, workspace.run.checkpoints, fisher="exact").factors
     every = torch.cat([block.eigenvalues.flatten() for block in fitted.values()])
     leading = every.sort(descending=True).values[:10]
     (part,) = store.projection(workspace).parts

@@ -72,9 +72,8 @@ def conjugate_gradients(
     data, run = workspace.fit_data(workspace.study.stages), workspace.run
     preconditioner: Any = None
     if λ.scalar:
-        how = settings["fisher"] or "sampled", settings["seed"]
-        fitter = workspace.fitter(workspace.study.stages, *how)
-        approximation = KINDS[settings["curvature"] or "ekfac"].fit(fitter, [run.final])
+        how = {"fisher": settings["fisher"] or "sampled", "seed": settings["seed"]}
+        approximation = KINDS[settings["curvature"] or "ekfac"].fit(workspace, [run.final], **how)
         flat = FLAT * max(float(x.max()) for x in approximation.eigenvalues().values())
         preconditioner = approximation + dict.fromkeys(λ, flat)
     else:  # λP̄⁻¹, the optimizer's own preconditioner, serves here too

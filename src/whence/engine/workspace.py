@@ -389,10 +389,13 @@ class Workspace:
 
     # -- curvature -------------------------------------------------------------------------------
 
-    def fit_data(self, stages: Sequence[str], observed: bool = False) -> list[FitData]:
+    def fit_data(
+        self, stages: Sequence[str] | None = None, observed: bool = False
+    ) -> list[FitData]:
         """The data of these stages that the run trained on, with model, task and layers.
 
         Args:
+            stages: default: all.
             observed: whether backward passes follow, which show its losses.
         """
         return [
@@ -404,10 +407,16 @@ class Workspace:
                 partial(self.losses, stage, observed=observed),
                 self.world,
             )
-            for stage in stages
+            for stage in (self.study.stages if stages is None else stages)
         ]
 
-    def fitter(self, stages: Sequence[str], fisher: str, seed: int, resident: int = 1) -> Fitter:
+    def fitter(
+        self,
+        stages: Sequence[str] | None = None,
+        fisher: str = "sampled",
+        seed: int = 0,
+        resident: int = 1,
+    ) -> Fitter:
         """Fits curvature layer by layer on the data of these stages, pooled."""
         return Fitter(
             self.fit_data(stages, observed=True),
@@ -425,7 +434,7 @@ class Workspace:
     def curvature(
         self,
         kind: str,
-        stages: Sequence[str],
+        stages: Sequence[str] | None,
         checkpoints: Sequence[Weights],
         blocks: Mapping[str, Any],
         *,
@@ -437,26 +446,32 @@ class Workspace:
 
         Args:
             kind: one of `KINDS`, or "gauss-newton".
+            stages: None for all.
             blocks: which blocks it is over.
             resident: how many such operators are needed at the same time.
         """
         if kind == GAUSS_NEWTON:
-            queries = 1 if self.query is None else len(self.query)
-            return self.gauss_newton(self.fit_data(stages), checkpoints, blocks, queries)
-        fitter = self.fitter(stages, fisher, seed, resident)
-        return KINDS[kind].fit(fitter, checkpoints)
+            return self.gauss_newton(self.fit_data(stages), checkpoints, blocks)
+        how: Any = {"fisher": fisher, "seed": seed, "resident": resident}
+        return KINDS[kind].fit(self, checkpoints, stages=stages, **how)
 
     def gauss_newton(
         self,
         data: Sequence[FitData],
         checkpoints: Sequence[Weights],
         blocks: Mapping[str, Any],
-        queries: int,
+        queries: int | None = None,
         **settings: Any,
     ) -> GaussNewton:
-        """The true matrix over these blocks, for about that many vectors at a time. Its products
-        are passes over the data, which all ranks take together."""
+        """The true matrix over these blocks. Its products are passes over the data, which all ranks
+        take together.
+
+        Args:
+            queries: for about that many vectors at a time (default: one for each query).
+        """
         self.in_step = True
+        if queries is None:
+            queries = 1 if self.query is None else len(self.query)
         here = {b.name for part in data for b in part.passes.tracked.blocks}
         trained = [b for name, b in self.blocks.items() if name in blocks and name in here]
         return GaussNewton(

@@ -35,7 +35,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whence.errors import InvalidInput, InvalidType, optional, warn
-from whence.evaluate.groups import ROUNDING, Floats, Groups, centred, group, locate
+from whence.evaluate.groups import (
+    ROUNDING,
+    Floats,
+    Groups,
+    centred,
+    check_truth,
+    group,
+    locate,
+)
 from whence.persist.identity import sha256_of
 from whence.scores import Scores
 
@@ -116,6 +124,7 @@ def calibrate(scores: Scores, truth: Truth, *, exclude_diverged: bool = False) -
 
 def check_scores(scores: Any, truth: Truth, name: str = "scores") -> None:
     """Raise unless they are Scores of a run of the truth's recipe."""
+    check_truth(truth)
     if not isinstance(scores, Scores):
         raise InvalidType(
             f"{name} is a {type(scores).__name__}: give the Scores that a method's attribute() "
@@ -212,7 +221,10 @@ def scaled(scores: Scores, truth: Truth, fit: Fit) -> Scores:
     place = np.ix_(down, across)
 
     def times(values: Any) -> Any:
-        return None if values is None else (fit.slope * values[..., *place]).astype(values.dtype)
+        if values is None:
+            return None
+        dtype = precise(values.dtype)
+        return (fit.slope * values[..., *place].astype(dtype)).astype(dtype)
 
     return scores.with_values(
         times(scores.values),
@@ -225,6 +237,12 @@ def scaled(scores: Scores, truth: Truth, fit: Fit) -> Scores:
         spread=times(scores.spread),
         diagnostics=scores.diagnostics | {"calibration": asdict(fit)},
     )
+
+
+def precise(*dtypes: Any) -> np.dtype[Any]:
+    """The dtype of scores that are made of scores of these: float32 or float64, so that another
+    size neither overflows nor is rounded to whole numbers."""
+    return np.result_type(np.float32, *dtypes)
 
 
 def fingerprint(truth: Truth) -> str:

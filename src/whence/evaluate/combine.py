@@ -6,13 +6,14 @@ Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``K`` inputs.
     X_k[q, j] = Σ_{m ∈ S_j} Z_k[q, m]          (K, q, M), each input scaled to unit mean square
     Y[q, j]   = T[q, j] / sd of T[q]           both centred per query over the subsets
 
-    w(λ) = argmin ‖Y − Σ_k w_k X_k‖² + λ ‖X‖² ‖w − w̄ 1‖²      weights shared by all queries
+    w(λ) = argmin ‖Y − Σ_k w_k X_k‖² + λ ‖X‖² ‖w − s p‖²,  w ≥ 0     weights shared by all queries
 
-w̄ is the slope of Y on the equal-weight sum Σ_k X_k: the ridge shrinks towards the equal-weight sum,
-which needs no retraining, and λ says how far the truth may move away from it. λ is chosen by
-cross-validation over subsets. All reported numbers of the combination come from an outer
-cross-validation that repeats this choice without the held-out subsets, so that no subset judges
-weights, a λ or a slope that it helped to fit.
+p_k is how often input k alone explains most of Y, over resamples of the subsets, and s the slope of
+Y on Σ_k p_k X_k. An input that is clearly the best is the sum that the ridge shrinks towards;
+inputs that the truth cannot tell apart share it. λ says how far the truth may move away from it,
+and is chosen by cross-validation over subsets. All reported numbers of the combination come from an
+outer cross-validation that repeats this choice without the held-out subsets, so that no subset
+judges weights, a λ or a slope that it helped to fit.
 
 The weights fix the shape of each query's scores. Their size is that of the inputs,
 
@@ -31,16 +32,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput, InvalidType
+from whence.errors import InvalidInput, InvalidType, flag, optional, whole
 from whence.evaluate.calibrate import (
     check_scores,
     check_subsets,
     fit_slope,
+    precise,
     scaled,
     warn_unchanged,
 )
 from whence.evaluate.groups import Floats, centred, group, locate, training_data
-from whence.evaluate.lds import check_bootstrap, correlations, middle, recentred
+from whence.evaluate.lds import check_bootstrap, correlations, middle, recentred, resamples
 from whence.scores import Scores
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # λ, relative to ‖X_k‖²
 FOLDS = 10  # of the cross-validation; with fewer subsets, one subset each
+RESAMPLES = 200  # of the subsets, for p
 EQUAL, RIDGE = "equal-weight sum", "combination"
 
 
@@ -74,7 +77,7 @@ class Candidate:
 
 
 def combine(
-    scores: Sequence[Scores] | Mapping[str, Scores],
+    scores: Scores | Sequence[Scores] | Mapping[str, Scores],
     truth: Truth,
     *,
     parts: bool = False,
@@ -84,11 +87,12 @@ def combine(
 ) -> Scores:
     """A weighted sum of several scores that predicts the truth better than each of them.
 
-    Weights are shared by all queries and fitted by ridge regression, cross-validated over the
-    subsets; ten retrainings are enough to start with. The function returns the combination, unless
-    its cross-validated LDS is below that of the best input, or of the equal-weight sum, beyond the
-    95 % interval of the difference: then it returns that one. The result is calibrated: it is in
-    the measurement's unit, and has ``diagnostics["calibration"]`` as `calibrate` stores it.
+    Weights are not negative, shared by all queries, and fitted by ridge regression, cross-validated
+    over the subsets; ten retrainings are enough to start with. The function returns the
+    combination, unless its cross-validated LDS is below that of the best input, or of the
+    equal-weight sum, beyond the 95 % interval of the difference: then it returns that one. The
+    result is calibrated: it is in the measurement's unit, and has ``diagnostics["calibration"]`` as
+    `calibrate` stores it.
 
     ``diagnostics["combination"]`` says which one was ``returned``, with the ``weights`` of the
     standardized inputs and the ``ridge``. It has the LDS with a 95 % interval of all ``inputs``,
@@ -99,17 +103,19 @@ def combine(
 
     Args:
         scores: Scores (q, n) of several methods, settings or runs, all of the same training data,
-            queries and measurement; or a dict of them by name.
+            queries and measurement; or a dict of them by name. A single Scores stands for its
+            parts.
         truth: measurements on at least 5 subsets, of the recipe that trained the attributed runs.
             Judge the result by another truth.
-        parts: combine the segments of each input that has them (``by_segment``), rather than their
-            sum.
+        parts: also give the segments or layers of each input that has them (``by_segment``,
+            ``by_layer``) a weight of their own.
         bootstrap: the number of resamples of the subsets for the intervals.
-        seed: of the resamples.
+        seed: of all resamples.
         exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_bootstrap(bootstrap)
-    inputs = _inputs(scores, truth, parts)
+    whole("seed", seed, 0)
+    inputs = _inputs(scores, truth, flag("parts", parts))
     first = next(iter(inputs.values()))
     groups = [group(one, truth, exclude_diverged) for one in inputs.values()]
     measured, subsets = groups[0].measured, groups[0].subsets
@@ -124,7 +130,10 @@ def combine(
         return first
     squares[squares == 0] = 1.0
     x /= squares[:, None, None]
-    ridge, weights, held_out = _cross_validated(x, measured)
+    ridge, weights, held_out = _cross_validated(x, measured, seed)
+    if not weights.any():
+        warn_unchanged("real changes do not follow the predicted ones of any input", first)
+        return first
     candidates = _candidates(list(inputs), x, weights, held_out, measured, bootstrap, seed)
     *singles, equal, combined = candidates
     best = max((*singles, equal), key=lambda one: one.lds)
@@ -190,10 +199,12 @@ def _candidates(
 
 
 def _inputs(
-    scores: Sequence[Scores] | Mapping[str, Scores], truth: Truth, parts: bool
+    scores: Scores | Sequence[Scores] | Mapping[str, Scores], truth: Truth, parts: bool
 ) -> dict[str, Scores]:
     """The inputs by name, after a check that they can be added up."""
-    if isinstance(scores, Scores) or not isinstance(scores, Sequence | Mapping):
+    if isinstance(scores, Scores):
+        scores, parts = [scores], True
+    if isinstance(scores, str) or not isinstance(scores, Sequence | Mapping):
         raise InvalidType(
             f"scores is a {type(scores).__name__}: give a list of Scores, or a dict of them by name"
         )
@@ -203,24 +214,35 @@ def _inputs(
     for place, one in enumerate(given):
         check_scores(one, truth, f"scores[{place}]")
     names = list(scores) if isinstance(scores, Mapping) else [one.method for one in given]
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidType(f"the names of scores must be texts, not {names[:3]}")
     if len(set(names)) < len(names):
         names = [f"{name} {place}" for place, name in enumerate(names)]
     _check_same_study(names, given, truth)
     if not parts:
         return dict(zip(names, given, strict=True))
-    if all(one.by_segment is None for one in given):
-        raise InvalidInput(
-            "parts=True, but no input has parts (by_segment): attribute with a method that stores "
-            "them, such as Source with several segments, or use parts=False"
-        )
-    split = {}
+    split = dict(zip(names, given, strict=True))
     for name, one in zip(names, given, strict=True):
-        pieces = [one.values] if one.by_segment is None else list(one.by_segment)
-        for number, values in enumerate(pieces, 1):
-            label = name if one.by_segment is None else f"{name}, segment {number}"
-            about = {k: v for k, v in one.diagnostics.items() if k in ("runs", "warnings")}
+        about = {k: v for k, v in one.diagnostics.items() if k in ("runs", "warnings")}
+        for part, values in _parts(one):
+            label = f"{name}, {part}"
+            if label in split:
+                raise InvalidInput(f"two inputs are called {label!r}: give other names")
             split[label] = one.with_values(values, diagnostics=about)
+    if len(split) == len(given):
+        raise InvalidInput(
+            "no input has parts: attribute with by_layer=True, or by_segment=True and several "
+            "segments; or give a list of several scores and parts=False"
+        )
     return split
+
+
+def _parts(scores: Scores) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The segments or layers that they are the sum of, if there are several."""
+    if scores.by_segment is not None and len(scores.by_segment) > 1:
+        yield from ((f"segment {k}", values) for k, values in enumerate(scores.by_segment, 1))
+    if scores.by_layer is not None and len(scores.by_layer) > 1:
+        yield from zip(scores.layers, scores.by_layer, strict=True)
 
 
 def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Truth) -> None:
@@ -271,7 +293,7 @@ def _sum(inputs: Iterable[Scores], weights: Floats, truth: Truth) -> Scores:
     excluded = {str(part.get("name")): part for one in every for part in one.excluded}
     messages = dict.fromkeys(message for one in every for message in one.warnings)
     return Scores(
-        total.astype(np.result_type(*(one.values.dtype for one in every))),
+        total.astype(precise(*(one.values.dtype for one in every))),
         method="Combination",
         settings={"inputs": list(dict.fromkeys(one.method for one in every))},
         measurement=first.measurement,
@@ -284,36 +306,38 @@ def _sum(inputs: Iterable[Scores], weights: Floats, truth: Truth) -> Scores:
     )
 
 
-def _cross_validated(x: Floats, measured: Floats) -> tuple[float, Floats, Floats]:
+def _cross_validated(x: Floats, measured: Floats, seed: int) -> tuple[float, Floats, Floats]:
     """The ridge, the weights (K,) on all subsets, and held-out predictions (q, M)."""
-    ridge, weights = _fit(x, measured)
+    ridge, weights = _fit(x, measured, seed)
     predicted = np.empty_like(measured)
     for fold in _folds(x.shape[2]):
-        _, without = _fit(x[:, :, ~fold], measured[:, ~fold])
+        _, without = _fit(x[:, :, ~fold], measured[:, ~fold], seed)
         held_out = x[:, :, fold] - x[:, :, ~fold].mean(2, keepdims=True)
         predicted[:, fold] = np.tensordot(without, held_out, 1)
     return ridge, weights, predicted
 
 
-def _fit(x: Floats, measured: Floats) -> tuple[float, Floats]:
+def _fit(x: Floats, measured: Floats, seed: int) -> tuple[float, Floats]:
     """The ridge with the least held-out error on these subsets, and its weights (K,)."""
     gains = np.zeros(len(RIDGES))  # how much of ‖Y‖² held-out predictions explain
     for fold in _folds(x.shape[2]):
         mean, middle_of = x[:, :, ~fold].mean(2, keepdims=True), measured[:, ~fold].mean(1)
         y = measured[:, ~fold] - middle_of[:, None]
-        deviation = y.std(1, keepdims=True)
-        scale = np.where(deviation > 0, 1 / np.where(deviation > 0, deviation, 1.0), 0.0)
-        gram, moment = _moments(x[:, :, ~fold] - mean, scale * y)
+        scale = _per_deviation(y)
+        weights = _ridge(x[:, :, ~fold] - mean, scale * y, seed)  # (Λ, K)
         there, along = _moments(
             x[:, :, fold] - mean, scale * (measured[:, fold] - middle_of[:, None])
         )
-        weights = _ridge(gram, moment)  # (Λ, K)
         gains += 2 * weights @ along - np.einsum("lk,kj,lj->l", weights, there, weights)
     y = centred(measured)
-    deviation = y.std(1, keepdims=True)
-    y = np.where(deviation > 0, y / np.where(deviation > 0, deviation, 1.0), 0.0)
     best = len(RIDGES) - 1 - int(np.argmax(gains[::-1]))  # of equals, the strongest
-    return RIDGES[best], _ridge(*_moments(centred(x), y))[best]
+    return RIDGES[best], _ridge(centred(x), _per_deviation(y) * y, seed)[best]
+
+
+def _per_deviation(y: Floats) -> Floats:
+    """(q, 1) one over the standard deviation of each query; 0 where that is 0."""
+    deviation = y.std(1, keepdims=True)
+    return np.where(deviation > 0, 1 / np.where(deviation > 0, deviation, 1.0), 0.0)
 
 
 def _moments(x: Floats, y: Floats) -> tuple[Floats, Floats]:
@@ -322,16 +346,27 @@ def _moments(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     return flat @ flat.T, flat @ y.ravel()
 
 
-def _ridge(gram: Floats, moment: Floats) -> Floats:
-    """Weights (Λ, K) for each of `RIDGES`, shrunk towards the equal-weight sum's."""
-    count = len(moment)
-    equal = moment.sum() / max(float(gram.sum()), np.finfo(float).tiny)
-    weights = []
+def _ridge(x: Floats, y: Floats, seed: int) -> Floats:
+    """Weights (Λ, K) ≥ 0 for each of `RIDGES`, shrunk towards s p."""
+    with optional("combine needs SciPy", "eval"):
+        from scipy.optimize import nnls
+    gram, moment = _moments(x, y)
+    p, tiny, weights = _shares(x, y, seed), np.finfo(float).tiny, []
+    target = max(float(p @ moment), 0.0) / max(float(p @ gram @ p), tiny) * p
     for ridge in RIDGES:
-        strength = max(ridge * float(np.trace(gram)) / count, np.finfo(float).tiny)
-        matrix = gram + strength * np.eye(count)
-        weights.append(np.linalg.solve(matrix, moment + strength * equal))
+        strength = max(ridge * float(np.trace(gram)) / len(p), tiny)
+        root = np.linalg.cholesky(gram + strength * np.eye(len(p)))
+        right = np.linalg.solve(root, moment + strength * target)
+        weights.append(nnls(root.T, right)[0])  # ‖rootᵀ w − right‖² is the objective
     return np.array(weights)
+
+
+def _shares(x: Floats, y: Floats, seed: int) -> Floats:
+    """p (K,): in which share of resamples of the subsets each input alone explains most of Y."""
+    drawn = resamples(x.shape[2], RESAMPLES, np.random.default_rng(seed)).astype(np.float64)
+    along, squares = (x * y).sum(1) @ drawn, (x * x).sum(1) @ drawn  # (K, B)
+    explained = along / np.sqrt(np.maximum(squares, np.finfo(float).tiny))
+    return np.bincount(explained.argmax(0), minlength=len(x)) / RESAMPLES
 
 
 def _folds(subsets: int) -> Iterator[NDArray[np.bool_]]:

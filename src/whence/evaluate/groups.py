@@ -10,23 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput, warn
+from whence.errors import InvalidInput, InvalidType, warn
+from whence.retrain import Truth
 from whence.retrain.contrast import mean_of_sound
 from whence.scores import Scores
-
-if TYPE_CHECKING:
-    from whence.retrain import Truth
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Given = Scores | NDArray[Any]  # scores, or a plain array (q, n)
 
 NUMBERS_PER_BLOCK = 2**23  # numbers of a score matrix that are converted to float64 at a time
+LARGEST = 1e100  # a score whose squares can be added up
 ROUNDING = 1e-13  # group predictions closer than this, relative to Σ|values|, count as equal
 
 
@@ -59,6 +58,7 @@ class Groups:
 
 def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool) -> Groups:
     """Check that scores and truth fit each other, and sum the scores over the truth's subsets."""
+    check_truth(truth)
     runs = list(scores) if isinstance(scores, Sequence) else [scores]
     if not runs:
         raise InvalidInput("scores is an empty list: give the scores of at least one run")
@@ -100,6 +100,15 @@ def group(scores: Given | Sequence[Given], truth: Truth, exclude_diverged: bool)
         diverged=diverged,
         lost=int((~whole).sum()),
     )
+
+
+def check_truth(truth: Any) -> None:
+    """Refuse everything but a Truth."""
+    if not isinstance(truth, Truth):
+        raise InvalidType(
+            f"truth is a {type(truth).__name__}: give the Truth that ground_truth() returned, or "
+            "Truth.load(folder)"
+        )
 
 
 def centred(values: Floats) -> Floats:
@@ -179,7 +188,7 @@ def columns(scores: Scores, stage: str | None, examples: int, whose: str, data: 
     if len(chosen) != examples:
         raise InvalidInput(
             f"the scores are about {len(chosen)} training examples, but {whose} about {examples}: "
-            "they must be of the same training data"
+            "they must be of the same training data, all of it (attribute without examples=)"
         )
     attributed = training_data(scores, stage)
     if data and attributed and attributed != data:
@@ -243,12 +252,13 @@ def _predictions(scores: Given, truth: Truth, masks: Floats) -> Floats:
         rows = down[start : start + step]
         block = values[rows] if everything else values[rows][:, across]
         block = block.astype(np.float64)
-        bad = ~np.isfinite(block)
+        bad = ~np.isfinite(block) | (np.abs(block) > LARGEST)
         if bad.any():
             row = int(bad.any(1).argmax())
             raise InvalidInput(
                 f"{int(bad.sum())} scores are not finite numbers, the first of query "
-                f"{start + row} and example {int(bad[row].argmax())}: they cannot be judged"
+                f"{start + row} and example {int(bad[row].argmax())}: they cannot be judged (more "
+                f"than {LARGEST:g} counts as infinite)"
             )
         sums = block @ masks
         flat = np.ptp(sums, axis=1) <= ROUNDING * np.abs(block).sum(1)

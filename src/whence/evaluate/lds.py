@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import InvalidInput, MissingKey, optional
+from whence.errors import InvalidInput, MissingKey, optional, whole
 from whence.evaluate.groups import Floats, Given, group
 from whence.evaluate.plots import StrPath, plot_lds
 from whence.retrain.contrast import mean_of_sound
@@ -330,7 +330,7 @@ def correlations(
 
 def check_bootstrap(count: int) -> None:
     """The ends of a 95 % interval are the 2.5th and 97.5th percentile of the resamples."""
-    if count < 100:
+    if whole("bootstrap", count) < 100:
         raise InvalidInput(f"bootstrap={count}: a 95 % interval needs at least 100 resamples")
 
 

@@ -112,7 +112,7 @@ class Best(SegmentedMethod):
                 workspace.ledger.note_solve(label, matrix.inverse.statistics, MOST_RESIDUAL)
                 yield [k], w, -self.relative_damping / segment.count
             if k > first:
-                (survival,) = matrix.by_layer.apply([F_S], segment.root * v)
+                survival = matrix.by_layer.apply(F_S, segment.root * v)
                 v = v.updated(survival / segment.root)
                 workspace.ledger.note_survival(k, v.squared_norm() / size)
 

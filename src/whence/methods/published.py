@@ -106,8 +106,9 @@ class PublishedSource(Source):
                 "depends on: use Source(), which needs no inverse, a damping such as 1e-2, or "
                 "dtype=torch.float32"
             )
-        fitter = workspace.fitter([term.stage], self.fisher, self.seed, resident)
-        H = KINDS[self.curvature].fit(fitter, term.checkpoints, diagonal=True)
+        how: Any = {"fisher": self.fisher, "seed": self.seed, "resident": resident}
+        kind, stages = KINDS[self.curvature], [term.stage]
+        H = kind.fit(workspace, term.checkpoints, stages=stages, diagonal=True, **how)
         λ = DAMPING if self.damping is None else self.damping
         ones = BlockDiagonal(dict.fromkeys(rates.applied, 1.0))
         return Mixture(H, rates, λ, workspace.ledger), ones, {}

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ from whence.operators.trimmed import Trimmed
 from whence.operators.whitened import Blockwise, Whitened
 
 if TYPE_CHECKING:
+    from whence.layers.capture import ParameterBlock
     from whence.operators.fit import Fitter
+    from whence.operators.gauss_newton import GaussNewton
+    from whence.operators.statistics import FitData
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,24 @@ class OffloadedFactors(Mapping[str, EigenFactors]):
         return len(self._names)
 
 
+class Fits(Protocol):
+    """What `fit` needs: a `Workspace`, on whose data curvature is fitted."""
+
+    blocks: dict[str, ParameterBlock]
+
+    def fit_data(self, stages: Sequence[str] | None) -> list[FitData]: ...
+    def fitter(
+        self, stages: Sequence[str] | None, fisher: str, seed: int, resident: int
+    ) -> Fitter: ...
+    def gauss_newton(
+        self,
+        data: Sequence[FitData],
+        checkpoints: Sequence[Weights],
+        blocks: Mapping[str, Any],
+        **settings: Any,
+    ) -> GaussNewton: ...
+
+
 class Factored(Operator[BlockVectors]):
     """c Q Λ Qᵀ + Δ for each block, c and Δ numbers.
 
@@ -112,12 +133,26 @@ class Factored(Operator[BlockVectors]):
         self.names = list(factors) if names is None else list(names)
 
     @classmethod
-    def fit(cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool = False) -> Self:
+    def fit(
+        cls,
+        workspace: Fits,
+        checkpoints: Sequence[Weights],
+        *,
+        stages: Sequence[str] | None = None,
+        fisher: str = "sampled",
+        seed: int = 0,
+        resident: int = 1,
+        diagonal: bool = False,
+    ) -> Self:
         """The curvature averaged over these checkpoints.
 
         Args:
+            stages: whose data it is of, pooled (default: all).
+            fisher, seed: of the pseudo-targets, as in `whence.Source`.
+            resident: how many such operators are needed at the same time.
             diagonal: keep the Gauss-Newton matrix's own diagonal with the factors.
         """
+        fitter = workspace.fitter(stages, fisher, seed, resident)
         factors = fitter.fit(cls, checkpoints, diagonal)
         return cls(factors, memory=fitter.memory, tallies=fitter.tallies)
 
@@ -154,8 +189,8 @@ class Factored(Operator[BlockVectors]):
         values = values if scale == 1.0 else values * scale
         return values if shift == 0.0 else values + shift
 
-    def apply(
-        self, functions: Sequence[Function | None], v: BlockVectors, *, overwrite: bool = False
+    def _apply(
+        self, functions: Sequence[Function | None], v: BlockVectors, overwrite: bool
     ) -> list[BlockVectors | None]:
         results = [None if f is None else BlockVectors({}, {}) for f in functions]
         last = max((k for k, f in enumerate(functions) if f is not None), default=-1)
@@ -175,18 +210,13 @@ class Factored(Operator[BlockVectors]):
                 result.values[name], result.bases[name] = product, basis
         return results
 
-    def inverse(self, damping: BlockDiagonal) -> Inverse[BlockVectors]:
+    def inverse(self, damping: float | Mapping[str, float | Tensor]) -> Inverse[BlockVectors]:
         """(H + λ)⁻¹ in closed form; where λ differs within a block, by conjugate gradients."""
+        damping = BlockDiagonal.over(self.names, damping)
         names = [name for name in self.names if name in damping]
         if damping.scalar or all(self.factors[name].basis is None for name in names):
-            function = partial(inverse, damping=0.0)
             shifted = self.restricted(names) + damping
-
-            def solve(v: BlockVectors) -> BlockVectors:
-                (w,) = shifted.apply([function], v, overwrite=True)
-                assert w is not None
-                return w
-
+            solve = partial(shifted.apply, partial(inverse, damping=0.0), overwrite=True)
             return Inverse(solve, self.bases if damping.scalar else {})
         ones = BlockDiagonal(dict.fromkeys(names, 1.0))
         return Whitened(self, ones, {}).inverse(damping)
@@ -197,6 +227,9 @@ class Factored(Operator[BlockVectors]):
 
     def trace(self) -> dict[str, float]:
         return {name: float(self.block_eigenvalues(name).sum()) for name in self.names}
+
+    def diagonal(self) -> dict[str, Tensor]:
+        return {name: self.diagonal_of(name) for name in self.names}
 
     def eigenvalues(self) -> dict[str, Tensor]:
         return {name: self.block_eigenvalues(name) for name in self.names}
@@ -214,7 +247,8 @@ class Factored(Operator[BlockVectors]):
         shift = {n: self.shift.get(n, 0.0) * factors.get(n, 1.0) for n in self.names}
         return self._like(self.factors, scale, shift, self.names)
 
-    def __add__(self, shift: Mapping[str, float | Tensor]) -> Operator[BlockVectors]:
+    def __add__(self, shift: float | Mapping[str, float | Tensor]) -> Operator[BlockVectors]:
+        shift = BlockDiagonal.over(self.names, shift)
         moved = BlockDiagonal({name: shift.get(name, 0.0) for name in self.names})
         if moved.scalar:
             total = {name: self.shift.get(name, 0.0) + float(x) for name, x in moved.items()}
@@ -223,7 +257,8 @@ class Factored(Operator[BlockVectors]):
             return self._elementwise({n: self.block_eigenvalues(n) + x for n, x in moved.items()})
         return Whitened(self, BlockDiagonal(dict.fromkeys(self.names, 1.0)), moved)
 
-    def whitened(self, diagonal: BlockDiagonal) -> Operator[BlockVectors]:
+    def whitened(self, diagonal: float | BlockDiagonal) -> Operator[BlockVectors]:
+        diagonal = BlockDiagonal.over(self.names, diagonal)
         names = [name for name in self.names if name in diagonal]
         if diagonal.scalar:
             return self.restricted(names).scaled({n: float(diagonal[n]) for n in names})

@@ -32,7 +32,8 @@ from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.rows import Rows, add_rows
 from whence.layers.tracked import Tracked
 from whence.operators import cost
-from whence.operators.factored import Factored
+from whence.operators.factored import Factored, Fits
+from whence.operators.fit import accumulator
 from whence.operators.krylov import conjugate_gradients
 from whence.operators.operator import (
     BlockDiagonal,
@@ -42,7 +43,7 @@ from whence.operators.operator import (
     Inverse,
     Operator,
 )
-from whence.operators.products import Readout, add_weighted
+from whence.operators.products import Readout, add_squares, add_weighted
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Blockwise, Whitened
 from whence.progress import progress_bar
@@ -98,6 +99,24 @@ class GaussNewton(Operator[BlockVectors]):
         self.preconditioner = preconditioner
         self._products = 0
         self._check()
+
+    @classmethod
+    def fit(
+        cls,
+        workspace: Fits,
+        checkpoints: Sequence[Weights],
+        *,
+        stages: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> GaussNewton:
+        """The matrix over all tracked layers. Nothing is computed before the first product.
+
+        Args:
+            stages: whose data it is of, pooled (default: all).
+            settings: iterations, relative_residual, preconditioner.
+        """
+        data = workspace.fit_data(stages)
+        return workspace.gauss_newton(data, checkpoints, workspace.blocks, **settings)
 
     @property
     def block_diagonal(self) -> bool:
@@ -195,18 +214,19 @@ class GaussNewton(Operator[BlockVectors]):
 
     # -- functions and inverses ------------------------------------------------------------------
 
-    def apply(
-        self, functions: Sequence[Function | None], v: BlockVectors, *, overwrite: bool = False
+    def _apply(
+        self, functions: Sequence[Function | None], v: BlockVectors, overwrite: bool
     ) -> list[BlockVectors | None]:
         return (self + {}).apply(functions, v)
 
-    def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
+    def inverse(self, damping: float | Mapping[str, Any]) -> Inverse[BlockVectors]:
         """By conjugate gradients, `queries` at a time, each until it has converged.
 
         Preconditioned by (H' + λ)⁻¹ with the `preconditioner` H', else by λ⁻¹; where λ differs
         within a block, H' gets its geometric mean there.
         """
         statistics: dict[str, Any] = {}
+        damping = BlockDiagonal.over(self.space.blocks, damping)
 
         def solve(v: BlockVectors) -> BlockVectors:
             w = self.space.flatten({name: v.matrix(name) for name in v.values})
@@ -248,8 +268,7 @@ class GaussNewton(Operator[BlockVectors]):
         closed_form = approximation.restricted(names) + {n: _typical(damping[n]) for n in names}
 
         def precondition(x: Tensor) -> Tensor:
-            (solved,) = closed_form.apply([torch.reciprocal], self.space.vectors(x))
-            assert solved is not None
+            solved = closed_form.apply(torch.reciprocal, self.space.vectors(x))
             return self.space.flatten({name: solved.matrix(name) for name in solved.values})
 
         return precondition
@@ -261,8 +280,22 @@ class GaussNewton(Operator[BlockVectors]):
         """Not known without further passes over the data."""
         return None
 
-    def trace(self) -> dict[str, float]:
-        return {}
+    def diagonal(self) -> dict[str, Tensor]:
+        """The mean square of the columns' gradients: a pass for every output and checkpoint."""
+        like = self.data[0].passes
+        totals = {
+            name: torch.zeros(block.shape, device=like.device, dtype=accumulator(like.dtype))
+            for name, block in self.space.blocks.items()
+        }
+        for part, checkpoint in product(self.data, self.checkpoints):
+            part.passes.load(checkpoint)
+            for one in part.backward_passes(Signal("exact"), self.batch_size):
+                for factors in one.factors():
+                    block, a, s = factors.block, factors.a, factors.s
+                    if block.name in totals:
+                        add_squares(totals[block.name], a, s, None, block.bias)
+        count = self.examples * len(self.checkpoints)
+        return {name: x / count for name, x in self.data[0].world.total(totals).items()}
 
     def eigenvalues(self) -> dict[str, Tensor]:
         return {}
@@ -270,10 +303,10 @@ class GaussNewton(Operator[BlockVectors]):
     def scaled(self, factors: Mapping[str, float]) -> Whitened:
         return (self + {}).scaled(factors)
 
-    def __add__(self, shift: Mapping[str, Any]) -> Whitened:
-        return Whitened(self, BlockDiagonal(dict.fromkeys(self.space.blocks, 1.0)), shift)
+    def __add__(self, shift: float | Mapping[str, Any]) -> Whitened:
+        return Whitened(self, BlockDiagonal.over(self.space.blocks, 1.0), {}) + shift
 
-    def whitened(self, diagonal: BlockDiagonal) -> Whitened:
+    def whitened(self, diagonal: float | BlockDiagonal) -> Whitened:
         return (self + {}).whitened(diagonal)
 
     # -- refusals --------------------------------------------------------------------------------

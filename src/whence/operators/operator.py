@@ -5,11 +5,14 @@ A vector is one matrix (o, width) for each block of parameters. `BlockVectors` h
 parameters' own coordinates (basis None) otherwise. A curvature is a symmetric positive semidefinite
 matrix H that is never written out:
 
+    H = EKFAC.fit(workspace, checkpoints)
     H @ v                       products
-    H.apply([f, g], v)          functions of its eigenvalues: f(H) v, g(H) v
+    H.apply(f, v)               a function of its eigenvalues, f(H) v; several: H.apply([f, g], v)
     H.inverse(damping) @ v      (H + λ)⁻¹ v
-    H.trace()  H.eigenvalues()  by block
+    H.trace()  H.diagonal()     by block
     H.scaled(c)  H + shift  H.whitened(D)      each again an operator
+
+Damping, shift and D are diagonal matrices (`BlockDiagonal`), or one number for all parameters.
 
 `Factored` operators (EK-FAC, K-FAC, the diagonal, the identity) answer in closed form. All others
 answer by Krylov iterations (`whitened.py`).
@@ -20,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -94,6 +97,11 @@ class BlockDiagonal(dict[str, float | Tensor]):
     def scalar(self) -> bool:
         """Whether it is one number for each block, and so the same in every basis."""
         return not any(isinstance(value, Tensor) for value in self.values())
+
+    @classmethod
+    def over(cls, names: Iterable[str], given: float | Mapping[str, float | Tensor]) -> Self:
+        """A number as the diagonal with that number in all of these blocks."""
+        return cls(given if isinstance(given, Mapping) else dict.fromkeys(names, float(given)))
 
     def __mul__(self, v: BlockVectors) -> BlockVectors:
         """The product with each vector; blocks that the diagonal does not have are left out."""
@@ -241,33 +249,55 @@ class Operator(ABC, Generic[V]):
         """The bases in which to build vectors; the parameters' own coordinates by default."""
         return {}
 
-    @abstractmethod
+    @overload
+    def apply(self, functions: Function, v: V, *, overwrite: bool = ...) -> V: ...
+    @overload
     def apply(
-        self, functions: Sequence[Function | None], v: V, *, overwrite: bool = False
-    ) -> list[V | None]:
-        """f(H) v for each function f of the eigenvalues, restricted to the blocks of H.
+        self, functions: Sequence[Function | None], v: V, *, overwrite: bool = ...
+    ) -> list[V | None]: ...
+    def apply(
+        self,
+        functions: Function | Sequence[Function | None],
+        v: V,
+        *,
+        overwrite: bool = False,
+    ) -> V | list[V | None]:
+        """f(H) v for a function f of the eigenvalues, restricted to the blocks of H.
 
         Args:
-            functions: None for a function that is not needed, whose result is None.
+            functions: one, or several that share the work, whose results are a list. None is a
+                function that is not needed; its result is None.
             overwrite: v is not needed any more, so its memory may be reused.
         """
+        if not callable(functions):
+            return self._apply(functions, v, overwrite)
+        (result,) = self._apply([functions], v, overwrite)
+        assert result is not None
+        return result
+
+    @abstractmethod
+    def _apply(self, functions: Sequence[Function | None], v: V, overwrite: bool) -> list[V | None]:
+        """`apply` of several functions."""
 
     def __matmul__(self, v: V) -> V:
-        (product,) = self.apply([lambda sigma: sigma], v)
-        assert product is not None
-        return product
+        return self.apply(lambda sigma: sigma, v)
 
     @abstractmethod
     def inverse(self, damping: Any) -> Inverse[V]:
         """(H + λ)⁻¹, λ a diagonal with a number, or a tensor of numbers, for each block."""
 
-    @abstractmethod
     def trace(self) -> dict[str, float]:
         """The trace of every block."""
+        return {name: float(values.sum()) for name, values in self.diagonal().items()}
+
+    @abstractmethod
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of every block, (o, width), in the parameters' own coordinates."""
 
     @abstractmethod
     def eigenvalues(self) -> dict[str, Tensor]:
-        """Eigenvalues of every block; its diagonal if they are unknown; empty if both are."""
+        """Eigenvalues of every block; its diagonal if they are unknown; empty if that would take
+        passes over the data."""
 
     @abstractmethod
     def scaled(self, factors: Mapping[str, float]) -> Operator[V]:

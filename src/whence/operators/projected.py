@@ -9,13 +9,15 @@ preserve inner products and the leading eigenvalues up to chance, about 1/√d.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from whence.errors import InvalidInput
+from whence.layers.passes import Weights
 from whence.operators.operator import Function, Inverse, Operator
 
 #: keeps what a function computes under a key, and finds it there the next time
@@ -52,18 +54,20 @@ class Decomposed(Operator[ProjectedVectors]):
     Attributes:
         spectra, eigenvectors: x (d_k,) and V (d_k, d_k).
         columns: where each part's coordinates are.
+        names: of the parts: a layer's, or that of all layers together.
     """
 
     spectra: Sequence[Tensor]
     eigenvectors: Sequence[Tensor]
     columns: Sequence[slice]
+    names: Sequence[str]
 
     @property
     def block_diagonal(self) -> bool:
         return len(self.columns) > 1
 
-    def apply(
-        self, functions: Sequence[Function | None], v: ProjectedVectors, *, overwrite: bool = False
+    def _apply(
+        self, functions: Sequence[Function | None], v: ProjectedVectors, overwrite: bool
     ) -> list[ProjectedVectors | None]:
         parts = list(zip(self.spectra, self.eigenvectors, self.columns, strict=True))
         inside = [v.values[:, where].to(V) @ V for _, V, where in parts]
@@ -76,27 +80,25 @@ class Decomposed(Operator[ProjectedVectors]):
             results.append(ProjectedVectors(torch.cat(each, 1)))
         return results
 
-    def inverse(self, damping: Tensor) -> Inverse[ProjectedVectors]:
-        shifted = self + damping
+    def inverse(self, damping: float | Tensor) -> Inverse[ProjectedVectors]:
+        return Inverse(partial((self + damping).apply, torch.reciprocal))
 
-        def solve(v: ProjectedVectors) -> ProjectedVectors:
-            (w,) = shifted.apply([torch.reciprocal], v)
-            assert w is not None
-            return w
-
-        return Inverse(solve)
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of each part, (d_k,)."""
+        parts = zip(self.names, self.spectra, self.eigenvectors, strict=True)
+        return {name: V.square() @ x for name, x, V in parts}
 
     def trace(self) -> dict[str, float]:
-        return {str(k): float(x.sum()) for k, x in enumerate(self.spectra)}
+        return {name: float(x.sum()) for name, x in self.eigenvalues().items()}
 
     def eigenvalues(self) -> dict[str, Tensor]:
-        return {str(k): x for k, x in enumerate(self.spectra)}
+        return dict(zip(self.names, self.spectra, strict=True))
 
     def scaled(self, factors: Mapping[str, float]) -> Decomposed:
-        spectra = [x * factors.get(str(k), 1.0) for k, x in enumerate(self.spectra)]
-        return Decomposed(spectra, self.eigenvectors, self.columns)
+        spectra = [x * factors.get(name, 1.0) for name, x in self.eigenvalues().items()]
+        return replace(self, spectra=spectra)
 
-    def __add__(self, shift: Tensor | Mapping[str, Any]) -> Decomposed:
+    def __add__(self, shift: float | Tensor | Mapping[str, Any]) -> Decomposed:
         if isinstance(shift, Mapping):
             if shift:
                 raise InvalidInput(
@@ -104,10 +106,11 @@ class Decomposed(Operator[ProjectedVectors]):
                     "use whence.Source itself"
                 )
             return self
-        return self._decomposed(lambda M, where: M + torch.diag(shift[where].to(M)))
+        moved = everywhere(shift, self.columns)
+        return self._decomposed(lambda M, where: M + torch.diag(moved[where].to(M)))
 
-    def whitened(self, diagonal: Tensor) -> Decomposed:
-        root = diagonal.sqrt()
+    def whitened(self, diagonal: float | Tensor) -> Decomposed:
+        root = everywhere(diagonal, self.columns).sqrt()
         return self._decomposed(lambda M, where: root[where, None].to(M) * M * root[where].to(M))
 
     def _decomposed(self, change: Callable[[Tensor, slice], Tensor]) -> Decomposed:
@@ -117,7 +120,19 @@ class Decomposed(Operator[ProjectedVectors]):
             values, vectors = torch.linalg.eigh(change((V * x) @ V.T, where))
             spectra.append(values.clamp_min(0))
             eigenvectors.append(vectors)
-        return Decomposed(spectra, eigenvectors, self.columns)
+        return replace(self, spectra=spectra, eigenvectors=eigenvectors)
+
+
+class Projects(Protocol):
+    """What `fit` needs: a `StoreWorkspace`."""
+
+    def curvature(
+        self,
+        kind: str,
+        stages: Sequence[str] | None,
+        checkpoints: Sequence[Weights],
+        blocks: Mapping[str, Any],
+    ) -> Projected: ...
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ class Projected(Operator[ProjectedVectors]):
     Attributes:
         matrices: computes the matrices (d_k, d_k) in float64, when they are needed.
         columns: where each part's coordinates are.
+        names: of the parts: a layer's, or that of all layers together.
         dtype: what vectors are computed in.
         remember: keeps decompositions under a key.
         identity: what the matrices depend on.
@@ -134,16 +150,33 @@ class Projected(Operator[ProjectedVectors]):
 
     matrices: Callable[[], Sequence[Tensor]]
     columns: Sequence[slice]
+    names: Sequence[str]
     dtype: torch.dtype
     remember: Remember
     identity: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def fit(
+        cls,
+        workspace: Projects,
+        checkpoints: Sequence[Weights],
+        *,
+        stages: Sequence[str] | None = None,
+    ) -> Projected:
+        """The curvature of a gradient store, averaged over these checkpoints.
+
+        Args:
+            stages: whose data it is of, pooled (default: all).
+        """
+        return workspace.curvature("projected", stages, checkpoints, {})
 
     @property
     def block_diagonal(self) -> bool:
         return len(self.columns) > 1
 
-    def whitened(self, diagonal: Tensor) -> Decomposed:
+    def whitened(self, diagonal: float | Tensor) -> Decomposed:
         """D^½ H D^½, decomposed; in float64 where rates differ by more than float32 resolves."""
+        diagonal = everywhere(diagonal, self.columns)
         wide = bool(diagonal.min() < 1e-6 * diagonal.max())
         dtype = torch.float64 if wide else self.dtype
         key = {**self.identity, "durations": diagonal.tolist()}
@@ -157,10 +190,11 @@ class Projected(Operator[ProjectedVectors]):
             return tensors
 
         tensors = self.remember(key, fit)
-        return Decomposed(tensors[::2], tensors[1::2], self.columns)
+        return Decomposed(tensors[::2], tensors[1::2], self.columns, self.names)
 
-    def inverse(self, damping: Tensor) -> Inverse[ProjectedVectors]:
+    def inverse(self, damping: float | Tensor) -> Inverse[ProjectedVectors]:
         """By Cholesky factors."""
+        damping = everywhere(damping, self.columns)
         key = {**self.identity, "inverse": "fisher", "damping": damping.tolist()}
 
         def fit() -> list[Tensor]:
@@ -180,13 +214,15 @@ class Projected(Operator[ProjectedVectors]):
         ones = torch.ones(self.columns[-1].stop, dtype=torch.float64)
         return self.whitened(ones.to(next(iter(self.matrices())).device))
 
-    def apply(
-        self, functions: Sequence[Function | None], v: ProjectedVectors, *, overwrite: bool = False
+    def _apply(
+        self, functions: Sequence[Function | None], v: ProjectedVectors, overwrite: bool
     ) -> list[ProjectedVectors | None]:
         return self._whole().apply(functions, v)
 
-    def trace(self) -> dict[str, float]:
-        return {str(k): float(H.diagonal().sum()) for k, H in enumerate(self.matrices())}
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of each part, (d_k,)."""
+        named = zip(self.names, self.matrices(), strict=True)
+        return {name: H.diagonal() for name, H in named}
 
     def eigenvalues(self) -> dict[str, Tensor]:
         return self._whole().eigenvalues()
@@ -194,8 +230,15 @@ class Projected(Operator[ProjectedVectors]):
     def scaled(self, factors: Mapping[str, float]) -> Decomposed:
         return self._whole().scaled(factors)
 
-    def __add__(self, shift: Tensor) -> Decomposed:
+    def __add__(self, shift: float | Tensor) -> Decomposed:
         return self._whole() + shift
+
+
+def everywhere(given: float | Tensor, columns: Sequence[slice]) -> Tensor:
+    """A number as a diagonal (d,) with that number in all coordinates."""
+    if isinstance(given, Tensor):
+        return given
+    return torch.full((columns[-1].stop,), float(given), dtype=torch.float64)
 
 
 def _cholesky(H: Tensor, damping: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class Matrix(Protocol):
     def trimmed(self, errors: Mapping[str, float], share: float) -> Blockwise: ...
     def shape_of(self, name: str) -> Shape: ...
     def diagonal_of(self, name: str) -> Tensor | None: ...
+    def diagonal(self) -> dict[str, Tensor]: ...
 
 
 class Whitened(Operator[BlockVectors]):
@@ -77,8 +78,8 @@ class Whitened(Operator[BlockVectors]):
     def block_diagonal(self) -> bool:
         return self.H.block_diagonal
 
-    def apply(
-        self, functions: Sequence[Function | None], v: BlockVectors, *, overwrite: bool = False
+    def _apply(
+        self, functions: Sequence[Function | None], v: BlockVectors, overwrite: bool
     ) -> list[BlockVectors | None]:
         results = [None if f is None else BlockVectors({}, {}) for f in functions]
         wanted = [f for f in functions if f is not None]
@@ -176,9 +177,10 @@ class Whitened(Operator[BlockVectors]):
             answers = matrices.functions(functions, right.view(-1, *shape))
         return None if answers is None else [answer.flatten(1) for answer in answers]
 
-    def inverse(self, damping: Mapping[str, Any]) -> Inverse[BlockVectors]:
+    def inverse(self, damping: float | Mapping[str, Any]) -> Inverse[BlockVectors]:
         """A function of Δ^-½ D^½ H D^½ Δ^-½. For a matrix of all layers, and where a Δ is 0, by
         conjugate gradients, preconditioned by the diagonal."""
+        damping = BlockDiagonal.over(self.root, damping)
         shift = {n: self.shift.get(n, 0.0) + damping[n] for n in self.root if n in damping}
         shifted = Whitened(self.H, BlockDiagonal({n: self.root[n] for n in shift}), shift)
         return Inverse(shifted._solve)
@@ -276,8 +278,9 @@ class Whitened(Operator[BlockVectors]):
         curvature = self.H.diagonal_of(name)
         return shift if curvature is None else root.square() * curvature + shift
 
-    def trace(self) -> dict[str, float]:
-        return {name: float(values.sum()) for name, values in self.eigenvalues().items()}
+    def diagonal(self) -> dict[str, Tensor]:
+        every = self.H.diagonal()
+        return {n: x**2 * every[n] + self.shift.get(n, 0.0) for n, x in self.root.items()}
 
     def eigenvalues(self) -> dict[str, Tensor]:
         """The diagonal, where it is known."""
@@ -293,11 +296,13 @@ class Whitened(Operator[BlockVectors]):
         shift = {name: value * factors.get(name, 1.0) for name, value in self.shift.items()}
         return Whitened(self.H, BlockDiagonal(root), shift)
 
-    def __add__(self, shift: Mapping[str, Any]) -> Whitened:
+    def __add__(self, shift: float | Mapping[str, Any]) -> Whitened:
+        shift = BlockDiagonal.over(self.root, shift)
         total = {name: self.shift.get(name, 0.0) + shift.get(name, 0.0) for name in self.root}
         return Whitened(self.H, self.root, total)
 
-    def whitened(self, diagonal: BlockDiagonal) -> Whitened:
+    def whitened(self, diagonal: float | BlockDiagonal) -> Whitened:
+        diagonal = BlockDiagonal.over(self.root, diagonal)
         root = {n: value * diagonal[n] ** 0.5 for n, value in self.root.items() if n in diagonal}
         shift = {n: x * diagonal[n] for n, x in self.shift.items() if n in diagonal}
         return Whitened(self.H, BlockDiagonal(root), shift)

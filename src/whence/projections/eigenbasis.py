@@ -67,6 +67,11 @@ class Eigenbasis:
         self.entries = dict(entries)
 
     @property
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return list(self.entries)
+
+    @property
     def dimension(self) -> int:
         return sum(len(block.rows) for block in self.entries.values())
 

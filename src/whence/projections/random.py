@@ -54,6 +54,11 @@ class Random:
         return f"Random({[block.name for block in self.blocks]}, {self.dimension}, {self.key})"
 
     @property
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return [block.name for block in self.blocks]
+
+    @property
     def preferred_batch(self) -> int:
         return PREFERRED_BATCH.get(self.device.type, PREFERRED_BATCH["cuda"])
 

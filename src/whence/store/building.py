@@ -191,7 +191,7 @@ class Builder:
             return  # rows in an eigenbasis that is missing: the store refuses
         fitter = workspace.fitter(store.study.stages, s["fisher"], s["seed"])
         checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units}
-        curvature = EKFAC.fit(fitter, list(checkpoints.values())).factors
+        curvature = fitter.fit(EKFAC, list(checkpoints.values()), diagonal=False)
         tensors: dict[str, Tensor] = {}
         entries = leading(curvature, workspace.trained_blocks(), s["dimension"])
         for name, x in entries.items():

@@ -42,12 +42,13 @@ class StoreWorkspace(Workspace):
     def curvature(
         self,
         kind: str,
-        stages: Sequence[str],
+        stages: Sequence[str] | None,
         checkpoints: Sequence[Weights],
         blocks: Mapping[str, Any],
         **_: Any,
     ) -> Projected:
         """P H Pᵀ from the store's second moments, for any `kind` of curvature."""
+        stages = self.study.stages if stages is None else stages
         examples = sum(len(self.used(stage)) for stage in stages) * len(checkpoints)
 
         def matrices() -> list[Tensor]:
@@ -56,8 +57,11 @@ class StoreWorkspace(Workspace):
             return [sum(part[1:], part[0]) / examples for part in parts]
 
         identity = {"stages": list(stages), "weights": [c.sha256 for c in checkpoints]}
-        columns = self.store.projection(self).columns
-        return Projected(matrices, columns, self.accumulator, self._remember, identity)
+        projection = self.store.projection(self)
+        layers = [part.names for part in projection.parts]
+        names = [some[0] if len(some) == 1 else "all layers" for some in layers]
+        about = projection.columns, names, self.accumulator, self._remember, identity
+        return Projected(matrices, *about)
 
     def _remember(self, key: Mapping[str, Any], fit: Any) -> list[Tensor]:
         return self.store.decomposition(self, key, fit, on_disk="durations" in key)
