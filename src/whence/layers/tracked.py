@@ -139,7 +139,7 @@ def find(
             )
     usable = []
     for layer in layers:
-        layer.shared = layer in called and tape.shared(layer)
+        layer.shared = tape.shared(layer) if layer in called else None
     rejected = _rejected(model, task, batch, [s for s in layers if s.individual])
     for layer in layers:
         problem = rejected[layer.name] if layer.individual else tape.problem(layer)
