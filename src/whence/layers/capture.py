@@ -346,7 +346,7 @@ class Tape:
         if x.dim() != 2 or kind.form == "lookup" or kind.channels_first:
             return x
         t, rest = divmod(len(x), self.n)
-        return x if rest or t < 2 or t not in self._lengths else x.reshape(self.n, t, -1)
+        return x if rest or t < 2 or t not in self._lengths else x.view(self.n, t, x.shape[1])
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear`; products with tracked weights, or with rows of them, are noted."""
