@@ -53,7 +53,7 @@ LAYER_TASKS = {  # in results/layers.json
     "gpt_smooth": "GPT-2 of 2 layers, AdamW, smooth",
     "gpt": "GPT-2 of 2 layers, AdamW",
     "cifar10_small": "ResNet-9 with batch norm",
-    "sst2_small": "BERT of 2 layers, AdamW",
+    "sst2_small": "BERT of 2 layers from scratch, AdamW",
 }
 TASKS = {"digits": "Digits", "concrete": "Concrete", "fashion_mnist": "FashionMNIST"}
 SLOPES = {  # method: its name in experiments/results

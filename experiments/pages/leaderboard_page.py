@@ -22,10 +22,12 @@ from experiments.pages.leaderboard_advice import (
     failures,
     is_peer,
     libraries,
+    measured,
     picks,
     refusals,
 )
 from experiments.pages.markdown import DOCS, filled, table
+from experiments.pages.tables import counted
 from experiments.tasks import RESULTS
 from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, read_board
 from whence.evaluate.plots import COLOURS, GREY, STYLE
@@ -35,6 +37,7 @@ Tasks = Mapping[str, Mapping[str, Any]]  # entries of one protocol
 FIGURES = "assets/leaderboard"  # below docs/; those in figures/ are drawn on white
 INK = {"light": "#1a1a1a", "dark": "#e6e6e6"}
 EARLIER = "† weighted by the first half of the way alone, as an earlier version did."
+ANOTHER = "‡"  # a row that other retrainings judged
 ELSEWHERE = (
     "Hollow points are other libraries. Where the tables below name a device beside the seconds, a "
     "row was computed on that device, and its cost does not compare with the others'."
@@ -51,8 +54,9 @@ def tasks_of(stored: Mapping[str, Any], protocol: Protocol) -> Tasks:
 
 
 def level_with_best(row: Mapping[str, Any]) -> bool:
-    """Whether a method is not worse than the best, as far as the subsets can tell."""
-    return row["behind"] is None or row["behind"][1] <= 0
+    """Whether a method is not worse than the best, as far as the subsets can tell. Nothing is known
+    of a row of other retrainings, which has no paired difference."""
+    return "behind" in row and (row["behind"] is None or row["behind"][1] <= 0)
 
 
 def names_of(tasks: Tasks) -> list[str]:
@@ -63,11 +67,12 @@ def names_of(tasks: Tasks) -> list[str]:
 
 def overview(tasks: Tasks) -> str:
     """Methods by tasks: LDS, bold where no other is certainly better."""
-    names = names_of(tasks)
+    names, most = names_of(tasks), measured(tasks) or tasks
 
-    def mean(name: str) -> float:
-        values = [e["methods"][name]["lds"][0] for e in tasks.values() if name in e["methods"]]
-        return float(sum(values) / len(values))
+    def place(name: str) -> tuple[bool, float]:
+        """Those that have a row on all tasks that most have come first: means are of the same."""
+        values = [e["methods"][name]["lds"][0] for e in most.values() if name in e["methods"]]
+        return len(values) == len(most), float(sum(values) / max(1, len(values)))
 
     def cell(entry: Mapping[str, Any], name: str) -> str | None:
         row = entry["methods"].get(name)
@@ -78,13 +83,14 @@ def overview(tasks: Tasks) -> str:
 
     rows: list[list[object]] = [
         [name, *(cell(entry, name) for entry in tasks.values())]
-        for name in sorted(names, key=mean, reverse=True)
+        for name in sorted(names, key=place, reverse=True)
     ]
     for label, key in (("*ceiling*", None), ("*metasmoothness*", "metasmoothness")):
         cells = [_ceiling(e) if key is None else e[key] for e in tasks.values()]
         marks = ["" if key is None or "definition" in e else "†" for e in tasks.values()]
         numbers = [None if c is None else f"{c:.2f}{m}" for c, m in zip(cells, marks, strict=True)]
         rows.append([label, *numbers])
+    rows.append(["*seconds of*", *(short(e["device"]) for e in tasks.values())])
     heads = ["method", *(BOARD[task].title for task in tasks)]
     return table(heads, rows, " " + "r" * len(tasks))
 
@@ -92,39 +98,45 @@ def overview(tasks: Tasks) -> str:
 def standing(tasks: Tasks) -> str:
     """On how many tasks each method is level with the best, most first."""
     level = dict.fromkeys(names_of(tasks), 0)
+    rows = dict.fromkeys(level, 0)
     for entry in tasks.values():
         for name, row in entry["methods"].items():
             level[name] += level_with_best(row)
+            rows[name] += 1
     ahead = sorted((n for n in level if level[n]), key=lambda name: -level[name])
-    counts = ", ".join(f"{name} {level[name]}" for name in ahead)
-    return f"Best, or not certainly worse than the best, of {len(tasks)} tasks: {counts}."
+    counts = ", ".join(f"{name} on {level[name]} of {rows[name]}" for name in ahead)
+    return f"Best, or not certainly worse than the best, of the tasks where it has a row: {counts}."
 
 
 def _ceiling(entry: Mapping[str, Any]) -> float | None:
-    ceilings = [row["ceiling"] for row in entry["methods"].values() if row["ceiling"] is not None]
-    return ceilings[0] if ceilings else None
+    rows = [row for row in entry["methods"].values() if "behind" in row]
+    return next((row["ceiling"] for row in rows if row["ceiling"] is not None), None)
 
 
 def details(task: str, entry: Mapping[str, Any]) -> str:
     """One task: interval, paired difference, size and cost of every method, best first."""
     rows = []
     for name, row in sorted(entry["methods"].items(), key=lambda item: -item[1]["lds"][0]):
-        behind, slope = row["behind"], row["slope"]
+        behind, slope = row.get("behind"), row["slope"]
         rows.append(
             [
-                name,
+                name + (ANOTHER if "behind" not in row else ""),
                 estimate(row["lds"][0], row["lds"][1:], 2),
                 None if behind is None else estimate(behind[0], behind[1:], 2),
                 None if slope is None else f"{slope:.2g}",
                 f"{row['seconds']:.1f}" + (f" ({row['device']})" if "device" in row else ""),
             ]
         )
-    sizes, ceiling = entry["sizes"], _ceiling(entry)
+    ceiling = _ceiling(entry)
     noise = "" if ceiling is None else f", ceiling {ceiling:.2f}"
     about = (
-        f"{sizes['subsets']} subsets × {sizes['seeds']} seeds, {sizes['queries']} queries{noise}; "
+        f"{size_of(entry['sizes'])}{noise}; "
         f"{where(entry)}, torch {entry['machine']['torch']}, {entry['machine']['date']}."
     )
+    others = [row["sizes"] for row in entry["methods"].values() if "behind" not in row]
+    if others:
+        which = "; ".join(dict.fromkeys(map(size_of, others)))
+        about += f" {ANOTHER} by other retrainings ({which}), so there is no paired difference."
     heads = ["method", "LDS [95 %]", "behind [95 %]", "slope", "seconds"]
     return (
         f'<details markdown="1"><summary>{BOARD[task].title}</summary>\n\n'
@@ -132,9 +144,19 @@ def details(task: str, entry: Mapping[str, Any]) -> str:
     )
 
 
+def size_of(sizes: Mapping[str, Any]) -> str:
+    seeds = counted(sizes["seeds"], "seed")
+    return f"{sizes['subsets']} subsets × {seeds}, {sizes['queries']} queries"
+
+
 def where(entry: Mapping[str, Any]) -> str:
     """What the seconds of a task are of."""
     return "processor seconds of a CPU" if entry["device"] == "CPU" else str(entry["device"])
+
+
+def short(device: str) -> str:
+    """A device's name for the head of a column."""
+    return device.removeprefix("NVIDIA ")
 
 
 def tables_part(stored: Mapping[str, Any]) -> str:
@@ -195,7 +217,8 @@ def scatter(tasks: Tasks, mode: str) -> Figure:
         handles = {}
         for axis, (task, entry) in zip(panels, tasks.items(), strict=False):
             axis.patch.set_alpha(0)
-            axis.set(title=BOARD[task].title, xscale="log", ylim=(-0.15, 1.05))
+            title = f"{BOARD[task].title} ({short(entry['device'])})"
+            axis.set(title=title, xscale="log", ylim=(-0.15, 1.05))
             axis.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
             for name, label, look in _looks(names_of(tasks)):
                 row = entry["methods"].get(name)

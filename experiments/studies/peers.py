@@ -216,7 +216,7 @@ def main() -> None:
             judge(task, options)
             for path in sorted(options.out.rglob("*.npz")):
                 if Sums.load(path).protocol.task == task and not options.no_rows:
-                    single.judge(path, options.results / "leaderboard.json")
+                    single.judge([path], options.results / "leaderboard.json")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -267,19 +268,25 @@ def _row(saved: Sums, name: str, results: dict[str, LDS], best: str, truth: Any)
     }
 
 
-def judge(path: Path, file: Path) -> None:
-    """Compute, store and print the rows of one file of sums."""
-    saved = Sums.load(path)
+def judge(paths: Sequence[Path], file: Path) -> None:
+    """Compute, store and print the rows of one task under one protocol, from its files of sums.
+
+    Rows that the files do not have stay as they are. They were judged by other retrainings, so
+    they have no paired difference, and say of how many they are.
+    """
+    saved = joined([Sums.load(path) for path in paths])
     if not saved.forms:
         return
-    rows, stored = rows_of(saved), read_board(file)
-    protocol = Protocol(saved.truth["in_place"], saved.protocol.alpha)
+    rows, stored, name = rows_of(saved), read_board(file), protocol_of(saved)
     known = ("machine", "device", "refused", *SMOOTHNESS)
     about = {k: saved.about[k] for k in known if k in saved.about}
     about |= {"seconds": saved.about["seconds"], "sizes": asdict(saved.protocol)}
-    name = _nearest(protocol).name
+    about["recipe"] = saved.truth["recipe"]
     entries = stored["protocols"].setdefault(name, {})
-    entries[saved.protocol.task] = about | {"methods": rows}
+    earlier = entries.get(saved.protocol.task)
+    if earlier is not None and saved.protocol.quick and not earlier["sizes"]["quick"]:
+        raise ValueError(f"{paths[0]} is of the small version of a task whose rows are in {file}")
+    entries[saved.protocol.task] = about | {"methods": rows | remaining(earlier, about, rows)}
     stored |= {"machine": about["machine"], "device": about["device"]}  # of the latest rows
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, stored, checksum=False)
@@ -292,10 +299,68 @@ def judge(path: Path, file: Path) -> None:
         )
 
 
-def _nearest(given: Protocol) -> Protocol:
-    """The protocol of the table with this α, up to whole examples."""
-    same = [one for one in PROTOCOLS if one.in_place == given.in_place]
-    return min(same, key=lambda one: abs(one.alpha - given.alpha))
+def joined(each: Sequence[Sums]) -> Sums:
+    """The sums of all, judged by the truth with the most seeds.
+
+    Sums over subsets do not depend on seeds: it is enough that the subsets, the queries and the
+    recipe are the same. A single model must also be the same model.
+    """
+    first, *others = sorted(each, key=lambda one: -one.protocol.seeds)
+    near = 1e-3 * float(first.measured.std())
+    for one in others:
+        fits = _same_subsets(one) == _same_subsets(first)
+        if fits and first.truth["in_place"]:
+            fits = np.allclose(one.measured, first.measured, rtol=0, atol=near)
+        if not fits:
+            raise ValueError(
+                f"{first.protocol.file_name} and {one.protocol.file_name} are of other subsets, "
+                "queries, recipes or models: give them one after the other, the better ones last"
+            )
+        for name in one.forms.keys() - first.forms.keys():
+            first.sums[name] = one.sums[name]
+            first.deviations[name] = one.deviations[name]
+            first.forms[name] = one.forms[name]
+            if one.about["device"] != first.about["device"]:
+                first.forms[name] = {"device": one.about["device"]} | first.forms[name]
+    return first
+
+
+def _same_subsets(saved: Sums) -> object:
+    """What sums over subsets depend on, apart from the scores."""
+    sizes, truth = saved.protocol, saved.truth
+    of = sizes.task, sizes.quick, sizes.alpha, sizes.subsets, sizes.queries, truth["seeds"][0]
+    return *of, *(truth[key] for key in ("in_place", "measurement", "recipe", "query"))
+
+
+def remaining(
+    earlier: Mapping[str, Any] | None, about: Mapping[str, Any], rows: Mapping[str, Row]
+) -> dict[str, Row]:
+    """The rows of an earlier entry that the new ones do not replace."""
+    if earlier is None or earlier.get("recipe", about["recipe"]) != about["recipe"]:
+        return {}
+    result = {}
+    for name in earlier["methods"].keys() - rows.keys():
+        row = {k: v for k, v in earlier["methods"][name].items() if k not in ("behind", "over")}
+        if earlier["device"] != about["device"]:
+            row = {"device": earlier["device"]} | row
+        result[name] = {"sizes": earlier["sizes"]} | row
+    return {name: result[name] for name in earlier["methods"] if name in result}
+
+
+def protocol_of(saved: Sums) -> str:
+    """The name of the protocol of the table with this α, up to whole examples."""
+    same = [one for one in PROTOCOLS if one.in_place == saved.truth["in_place"]]
+    return min(same, key=lambda one: abs(one.alpha - saved.protocol.alpha)).name
+
+
+def by_entry(paths: Iterable[Path]) -> list[list[Path]]:
+    """Files of sums, those of one task under one protocol together."""
+    groups: dict[tuple[str, str, bool], list[Path]] = {}
+    for path in paths:
+        saved = Sums.load(path)
+        key = protocol_of(saved), saved.protocol.task, saved.protocol.quick
+        groups.setdefault(key, []).append(path)
+    return list(groups.values())
 
 
 def in_parallel(tasks: list[str], jobs: int, command: list[str]) -> None:
@@ -346,11 +411,11 @@ def main() -> None:
             for task in options.tasks:
                 for path in measure(task, options):
                     if not options.no_rows:
-                        judge(path, file)
+                        judge([path], file)
             return
         if not options.no_rows:
-            for path in saved_sums(options):
-                judge(path, file)
+            for paths in by_entry(saved_sums(options)):
+                judge(paths, file)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,18 @@ def test_batch_norms_hardly_matter() -> None:
         assert max(map(abs, rows["all"]["minus matrices"])) < 0.01  # the whole interval
 
 
+def test_a_bert_from_scratch_needs_its_embeddings() -> None:
+    """docs/layers.md says so."""
+    (entry,) = json.loads((RESULTS / "layers.json").read_text())["tasks"]["sst2_small"]
+    for method in ("Source", "Influence"):
+        rows = entry["methods"][method]
+        assert rows["all"]["lds"] > 2 * rows["matrices"]["lds"]
+        assert rows["matrices and embeddings"]["minus matrices"][1] > 0  # the interval's lower end
+        assert abs(rows["matrices and norms"]["minus matrices"][0]) < 0.01
+    _, low, high = entry["methods"]["TracIn"]["all"]["minus matrices"]
+    assert low < 0 < high
+
+
 def test_all_layers_are_as_good_as_matrices_where_an_encoder_is_fine_tuned() -> None:
     """docs/layers.md says so."""
     entries = read_results(RESULTS / "forms.json")["tasks"]["rte"]

@@ -53,13 +53,37 @@ def test_bold_is_what_no_other_is_certainly_better_than(tmp_path: Path) -> None:
     assert "| *metasmoothness* | 0.97 |" in text and "| *ceiling* | 1.00 |" in text
     assert text.index("Unrolled (MAGIC) | **") < text.index("Source() | 0.61")
     assert page.tables_part(stored).count("*Not run yet.*") == len(PROTOCOLS) - 1
-    assert "of 1 tasks: HYDRA 1, Unrolled (MAGIC) 1." in text and "†" not in text
+    assert ": HYDRA on 1 of 1, Unrolled (MAGIC) on 1 of 1." in text and "†" not in text
+    assert "| *seconds of* | GPU |" in text and "‡" not in text
+
+
+def test_rows_of_other_retrainings_are_marked(tmp_path: Path) -> None:
+    stored = results(tmp_path)
+    entry = stored["protocols"][PROTOCOLS[0].name]["concrete"]
+    later = row(0.95, None, sizes={"subsets": 40, "seeds": 2, "queries": 50}, device="CPU")
+    del later["behind"]
+    entry["methods"]["SOURCE"] = later
+    assert "| SOURCE | 0.95 |" in page.tables_part(stored)  # not bold: nothing is known of it
+    text = page.details("concrete", entry)
+    assert "| SOURCE‡ | 0.95 [0.85, 1.05] | – | 0.9 | 1.5 (CPU) |" in text
+    assert "‡ by other retrainings (40 subsets × 2 seeds, 50 queries)" in text
+    tasks = {PROTOCOLS[0].name: page.tasks_of(stored, PROTOCOLS[0])}
+    assert "SOURCE" not in advice.failures(tasks)
+
+
+def test_methods_without_a_row_on_all_tasks_come_last(tmp_path: Path) -> None:
+    stored = results(tmp_path)
+    tasks = stored["protocols"][PROTOCOLS[0].name]
+    tasks["mnist"] = json.loads(json.dumps(tasks["concrete"]))
+    tasks["concrete"]["methods"]["a library"] = row(0.99, None)
+    lines = page.overview(tasks).splitlines()
+    assert lines[4].startswith("| Source()") and lines[5].startswith("| a library | **0.99** | – |")
 
 
 def test_quick_versions_are_left_out(tmp_path: Path) -> None:
     stored = results(tmp_path, quick=True)
     assert page.tables_part(stored).count("*Not run yet.*") == len(PROTOCOLS)
-    assert "Source() 0.61" not in page.text(tmp_path)
+    assert "| Source() | 0.61" not in page.text(tmp_path)
 
 
 def test_the_figure_has_a_point_for_each_method(tmp_path: Path) -> None:
@@ -89,7 +113,10 @@ def test_advice_is_made_of_the_results(tmp_path: Path) -> None:
     stored = results(tmp_path)
     tasks = {p.name: page.tasks_of(stored, p) for p in PROTOCOLS}
     (line,) = [x for x in advice.picks(tasks).splitlines() if "smooth" in x]
-    assert "| single | 1 | Unrolled (MAGIC) 0.91, HYDRA 0.88, Source() 0.61 |" in line
+    assert (
+        "| single | 1 | Unrolled (MAGIC) 0.91 ± 0.10, HYDRA 0.88 ± 0.10, Source() 0.61 ± 0.10 |"
+        in line
+    )
     assert "rough" not in advice.picks(tasks) and "SGD" not in advice.picks(tasks)
     assert "| Source() | 0.9 (0.9 to 0.9); 1 of 1 |" in advice.calibrations(tasks)
     assert "| HYDRA | – | – | – |" in advice.calibrations(tasks)

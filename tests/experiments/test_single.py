@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,67 @@ def test_a_published_benchmark_takes_new_rows(tmp_path: Path, monkeypatch: Any) 
         assert set(rows) == {"Random", "TracIn"}
         assert rows["Random"]["lds"] == pytest.approx(before["lds"], abs=1e-5)
         assert "device" not in rows["Random"] and rows["TracIn"]["device"] == "another machine"
+
+
+def test_rows_of_several_files_of_sums(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The most seeds judge all methods; rows of other retrainings stay, and say so."""
+    words = (TASK, "--only", "Random", "TracIn", "--protocols", "expected-0.5")
+    (before,) = run(monkeypatch, tmp_path, *words)["expected-0.5"].values()
+    (path,) = (tmp_path / "sums").rglob("*.npz")
+    saved, few = Sums.load(path), before["sizes"]["seeds"]
+    truth, noise = saved.truth, np.random.default_rng(0).normal(size=saved.measured.shape)
+    more = replace(
+        saved,
+        protocol=replace(saved.protocol, seeds=5 * few),
+        truth=truth | {"seeds": [*range(5 * few)]},
+        about=saved.about | {"device": "another machine"},
+        measured=np.concatenate([saved.measured, *[saved.measured + noise] * 4], 1),
+        forms={"TracIn": saved.forms["TracIn"]},
+        sums={"TracIn": saved.sums["TracIn"]},
+        deviations={"TracIn": saved.deviations["TracIn"]},
+    )
+    folder = more.save(tmp_path / "more").parent
+    assert more.protocol.file_name < saved.protocol.file_name  # as text
+    saved.save(folder)
+    (entry,) = run(monkeypatch, tmp_path, "--from", str(folder))["expected-0.5"].values()
+    assert entry["sizes"]["seeds"] == 5 * few and set(entry["methods"]) == {"Random", "TracIn"}
+    assert all("behind" in row and "sizes" not in row for row in entry["methods"].values())
+    assert entry["methods"]["Random"]["device"] == before["device"]
+    value = lds(saved.scores("Random"), more.judge()).single.value
+    assert entry["methods"]["Random"]["lds"][0] == pytest.approx(value)
+    assert value != pytest.approx(before["methods"]["Random"]["lds"][0], abs=1e-3)
+
+    (folder / saved.protocol.file_name).unlink()  # only the new file
+    again = run(monkeypatch, tmp_path, "--from", str(folder))["expected-0.5"][TASK]["methods"]
+    assert again["TracIn"]["behind"] is None and "sizes" not in again["TracIn"]
+    earlier = dict(entry["methods"]["Random"])
+    del earlier["behind"], earlier["over"]
+    assert again["Random"] == earlier | {"sizes": entry["sizes"]}
+
+    more.truth["recipe"] = "of a later version"
+    more.save(folder)
+    last = run(monkeypatch, tmp_path, "--from", str(folder))["expected-0.5"][TASK]["methods"]
+    assert set(last) == {"TracIn"}
+    saved.save(folder)
+    with pytest.raises(ValueError, match="other subsets, queries, recipes or models"):
+        run(monkeypatch, tmp_path, "--from", str(folder))
+
+
+def test_files_of_two_single_models_are_not_joined(tmp_path: Path, monkeypatch: Any) -> None:
+    words = (TASK, "--only", "Random", "--protocols", "single-0.99")
+    run(monkeypatch, tmp_path, *words)
+    (path,) = (tmp_path / "sums").rglob("*.npz")
+    saved, other = Sums.load(path), Sums.load(path)
+    assert single.joined([saved, other]) is saved
+    other.measured = other.measured + saved.measured.std()
+    with pytest.raises(ValueError, match="or models"):
+        single.joined([saved, other])
+    file = tmp_path / "leaderboard.json"
+    stored = json.loads(file.read_text())
+    stored["protocols"]["single-0.99"][TASK]["sizes"]["quick"] = False
+    file.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="small version"):
+        single.judge([path], file)
 
 
 def test_ridge_finds_the_coefficients_of_a_linear_truth() -> None:

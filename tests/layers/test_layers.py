@@ -348,13 +348,39 @@ def test_batches_of_as_many_examples_as_positions() -> None:
     check(small(forward), normal(6, 2, 4), normal(2, 2, 4, seed=1), ["fc"], batch_size=2)
 
 
-def test_positions_folded_into_the_batch_are_left_out_by_name() -> None:
+def folded(times: int) -> nn.Module:
+    """The positions of all examples are one axis, and each is there `times` times."""
+
     def forward(m: Any, x: Tensor) -> Tensor:
         n, t, i = x.shape
-        return m.head(torch.tanh(m.fc(x.reshape(n * t, i))).view(n, t, i).mean(1))
+        x = x.repeat_interleave(times, 1).reshape(n * t * times, i)
+        return m.head(torch.tanh(m.fc(x)).view(n, t * times, -1).mean(1))
+
+    return small(forward)
+
+
+@pytest.mark.parametrize("layers", [None, ["fc"]])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_positions_folded_into_the_batch(layers: Any, batch_size: int) -> None:
+    """Also where batch and positions are equally long, and where no other layer shows a length."""
+    train, query = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    left_out = ["head"] if layers else []
+    check(folded(1), train, query, left_out, layers=layers, batch_size=batch_size)
+
+
+def test_rows_that_are_not_the_positions_of_the_input_are_left_out_by_name() -> None:
+    """As where a router chooses tokens: their order is not known."""
+    scores = check(folded(2), normal(7, 5, 4), normal(3, 5, 4, seed=1), ["fc"])
+    assert "(20, 4)" in reasons(scores)["fc"] and "2 examples" in reasons(scores)["fc"]
+
+
+def test_positions_before_examples_in_one_axis_are_left_out_by_name() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(m.fc(x.transpose(0, 1).flatten(0, 1)))
+        return m.head(y.unflatten(0, (x.shape[1], -1)).mean(0))
 
     scores = check(small(forward), normal(7, 5, 4), normal(3, 5, 4, seed=1), ["fc"])
-    assert "(10, 4)" in reasons(scores)["fc"] and "2 examples" in reasons(scores)["fc"]
+    assert "not that of its calls" in reasons(scores)["fc"]
 
 
 def test_examples_that_change_places_are_not_mistaken_for_each_other() -> None:

@@ -117,6 +117,33 @@ class Second(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0].mean(0))
 
 
+class OneAxis(nn.Module):
+    """As OPT's feed-forward layers: the tokens of all examples are one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.head = nn.LayerNorm(SIZE), nn.Linear(SIZE, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.mix(self.norm(x.reshape(-1, x.shape[-1]))))
+        return self.head(y.view(*x.shape[:-1], -1)).sin().sum(1)
+
+
+class Relative(nn.Module):
+    """As T5's attention: a table of biases by distance, which all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.head = nn.Embedding(4, 2), nn.Linear(SIZE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        distances = (places.unsqueeze(1) - places).abs().clamp_max(3)
+        biases = self.biases(distances).permute(2, 0, 1).unsqueeze(0)
+        weights = ((x @ x.mT).unsqueeze(1) + biases).softmax(-1)
+        return self.head((weights @ x.unsqueeze(1)).tanh().sum((1, 2)))
+
+
 def batch_norm(norm: nn.Module) -> nn.Module:
     nn.init.uniform_(norm.running_mean, -0.5, 0.5)
     nn.init.uniform_(norm.running_var, 0.5, 2.0)
@@ -166,6 +193,8 @@ NORMS: Table = {
     "class token and positions": (Picture, normal, (5, SIZE)),
     "parameters of every shape": (Clip, normal, (5, SIZE)),
     "parameters as matrices": (Bottleneck, normal, (5, SIZE)),
+    "tokens of all examples in one axis": (OneAxis, normal, (5, SIZE)),
+    "biases of attention": (Relative, normal, (5, SIZE)),
 }
 
 
@@ -287,6 +316,31 @@ class OwnForward(nn.Linear):
         return F.linear(x, self.weight.tanh(), self.bias)
 
 
+class Offset(nn.Embedding):
+    """As OPT's and BART's positions: the first rows are not for tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.arange(x.shape[1]).unsqueeze(0) + 2)
+
+
+class ChannelNorm(nn.LayerNorm):
+    """As ConvNeXt's: the channels are the second axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, -1)).transpose(1, -1)
+
+
+class Positions(nn.Module):
+    """Activations plus a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.head = Offset(8, SIZE), nn.Linear(SIZE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x + self.positions(x)).mean(1))
+
+
 class Scaled(nn.Module):
     """Channels times a vector and a number of their own."""
 
@@ -313,6 +367,8 @@ COPIED: Table = {
         (4,),
     ),
     "a forward of its own": (lambda: headed(OwnForward(4, 3), after=3), normal, (4,)),
+    "a norm with a forward of its own": (lambda: headed(ChannelNorm(4), after=20), normal, (4, 5)),
+    "positions with a forward of their own": (Positions, normal, (5, SIZE)),
     "scales": (lambda: headed(Scaled(), after=20), normal, (5, 4)),
     "PReLU": (lambda: headed(nn.PReLU(), after=20), normal, (5, 4)),
 }

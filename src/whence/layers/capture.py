@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from whence.errors import InvalidInput
@@ -132,19 +133,20 @@ class TrackedLayer:
     Attributes:
         weight, bias: names of the parameters in the model.
         uses: the modules. Several share the parameters; a lookup and a matrix may share a weight.
-        shared: whether each call has one output for all examples of a batch (a table of positions).
+        shared: whether each call has one output for all examples of a batch (a table of positions),
+            and of which shape: "row", one row of the batch; "free", any (biases of attention).
     """
 
     name: str
     weight: str
     bias: str | None
     uses: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    shared: bool = False
+    shared: Literal["row", "free"] | None = None
 
     @property
     def individual(self) -> bool:
         """Whether the model computes with one value for each example instead of one for all."""
-        return self.shared or self.uses[0][1].seen in ("copies", "forward")
+        return bool(self.shared) or self.uses[0][1].seen in ("copies", "forward")
 
     @cached_property
     def blocks(self) -> list[ParameterBlock]:
@@ -221,7 +223,7 @@ class _Call:
     x: Tensor
     version: int
     edge: GradientEdge
-    shape: torch.Size  # of the output
+    shape: Sequence[int]  # of the output
     order: int
     places: Places | None = None
 
@@ -259,6 +261,7 @@ class Tape:
         self.model, self.layers, self.examples, self.n = model, layers, examples, examples * rows
         self.calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
         self._failures: dict[str, str] = {}
+        self._lengths: set[int] = set()  # second axes of what the model is given
         self._count = 0
 
     def __enter__(self) -> Self:
@@ -267,6 +270,9 @@ class Tape:
         self._functional: dict[int, tuple[TrackedLayer, Kind, nn.Module]] = {}
         notes: dict[nn.Module, _Notes] = {}
         self._linear = F.linear
+        self._handles.append(
+            self.model.register_forward_pre_hook(self._see_lengths, with_kwargs=True)
+        )
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         for layer in self.layers:
@@ -321,11 +327,26 @@ class Tape:
                 return None
             x = inputs[0].detach()
             if layer.shared:  # from here on, each example has an output of its own
-                x, output = (_repeated(y, self.n, inputs[0].dim() == 1) for y in (x, output))
-            self._note(layer, kind, module, x, output)
+                whole = layer.shared == "free" or x.dim() == 1
+                x, output = (_repeated(y, self.n, whole) for y in (x, output))
+            self._note(layer, kind, module, self._unfolded(kind, x), output)
+            if layer.shared == "free":
+                return OnePerExample.of(output)
             return output if layer.shared else None
 
         return note
+
+    def _see_lengths(self, module: nn.Module, *inputs: Any) -> None:
+        tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        self._lengths |= {x.shape[1] for x in tensors if x.dim() > 1 and len(x) == self.n}
+
+    def _unfolded(self, kind: Kind, x: Tensor) -> Tensor:
+        """An input (n t, i) as (n, t, i). Only if t is a length of what the model is given: a list
+        of tokens that happens to have a multiple of n of them is not in the order of examples."""
+        if x.dim() != 2 or kind.form == "lookup" or kind.channels_first:
+            return x
+        t, rest = divmod(len(x), self.n)
+        return x if rest or t < 2 or t not in self._lengths else x.view(self.n, t, x.shape[1])
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear`; products with tracked weights, or with rows of them, are noted."""
@@ -373,7 +394,8 @@ class Tape:
         base = output._base if output._is_view() else None
         whole = base is not None and base.requires_grad and base.numel() == output.numel()
         edge = get_gradient_edge(base if base is not None and whole else output)
-        call = _Call(module, kind, x, x._version, edge, output.shape, self._count, places)
+        shape = output.shape if len(output) == len(x) else (*x.shape[:2], *output.shape[1:])
+        call = _Call(module, kind, x, x._version, edge, shape, self._count, places)
         self._count += 1
         self.calls[layer.name].append(call)
 
@@ -405,12 +427,14 @@ class Tape:
                     f"layer {layer.name}: {problem}. Leave it out with Study(layers=...)"
                 )
 
-    def shared(self, layer: TrackedLayer) -> bool:
-        """Whether all calls look up the same rows for every example of the batch."""
-        calls = self.calls[layer.name]
-        alike = all(c.x.dim() == 1 or len(c.x) == 1 for c in calls if len(c.x) != self.n)
-        differ = all(len(c.x) != self.n for c in calls)
-        return bool(calls) and alike and differ and all(k.form == "lookup" for _, k in layer.uses)
+    def shared(self, layer: TrackedLayer) -> Literal["row", "free"] | None:
+        """Whether all calls look up the same rows for every example of the batch (see
+        `TrackedLayer`)."""
+        inputs = [call.x for call in self.calls[layer.name]]
+        lookups = all(kind.form == "lookup" for _, kind in layer.uses)
+        if not inputs or not lookups or any(len(x) == self.n for x in inputs):
+            return None
+        return "row" if all(x.dim() == 1 or len(x) == 1 for x in inputs) else "free"
 
     def first_call(self, layer: TrackedLayer) -> int:
         """The place of a layer in the forward pass; parameters without a module are first."""

@@ -22,6 +22,8 @@ MIN_CHANNELS = 16  # from here on, many small products are faster than one large
 
 
 class Convolution(Kind):
+    channels_first = True
+
     def shape(self, module: Any) -> tuple[int, int, int]:
         o = module.out_channels
         return module.groups, o // module.groups, module.weight.numel() // o
@@ -60,6 +62,7 @@ class Conv2d(Convolution):
 class Transposed(Kind):
     """Output gradients are patches, (place in the kernel, channel); inputs are pixels."""
 
+    channels_first = True
     bias_column = False
 
     def shape(self, module: Any) -> tuple[int, int, int]:

@@ -35,9 +35,10 @@ class Copied(Direct):
     def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         which = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        shapes = [tuple(leaves[k].shape) for k in which if leaves[k].shape[:1] != (note.n,)]
-        if shapes:
-            raise InvalidInput(f"an input {shapes[0]} does not have the {note.n} examples in front")
+        shapes = [tuple(leaves[k].shape) for k in which]
+        for shape in shapes:
+            if shape[:1] not in ((note.n,), (1,)):  # or one row for all
+                raise InvalidInput(f"an input {shape} does not have the {note.n} examples in front")
         inside, parameters = _Inside(host, note.forward), dict(host.named_parameters())
         copies = {}
         for name in note.names:
@@ -55,7 +56,8 @@ class Copied(Direct):
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, in a loop
-            return torch.vmap(alone)(copies, [leaves[k] for k in which])
+            inputs = [leaves[k].expand(note.n, *leaves[k].shape[1:]) for k in which]
+            return torch.vmap(alone)(copies, inputs)
 
 
 class _Inside(nn.Module):

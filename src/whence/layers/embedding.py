@@ -19,7 +19,7 @@ class Embedding(Kind):
 
     def refusal(self, module: nn.Module) -> str | None:
         scaled = type(module).__name__.endswith(SCALED) and hasattr(module, "embed_scale")
-        return (None if scaled else super().refusal(module)) or _changes_weights(module)
+        return _changes_weights(module) or (None if scaled else super().refusal(module))
 
     def inputs(self, module: nn.Embedding, x: Tensor) -> list[Rows]:
         ids = x.reshape(len(x), -1).long()
@@ -41,7 +41,7 @@ class EmbeddingBag(Kind):
         assert isinstance(module, nn.EmbeddingBag)
         if module.mode == "max":
             return "the maximum over a bag is not linear in the rows"
-        return super().refusal(module) or _changes_weights(module)
+        return _changes_weights(module) or super().refusal(module)
 
     def inputs(self, module: nn.EmbeddingBag, x: Tensor) -> list[Rows]:
         ids = x.reshape(len(x), -1).long()

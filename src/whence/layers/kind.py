@@ -96,6 +96,8 @@ class Kind:
     seen: ClassVar[Seen] = "call"
     #: of products, whether (n t, i) has the positions of an example together; else (t n, i)
     examples_first: ClassVar[bool] = False
+    #: whether the channels of x are its second axis, not its last
+    channels_first: ClassVar[bool] = False
 
     def claims(self, module: nn.Module) -> bool:
         """Whether a module of that class, or of a subclass, is of this kind."""
@@ -104,10 +106,7 @@ class Kind:
     def refusal(self, module: nn.Module) -> str | None:
         """Why this module cannot be captured, such as a subclass with a forward of its own; None if
         it can."""
-        base = self.module
-        if not isinstance(base, type) or base is nn.Module or same_forward(module, base):
-            return None
-        return f"{type(module).__name__} is a subclass of {base.__name__} with its own forward"
+        return own_forward(module, self.module)
 
     def parts(self, module: Any) -> Sequence[Part]:
         """The matrices of a module that has several, each a layer of its own; else none."""
@@ -187,7 +186,11 @@ def kind_of(module: nn.Module) -> Kind | None:
     return next((kind for kind in KINDS if is_of(kind) and kind.claims(module)), None)
 
 
-def same_forward(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Whether a (subclass) module computes exactly what its base class computes."""
+def own_forward(module: nn.Module, base: type[nn.Module] | tuple[str, ...]) -> str | None:
+    """Why a module may compute something else than its base class; None if it does not."""
     methods = "forward", "_conv_forward"
-    return all(getattr(type(module), m, None) is getattr(base, m, None) for m in methods)
+    if not isinstance(base, type) or base is nn.Module:
+        return None
+    if all(getattr(type(module), m, None) is getattr(base, m, None) for m in methods):
+        return None
+    return f"{type(module).__name__} is a subclass of {base.__name__} with its own forward"

@@ -18,10 +18,7 @@ from whence.layers.kind import Kind, register
 
 
 class Norm(Kind):
-    """Channels are last unless `channels_first`."""
-
     form = "elementwise"
-    channels_first = False
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         return 1, module.weight.numel(), 1

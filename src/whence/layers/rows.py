@@ -94,7 +94,7 @@ class Rows:
             return a
         first = (self.ids.unsqueeze(2) == self.ids.unsqueeze(1)).to(torch.uint8).argmax(2)
         place = first + torch.arange(n, device=a.device).unsqueeze(1) * t
-        total = torch.zeros_like(a)
+        total = a.new_zeros(n, t, i)
         add_rows(total.view(n * t, i), place.flatten(), a.flatten(0, 1))
         return total
 

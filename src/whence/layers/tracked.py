@@ -23,7 +23,7 @@ from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_grad
 from whence.layers.choose import Chooser
 from whence.layers.copied import Copied
 from whence.layers.embedding import Embedding
-from whence.layers.kind import Kind, Part, kind_of, same_forward
+from whence.layers.kind import Kind, Part, kind_of, own_forward
 from whence.layers.linear import Linear
 from whence.layers.parameter import Bias, Direct, one_for_all
 from whence.table import listed
@@ -247,10 +247,8 @@ def _copyable(module: nn.Module, kind: Kind | None) -> bool:
         return False
     if kind is None:
         return not all(one_for_all(p) for p in module.parameters())
-    known = kind.module  # the class whose forward the kind knows
-    if kind.form != "matrix" or not isinstance(known, type) or known is nn.Module:
-        return False
-    return not same_forward(module, known)
+    reason = own_forward(module, kind.module)
+    return reason is not None and kind.refusal(module) == reason  # and for no other reason
 
 
 def _refusal(
@@ -317,7 +315,7 @@ def _usable(
                 f"for {n} examples it returned shape {tuple(values.shape)}"
             )
     for layer in layers:
-        layer.shared = layer in called and tape.shared(layer)
+        layer.shared = tape.shared(layer) if layer in called else None
     rejected = _rejected(model, task, batch, [layer for layer in layers if layer.individual])
     usable = []
     for layer in layers:
