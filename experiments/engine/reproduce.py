@@ -29,7 +29,7 @@ from whence.evaluate import LDS, calibration, ground_truth, lds, subset_removal
 from whence.persist.files import write_json
 from whence.retrain.grid import differences
 from whence.retrain.recipe import fingerprint_of
-from whence.scores.ensemble import ensemble
+from whence.scores import ensemble
 
 SCHEMA = 2
 EXAMPLES_IN_PANEL = 5  # helpful, and as many harmful
