@@ -169,6 +169,12 @@ FORMS: Mapping[str, Form] = {
         )
         for name, layers in LAYERS.items()
     },
+    f"{DEFAULT_BY_STAGE}, all layers, measured": Form(
+        partial(measured, None, "sides"),
+        lambda experiment: adaptive(experiment) and not small(experiment),
+        layers=everything,
+        over=f"{DEFAULT_BY_STAGE}, all layers",
+    ),
     f"{PUBLISHED}, all layers": Form(
         lambda s: whence.Source.published(s.segments, stage=s.stage),
         lambda experiment: not small(experiment),
