@@ -70,7 +70,7 @@ class Measured(whence.Source):
         whitening = {}
         for b in fitter.blocks:  # 0 in those that are not trained
             D = torch.as_tensor(applied.get(b.name, 0.0)).to(fitter._zero)
-            whitening[b.name] = Whitening.of(D.expand(b.shape).sqrt(), b)
+            whitening[b.name] = Whitening.of(D.expand(b.shape).sqrt(), b.lookup)
         roots = {name: each.root for name, each in whitening.items()}
         settings = {
             **fitter.settings,
@@ -153,8 +153,8 @@ class Whitening:
     w: Tensor
 
     @classmethod
-    def of(cls, root: Tensor, block: ParameterBlock) -> Whitening:
-        if block.lookup:  # whose rows are multiplied one by one
+    def of(cls, root: Tensor, lookup: bool) -> Whitening:
+        if lookup:  # rows are multiplied one by one
             return cls(root, root[:0, 0], root[:0])
         return cls(root, *terms(root))
 
