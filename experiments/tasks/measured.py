@@ -207,7 +207,12 @@ class Whitening:
 
     def add_grams(self, S: Tensor, A: Tensor, a: Tensor, s: Tensor) -> None:
         """S (o, o) += Σ_n G̃_n G̃_nᵀ and A (width, width) += Σ_n G̃_nᵀ G̃_n; upper triangles."""
-        (n, _, width), o = a.shape, s.shape[2]
+        (n, t, width), o, k = a.shape, s.shape[2], len(self.u)
+        if t == 1 and S.dim() > 1 and k * (o**2 + width**2) < o * width * (o + width):
+            inputs, outputs = self.stretched(a, s)
+            products.add_gram(S, (_root(inputs @ inputs.mT) @ outputs).flatten(0, 1))
+            products.add_gram(A, (_root(outputs @ outputs.mT) @ inputs).flatten(0, 1))
+            return
         for rows in _chunks(n, 2 * o * width, a):
             gradients = self.gradients(a[rows], s[rows])
             products.add_gram(A, gradients.reshape(-1, width))
@@ -215,6 +220,12 @@ class Whitening:
                 S += gradients.square().sum((0, 2), dtype=S.dtype)
             else:
                 products.add_gram(S, gradients.mT.reshape(-1, o))
+
+
+def _root(C: Tensor) -> Tensor:
+    """R (n, k, k) with RᵀR = C."""
+    values, vectors = torch.linalg.eigh(C.double())
+    return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)).mT.to(C)
 
 
 def _chunks(n: int, numbers: int, like: Tensor) -> list[slice]:
