@@ -25,7 +25,7 @@ from experiments.engine.trainings import First, Trainings
 from experiments.studies.options import SIZES, parsed_or_saved, parser, saved_sums
 from experiments.studies.rows import RETRAININGS, Row, rows_of
 from experiments.studies.sums import TRUTH, Protocol, Sums
-from experiments.tasks import TASKS, Scale
+from experiments.tasks import ALL, Scale
 from experiments.tasks.forms import build_form, forms_of, read_results
 from experiments.tasks.machine import machine
 from whence.persist.files import write_json
@@ -35,7 +35,7 @@ SCALE = Scale(subsets=100, seeds=5, queries=200, runs=3)
 
 def compare(task: str, options: argparse.Namespace) -> list[Path]:
     """Train, attribute, and save the sums of all forms on one task; the files, one for each α."""
-    experiment = TASKS[task]
+    experiment = ALL[task]
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     work = Trainings(
         experiment,
@@ -147,7 +147,7 @@ def judge(path: Path, file: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    of = parser(__doc__, sorted(TASKS), "runs/forms")
+    of = parser(__doc__, sorted(ALL), "runs/forms")
     of.add_argument("--alpha", type=float, nargs="+", default=[0.5])
     few = "for calibrate and combine, in groups of " + " and ".join(map(str, RETRAININGS))
     of.add_argument("--retrainings", type=int, default=3 * max(RETRAININGS), help=few)
@@ -155,7 +155,7 @@ def arguments() -> argparse.Namespace:
         of.add_argument(f"--first-{name}", type=int, default=0)
     of.add_argument("--only", nargs="*", metavar="FORM", help="these forms")
     of.add_argument("--scores", type=Path, help="for whole scores, which are large")
-    return parsed_or_saved(of, TASKS)
+    return parsed_or_saved(of, ALL)
 
 
 def main() -> None:

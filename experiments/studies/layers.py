@@ -22,11 +22,10 @@ from typing import Any
 import whence
 from experiments.engine.trainings import Trainings
 from experiments.studies.options import SIZES
-from experiments.tasks import RESULTS, TASKS
+from experiments.tasks import ALL, RESULTS
 from experiments.tasks.board import BOARD
 from experiments.tasks.forms import of_form
 from experiments.tasks.machine import machine
-from experiments.tasks.small import SMALL
 from whence import evaluate
 from whence.layers.choose import everything, matrices
 from whence.persist.files import write_json
@@ -37,7 +36,6 @@ METHODS = {
     "Influence": whence.Influence,
     "TracIn": whence.TracIn,
 }
-ALL = {**TASKS, **SMALL}
 
 CHOICES: dict[str, Any] = {
     "matrices": matrices,

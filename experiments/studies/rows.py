@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.studies.sums import Sums
-from experiments.tasks import TASKS
+from experiments.tasks import ALL
 from experiments.tasks.forms import BASELINES, FORMS, default_of
 from whence.evaluate import LDS, Truth, calibrate, calibration, combine, lds
 from whence.evaluate.calibrate import LEAST_SUBSETS
@@ -52,7 +52,7 @@ def _after(saved: Sums, count: int, truth: Truth, judged: Baseline) -> dict[str,
     What they make depends on which retrainings they get: a row is the mean over disjoint groups of
     them, and `by_group` has the LDS of each.
     """
-    default = default_of(TASKS[saved.protocol.task])
+    default = default_of(ALL[saved.protocol.task])
     inputs = [
         name
         for name in saved.forms

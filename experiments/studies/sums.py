@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.engine.trainings import FIRST_SMALL
-from experiments.tasks import TASKS
+from experiments.tasks import ALL
 from experiments.tasks.forms import CHOSEN_ON
 from whence.evaluate import Truth
 from whence.evaluate.calibrate import check_scores
@@ -160,7 +160,7 @@ class Sums:
         first = self.protocol.first_seed
         other = self.truth | {"alpha": 0.5, "seeds": [FIRST_SMALL + first]}
         given = (self.truth, self.measured, first), (other, self.small, FIRST_SMALL + first)
-        stage: Any = {"stage": TASKS[self.protocol.task].stage}
+        stage: Any = {"stage": ALL[self.protocol.task].stage}
         return [
             Truth(draw_subsets(examples, about["alpha"], len(m), seed), m, **about, **stage)
             for about, m, seed in given

@@ -2,5 +2,8 @@
 
 from experiments.tasks.catalogue import TASKS
 from experiments.tasks.experiment import RESULTS, Experiment, RecipeAndHeldOut, Removal, Scale
+from experiments.tasks.small import SMALL
 
-__all__ = ["RESULTS", "TASKS", "Experiment", "RecipeAndHeldOut", "Removal", "Scale"]
+ALL = {**TASKS, **SMALL}
+
+__all__ = ["ALL", "RESULTS", "TASKS", "Experiment", "RecipeAndHeldOut", "Removal", "Scale"]

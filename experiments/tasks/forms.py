@@ -17,6 +17,7 @@ from torch import nn
 import whence
 from experiments.tasks.closed_form import ClosedForm
 from experiments.tasks.experiment import Experiment
+from experiments.tasks.measured import Measured
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.probed import Probed
 from whence.layers.choose import Chooser, everything, matrices
@@ -27,6 +28,7 @@ BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these
 DEFAULT = "coupled, query along the run, L = 1"  # Source(1)
 DEFAULT_BY_STAGE = "coupled, query along the run"  # Source(3); of several stages, one for each
 BEST = "best"  # Best()
+MEASURED = {"sides": "measured", "measured": "measured, bases too"}  # by bases
 # Defaults were chosen on these tasks: the number of segments on the last three, all else on the
 # first three.
 CHOSEN_ON = ("digits", "digits_adamw", "fashion_mnist", "cifar10", "rte", "sst2")
@@ -78,6 +80,11 @@ def source(segments: int | None = None, **settings: Any) -> Callable[[MethodSett
 def closed(segments: int | None, settings: MethodSettings) -> Any:
     """`Source` without iterations."""
     return ClosedForm(segments or settings.segments, stage=settings.stage)
+
+
+def measured(segments: int | None, bases: str, settings: MethodSettings) -> Any:
+    """`Source` without iterations, measured on whitened gradients."""
+    return Measured(segments or settings.segments, stage=settings.stage, bases=bases)
 
 
 def adaptive(experiment: Experiment) -> bool:
@@ -135,6 +142,11 @@ FORMS: Mapping[str, Form] = {
         f"{name}, closed form": Form(partial(closed, segments), adaptive, over=name)
         for name, segments in ((DEFAULT, 1), (DEFAULT_BY_STAGE, None))
     },
+    **{
+        f"{name}, {MEASURED[bases]}": Form(partial(measured, segments, bases), adaptive, over=name)
+        for name, segments in ((DEFAULT, 1), (DEFAULT_BY_STAGE, None))
+        for bases in MEASURED
+    },
     "coupled, query along the run, K-FAC bases, L = 1": Form(
         source(1, curvature="ekfac"), one_stage
     ),
@@ -157,6 +169,12 @@ FORMS: Mapping[str, Form] = {
         )
         for name, layers in LAYERS.items()
     },
+    f"{DEFAULT_BY_STAGE}, all layers, measured": Form(
+        partial(measured, None, "sides"),
+        lambda experiment: adaptive(experiment) and not small(experiment),
+        layers=everything,
+        over=f"{DEFAULT_BY_STAGE}, all layers",
+    ),
     f"{PUBLISHED}, all layers": Form(
         lambda s: whence.Source.published(s.segments, stage=s.stage),
         lambda experiment: not small(experiment),

@@ -18,7 +18,7 @@ import whence
 from experiments import tasks
 from experiments.engine.trainings import First, Trainings
 from experiments.studies import forms, rows, sums
-from experiments.tasks import TASKS, models, recipes
+from experiments.tasks import ALL, TASKS, models, recipes
 from experiments.tasks import forms as table
 from whence.evaluate import Truth, calibrate, calibration, combine, lds
 from whence.retrain.truth import draw_subsets
@@ -190,7 +190,7 @@ def make(quick: bool, rate: float, weight_decay: float) -> tasks.RecipeAndHeldOu
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     task = replace(TASKS["digits"], make=make, checkpoints=3, trak_dimension=8)
-    monkeypatch.setitem(TASKS, "digits", task)  # type: ignore[arg-type]
+    monkeypatch.setitem(ALL, "digits", task)
 
     def call(*given: str) -> dict[str, Any]:
         folders = {"--work": "work", "--out": "out", "--results": "results"}

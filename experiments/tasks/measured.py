@@ -1,0 +1,294 @@
+"""SOURCE for Adam-type optimizers: EK-FAC's two steps, taken on whitened gradients.
+
+    G̃_n = D^½ ∘ G_n             S̃ = Σ_n G̃_n G̃_nᵀ          Ã = Σ_n G̃_nᵀ G̃_n
+    M = Q̃ Λ̃ Q̃ᵀ                 Λ̃ = mean_c (1/N) Σ_n (Q̃_Sᵀ G̃_n Q̃_A)²
+
+Q̃_S and Q̃_A are the eigenbases of S̃ and Ã. With `bases="sides"` these come from the covariances
+that EK-FAC has anyway, S and A, by the formulas of `closed_form`; then fitting M takes the passes
+of EK-FAC and no others.
+
+With D^½ ≈ Σ_k u_k w_kᵀ, G̃_n = Σ_{k,t} (u_k ∘ s_t)(w_k ∘ a_t)ᵀ: the gradient of a layer with more
+positions. Where it is cheaper, G_n is built and multiplied by D^½ instead. A looked-up row is
+multiplied by its row of D^½.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import whence
+from experiments.tasks.closed_form import terms
+from whence.engine.dynamics import Rates
+from whence.engine.workspace import Term, Workspace
+from whence.layers.capture import LayerFactors, ParameterBlock
+from whence.layers.passes import Weights
+from whence.layers.rows import Rows
+from whence.operators import EKFAC, KINDS, Basis, Fitter, coupling, products
+from whence.operators.statistics import LayerStatistic, Tensors
+from whence.persist.identity import tensors_sha256
+
+
+class Measured(whence.Source):
+    """`Source` with M in closed form for Adam, AdamW and RMSprop.
+
+    Args:
+        bases: of M: from the "sides" of the curvature, or "measured" too, with one more pass.
+        settings: as in `Source`.
+    """
+
+    def __init__(self, *arguments: Any, bases: str = "sides", **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        if bases not in ("sides", "measured"):
+            raise ValueError(f"bases={bases!r}: use 'sides' or 'measured'")
+        if self.curvature not in ("auto", "ekfac", "shampoo"):
+            raise ValueError(f"curvature={self.curvature!r} measures no eigenvalues in eigenbases")
+        self.bases = bases
+
+    def operator(
+        self, workspace: Workspace, term: Term, rates: Rates, resident: int
+    ) -> tuple[Any, Any, dict[str, float]]:
+        if rates.applied.scalar:  # SGD
+            return super().operator(workspace, term, rates, resident)
+        root = rates.applied.sqrt()
+        fitter = workspace.fitter([term.stage], self.fisher, self.seed, resident)
+        if fitter.world.size > 1:
+            raise ValueError("this form runs on one process")
+        factors = self._factors(fitter, term.checkpoints, rates.applied)
+        M = EKFAC(fitter._placed(EKFAC, factors), names=list(root))
+        c = coupling(M) if self.coupling else {}
+        return M.scaled(c) + rates.shift, root, c
+
+    def _factors(
+        self, fitter: Fitter, checkpoints: Sequence[Weights], applied: Mapping[str, Any]
+    ) -> Tensors:
+        """Q̃ and Λ̃ of every block."""
+        whitening = {}
+        for b in fitter.blocks:  # 0 in those that are not trained
+            D = torch.as_tensor(applied.get(b.name, 0.0)).to(fitter._zero)
+            whitening[b.name] = Whitening.of(D.expand(b.shape).sqrt(), b.lookup)
+        roots = {name: each.root for name, each in whitening.items()}
+        settings = {
+            **fitter.settings,
+            "what": "whitened",
+            "checkpoints": [fitter._identity(c) for c in checkpoints],
+            "root": tensors_sha256(roots),
+            "curvature": self.curvature,
+            "bases": self.bases,
+        }
+
+        def mean(kind: type[Whitened], bases: Mapping[str, Basis | None]) -> Tensors:
+            totals: Tensors = {}
+            for checkpoint in checkpoints:
+                about = {**settings, "step": kind.work, "weights": fitter._identity(checkpoint)}
+
+                def statistic(blocks: Sequence[ParameterBlock]) -> Whitened:
+                    sums = fitter.signal, fitter.examples, fitter._zero, None
+                    return kind(blocks, *sums, whitening, bases)
+
+                for name, value in fitter._measured(statistic, checkpoint, about, True).items():
+                    share = value / len(checkpoints)
+                    totals[name] = totals[name] + share if name in totals else share
+            return totals
+
+        if self.bases == "measured":
+            sides = mean(WhitenedGrams, {})
+        else:
+            sides = self._sides(fitter, checkpoints, whitening)
+        with fitter.passes.clock("eigendecomposition"):
+            bases = {
+                b.name: _basis(b, sides.pop(f"{b.name}/S"), sides.pop(f"{b.name}/A"), fitter)
+                for b in fitter.blocks
+            }
+        return mean(WhitenedMoments, bases) | fitter.as_tensors(bases)
+
+    def _sides(
+        self,
+        fitter: Fitter,
+        checkpoints: Sequence[Weights],
+        whitening: Mapping[str, Whitening],
+    ) -> Tensors:
+        """S̃ and Ã of every block, from the covariances."""
+        kind = KINDS[self.curvature]
+        whole = kind.whole_blocks({b.name: fitter.positions[b.name] for b in fitter.blocks})
+        sides: Tensors = {}
+        for checkpoint in checkpoints:
+            for name, value in fitter.covariances(checkpoint, whole).items():
+                share = value.to(fitter.device).double() / len(checkpoints)
+                sides[name] = sides[name] + share if name in sides else share
+        for name, each in whitening.items():
+            S, A, R = sides[f"{name}/S"], sides[f"{name}/A"], each.root.double()
+            diagonal = S if S.dim() == 1 else S.diagonal()
+            sides[f"{name}/A"] = A * ((R.mT * diagonal) @ R)
+            if S.dim() > 1:
+                sides[f"{name}/S"] = S * ((R * A.diagonal()) @ R.mT)
+        return sides
+
+
+def _basis(block: ParameterBlock, S: Tensor, A: Tensor, fitter: Fitter) -> Basis | None:
+    """Eigenvectors of both sides, computed in float64."""
+    if block.diagonal:
+        return None
+    S, A = (side.to(fitter.device).double() for side in (S, A))
+    outputs = None if block.rows else torch.linalg.eigh(S)[1].contiguous()
+    basis = Basis(outputs, torch.linalg.eigh(A)[1].contiguous())
+    return basis.to(fitter.device, fitter.accumulator)
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """D^½ of a block.
+
+    Attributes:
+        root: (o, width).
+        u, w: (k, o) and (k, width), of which it is nearly Σ_k u_k w_kᵀ.
+    """
+
+    root: Tensor
+    u: Tensor
+    w: Tensor
+
+    @classmethod
+    def of(cls, root: Tensor, lookup: bool) -> Whitening:
+        if lookup:  # rows are multiplied one by one
+            return cls(root, root[:0, 0], root[:0])
+        return cls(root, *terms(root))
+
+    def gradients(self, a: Tensor, s: Tensor) -> Tensor:
+        """G̃_n (n, o, width), of inputs with their bias coordinate."""
+        return torch.bmm(s.mT, a) * self.root.to(a.dtype)
+
+    def stretched(self, a: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs w_k ∘ a_t and output gradients u_k ∘ s_t, (n, k t, ...)."""
+        inputs, outputs = (
+            (side.unsqueeze(1) * term.to(side.dtype)[:, None, :]).flatten(1, 2)
+            for side, term in ((a, self.w), (s, self.u))
+        )
+        return inputs, outputs
+
+    def rows(self, a: Tensor, s: Rows) -> tuple[Tensor, Rows]:
+        """The same of a lookup; its dense positions stretched."""
+        looked_up, rest = s.split(a)
+        looked_up = looked_up * self.root.to(a.dtype)[s.ids]
+        if s.dense is None:
+            return looked_up, s
+        rest, dense = self.stretched(rest, s.dense)
+        return torch.cat([looked_up, rest], 1), replace(s, dense=dense)
+
+    def add_squares(self, total: Tensor, a: Tensor, s: Tensor, basis: Basis | None) -> None:
+        """total (o, width) += Σ_n (Q_Sᵀ G̃_n Q_A)²."""
+        (n, t, width), o, k = a.shape, s.shape[2], len(self.u)
+        if t == 1 and basis is not None:
+            self._add_squares_of_pairs(total, a, s, basis)
+        elif k * t * (width**2 + o**2 + o * width) < o * width * (t + o + width):
+            products.add_squares(total, *self.stretched(a, s), basis, False)
+        else:
+            for rows in _chunks(n, o * width, a):
+                gradients = self.gradients(a[rows], s[rows])
+                if basis is not None:
+                    gradients = gradients @ basis.inputs
+                    if basis.outputs is not None:
+                        gradients = basis.outputs.mT @ gradients
+                total += gradients.square_().sum(0, dtype=total.dtype)
+
+    def _add_squares_of_pairs(self, total: Tensor, a: Tensor, s: Tensor, basis: Basis) -> None:
+        """The same for one position: Σ_{k,j} (s_k ∘ s_j)(a_k ∘ a_j)ᵀ, which builds no G̃."""
+        inputs, outputs = self.stretched(a, s)
+        x = basis.rotate_outputs(outputs).to(total.dtype).unbind(1)
+        y = basis.rotate_inputs(inputs).to(total.dtype).unbind(1)
+        for k in range(len(x)):
+            for j in range(k + 1):
+                weight = 1 if k == j else 2
+                total.addmm_((x[k] * x[j]).mT, y[k] * y[j], alpha=weight)
+
+    def add_grams(self, S: Tensor, A: Tensor, a: Tensor, s: Tensor) -> None:
+        """S (o, o) += Σ_n G̃_n G̃_nᵀ and A (width, width) += Σ_n G̃_nᵀ G̃_n; upper triangles."""
+        (n, t, width), o, k = a.shape, s.shape[2], len(self.u)
+        if t == 1 and S.dim() > 1 and k * (o**2 + width**2) < o * width * (o + width):
+            inputs, outputs = self.stretched(a, s)
+            products.add_gram(S, (_root(inputs @ inputs.mT) @ outputs).flatten(0, 1))
+            products.add_gram(A, (_root(outputs @ outputs.mT) @ inputs).flatten(0, 1))
+            return
+        for rows in _chunks(n, 2 * o * width, a):
+            gradients = self.gradients(a[rows], s[rows])
+            products.add_gram(A, gradients.reshape(-1, width))
+            if S.dim() == 1:
+                S += gradients.square().sum((0, 2), dtype=S.dtype)
+            else:
+                products.add_gram(S, gradients.mT.reshape(-1, o))
+
+
+def _root(C: Tensor) -> Tensor:
+    """R (n, k, k) with RᵀR = C."""
+    values, vectors = torch.linalg.eigh(C.double())
+    return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)).mT.to(C)
+
+
+def _chunks(n: int, numbers: int, like: Tensor) -> list[slice]:
+    """Examples in parts, each with a matrix of that many numbers."""
+    step = max(1, products.LARGE.get(like.device.type, products.LARGE["cuda"]) // numbers)
+    return [slice(start, start + step) for start in range(0, n, step)]
+
+
+def _inputs(factors: LayerFactors) -> Tensor:
+    """(n, t, width): with the bias coordinate. Where there is no position, s is 0."""
+    a = factors.a
+    return torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2) if factors.block.bias else a
+
+
+@dataclass(frozen=True)
+class Whitened(LayerStatistic):
+    """A sum over whitened gradients."""
+
+    whitening: Mapping[str, Whitening]
+    bases: Mapping[str, Basis | None]
+
+
+@dataclass(frozen=True)
+class WhitenedGrams(Whitened):
+    """ "<block>/S" = Σ_n G̃_n G̃_nᵀ / N, of rows its diagonal, and "<block>/A" = Σ_n G̃_nᵀ G̃_n / N."""
+
+    work = "covariances"
+
+    def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
+        S = (block.o,) if block.rows else (block.o, block.o)
+        return {"A": (block.width, block.width), "S": S}
+
+    def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
+        name, s = factors.block.name, factors.s
+        S, A, whitening = totals[f"{name}/S"], totals[f"{name}/A"], self.whitening[name]
+        if isinstance(s, Rows):
+            products.add_whole_grams(S, A, *whitening.rows(factors.a, s), False)
+        else:
+            whitening.add_grams(S, A, _inputs(factors), s)
+
+    def finish(self, totals: Tensors) -> Tensors:
+        sides = {name: totals.pop(name) / self.examples for name in list(totals)}
+        return {n: x if x.dim() == 1 else products.mirror(x) for n, x in sides.items()}
+
+
+@dataclass(frozen=True)
+class WhitenedMoments(Whitened):
+    """ "<block>/eigenvalues" = Σ_n (Q̃_Sᵀ G̃_n Q̃_A)² / N."""
+
+    work = "eigenvalues"
+
+    def shapes(self, block: ParameterBlock) -> dict[str, tuple[int, ...]]:
+        return {"eigenvalues": block.shape}
+
+    def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
+        name, s = factors.block.name, factors.s
+        total, whitening = totals[f"{name}/eigenvalues"], self.whitening[name]
+        basis = self.bases[name]
+        basis = basis and basis.to(factors.a.device, factors.a.dtype)
+        if isinstance(s, Rows):
+            products.add_squares(total, *whitening.rows(factors.a, s), basis, False)
+        else:
+            whitening.add_squares(total, _inputs(factors), s, basis)
+
+    def finish(self, totals: Tensors) -> Tensors:
+        return {n: totals.pop(n).clamp_min_(0.0) / self.examples for n in list(totals)}
