@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.errors import NotFinite, warn
+from whence.errors import warn
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import cost
+from whence.operators.eigendecomposition import eigendecompositions
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.operator import Basis
 from whence.operators.statistics import (
@@ -48,6 +49,7 @@ from whence.persist.cache import FactorCache, shared
 from whence.persist.identity import key_of
 
 POSITIONS, BATCH_BYTES = 4096, 2**28  # of a batch, where ranks exchange what each batch adds
+ALIGNED = {"cuda": 8}  # columns of the bases that a pass multiplies by
 FISHERS = ("sampled", "exact", "empirical")
 
 
@@ -138,23 +140,19 @@ class Fitter:
                 if len(checkpoints) > 1:
                     value = value.double() / len(checkpoints)
                 means[name] = means[name].add_(value) if name in means else value
-        bases: dict[str, Basis | None] = {}
-        eigenvalues = {}
+        here = [b for b in self.blocks if f"{b.name}/A" in means]
+        Λ: Tensors = {}
+        Q: Tensors = {}
         with self.passes.clock("eigendecomposition"):
-            for b in [b for b in self.blocks if f"{b.name}/S" in means]:
-                S, A = (means.pop(f"{b.name}/{key}").to(self.device).double() for key in "SA")
-                if not (S.isfinite().all() and A.isfinite().all()):
-                    raise NotFinite(
-                        f"the covariances of block {b.name} overflow: its inputs or gradients are "
-                        "too large to be squared. Scale the inputs, or use dtype=torch.float64"
-                    )
-                (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
-                Λ_A, Q_A = torch.linalg.eigh(A)
-                eigenvalues[b.name] = Λ_S.to(where), Λ_A.to(where)
-                # computed in float64, stored in the precision they are used in
-                basis = Basis(None if Q_S is None else Q_S.contiguous(), Q_A.contiguous())
-                bases[b.name] = None if b.diagonal else basis.to(where, self.accumulator)
-        return bases, eigenvalues
+            for name, values, vectors in eigendecompositions(means, self.device):
+                Λ[name] = values.to(where)
+                if vectors is not None:  # computed in float64, stored as they are used
+                    Q[name] = vectors.to(where, self.accumulator)
+        bases = {
+            b.name: None if b.diagonal else Basis(Q.get(f"{b.name}/S"), Q[f"{b.name}/A"])
+            for b in here
+        }
+        return bases, {b.name: (Λ[f"{b.name}/S"], Λ[f"{b.name}/A"]) for b in here}
 
     def second_moments(
         self,
@@ -228,8 +226,9 @@ class Fitter:
         if block.diagonal:
             return None
         basis = bases.get(block.name)
+        aligned = 1 if block.rows else ALIGNED.get(self.device.type, 1)
         if self.world.size == 1 and basis is not None:
-            return basis.to(self.device, self.passes.dtype)
+            return basis.to(self.device, self.passes.dtype).padded(aligned)
         owner, sides = self._owners[block.name], [block.width, *([] if block.rows else [block.o])]
         if basis is None:
             flat = self._zero.new_empty(sum(side**2 for side in sides), dtype=self.passes.dtype)
@@ -238,7 +237,7 @@ class Fitter:
             flat = torch.cat([part.flatten() for part in parts]).to(self.device, self.passes.dtype)
         lent = torch.split(self.world.lend(owner, flat), [side**2 for side in sides])
         inputs, *outputs = (part.view(n, n) for part, n in zip(lent, sides, strict=True))
-        return Basis(outputs[0] if outputs else None, inputs)
+        return Basis(outputs[0] if outputs else None, inputs).padded(aligned)
 
     # -- the cache -------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from whence.layers.capture import ParameterBlock
 
@@ -48,8 +49,14 @@ class Basis:
         outputs = None if self.outputs is None else self.outputs.to(device, dtype)
         return Basis(outputs, self.inputs.to(device, dtype))
 
+    def padded(self, multiple: int) -> Basis:
+        """With columns of zeros for the inputs, up to a multiple of so many: a GPU multiplies much
+        more slowly where rows are not aligned, and a bias makes their length odd."""
+        missing = -self.inputs.shape[1] % multiple
+        return self if missing == 0 else Basis(self.outputs, F.pad(self.inputs, (0, missing)))
+
     def rotate_inputs(self, a: Tensor) -> Tensor:
-        """[a, 1] Q_A: (n, t, i) -> (n, t, width)."""
+        """[a, 1] Q_A: (n, t, i) -> (n, t, width), and what the basis is padded by."""
         n, t, i = a.shape
         flat, q = a.reshape(n * t, i), self.inputs
         rotated = flat @ q if len(q) == i else torch.addmm(q[-1], flat, q[:-1])

@@ -169,7 +169,7 @@ def add_squares(total: Tensor, a: Tensor, s: Outputs, basis: Basis | None, bias:
         return
     if t == 1:  # rank one: the square of a product is the product of squares
         left = (s if basis is None else basis.rotate_outputs(s)).squeeze(1).square()
-        right = (a if basis is None else basis.rotate_inputs(a)).squeeze(1).square()
+        right = (a if basis is None else basis.rotate_inputs(a)[..., :width]).squeeze(1).square()
         _add_product(total[:, : right.shape[1]], left.T, right)
         if basis is None and bias:
             total[:, -1] += left.sum(0)
@@ -192,7 +192,7 @@ def add_squares(total: Tensor, a: Tensor, s: Outputs, basis: Basis | None, bias:
             assert basis.outputs is not None
             gradient = basis.outputs.mT @ gradient
         if basis is not None and not inputs_first:
-            gradient = (gradient.view(-1, i) @ basis.inputs[:i]).view(-1, o, width)
+            gradient = (gradient.view(-1, i) @ basis.inputs[:i]).view(len(gradient), o, -1)
             if column is not None:
                 gradient += column[rows].unsqueeze(2) * basis.inputs[i]
         _add_squared(total[:, : gradient.shape[2]], gradient)
@@ -211,6 +211,11 @@ def _add_squared_rows(total: Tensor, a: Tensor, s: Rows) -> None:
 
 
 def _add_squared(total: Tensor, gradient: Tensor) -> None:
+    """total (o, i) += Σ_n gradient². The gradients (n, o, i) may have more columns, of padding, and
+    are overwritten."""
+    if gradient.device.type != "cpu":  # reads them once, and writes no squares
+        gradient = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=total.dtype)
+    gradient = gradient[..., : total.shape[1]]
     if len(gradient) == 1 and total.dtype == gradient.dtype:
         total.addcmul_(gradient[0], gradient[0])
     else:
