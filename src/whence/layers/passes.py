@@ -452,15 +452,23 @@ def products_as(precision: str) -> Iterator[None]:
 
 
 @contextmanager
-def precision_as_asked() -> Iterator[None]:
+def precision_as_asked(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """Disable autocast, and run convolutions in the precision the user chose for products.
 
-    By default a GPU convolves float32 in TF32, even where products are in full float32.
+    By default a GPU convolves float32 in TF32, even where products are in full float32. Where the
+    model computes in bfloat16, float32 products (of query vectors) are rounded to TF32: what they
+    multiply has fewer digits.
     """
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    before, precision = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    if dtype.itemsize < 4 and precision == "highest":
+        precision = "high"
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with (
+            products_as(precision),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
             yield
     finally:
         torch.backends.cudnn.allow_tf32 = before

@@ -51,7 +51,7 @@ def eigendecompositions(
     def beside(name: str) -> tuple[Tensor, Tensor | None]:
         """The same on a stream of this thread's own."""
         if not hasattr(threads, "stream"):
-            threads.stream = torch.cuda.Stream(device)
+            threads.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             threads.stream.wait_stream(here)
         with torch.cuda.stream(threads.stream):
             pair = decomposed(name)
