@@ -49,7 +49,6 @@ from whence.persist.cache import FactorCache, shared
 from whence.persist.identity import key_of
 
 POSITIONS, BATCH_BYTES = 4096, 2**28  # of a batch, where ranks exchange what each batch adds
-ALIGNED = {"cuda": 8}  # columns of the bases that a pass multiplies by
 FISHERS = ("sampled", "exact", "empirical")
 
 
@@ -226,9 +225,8 @@ class Fitter:
         if block.diagonal:
             return None
         basis = bases.get(block.name)
-        aligned = 1 if block.rows else ALIGNED.get(self.device.type, 1)
         if self.world.size == 1 and basis is not None:
-            return basis.to(self.device, self.passes.dtype).padded(aligned)
+            return basis.to(self.device, self.passes.dtype).aligned()
         owner, sides = self._owners[block.name], [block.width, *([] if block.rows else [block.o])]
         if basis is None:
             flat = self._zero.new_empty(sum(side**2 for side in sides), dtype=self.passes.dtype)
@@ -237,7 +235,7 @@ class Fitter:
             flat = torch.cat([part.flatten() for part in parts]).to(self.device, self.passes.dtype)
         lent = torch.split(self.world.lend(owner, flat), [side**2 for side in sides])
         inputs, *outputs = (part.view(n, n) for part, n in zip(lent, sides, strict=True))
-        return Basis(outputs[0] if outputs else None, inputs).padded(aligned)
+        return Basis(outputs[0] if outputs else None, inputs).aligned()
 
     # -- the cache -------------------------------------------------------------------------------
 

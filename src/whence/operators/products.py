@@ -227,7 +227,8 @@ def build(a: Tensor, s: Outputs, basis: Basis | None, bias: bool) -> Tensor:
     if isinstance(s, Rows):
         return s.outer(a if basis is None else basis.rotate_inputs(a))
     if basis is not None:
-        return basis.rotate_outputs(s).mT @ basis.rotate_inputs(a)
+        gradient = basis.rotate_outputs(s).mT @ basis.aligned().rotate_inputs(a)
+        return gradient[..., : len(basis.inputs)]
     return whole_gradients(a, s, bias)
 
 
