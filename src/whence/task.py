@@ -197,18 +197,18 @@ def inverted_in_blocks(probabilities: Tensor, draws: Tensor) -> Tensor:
 
     A GPU takes many times as long for the cumulative sums of long rows as for their sums.
     """
-    classes = probabilities.shape[-1]
+    rows, classes = probabilities.shape[:-1], probabilities.shape[-1]
     whole = classes // BLOCK * BLOCK
-    parts = [probabilities[..., :whole].unflatten(-1, (-1, BLOCK)), probabilities[..., whole:]]
-    sums = torch.cat([parts[0].sum(-1), parts[1].sum(-1, keepdim=True)], -1)
+    blocks, rest = probabilities[..., :whole].view(*rows, -1, BLOCK), probabilities[..., whole:]
+    sums = torch.cat([blocks.sum(-1), rest.sum(-1, keepdim=True)], -1)
     cumulative = F.pad(sums.cumsum(-1), (1, 0))  # before each block, and in all
     levels = draws * cumulative[..., -1:]
     block = (torch.searchsorted(cumulative, levels) - 1).clamp_(0, sums.shape[-1] - 1)
     places = block * BLOCK + torch.arange(BLOCK, device=block.device)
     inside = probabilities.gather(-1, places.clamp_max(classes - 1))
     inside = inside.masked_fill_(places >= classes, 0).cumsum_(-1)
-    rest = torch.minimum(levels - cumulative.gather(-1, block), inside[..., -1:])
-    return (block * BLOCK + torch.searchsorted(inside, rest)).clamp_(max=classes - 1)
+    levels = torch.minimum(levels - cumulative.gather(-1, block), inside[..., -1:])
+    return (block * BLOCK + torch.searchsorted(inside, levels)).clamp_(max=classes - 1)
 
 
 class Classification(Task):

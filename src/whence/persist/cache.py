@@ -10,6 +10,8 @@ with a tolerance, not by a digest: `Tried` has the losses that a stored result m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,20 +38,29 @@ class FactorCache:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self._memory: dict[str, dict[str, Tensor]] = {}
+        self._memory: dict[str, dict[str, Tensor] | Future[dict[str, Tensor]]] = {}
         self._throttle = Throttle(SNAPSHOT_SECONDS)
         self.before_saving: dict[str, Callable[[], None]] = {}  # what entries depend on, by its key
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: with what is still being copied."""
+        return vars(self) | {"_memory": {key: self.get(key) for key in self._memory}}
+
     def get(self, key: str) -> dict[str, Tensor] | None:
         if self.folder is None:
-            return self._memory.get(key)
-        entry = self._load(self._path(key))
-        return None if entry is None else entry[0]
+            entry = self._memory.get(key)
+            if isinstance(entry, Future):
+                entry = self._memory[key] = entry.result()
+            return entry
+        loaded = self._load(self._path(key))
+        return None if loaded is None else loaded[0]
 
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
         self._save_dependencies()
         if self.folder is None:
-            self._memory[key] = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            here = {name: tensor.detach() for name, tensor in tensors.items()}
+            on_gpu = any(tensor.is_cuda for tensor in here.values())
+            self._memory[key] = _copy_beside(here) if on_gpu else _on_the_cpu(here)
             return
         self._save(self._path(key), tensors, {"settings": settings})
         self._partial(key).unlink(missing_ok=True)
@@ -77,7 +88,9 @@ class FactorCache:
             return None
 
     def drop(self, key: str) -> None:
-        self._memory.pop(key, None)
+        entry = self._memory.pop(key, None)
+        if isinstance(entry, Future):
+            entry.cancel()
         if self.folder is not None:
             self._path(key).unlink(missing_ok=True)
 
@@ -119,6 +132,29 @@ class FactorCache:
 
     def _partial(self, key: str) -> Path:
         return self._path(key + ".partial")
+
+
+_copying = ThreadPoolExecutor(1, "whence-copies")
+
+
+def _on_the_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _copy_beside(tensors: Mapping[str, Tensor]) -> Future[dict[str, Tensor]]:
+    """The same in another thread, of tensors that nothing changes, while a GPU goes on."""
+    devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+    def copied() -> dict[str, Tensor]:
+        with ExitStack() as streams:
+            for device, event in ready.items():
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                streams.enter_context(torch.cuda.stream(stream))
+            return _on_the_cpu(tensors)
+
+    return _copying.submit(copied)
 
 
 class SharedCache(FactorCache):
