@@ -28,6 +28,8 @@ from whence.operators.operator import Basis
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
 #: ... or that feeds one large product (it should be wide enough for the product to run fast)
 LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
+#: results of a product of very long rows, up to which it would leave most of a GPU idle
+FEW = 1 << 16
 #: (number of row blocks, least height of one) in which a symmetric product is computed
 ROW_BLOCKS = {"cpu": (8, 128), "cuda": (4, 1024)}
 #: of the search for leading singular vectors
@@ -262,6 +264,15 @@ def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Outputs, bias: bo
         total[start : start + step, :, :i] += sums if o <= i else sums.mT
 
 
+def _inner(weight: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ_oi weight[q, o, i] gradient[n, o, i], (q, n)."""
+    q, n = len(weight), len(gradient)
+    if weight.device.type == "cpu" or q * n > FEW:
+        return (weight.reshape(q, -1) @ gradient.view(n, -1).mT).to(dtype)
+    by_output = torch.bmm(weight.transpose(0, 1), gradient.permute(1, 2, 0))  # (o, q, n)
+    return by_output.sum(0, dtype=dtype)
+
+
 def squared_norms(a: Tensor, s: Outputs, bias: bool) -> Tensor:
     """‖G_n‖², (n,)."""
     (n, t, i), o = a.shape, s.shape[2]
@@ -375,14 +386,13 @@ class Readout:
 
     def _add_summed(self, total: Tensor, a: Tensor, s: Tensor) -> None:
         """Σ_t s_t a_tᵀ once per example, a few outputs at a time, then one product with all W."""
-        (q, o, i), n = self.weight.shape, len(a)
+        (o, i), n = self.weight.shape[1:], len(a)
         step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * i))
         for start in range(0, o, step):
             rows = slice(start, min(start + step, o))
             gradient = buffer(a, n, rows.stop - start, i)
             torch.bmm(s[:, :, rows].mT, a, out=gradient)
-            part = self.weight[:, rows].reshape(q, -1)
-            total += (part @ gradient.view(n, -1).mT).to(total.dtype)
+            total += _inner(self.weight[:, rows], gradient, total.dtype)
 
     def by_position(self, a: Tensor, s: Outputs) -> Tensor:
         """⟨W_q, s_t a_tᵀ⟩ at each position: (q, n, t); over t they add up to the inner product."""
@@ -463,9 +473,8 @@ class FactoredReadout:
         step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (max(n, q) * i))
         for start in range(0, s.shape[2], step):
             rows = slice(start, start + step)
-            gradient = torch.bmm(s[:, :, rows].mT, a).flatten(1)
-            part = torch.bmm(left[:, :, rows].mT, right).flatten(1)
-            total += (part @ gradient.mT).to(total.dtype)
+            gradient = torch.bmm(s[:, :, rows].mT, a)
+            total += _inner(torch.bmm(left[:, :, rows].mT, right), gradient, total.dtype)
 
     def _queries(self, first: int, end: int) -> FactoredReadout:
         rows = slice(first * self.rank, end * self.rank)
