@@ -99,6 +99,7 @@ class WeightLoader:
     """Loads checkpoints into a model, and caches the most recent ones in memory."""
 
     CACHE_BYTES = 4 * 2**30
+    GPU_SHARE = 16  # of this many parts of a GPU's memory, cached weights take one at most
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -114,11 +115,22 @@ class WeightLoader:
         self._current = None
         load_weights(self.model, weights, checkpoint.step)
         self._current = key
-        self._recent[key] = weights
+        self._recent[key] = self._loaded(weights)
         sizes = [sum(t.nbytes for t in cached.values()) for cached in self._recent.values()]
         while sum(sizes) > self.CACHE_BYTES and sizes:
             self._recent.pop(next(iter(self._recent)))
             sizes.pop(0)
+
+    def _loaded(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as the model on a GPU has them, from which the next load is a copy there; on
+        the CPU, or where they take much of the GPU's memory, as they are."""
+        state = self.model.state_dict()
+        there = {k: state[k] for k, x in weights.items() if state[k].is_cuda and not x.is_cuda}
+        recent = [x for cached in self._recent.values() for x in cached.values() if x.is_cuda]
+        size = sum(tensor.nbytes for tensor in [*recent, *there.values()])
+        if not there or size * self.GPU_SHARE > torch.cuda.mem_get_info()[1]:
+            return weights
+        return weights | {name: tensor.clone() for name, tensor in there.items()}
 
     def keep_whole(self) -> None:
         """From now on, hold all weights of the model at once, as this loader always does."""
@@ -420,7 +432,7 @@ def load_weights(
     kinds = model.named_parameters, model.named_buffers
     backed = {name for named in kinds for name, _ in named(remove_duplicate=False)}
     for name in sorted(shared - backed):  # what a module only shows, such as a quantized one
-        if not torch.equal(state[name].cpu(), weights[name].to(state[name].dtype)):
+        if not torch.equal(state[name].cpu(), weights[name].to("cpu", state[name].dtype)):
             raise InvalidInput(
                 f"{name} of the checkpoint at step {step} differs from the model's, and cannot be "
                 "loaded into it: it belongs to a quantized or otherwise packed weight. Give Study "
