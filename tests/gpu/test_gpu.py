@@ -81,6 +81,61 @@ def test_the_device_changes_nothing(name: str, optimizer: str, method: Any, tmp_
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize(
+    "method", [whence.Influence.published(1e-3), whence.Source.published(2)], ids=repr
+)
+def test_low_precision_ranks_as_float64_does(method: Any, precision: str) -> None:
+    torch.manual_seed(0)
+    model, task, train, query = models.CASES["gpt"]()
+    run = models.train_run(model, task, train, [2, 5, 9], 0.1).run
+    dtype, multiplied = torch.float32, torch.get_float32_matmul_precision()
+    if precision == "bf16":
+        dtype = torch.bfloat16
+
+    def scores(**options: Any) -> np.ndarray:
+        study = whence.Study(model, task, train=train, runs=run, layers="matrices")
+        return method.attribute(study, query, progress=False, **options).values
+
+    wanted = scores(device="cpu", dtype=torch.float64)
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else multiplied)
+    try:
+        actual = scores(device="cuda", dtype=dtype)
+        again = scores(device="cuda", dtype=dtype)
+    finally:
+        torch.set_float32_matmul_precision(multiplied)
+    assert np.corrcoef(actual.ravel(), wanted.ravel())[0, 1] > (
+        0.999 if precision == "tf32" else 0.9
+    )
+    np.testing.assert_allclose(again, actual, rtol=0, atol=1e-3 * abs(actual).max())
+
+
+def test_classes_are_drawn_as_on_the_cpu() -> None:
+    from whence.task import sample
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(4, 64, 50257, generator=generator, dtype=torch.float64)
+    draws = torch.rand(4, 64, generator=generator, dtype=torch.float64)
+    assert torch.equal(sample(logits.cuda(), draws).cpu(), sample(logits, draws))
+
+
+def test_factors_are_copied_while_the_gpu_goes_on() -> None:
+    from whence.persist.cache import FactorCache
+
+    cache = FactorCache(None)
+    x = torch.randn(3000, 3000, device="cuda")
+    for k in range(4):  # `put` does not wait, neither for the product nor for its copy
+        cache.put(f"{k}", {"product": x @ x + k, "k": torch.tensor(k)}, {})
+    for k in range(4):
+        entry = cache.get(f"{k}")
+        assert entry is not None and entry["product"].device.type == "cpu" and entry["k"] == k
+        assert torch.equal(entry["product"], (x @ x + k).cpu())
+    cache.put("dropped", {"x": x}, {})
+    cache.drop("dropped")
+    assert cache.get("dropped") is None
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.filterwarnings("error:the dynamics of layer")  # whose digits are not all known
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_factors_that_do_not_fit_on_the_gpu(optimizer: str, tmp_path: Path) -> None:

@@ -16,16 +16,19 @@ from torch import Tensor
 from whence.errors import NotFinite
 
 AT_ONCE = 8  # matrices, at most
-FILLING = 8192**2  # numbers in a matrix that fills a GPU, and much of its memory, by itself
+FILLING = 8192**2  # numbers in a matrix that fills a GPU by itself
+BYTES = 48  # for each number of a matrix: in float64, its copies, eigenvectors and scratch
 
 
 def eigendecompositions(
-    matrices: dict[str, Tensor], device: torch.device
+    matrices: dict[str, Tensor], device: torch.device, memory: int | None = None
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """(name, Λ, Q) of each matrix "<block>/...", computed in float64 on a device, largest first. A
     vector is a diagonal, without Q.
 
-    The matrices are used up.
+    Args:
+        matrices: used up.
+        memory: bytes on the device that several at a time may use.
     """
     names = sorted(matrices, key=lambda name: -matrices[name].numel())
 
@@ -61,8 +64,11 @@ def eigendecompositions(
                 result.record_stream(here)
         return pair
 
-    fitting = FILLING // matrices[names[0]].numel()
-    with ThreadPoolExecutor(max(1, min(AT_ONCE, fitting))) as pool:
+    largest = matrices[names[0]].numel()
+    fitting = min(AT_ONCE, FILLING // largest)
+    if memory is not None:
+        fitting = min(fitting, memory // (BYTES * largest))
+    with ThreadPoolExecutor(max(1, fitting)) as pool:
         yield from (
             (name, *pair) for name, pair in zip(names, pool.map(beside, names), strict=True)
         )

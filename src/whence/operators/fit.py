@@ -143,7 +143,8 @@ class Fitter:
         Λ: Tensors = {}
         Q: Tensors = {}
         with self.passes.clock("eigendecomposition"):
-            for name, values, vectors in eigendecompositions(means, self.device):
+            room = None if self.room is None else self.room // 4
+            for name, values, vectors in eigendecompositions(means, self.device, room):
                 Λ[name] = values.to(where)
                 if vectors is not None:  # computed in float64, stored as they are used
                     Q[name] = vectors.to(where, self.accumulator)
