@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, cut, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
+from whence.layers.aligned import AlignedProducts
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
@@ -195,11 +196,15 @@ class Passes:
                 self.load(checkpoint)
                 for block, batch in data.stream(blocks, self.device, self.dtype, self.workers):
                     with examples_of(data.name, block):
-                        outputs = self.task.outputs(self.model, batch)
+                        outputs = self._outputs(batch)
                         rows.append(self._summary(outputs, batch, what))
                 self._tried[trial] = world.regather(torch.cat(rows).cpu(), len(data))
         name = f"{what} of {data.name}, step {checkpoint.step}"
         return Tried({name: self._tried[trial]}, self.tolerance)
+
+    def _outputs(self, batch: Any) -> Tensor:
+        with AlignedProducts() if self.device.type == "cuda" else nullcontext():
+            return self.task.outputs(self.model, batch)
 
     def _summary(self, outputs: Tensor, batch: Any, what: str) -> Tensor:
         """Losses or measurements, root mean square and maximum of the outputs, (n, 3)."""
@@ -236,7 +241,7 @@ class Passes:
         named = examples_of(data.name, indices)
         tape = Tape(self.model, self.tracked.layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), named, tape:
-            outputs = self.task.outputs(self.model, batch)
+            outputs = self._outputs(batch)
             if self.sha256 in self.watched:
                 self._watch(data, indices, outputs.detach(), batch)
             directions: list[tuple[Tensor, Tensor | None]]
