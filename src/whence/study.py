@@ -259,7 +259,7 @@ class Study:
         """Whether the given model was trained with the run, but has other weights."""
         if len(self.runs) > 1 or any(p.is_meta for p in self.model.parameters()):
             return []  # a model can be that of one run only
-        if run.final.path is None and same_weights(self.model, run.final):  # sooner than a digest
+        if run.final.files.memory and same_weights(self.model, run.final):  # sooner than a digest
             return []
         sha256 = weights_sha256(self.model)
         steps = [c.step for c in run.checkpoints if c.sha256 == sha256]

@@ -119,20 +119,29 @@ def test_classes_are_drawn_as_on_the_cpu() -> None:
     assert torch.equal(sample(logits.cuda(), draws).cpu(), sample(logits, draws))
 
 
-def test_factors_are_copied_while_the_gpu_goes_on() -> None:
-    from whence.persist.cache import FactorCache
+def test_factors_in_memory_stay_on_the_gpu_while_they_take_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And serve both devices: the second call fits nothing."""
+    from whence.persist import cache
 
-    cache = FactorCache(None)
-    x = torch.randn(3000, 3000, device="cuda")
-    for k in range(4):  # `put` does not wait, neither for the product nor for its copy
-        cache.put(f"{k}", {"product": x @ x + k, "k": torch.tensor(k)}, {})
-    for k in range(4):
-        entry = cache.get(f"{k}")
-        assert entry is not None and entry["product"].device.type == "cpu" and entry["k"] == k
-        assert torch.equal(entry["product"], (x @ x + k).cpu())
-    cache.put("dropped", {"x": x}, {})
-    cache.drop("dropped")
-    assert cache.get("dropped") is None
+    torch.manual_seed(0)
+    model, task, train, query = models.CASES["mlp"]()
+    run = models.train_run(model.double(), task, train, [2, 5, 9], 0.1).run
+    method, actual = whence.Source.published(2), {}
+    for share, kind in ((16, "cuda"), (10**9, "cpu")):
+        monkeypatch.setattr(cache, "GPU_SHARE", share)
+        study = whence.Study(model, task, train=train, runs=run)
+        for device in ("cuda", "cpu"):
+            options: dict[str, Any] = {"device": device, "dtype": torch.float64}
+            scores = method.attribute(study, query, progress=False, **options)
+            assert ("covariances" in scores.diagnostics["seconds"]) == (device == "cuda")
+            actual[share, device] = scores.values
+        entries = study.store(run)._memory.values()
+        assert kind in {t.device.type for entry in entries for t in entry.values()}
+    for values in actual.values():
+        wanted = actual[16, "cuda"]
+        np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-8 * abs(wanted).max())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -28,12 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.errors import warn
+from whence.errors import NotFinite, warn
 from whence.layers.capture import ParameterBlock
 from whence.layers.passes import Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import cost
-from whence.operators.eigendecomposition import eigendecompositions
 from whence.operators.factored import EigenFactors, Factored, OffloadedFactors
 from whence.operators.operator import Basis
 from whence.operators.statistics import (
@@ -130,8 +129,7 @@ class Fitter:
         Args:
             whole: blocks whose bases come from whole gradients.
         """
-        where = self.device if len(self.groups(True)) == 1 else torch.device("cpu")
-        means: Tensors = {}
+        where, means = self._home(bases=True), dict[str, Tensor]()
         for checkpoint in checkpoints:
             covariances = dict(self.covariances(checkpoint, whole))
             for name in list(covariances):
@@ -139,20 +137,26 @@ class Fitter:
                 if len(checkpoints) > 1:
                     value = value.double() / len(checkpoints)
                 means[name] = means[name].add_(value) if name in means else value
-        here = [b for b in self.blocks if f"{b.name}/A" in means]
-        Λ: Tensors = {}
-        Q: Tensors = {}
+        bases: dict[str, Basis | None] = {}
+        eigenvalues = {}
+        # a GPU is half as long in float32, which has more digits than bfloat16 products
+        low = self.passes.dtype.itemsize < 4 and self.device.type == "cuda"
+        exact = torch.float32 if low else torch.float64
         with self.passes.clock("eigendecomposition"):
-            room = None if self.room is None else self.room // 4
-            for name, values, vectors in eigendecompositions(means, self.device, room):
-                Λ[name] = values.to(where)
-                if vectors is not None:  # computed in float64, stored as they are used
-                    Q[name] = vectors.to(where, self.accumulator)
-        bases = {
-            b.name: None if b.diagonal else Basis(Q.get(f"{b.name}/S"), Q[f"{b.name}/A"])
-            for b in here
-        }
-        return bases, {b.name: (Λ[f"{b.name}/S"], Λ[f"{b.name}/A"]) for b in here}
+            for b in [b for b in self.blocks if f"{b.name}/S" in means]:
+                S, A = (means.pop(f"{b.name}/{key}").to(self.device, exact) for key in "SA")
+                if not (S.isfinite().all() and A.isfinite().all()):
+                    raise NotFinite(
+                        f"the covariances of block {b.name} overflow: its inputs or gradients are "
+                        "too large to be squared. Scale the inputs, or use dtype=torch.float64"
+                    )
+                (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
+                Λ_A, Q_A = torch.linalg.eigh(A)
+                eigenvalues[b.name] = Λ_S.to(where).double(), Λ_A.to(where).double()
+                # decomposed in a higher precision than they are stored and used in
+                basis = Basis(None if Q_S is None else Q_S.contiguous(), Q_A.contiguous())
+                bases[b.name] = None if b.diagonal else basis.to(where, self.accumulator)
+        return bases, eigenvalues
 
     def second_moments(
         self,
@@ -178,12 +182,12 @@ class Fitter:
             self.world.wait()
             return SecondMoments(blocks, *sums, {b.name: gather(b) for b in blocks}, diagonal)
 
-        mean: Tensors = {}
+        where, mean = self._home(bases is not None), dict[str, Tensor]()
         for checkpoint in checkpoints:
             settings = self._squares_settings(kind, checkpoint, checkpoints, diagonal)
             squares = self._measured(statistic, checkpoint, settings, bases=bases is not None)
             for name, value in squares.items():
-                share = value / len(checkpoints)
+                share = value.to(where) / len(checkpoints)
                 mean[name] = mean[name] + share if name in mean else share
         return mean
 
@@ -290,6 +294,10 @@ class Fitter:
         if room is not None and self._division is not None:
             room *= self.world.size
         return grouped(self.blocks, bases, self.accumulator, room)
+
+    def _home(self, bases: bool) -> torch.device:
+        """Where sums are: on the device, or on the CPU if there are groups of layers."""
+        return self.device if len(self.groups(bases)) == 1 else torch.device("cpu")
 
     def _measured(
         self,

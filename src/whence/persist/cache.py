@@ -10,8 +10,6 @@ with a tolerance, not by a digest: `Tried` has the losses that a stored result m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,43 +25,45 @@ from whence.world import Owner, World, everyone
 
 SNAPSHOT_SECONDS = 20.0
 REFIT = "delete it to fit it again"
+GPU_SHARE = 16  # of this many parts of a GPU's memory, entries take one at most
 VERSIONS = 16  # of losses at one checkpoint that a cache tells apart
 
 
 class FactorCache:
-    """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder.
+    """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder: on a
+    GPU that they come from while they take little of it, else on the CPU.
 
     A pass over the data leaves snapshots, from which the same call resumes.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self._memory: dict[str, dict[str, Tensor] | Future[dict[str, Tensor]]] = {}
+        self._memory: dict[str, dict[str, Tensor]] = {}
         self._throttle = Throttle(SNAPSHOT_SECONDS)
         self.before_saving: dict[str, Callable[[], None]] = {}  # what entries depend on, by its key
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For another process: with what is still being copied."""
-        return vars(self) | {"_memory": {key: self.get(key) for key in self._memory}}
-
     def get(self, key: str) -> dict[str, Tensor] | None:
         if self.folder is None:
-            entry = self._memory.get(key)
-            if isinstance(entry, Future):
-                entry = self._memory[key] = entry.result()
-            return entry
-        loaded = self._load(self._path(key))
-        return None if loaded is None else loaded[0]
+            return self._memory.get(key)
+        entry = self._load(self._path(key))
+        return None if entry is None else entry[0]
 
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
         self._save_dependencies()
         if self.folder is None:
-            here = {name: tensor.detach() for name, tensor in tensors.items()}
-            on_gpu = any(tensor.is_cuda for tensor in here.values())
-            self._memory[key] = _copy_beside(here) if on_gpu else _on_the_cpu(here)
+            here = {name: t.detach().contiguous() for name, t in tensors.items()}
+            if not self._fits_on_gpu(here.values()):
+                here = {name: t.cpu() for name, t in here.items()}
+            self._memory[key] = here
             return
         self._save(self._path(key), tensors, {"settings": settings})
         self._partial(key).unlink(missing_ok=True)
+
+    def _fits_on_gpu(self, new: Iterable[Tensor]) -> bool:
+        """Whether these can stay where they are, with all that is there."""
+        there = [t for entry in self._memory.values() for t in entry.values()]
+        size = sum(t.nbytes for t in (*there, *new) if t.is_cuda)
+        return size == 0 or size * GPU_SHARE <= torch.cuda.mem_get_info()[1]
 
     def put_in_turn(
         self,
@@ -88,9 +88,7 @@ class FactorCache:
             return None
 
     def drop(self, key: str) -> None:
-        entry = self._memory.pop(key, None)
-        if isinstance(entry, Future):
-            entry.cancel()
+        self._memory.pop(key, None)
         if self.folder is not None:
             self._path(key).unlink(missing_ok=True)
 
@@ -132,29 +130,6 @@ class FactorCache:
 
     def _partial(self, key: str) -> Path:
         return self._path(key + ".partial")
-
-
-_copying = ThreadPoolExecutor(1, "whence-copies")
-
-
-def _on_the_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _copy_beside(tensors: Mapping[str, Tensor]) -> Future[dict[str, Tensor]]:
-    """The same in another thread, of tensors that nothing changes, while a GPU goes on."""
-    devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-    ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-
-    def copied() -> dict[str, Tensor]:
-        with ExitStack() as streams:
-            for device, event in ready.items():
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_event(event)
-                streams.enter_context(torch.cuda.stream(stream))
-            return _on_the_cpu(tensors)
-
-    return _copying.submit(copied)
 
 
 class SharedCache(FactorCache):
