@@ -119,6 +119,35 @@ def test_classes_are_drawn_as_on_the_cpu() -> None:
     assert torch.equal(sample(logits.cuda(), draws).cpu(), sample(logits, draws))
 
 
+def test_eigenvalues_resume_after_some_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first checkpoint are on disk, those of the others on the device."""
+    from whence.operators.statistics import SecondMoments
+
+    torch.manual_seed(0)
+    model, task, train, query = models.CASES["mlp"]()
+    run = models.train_run(model.double(), task, train, [2, 5, 9], 0.1).run
+    plain, calls = SecondMoments.finish, []
+
+    def stopped(self: Any, totals: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plain(self, totals)
+
+    def scores(cache: Path) -> np.ndarray:
+        study = whence.Study(model, task, train=train, runs=run, cache=cache)
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.float64, "progress": False}
+        return whence.Source.published(1).attribute(study, query, **options).values
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SecondMoments, "finish", stopped)
+        scores(tmp_path / "resumed")
+    wanted = scores(tmp_path / "whole")
+    np.testing.assert_allclose(scores(tmp_path / "resumed"), wanted, rtol=1e-10, atol=0)
+
+
 def test_factors_in_memory_stay_on_the_gpu_while_they_take_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

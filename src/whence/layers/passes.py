@@ -320,9 +320,9 @@ class Passes:
     ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
         """Pass every layer's factors on, then raise an error if the gradients of some examples are
         not those of the examples alone."""
-        parts = []
+        parts, rows = [], torch.tensor(list(alone), device=self.device)
         for seed, (layer, blocks) in enumerate(layers):
-            parts += [sketch(factors, seed, list(alone)) for factors in blocks]
+            parts += [sketch(factors, seed, rows) for factors in blocks]
             yield layer, blocks
         separation, together = self._separation(data), torch.cat(parts, 1)
         for k, row in zip(alone, together, strict=True):

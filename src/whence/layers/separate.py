@@ -209,7 +209,7 @@ class Separation:
         return each.detach(), torch.cat(parts, 1)
 
 
-def sketch(factors: LayerFactors, seed: int, rows: Sequence[int] | None = None) -> Tensor:
+def sketch(factors: LayerFactors, seed: int, rows: Tensor | None = None) -> Tensor:
     """What shows a change of a layer's output gradients: of some rows (all if None), in a few
     random directions, their sum and their norm over positions, (rows, 2 SKETCH). Positions of
     padding, which have no gradient, do not count, nor does the order."""
@@ -218,7 +218,7 @@ def sketch(factors: LayerFactors, seed: int, rows: Sequence[int] | None = None) 
         sides = [s.split(factors.a)[0], s.dense]
     parts = []
     for side in sides:
-        slopes = side if rows is None else side[list(rows)]
+        slopes = side if rows is None else side[rows]
         wide, width = torch.promote_types(slopes.dtype, torch.float32), slopes.shape[-1]
         seen = slopes.to(wide) @ _directions(width, seed, slopes.device, wide) / width**0.5
         parts += [seen.sum(1), torch.linalg.vector_norm(seen, dim=1)]
