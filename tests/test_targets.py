@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import whence
 from whence.draws import Uniform
+from whence.task import inverted_in_blocks, sample
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False}
 DRAWS = 40_000
@@ -389,3 +390,20 @@ def test_labels_of_a_subclass_are_used() -> None:
     torch.testing.assert_close(
         Signs().losses(z, (None, y)), F.cross_entropy(z, (y + 1) // 2, reduction="none")
     )
+
+
+@pytest.mark.parametrize("classes", [300, 1024, 5000])
+def test_draws_by_blocks_of_classes_are_those_of_whole_rows(classes: int) -> None:
+    """As a GPU draws. Classes without probability at the start or at the end are not drawn."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(3, 200, classes, generator=generator, dtype=torch.float64)
+    logits[0, :, -280:], logits[1, :, :280] = -torch.inf, -torch.inf
+    draws = torch.rand(3, 200, generator=generator, dtype=torch.float64)
+    draws[:, 0], draws[:, 1] = 2.0**-54, 1 - 2.0**-53
+    probabilities = logits.softmax(-1)
+    cumulative = np.cumsum(probabilities.numpy(), -1)
+    levels = draws.unsqueeze(-1).numpy() * cumulative[..., -1:]
+    wanted = (cumulative < levels).sum(-1)
+    drawn = inverted_in_blocks(probabilities, draws.unsqueeze(-1)).squeeze(-1)
+    assert np.array_equal(drawn.numpy(), wanted)
+    assert torch.equal(sample(logits, draws), drawn)

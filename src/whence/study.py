@@ -32,7 +32,7 @@ from whence.persist.cache import FactorCache, shared
 from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
-from whence.run.checkpoint import architecture_sha256, weights_sha256
+from whence.run.checkpoint import architecture_sha256, same_weights, weights_sha256
 from whence.run.evidence import RARELY, Draws, clipped_at_most, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Task
@@ -256,6 +256,8 @@ class Study:
         """Whether the given model was trained with the run, but has other weights."""
         if len(self.runs) > 1 or any(p.is_meta for p in self.model.parameters()):
             return []  # a model can be that of one run only
+        if run.final.files.memory and same_weights(self.model, run.final):  # sooner than a digest
+            return []
         sha256 = weights_sha256(self.model)
         steps = [c.step for c in run.checkpoints if c.sha256 == sha256]
         if run.final.step in steps:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from whence.persist.identity import call_text, defaults_of
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100  # target without a loss, as in torch.nn.functional.cross_entropy
 SUM_TOLERANCE = 1e-2  # of a target's probabilities, which may be rounded to bfloat16
+BLOCK = 256  # classes that a GPU sums together before it draws one
 EXACT_LIMIT = 4096  # outputs per example above which an output Hessian is refused
 
 
@@ -182,9 +184,33 @@ class Task:
 def sample(logits: Tensor, uniform: Draws) -> Tensor:
     """One class per row by inverting the distribution function: (..., c) and (...) -> (...)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
+    draws = draw(uniform, logits[..., 0]).unsqueeze(-1).to(wide)
+    if logits.device.type != "cpu" and logits.shape[-1] > 2 * BLOCK:
+        return inverted_in_blocks(logits.detach().softmax(-1), draws).squeeze(-1)
     cumulative = logits.detach().softmax(-1, dtype=wide).cumsum_(-1)
-    levels = draw(uniform, cumulative[..., 0]).unsqueeze(-1).to(wide) * cumulative[..., -1:]
+    levels = draws * cumulative[..., -1:]
     return torch.searchsorted(cumulative, levels).squeeze(-1).clamp_(max=cumulative.shape[-1] - 1)
+
+
+def inverted_in_blocks(probabilities: Tensor, draws: Tensor) -> Tensor:
+    """The same by blocks of classes, then inside one: (..., c) and (..., 1) -> (..., 1).
+
+    A GPU takes many times as long for the cumulative sums of long rows as for their sums. Sums are
+    in the precision of the draws.
+    """
+    rows, classes = probabilities.shape[:-1], probabilities.shape[-1]
+    whole = classes // BLOCK * BLOCK
+    blocks, rest = probabilities[..., :whole].view(*rows, -1, BLOCK), probabilities[..., whole:]
+    each = partial(torch.sum, dim=-1, dtype=draws.dtype)
+    sums = torch.cat([each(blocks), each(rest, keepdim=True)], -1)
+    cumulative = F.pad(sums.cumsum(-1), (1, 0))  # before each block, and in all
+    levels = draws * cumulative[..., -1:]
+    block = (torch.searchsorted(cumulative, levels) - 1).clamp_(0, sums.shape[-1] - 1)
+    places = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    inside = probabilities.gather(-1, places.clamp_max(classes - 1)).to(draws.dtype)
+    inside = inside.masked_fill_(places >= classes, 0).cumsum_(-1)
+    levels = torch.minimum(levels - cumulative.gather(-1, block), inside[..., -1:])
+    return (block * BLOCK + torch.searchsorted(inside, levels)).clamp_(max=classes - 1)
 
 
 class Classification(Task):

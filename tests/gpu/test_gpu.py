@@ -81,6 +81,99 @@ def test_the_device_changes_nothing(name: str, optimizer: str, method: Any, tmp_
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize(
+    "method", [whence.Influence.published(1e-3), whence.Source.published(2)], ids=repr
+)
+def test_low_precision_ranks_as_float64_does(method: Any, precision: str) -> None:
+    torch.manual_seed(0)
+    model, task, train, query = models.CASES["gpt"]()
+    run = models.train_run(model, task, train, [2, 5, 9], 0.1).run
+    dtype, multiplied = torch.float32, torch.get_float32_matmul_precision()
+    if precision == "bf16":
+        dtype = torch.bfloat16
+
+    def scores(**options: Any) -> np.ndarray:
+        study = whence.Study(model, task, train=train, runs=run, layers="matrices")
+        return method.attribute(study, query, progress=False, **options).values
+
+    wanted = scores(device="cpu", dtype=torch.float64)
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else multiplied)
+    try:
+        actual = scores(device="cuda", dtype=dtype)
+        again = scores(device="cuda", dtype=dtype)
+    finally:
+        torch.set_float32_matmul_precision(multiplied)
+    assert np.corrcoef(actual.ravel(), wanted.ravel())[0, 1] > (
+        0.999 if precision == "tf32" else 0.99
+    )
+    np.testing.assert_allclose(again, actual, rtol=0, atol=1e-3 * abs(actual).max())
+
+
+def test_classes_are_drawn_as_on_the_cpu() -> None:
+    from whence.task import sample
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(4, 64, 50257, generator=generator, dtype=torch.float64)
+    draws = torch.rand(4, 64, generator=generator, dtype=torch.float64)
+    assert torch.equal(sample(logits.cuda(), draws).cpu(), sample(logits, draws))
+
+
+def test_eigenvalues_resume_after_some_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first checkpoint are on disk, those of the others on the device."""
+    from whence.operators.statistics import SecondMoments
+
+    torch.manual_seed(0)
+    model, task, train, query = models.CASES["mlp"]()
+    run = models.train_run(model.double(), task, train, [2, 5, 9], 0.1).run
+    plain, calls = SecondMoments.finish, []
+
+    def stopped(self: Any, totals: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plain(self, totals)
+
+    def scores(cache: Path) -> np.ndarray:
+        study = whence.Study(model, task, train=train, runs=run, cache=cache)
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.float64, "progress": False}
+        return whence.Source.published(1).attribute(study, query, **options).values
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SecondMoments, "finish", stopped)
+        scores(tmp_path / "resumed")
+    wanted = scores(tmp_path / "whole")
+    np.testing.assert_allclose(scores(tmp_path / "resumed"), wanted, rtol=1e-10, atol=0)
+
+
+def test_factors_in_memory_stay_on_the_gpu_while_they_take_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And serve both devices: the second call fits nothing."""
+    from whence.persist import cache
+
+    torch.manual_seed(0)
+    model, task, train, query = models.CASES["mlp"]()
+    run = models.train_run(model.double(), task, train, [2, 5, 9], 0.1).run
+    method, actual = whence.Source.published(2), {}
+    for share, kind in ((16, "cuda"), (10**9, "cpu")):
+        monkeypatch.setattr(cache, "GPU_SHARE", share)
+        study = whence.Study(model, task, train=train, runs=run)
+        for device in ("cuda", "cpu"):
+            options: dict[str, Any] = {"device": device, "dtype": torch.float64}
+            scores = method.attribute(study, query, progress=False, **options)
+            assert ("covariances" in scores.diagnostics["seconds"]) == (device == "cuda")
+            actual[share, device] = scores.values
+        entries = study.store(run)._memory.values()
+        assert kind in {t.device.type for entry in entries for t in entry.values()}
+    for values in actual.values():
+        wanted = actual[16, "cuda"]
+        np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-8 * abs(wanted).max())
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.filterwarnings("error:the dynamics of layer")  # whose digits are not all known
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_factors_that_do_not_fit_on_the_gpu(optimizer: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from whence.data import Batches, cut, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
+from whence.layers.aligned import AlignedProducts
 from whence.layers.capture import LayerFactors, Tape, TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
@@ -99,6 +100,7 @@ class WeightLoader:
     """Loads checkpoints into a model, and caches the most recent ones in memory."""
 
     CACHE_BYTES = 4 * 2**30
+    GPU_SHARE = 16  # of this many parts of a GPU's memory, cached weights take one at most
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -114,11 +116,22 @@ class WeightLoader:
         self._current = None
         load_weights(self.model, weights, checkpoint.step)
         self._current = key
-        self._recent[key] = weights
+        self._recent[key] = self._loaded(weights)
         sizes = [sum(t.nbytes for t in cached.values()) for cached in self._recent.values()]
         while sum(sizes) > self.CACHE_BYTES and sizes:
             self._recent.pop(next(iter(self._recent)))
             sizes.pop(0)
+
+    def _loaded(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as the model on a GPU has them, from which the next load is a copy there; on
+        the CPU, or where they take much of the GPU's memory, as they are."""
+        state = self.model.state_dict()
+        there = {k: state[k] for k, x in weights.items() if state[k].is_cuda and not x.is_cuda}
+        recent = [x for cached in self._recent.values() for x in cached.values() if x.is_cuda]
+        size = sum(tensor.nbytes for tensor in [*recent, *there.values()])
+        if not there or size * self.GPU_SHARE > torch.cuda.mem_get_info()[1]:
+            return weights
+        return weights | {name: tensor.clone() for name, tensor in there.items()}
 
     def keep_whole(self) -> None:
         """From now on, hold all weights of the model at once, as this loader always does."""
@@ -183,11 +196,15 @@ class Passes:
                 self.load(checkpoint)
                 for block, batch in data.stream(blocks, self.device, self.dtype, self.workers):
                     with examples_of(data.name, block):
-                        outputs = self.task.outputs(self.model, batch)
+                        outputs = self._outputs(batch)
                         rows.append(self._summary(outputs, batch, what))
                 self._tried[trial] = world.regather(torch.cat(rows).cpu(), len(data))
         name = f"{what} of {data.name}, step {checkpoint.step}"
         return Tried({name: self._tried[trial]}, self.tolerance)
+
+    def _outputs(self, batch: Any) -> Tensor:
+        with AlignedProducts() if self.device.type == "cuda" else nullcontext():
+            return self.task.outputs(self.model, batch)
 
     def _summary(self, outputs: Tensor, batch: Any, what: str) -> Tensor:
         """Losses or measurements, root mean square and maximum of the outputs, (n, 3)."""
@@ -224,7 +241,7 @@ class Passes:
         named = examples_of(data.name, indices)
         tape = Tape(self.model, self.tracked.layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), named, tape:
-            outputs = self.task.outputs(self.model, batch)
+            outputs = self._outputs(batch)
             if self.sha256 in self.watched:
                 self._watch(data, indices, outputs.detach(), batch)
             directions: list[tuple[Tensor, Tensor | None]]
@@ -303,9 +320,9 @@ class Passes:
     ) -> Iterator[tuple[TrackedLayer, list[LayerFactors]]]:
         """Pass every layer's factors on, then raise an error if the gradients of some examples are
         not those of the examples alone."""
-        parts = []
+        parts, rows = [], torch.tensor(list(alone), device=self.device)
         for seed, (layer, blocks) in enumerate(layers):
-            parts += [sketch(factors, seed, list(alone)) for factors in blocks]
+            parts += [sketch(factors, seed, rows) for factors in blocks]
             yield layer, blocks
         separation, together = self._separation(data), torch.cat(parts, 1)
         for k, row in zip(alone, together, strict=True):
@@ -420,7 +437,7 @@ def load_weights(
     kinds = model.named_parameters, model.named_buffers
     backed = {name for named in kinds for name, _ in named(remove_duplicate=False)}
     for name in sorted(shared - backed):  # what a module only shows, such as a quantized one
-        if not torch.equal(state[name].cpu(), weights[name].to(state[name].dtype)):
+        if not torch.equal(state[name].cpu(), weights[name].to("cpu", state[name].dtype)):
             raise InvalidInput(
                 f"{name} of the checkpoint at step {step} differs from the model's, and cannot be "
                 "loaded into it: it belongs to a quantized or otherwise packed weight. Give Study "
@@ -452,15 +469,23 @@ def products_as(precision: str) -> Iterator[None]:
 
 
 @contextmanager
-def precision_as_asked() -> Iterator[None]:
+def precision_as_asked(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """Disable autocast, and run convolutions in the precision the user chose for products.
 
-    By default a GPU convolves float32 in TF32, even where products are in full float32.
+    By default a GPU convolves float32 in TF32, even where products are in full float32. Where the
+    model computes in bfloat16, float32 products (of query vectors) are rounded to TF32: what they
+    multiply has fewer digits.
     """
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    before, precision = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    if dtype.itemsize < 4 and precision == "highest":
+        precision = "high"
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with (
+            products_as(precision),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
             yield
     finally:
         torch.backends.cudnn.allow_tf32 = before

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -202,7 +202,7 @@ class Separation:
         return each.detach(), torch.cat(parts, 1)
 
 
-def sketch(factors: LayerFactors, seed: int, rows: Sequence[int] | None = None) -> Tensor:
+def sketch(factors: LayerFactors, seed: int, rows: Tensor | None = None) -> Tensor:
     """What shows a change of a layer's output gradients: of some rows (all if None), in a few
     random directions, their sum and their norm over positions, (rows, 2 SKETCH). Positions of
     padding, which have no gradient, do not count, nor does the order."""
@@ -211,12 +211,17 @@ def sketch(factors: LayerFactors, seed: int, rows: Sequence[int] | None = None) 
         sides = [s.split(factors.a)[0], s.dense]
     parts = []
     for side in sides:
-        slopes = side if rows is None else side[list(rows)]
+        slopes = side if rows is None else side[rows]
         wide, width = torch.promote_types(slopes.dtype, torch.float32), slopes.shape[-1]
-        random = torch.randn(width, SKETCH, generator=torch.Generator().manual_seed(seed))
-        seen = slopes.to(wide) @ random.to(slopes.device, wide) / width**0.5
+        seen = slopes.to(wide) @ _directions(width, seed, slopes.device, wide) / width**0.5
         parts += [seen.sum(1), torch.linalg.vector_norm(seen, dim=1)]
     return torch.cat(parts, 1).double()
+
+
+@lru_cache(1024)  # most layers are compared several times; every copy makes a GPU wait
+def _directions(width: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    random = torch.randn(width, SKETCH, generator=torch.Generator().manual_seed(seed))
+    return random.to(device, dtype)
 
 
 def _mixed(outputs: Tensor, _: Any) -> Tensor:

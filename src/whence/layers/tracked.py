@@ -380,7 +380,8 @@ def _slopes(outputs: Tensor, layers: Sequence[TrackedLayer]) -> dict[TrackedLaye
 
 def _mixture(outputs: Tensor) -> Tensor:
     """Random weights of the outputs: losses that are nearly zero would prove nothing."""
-    return torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+    generator = torch.Generator(outputs.device if outputs.is_cuda else "cpu").manual_seed(0)
+    return torch.randn(outputs.shape, generator=generator, device=generator.device).to(outputs)
 
 
 def _differ(actual: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -129,7 +129,7 @@ class Method(ABC):
                 folder = (
                     as_path(out) / f"run-{k}" if out is not None and len(study.runs) > 1 else out
                 )
-                with torch.no_grad(), precision_as_asked(), collect_warnings():
+                with torch.no_grad(), precision_as_asked(dtype), collect_warnings():
                     workspace = self.lay_out(study, run, queries, options, examples)
                     scores = self.score(workspace, folder, top, by)
                 yield scores

@@ -129,8 +129,7 @@ class Fitter:
         Args:
             whole: blocks whose bases come from whole gradients.
         """
-        where = self.device if len(self.groups(True)) == 1 else torch.device("cpu")
-        means: Tensors = {}
+        where, means = self._home(bases=True), dict[str, Tensor]()
         for checkpoint in checkpoints:
             covariances = dict(self.covariances(checkpoint, whole))
             for name in list(covariances):
@@ -140,9 +139,12 @@ class Fitter:
                 means[name] = means[name].add_(value) if name in means else value
         bases: dict[str, Basis | None] = {}
         eigenvalues = {}
+        # a GPU is half as long in float32, which has more digits than bfloat16 products
+        low = self.passes.dtype.itemsize < 4 and self.device.type == "cuda"
+        exact = torch.float32 if low else torch.float64
         with self.passes.clock("eigendecomposition"):
             for b in [b for b in self.blocks if f"{b.name}/S" in means]:
-                S, A = (means.pop(f"{b.name}/{key}").to(self.device).double() for key in "SA")
+                S, A = (means.pop(f"{b.name}/{key}").to(self.device, exact) for key in "SA")
                 if not (S.isfinite().all() and A.isfinite().all()):
                     raise NotFinite(
                         f"the covariances of block {b.name} overflow: its inputs or gradients are "
@@ -150,8 +152,8 @@ class Fitter:
                     )
                 (Λ_S, Q_S) = (S, None) if b.rows else torch.linalg.eigh(S)
                 Λ_A, Q_A = torch.linalg.eigh(A)
-                eigenvalues[b.name] = Λ_S.to(where), Λ_A.to(where)
-                # computed in float64, stored in the precision they are used in
+                eigenvalues[b.name] = Λ_S.to(where).double(), Λ_A.to(where).double()
+                # decomposed in a higher precision than they are stored and used in
                 basis = Basis(None if Q_S is None else Q_S.contiguous(), Q_A.contiguous())
                 bases[b.name] = None if b.diagonal else basis.to(where, self.accumulator)
         return bases, eigenvalues
@@ -180,12 +182,12 @@ class Fitter:
             self.world.wait()
             return SecondMoments(blocks, *sums, {b.name: gather(b) for b in blocks}, diagonal)
 
-        mean: Tensors = {}
+        where, mean = self._home(bases is not None), dict[str, Tensor]()
         for checkpoint in checkpoints:
             settings = self._squares_settings(kind, checkpoint, checkpoints, diagonal)
             squares = self._measured(statistic, checkpoint, settings, bases=bases is not None)
             for name, value in squares.items():
-                share = value / len(checkpoints)
+                share = value.to(where) / len(checkpoints)
                 mean[name] = mean[name] + share if name in mean else share
         return mean
 
@@ -229,7 +231,7 @@ class Fitter:
             return None
         basis = bases.get(block.name)
         if self.world.size == 1 and basis is not None:
-            return basis.to(self.device, self.passes.dtype)
+            return basis.to(self.device, self.passes.dtype).aligned()
         owner, sides = self._owners[block.name], [block.width, *([] if block.rows else [block.o])]
         if basis is None:
             flat = self._zero.new_empty(sum(side**2 for side in sides), dtype=self.passes.dtype)
@@ -238,7 +240,7 @@ class Fitter:
             flat = torch.cat([part.flatten() for part in parts]).to(self.device, self.passes.dtype)
         lent = torch.split(self.world.lend(owner, flat), [side**2 for side in sides])
         inputs, *outputs = (part.view(n, n) for part, n in zip(lent, sides, strict=True))
-        return Basis(outputs[0] if outputs else None, inputs)
+        return Basis(outputs[0] if outputs else None, inputs).aligned()
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -292,6 +294,10 @@ class Fitter:
         if room is not None and self._division is not None:
             room *= self.world.size
         return grouped(self.blocks, bases, self.accumulator, room)
+
+    def _home(self, bases: bool) -> torch.device:
+        """Where sums are: on the device, or on the CPU if there are groups of layers."""
+        return self.device if len(self.groups(bases)) == 1 else torch.device("cpu")
 
     def _measured(
         self,

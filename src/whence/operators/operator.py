@@ -27,9 +27,11 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from whence.layers.capture import ParameterBlock
 
+ALIGNED = {"cuda": 8}  # numbers: 16 bytes of bfloat16
 V = TypeVar("V")  # vectors: BlockVectors or ProjectedVectors
 Function = Callable[[Tensor], Tensor]  # elementwise on eigenvalues
 
@@ -51,8 +53,15 @@ class Basis:
         outputs = None if self.outputs is None else self.outputs.to(device, dtype)
         return Basis(outputs, self.inputs.to(device, dtype))
 
+    def aligned(self) -> Basis:
+        """With columns of zeros for the inputs, where they make products faster."""
+        missing = padding(self.inputs)
+        if missing == 0 or self.outputs is None:
+            return self
+        return Basis(self.outputs, F.pad(self.inputs, (0, missing)))
+
     def rotate_inputs(self, a: Tensor) -> Tensor:
-        """[a, 1] Q_A: (n, t, i) -> (n, t, width)."""
+        """[a, 1] Q_A: (n, t, i) -> (n, t, width), and what the basis is padded by."""
         n, t, i = a.shape
         flat, q = a.reshape(n * t, i), self.inputs
         rotated = flat @ q if len(q) == i else torch.addmm(q[-1], flat, q[:-1])
@@ -64,6 +73,12 @@ class Basis:
             return s
         n, t, o = s.shape
         return (s.reshape(n * t, o) @ self.outputs).view(n, t, o)
+
+
+def padding(rows: Tensor) -> int:
+    """How many columns of zeros align the rows: a GPU multiplies much more slowly where they are
+    not aligned, and a bias makes their length odd."""
+    return -rows.shape[-1] % ALIGNED.get(rows.device.type, 1)
 
 
 def rotate(values: Tensor, source: Basis | None, target: Basis | None) -> Tensor:
@@ -82,8 +97,12 @@ def rotate(values: Tensor, source: Basis | None, target: Basis | None) -> Tensor
             left = target.outputs.mT @ source.outputs
         right = source.inputs.mT @ target.inputs
     q, o, width = values.shape
-    rotated = (values.reshape(q * o, width) @ right).view(q, o, width)
-    return rotated if left is None else torch.matmul(left, rotated)
+    missing = padding(values)
+    if missing:
+        values, right = F.pad(values, (0, missing)), F.pad(right, (0, missing, 0, missing))
+    rotated = (values.reshape(q * o, -1) @ right).view(q, o, -1)
+    rotated = rotated if left is None else torch.matmul(left, rotated)
+    return rotated[..., :width].contiguous() if missing else rotated
 
 
 class BlockDiagonal(dict[str, float | Tensor]):

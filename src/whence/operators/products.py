@@ -28,6 +28,8 @@ from whence.operators.operator import Basis
 SMALL = {"cpu": 1 << 18, "cuda": 1 << 27}
 #: ... or that feeds one large product (it should be wide enough for the product to run fast)
 LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
+#: results of a product of very long rows, up to which it would leave most of a GPU idle
+FEW = 1 << 16
 #: (number of row blocks, least height of one) in which a symmetric product is computed
 ROW_BLOCKS = {"cpu": (8, 128), "cuda": (4, 1024)}
 #: of the search for leading singular vectors
@@ -169,7 +171,7 @@ def add_squares(total: Tensor, a: Tensor, s: Outputs, basis: Basis | None, bias:
         return
     if t == 1:  # rank one: the square of a product is the product of squares
         left = (s if basis is None else basis.rotate_outputs(s)).squeeze(1).square()
-        right = (a if basis is None else basis.rotate_inputs(a)).squeeze(1).square()
+        right = (a if basis is None else basis.rotate_inputs(a)[..., :width]).squeeze(1).square()
         _add_product(total[:, : right.shape[1]], left.T, right)
         if basis is None and bias:
             total[:, -1] += left.sum(0)
@@ -192,7 +194,7 @@ def add_squares(total: Tensor, a: Tensor, s: Outputs, basis: Basis | None, bias:
             assert basis.outputs is not None
             gradient = basis.outputs.mT @ gradient
         if basis is not None and not inputs_first:
-            gradient = (gradient.view(-1, i) @ basis.inputs[:i]).view(-1, o, width)
+            gradient = (gradient.view(-1, i) @ basis.inputs[:i]).view(len(gradient), o, -1)
             if column is not None:
                 gradient += column[rows].unsqueeze(2) * basis.inputs[i]
         _add_squared(total[:, : gradient.shape[2]], gradient)
@@ -211,6 +213,11 @@ def _add_squared_rows(total: Tensor, a: Tensor, s: Rows) -> None:
 
 
 def _add_squared(total: Tensor, gradient: Tensor) -> None:
+    """total (o, i) += Σ_n gradient². The gradients (n, o, i) may have more columns, of padding, and
+    are overwritten."""
+    if gradient.device.type != "cpu":  # reads them once, and writes no squares
+        gradient = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=total.dtype)
+    gradient = gradient[..., : total.shape[1]]
     if len(gradient) == 1 and total.dtype == gradient.dtype:
         total.addcmul_(gradient[0], gradient[0])
     else:
@@ -222,7 +229,8 @@ def build(a: Tensor, s: Outputs, basis: Basis | None, bias: bool) -> Tensor:
     if isinstance(s, Rows):
         return s.outer(a if basis is None else basis.rotate_inputs(a))
     if basis is not None:
-        return basis.rotate_outputs(s).mT @ basis.rotate_inputs(a)
+        gradient = basis.rotate_outputs(s).mT @ basis.aligned().rotate_inputs(a)
+        return gradient[..., : len(basis.inputs)]
     return whole_gradients(a, s, bias)
 
 
@@ -254,6 +262,15 @@ def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Outputs, bias: bo
         weighted = torch.mul(part.unsqueeze(1), short.mT, out=buffer(a, len(part), *short.mT.shape))
         sums = (weighted.view(-1, n) @ long).view(len(part), short.shape[1], -1)
         total[start : start + step, :, :i] += sums if o <= i else sums.mT
+
+
+def _inner(weight: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ_oi weight[q, o, i] gradient[n, o, i], (q, n)."""
+    q, n = len(weight), len(gradient)
+    if weight.device.type == "cpu" or q * n > FEW:
+        return (weight.reshape(q, -1) @ gradient.view(n, -1).mT).to(dtype)
+    by_output = torch.bmm(weight.transpose(0, 1), gradient.permute(1, 2, 0))  # (o, q, n)
+    return by_output.sum(0, dtype=dtype)
 
 
 def squared_norms(a: Tensor, s: Outputs, bias: bool) -> Tensor:
@@ -369,14 +386,13 @@ class Readout:
 
     def _add_summed(self, total: Tensor, a: Tensor, s: Tensor) -> None:
         """Σ_t s_t a_tᵀ once per example, a few outputs at a time, then one product with all W."""
-        (q, o, i), n = self.weight.shape, len(a)
+        (o, i), n = self.weight.shape[1:], len(a)
         step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * i))
         for start in range(0, o, step):
             rows = slice(start, min(start + step, o))
             gradient = buffer(a, n, rows.stop - start, i)
             torch.bmm(s[:, :, rows].mT, a, out=gradient)
-            part = self.weight[:, rows].reshape(q, -1)
-            total += (part @ gradient.view(n, -1).mT).to(total.dtype)
+            total += _inner(self.weight[:, rows], gradient, total.dtype)
 
     def by_position(self, a: Tensor, s: Outputs) -> Tensor:
         """⟨W_q, s_t a_tᵀ⟩ at each position: (q, n, t); over t they add up to the inner product."""
@@ -457,9 +473,8 @@ class FactoredReadout:
         step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (max(n, q) * i))
         for start in range(0, s.shape[2], step):
             rows = slice(start, start + step)
-            gradient = torch.bmm(s[:, :, rows].mT, a).flatten(1)
-            part = torch.bmm(left[:, :, rows].mT, right).flatten(1)
-            total += (part @ gradient.mT).to(total.dtype)
+            gradient = torch.bmm(s[:, :, rows].mT, a)
+            total += _inner(torch.bmm(left[:, :, rows].mT, right), gradient, total.dtype)
 
     def _queries(self, first: int, end: int) -> FactoredReadout:
         rows = slice(first * self.rank, end * self.rank)

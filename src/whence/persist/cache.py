@@ -25,11 +25,13 @@ from whence.world import Owner, World, everyone
 
 SNAPSHOT_SECONDS = 20.0
 REFIT = "delete it to fit it again"
+GPU_SHARE = 16  # of this many parts of a GPU's memory, entries take one at most
 VERSIONS = 16  # of losses at one checkpoint that a cache tells apart
 
 
 class FactorCache:
-    """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder.
+    """Entries (dicts of tensors) by key, in a folder, or in memory when there is no folder: on a
+    GPU that they come from while they take little of it, else on the CPU.
 
     A pass over the data leaves snapshots, from which the same call resumes.
 
@@ -53,10 +55,19 @@ class FactorCache:
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
         self._save_losses()
         if self.folder is None:
-            self._memory[key] = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            here = {name: t.detach().contiguous() for name, t in tensors.items()}
+            if not self._fits_on_gpu(here.values()):
+                here = {name: t.cpu() for name, t in here.items()}
+            self._memory[key] = here
             return
         self._save(self._path(key), tensors, {"settings": settings})
         self._partial(key).unlink(missing_ok=True)
+
+    def _fits_on_gpu(self, new: Iterable[Tensor]) -> bool:
+        """Whether these can stay where they are, with all that is there."""
+        there = [t for entry in self._memory.values() for t in entry.values()]
+        size = sum(t.nbytes for t in (*there, *new) if t.is_cuda)
+        return size == 0 or size * GPU_SHARE <= torch.cuda.mem_get_info()[1]
 
     def put_in_turn(
         self,

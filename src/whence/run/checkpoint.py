@@ -297,3 +297,12 @@ class Checkpoint:
     def optimizer_state(self) -> dict[str, Tensor] | None:
         """The optimizer's own tensors, as {"parameter/key": tensor}; None when none were kept."""
         return self.state.load() if self.state else None
+
+
+def same_weights(model: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Whether a model has a checkpoint's weights, to the bit."""
+    actual, wanted = model_weights(model)[0], untie(checkpoint.weights())[0]
+    return actual.keys() == wanted.keys() and all(
+        x.dtype == wanted[name].dtype and torch.equal(x.cpu(), wanted[name])
+        for name, x in actual.items()
+    )

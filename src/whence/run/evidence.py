@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,15 +170,21 @@ def distance_from_final(
     if all(_equal(parameters[n], weights[n]) for n in names):
         return None
     if initial is None:
-        away, moved = _distance(parameters, weights, names), _norm(weights, names) / 2
+        sums = torch.zeros(2, dtype=torch.float64)
+        for n in names:
+            at, end = _numbers(parameters[n], weights[n])
+            sums += _squares(at - end, end)
+        away, moved = float(sums[0].sqrt()), float(sums[1].sqrt()) / 2
         return (away, moved) if away < NEARER * moved else None
     start = initial.weights()
     names = [n for n in names if n in start and start[n].shape == weights[n].shape]
-    away, moved = (_distance(each, weights, names) for each in (parameters, start))
-    derived = away < _distance(parameters, start, names) and (
-        _product(parameters, weights, names)
-        > ALIKE * _norm(parameters, names) * _norm(weights, names)
-    )
+    sums = torch.zeros(6, dtype=torch.float64)
+    for n in names:
+        at, end, begin = _numbers(parameters[n], weights[n], start[n])
+        differences = at - end, begin - end, at - begin
+        sums += torch.cat([_squares(*differences, at, end), (at @ end).cpu().view(1)])
+    away, moved, from_start, norm, end_norm = sums[:5].sqrt().tolist()
+    derived = away < from_start and float(sums[5]) > ALIKE * norm * end_norm
     # some layers have the weights that training led to, to the bit, and only others do not
     derived |= any(
         _equal(parameters[n], weights[n]) and not _equal(start[n], weights[n]) for n in names
@@ -186,22 +192,17 @@ def distance_from_final(
     return (away, moved) if away < NEARER * moved or derived else None
 
 
-def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    differences = (_numbers(a[n]) - _numbers(b[n]) for n in names)
-    return math.sqrt(sum(float(x @ x) for x in differences))
+def _numbers(*tensors: Tensor) -> list[Tensor]:
+    """Flat and in float64, once, where the first is, if that is a GPU that can."""
+    place = tensors[0].device if tensors[0].is_cuda else "cpu"
+    return [tensor.detach().to(place).double().flatten() for tensor in tensors]
 
 
-def _norm(a: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    return math.sqrt(_product(a, a, names))
-
-
-def _product(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    return sum(float(_numbers(a[n]) @ _numbers(b[n])) for n in names)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().double().flatten()
+def _squares(*vectors: Tensor) -> Tensor:
+    """‖x‖² of each."""
+    return torch.stack([x @ x for x in vectors]).cpu()
 
 
 def _equal(parameter: Tensor, weight: Tensor) -> bool:
-    return torch.equal(parameter.detach().cpu(), weight.to(parameter.dtype))
+    at, weight = parameter.detach(), weight.to(parameter.dtype)
+    return torch.equal(at, weight.to(at.device))
