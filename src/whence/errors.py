@@ -130,15 +130,15 @@ def check_choice(name: str, value: str, options: Iterable[str]) -> str:
     return value
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
+def whole(name: str, value: Any, least: int | None = None, otherwise: str = "") -> int:
     """The value of a setting as an int, also of NumPy's integers; refuses all that is no whole
-    number, True and False, and what is below `least`."""
+    number, True and False, and what is below `least`; `otherwise` names other choices."""
     try:
         number = None if isinstance(value, bool) else index(value)
     except TypeError:
         number = None
     if least is not None and (number is None or number < least):
-        raise InvalidInput(f"{name}={value!r} must be a whole number, at least {least}")
+        raise InvalidInput(f"{name}={value!r} must be a whole number, at least {least}{otherwise}")
     if number is None:
         raise InvalidType(f"{name}={value!r} must be a whole number")
     return number
@@ -162,9 +162,9 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_count(name: str, value: Any) -> None:
-    """Refuse a value that is not a whole number, at least 1."""
-    whole(name, value, 1)
+def check_count(name: str, value: Any, otherwise: str = "") -> None:
+    """Refuse a value that is not a whole number, at least 1; `otherwise` names other choices."""
+    whole(name, value, 1, otherwise)
 
 
 def check_damping(damping: Any, otherwise: str = "") -> None:

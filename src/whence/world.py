@@ -253,9 +253,10 @@ class World:
             differ = [rank for rank, value in enumerate(each) if value != each[0]]
             if differ:
                 ranks, pair = ", ".join(map(str, differ)), (each[differ[0]], each[0])
-                shown = "" if max(map(len, pair)) > SHOWN else " ({}; rank 0: {})".format(*pair)
+                values = " (it has {}; rank 0: {})".format(*pair)
+                shown = "" if max(map(len, pair)) > SHOWN else values
                 raise InvalidInput(
-                    f"the processes differ in {name}: rank {ranks} of {self.size} not as rank 0"
+                    f"the processes differ in {name}: rank {ranks} of {self.size} is unlike rank 0"
                     f"{shown}. Start all with the same code, data and settings"
                 )
 
@@ -335,7 +336,8 @@ class World:
 
     def _lost(self, error: RuntimeError) -> RankFailed:
         words = [f"the last error of rank {r}: {word}" for r, word in self._words().items()]
-        reason = re.sub(r"\[[^]]*\.cc:\d+\] *", "", str(error))  # a line of gloo's code
+        # without the line of gloo's code, and its advice
+        reason = re.sub(r"\[[^]]*\.cc:\d+\] *|This is typically caused by.*", "", str(error))
         return RankFailed(
             f"another of the {self.size} processes no longer answers "
             f"({'; '.join(words) or _short(reason)}): it has ended, or makes other calls than this "

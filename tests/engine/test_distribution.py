@@ -169,6 +169,12 @@ def test_a_pass_that_ranks_add_up_together_resumes(pair: Path) -> None:
     assert "rank 1 of 2 failed" in messages[0] and messages[1] == "a bad example"
 
 
+def test_each_rank_cuts_the_vectors_of_its_own_queries_to_low_rank(pair: Path) -> None:
+    first, second = known(pair, "cut_vectors")
+    assert [first["rows"], second["rows"]] == [3, 2]  # of 5 queries, in each block
+    assert max(first["sent"], second["sent"]) < first["whole"]
+
+
 def test_a_full_disk_of_one_rank_ends_all_and_the_same_call_resumes(pair: Path) -> None:
     (first, values), (second, others) = known(pair, "full_disk")
     assert "rank 1 of 2 failed" in first
@@ -180,7 +186,7 @@ def test_a_full_disk_of_one_rank_ends_all_and_the_same_call_resumes(pair: Path) 
 @pytest.mark.parametrize("name", ranks.DIFFERENT)
 def test_ranks_that_differ_are_named(name: str, pair: Path) -> None:
     first, second = known(pair, "differing")
-    assert f"the processes differ in {name}: rank 1 of 2 not as rank 0" in first[name]
+    assert f"the processes differ in {name}: rank 1 of 2 is unlike rank 0" in first[name]
     assert first == second
 
 

@@ -65,6 +65,26 @@ def test_gpus_share_the_time_and_send() -> None:
     assert _of(examples=10**6, gpus=8, sharded=True).memory["weights"] < one.memory["weights"] / 7
 
 
+def test_queries_that_share_no_pass_are_counted_and_named() -> None:
+    card = Gpu(60, 400, 900, 3.0, memory=0.02)
+    few, many = (_of(gpu=card, width=128, queries=q, examples=10**6) for q in (1, 40))
+    assert many.passes["scores"] > 4 * few.passes["scores"] == 4 * 6
+    assert many.hours > 3 * few.hours
+    low = _of(gpu=card, width=128, queries=40, examples=10**6, query_rank="auto")
+    assert low.passes["scores"] < many.passes["scores"]
+    assert many.faster["query_rank='auto'"] == low.hours < many.hours
+    slow = Gpu(0.1, 0.1, 10, 3.0, memory=80)
+    hours = _of(gpu=slow, examples=10**6, dtype="bfloat16").hours
+    assert _of(gpu=slow, examples=10**6).faster == {"dtype bfloat16": hours}
+    assert "query_rank='auto' (" in str(many)
+
+
+def test_only_the_factors_of_queries_travel() -> None:
+    settings: dict[str, Any] = {"width": 128, "queries": 40, "examples": 10**6, "gpus": 4}
+    whole, low = _of(whence.TracIn(), **settings), _of(whence.TracIn(), **settings, query_rank=2)
+    assert low.network < whole.network / 4
+
+
 def test_a_setting_that_makes_it_fit() -> None:
     card = Gpu(60, 400, 900, 3.0, memory=0.02)
     large = _of(gpu=card, width=128, queries=40, batch_size=64)

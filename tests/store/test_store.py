@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import whence
+import whence.errors
 import whence.persist.files
 import whence.store.building as building
 import whence.store.contents as contents
@@ -1059,7 +1060,9 @@ def roots(flat: Flat, moments: Any) -> Tensor:
 
 def test_adam(it: Case, tmp_path: Path) -> None:
     run = whence.Run.from_checkpoints(it.history.checkpoints, STEPS, 1e-3, optimizer="adam")
-    store = GradientStore.build(changed(it, runs=run), tmp_path / "s", 12, **BUILD)
+    whence.errors._shown.clear()
+    with pytest.warns(UserWarning, match=r"SOURCE cannot answer from it.*methods=\['source'\]"):
+        store = GradientStore.build(changed(it, runs=run), tmp_path / "s", 12, **BUILD)
     with pytest.raises(ValueError, match=r"the store has plain gradients.*methods=\['source'\]"):
         store.source(QUERY, **QUIET)
     with pytest.raises(ValueError, match="the store has plain gradients"):

@@ -24,8 +24,10 @@ from torch import nn
 import whence
 from support import models
 from support.memory import LiveBytes
+from whence.engine import query_factors
 from whence.layers.passes import Passes
 from whence.operators.fit import Fitter
+from whence.world import World
 
 TASK = whence.Classification()
 TRAIN, QUERY = models.vectors(23), models.vectors(5, seed=1)
@@ -148,6 +150,10 @@ CASES: dict[str, Case] = {
     "source, gauss-newton": scored(whence.Source(curvature="gauss-newton")),
     "source of sums of queries": scored(whence.Source(segments=2), query_weights=np.eye(3, 5) + 1),
     "source of low rank": scored(whence.Source(segments=2), query_rank=2, out=True),
+    "source of low rank, few at a time": scored(
+        whence.Source(segments=2), query_rank=1, memory=2**20
+    ),
+    "influence of low rank": scored(whence.Influence(), "gpt", PROMPTS, query_rank=2),
     "source by layer": scored(whence.Source(segments=2), by_layer=True),
     "source, k-fac, exact": scored(whence.Source(curvature="kfac", fisher="exact")),
     "source, diagonal": scored(whence.Source(curvature="diagonal", fisher="empirical")),
@@ -451,7 +457,28 @@ def factors(runs: Path, folder: Path, rank: int) -> dict[str, float]:
     return factor_bytes(folder / "wide")
 
 
-FACTS = (shares, failing, full_disk, differing, other_calls, factors, resumed)
+def cut_vectors(runs: Path, folder: Path, rank: int) -> dict[str, int]:
+    """Of how many queries this rank cuts a block's vectors; the most numbers of a query that it
+    sends at once afterwards, and those of its whole vector."""
+    cut, regather, taken = query_factors.leading, World.regather, {"sent": 0, "whole": 0}
+
+    def counting(values: Any, rank: int) -> Any:
+        taken["rows"], taken["whole"] = len(values), max(taken["whole"], values[0].numel())
+        return cut(values, rank)
+
+    def weighing(self: Any, rows: Any, count: int) -> Any:
+        taken["sent"] = max(taken["sent"], rows[0].numel())
+        return regather(self, rows, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_factors, "leading", counting)
+        patch.setattr(World, "regather", weighing)
+        fresh = study(runs, cache=folder / "cut")
+        whence.Influence().attribute(fresh, QUERY, query_rank=1, **EXACT)
+    return taken
+
+
+FACTS = (shares, cut_vectors, failing, full_disk, differing, other_calls, factors, resumed)
 
 
 def everything(runs: Path, folder: Path, rank: int) -> None:

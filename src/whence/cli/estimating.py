@@ -151,8 +151,9 @@ def _gpu(
         )
     sheet = known or Sheet(0, 0, 0, 0, 0)
     if flops is not None:
-        single = flops / 1e12 if known is None else known.float32
-        sheet = replace(sheet, **({"float32": single} | {dtype: flops / 1e12}))
+        # of a card that is not known, the other dtypes are taken to be as fast
+        rates = dict.fromkeys(DTYPES if known is None else [dtype], flops / 1e12)
+        sheet = replace(sheet, **rates)
     if bandwidth is not None:
         sheet = replace(sheet, bandwidth=bandwidth / 1e12)
     if memory is not None:

@@ -25,6 +25,7 @@ from whence.progress import SCORES, expect
 from whence.table import byte_size, duration
 
 if TYPE_CHECKING:
+    from whence.engine.query_factors import Plan
     from whence.engine.workspace import Workspace
 
 ATTAINED = 0.85  # of the rate of one large product, by all products of a pass
@@ -146,6 +147,7 @@ class Cost:
         fitted_numbers, vector_numbers: in memory at once besides the model and a batch: of what is
             fitted, and of query vectors.
         sides: of all matrices that are decomposed.
+        low_rank: how queries are taken in factors; None for whole vectors.
     """
 
     passes: Mapping[str, int]
@@ -154,6 +156,7 @@ class Cost:
     fitted_numbers: int = 0
     vector_numbers: int = 0
     sides: Sequence[int] = ()
+    low_rank: Plan | None = None
 
 
 def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class QuerySet:
                     f"{name} out"
                 )
         if rank is not None and rank != AUTO:
-            check_count("query_rank", rank)
+            check_count("query_rank", rank, ", or 'auto'")
         if query is None:
             return None
         if isinstance(query, QuerySet):

@@ -6,7 +6,7 @@ curvature was applied to it. That takes r (o + width) numbers instead of o times
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Plan:
     Attributes:
         rank: of their factors.
         rows: queries whose factors fit into memory: they share a pass.
-        whole: queries whose whole vectors do, on the way to factors.
+        whole: queries whose whole vectors do, on the way to factors; each rank takes as many.
     """
 
     rank: int
@@ -98,6 +98,14 @@ class Energy:
 
     total: dict[str, Tensor]
     retained: dict[str, Tensor]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Energy:
+        """With a function of every block's numbers in their place."""
+        total, retained = (
+            {name: function(values) for name, values in part.items()}
+            for part in (self.total, self.retained)
+        )
+        return Energy(total, retained)
 
     def lost(self) -> Tensor:
         """The share of each query's energy that is lost, (q,)."""

@@ -168,11 +168,15 @@ class Scoring:
         self, query: QuerySet, stage: str, rows: NDArray[np.int64], plan: Plan
     ) -> list[tuple[int, Any]]:
         """The vectors of these queries for each term, in factors."""
-        parts: dict[tuple[int, ...], list[Readouts]] = {}
-        for block in cut(len(rows), plan.whole):
+        world, parts = self.workspace.world, dict[tuple[int, ...], list[Readouts]]()
+        for block in cut(len(rows), plan.whole * (world.size if self._dealt else 1)):
             some = query.some(stage, rows[block])
-            for which, vectors, scale in self._vectors(some):
+            for which, vectors, scale in self.vectors(self._share(some)):
                 ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
+                if self._dealt:  # only the factors travel
+                    gather = partial(world.regather, count=len(some))
+                    ready = {name: readout.mapped(gather) for name, readout in ready.items()}
+                    energy = energy.mapped(gather)
                 label = f"{some.label}, term {which[0]}"
                 lost = energy.lost().cpu().numpy()
                 self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
@@ -182,12 +186,20 @@ class Scoring:
 
     def _vectors(self, queries: Queries) -> Iterable[tuple[Sequence[int], Any, float]]:
         """The vectors of these queries, of which each rank computes its share."""
-        world, count = self.workspace.world, len(queries)
-        if world.size == 1 or self.workspace.in_step:
-            yield from self.vectors(queries)
-            return
-        for which, vectors, scale in self.vectors(queries.share(world.deal(np.arange(count)))):
-            yield which, vectors.mapped(partial(world.regather, count=count)), scale
+        gather = partial(self.workspace.world.regather, count=len(queries))
+        for which, vectors, scale in self.vectors(self._share(queries)):
+            yield which, vectors.mapped(gather) if self._dealt else vectors, scale
+
+    @property
+    def _dealt(self) -> bool:
+        """Whether each rank computes the vectors of a share of the queries."""
+        return self.workspace.world.size > 1 and not self.workspace.in_step
+
+    def _share(self, queries: Queries) -> Queries:
+        """This rank's share of these queries."""
+        if not self._dealt:
+            return queries
+        return queries.share(self.workspace.world.deal(np.arange(len(queries))))
 
     def _ready(
         self, queries: Queries, examples: int, dealt: bool = True

@@ -109,11 +109,13 @@ class GradientMethod(Method):
         return each
 
     def fitted_numbers(self, work: Workload, passes: Mapping[str, int]) -> int:
-        """How many numbers of what is fitted are in memory at once, for the estimate."""
+        """How many numbers of what is fitted are in memory at once, for the estimate: of the last
+        segment while it is fitted, and of the others at their owners."""
         if not passes.get("eigenvalues") and not passes.get("covariances"):
             return 0
         each = 2 * cost.factor_numbers(work.tracked, bool(passes.get("covariances")))
-        total = (1 if self._shared else work.terms) * each
+        owned, others = -(-each // work.ranks), 0 if self._shared else work.terms - 1
+        total = others * owned + (owned if work.divided else each)
         return total if work.room is None else min(total, work.room // work.accumulator.itemsize)
 
     def whitens(self, work: Workload) -> bool:
@@ -136,6 +138,7 @@ class GradientMethod(Method):
         else:
             each["scores"] = factor_operations(work, low_rank)
             vectors = low_rank.numbers(tracked.blocks, sets)
+            blocks = -(-count // low_rank.rows)
         examples = {k: work.examples if k in SCORED else work.trained for k in passes}
         operations = {k: examples[k] * passes[k] * each[k] for k in passes}
         sides: list[int] = []
@@ -152,7 +155,8 @@ class GradientMethod(Method):
         touched = {k: examples[k] * passes[k] * handled[k] for k in passes}
         vector = cost.vector_numbers(tracked, self._factored)
         touched["queries"] = VECTOR_STEPS * (sets + steps) * count * float(vector)
-        return Cost(passes, operations, touched, fitted, vectors, sides)
+        passes["scores"] *= blocks
+        return Cost(passes, operations, touched, fitted, vectors, sides, low_rank)
 
     def _count_whole_vectors(
         self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]

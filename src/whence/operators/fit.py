@@ -139,12 +139,9 @@ class Fitter:
                 means[name] = means[name].add_(value) if name in means else value
         bases: dict[str, Basis | None] = {}
         eigenvalues = {}
-        # a GPU is half as long in float32, which has more digits than bfloat16 products
-        low = self.passes.dtype.itemsize < 4 and self.device.type == "cuda"
-        exact = torch.float32 if low else torch.float64
         with self.passes.clock("eigendecomposition"):
             for b in [b for b in self.blocks if f"{b.name}/S" in means]:
-                S, A = (means.pop(f"{b.name}/{key}").to(self.device, exact) for key in "SA")
+                S, A = (means.pop(f"{b.name}/{key}").to(self.device).double() for key in "SA")
                 if not (S.isfinite().all() and A.isfinite().all()):
                     raise NotFinite(
                         f"the covariances of block {b.name} overflow: its inputs or gradients are "

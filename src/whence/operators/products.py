@@ -343,6 +343,11 @@ class Readout:
         assert self.basis is None
         return Readout(take(self.weight, 2), None, None)
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Readout:
+        """With a function of the queries' rows in their place."""
+        column = None if self.column is None else function(self.column)
+        return replace(self, weight=function(self.weight), column=column)
+
     def scaled(self, factor: float) -> Readout:
         column = None if self.column is None else self.column * factor
         return Readout(self.weight * factor, column, self.basis)
@@ -444,6 +449,15 @@ class FactoredReadout:
     def of_columns(self, take: Callable[[Tensor, int], Tensor]) -> FactoredReadout:
         """The part of some inputs, without the bias."""
         return replace(self, a=take(self.a, 1), c=False)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> FactoredReadout:
+        """With a function of the queries' rows, (q, r, ...), in their place."""
+
+        def rows(values: Tensor) -> Tensor:
+            return function(values.unflatten(0, (-1, self.rank))).flatten(0, 1)
+
+        c = rows(self.c) if isinstance(self.c, Tensor) else self.c
+        return replace(self, a=rows(self.a), s=rows(self.s), c=c)
 
     def scaled(self, factor: float) -> FactoredReadout:
         return replace(self, s=self.s * factor)

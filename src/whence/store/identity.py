@@ -51,13 +51,17 @@ def check_choices(projection: str, fisher: str, rows: str, methods: Sequence[str
         raise InvalidInput(f"methods is empty: name at least one of {', '.join(METHODS)}")
 
 
+def adaptive(run: Run) -> bool:
+    """Whether an Adam-type optimizer trained any stage."""
+    return any(run.optimizers[stage.name] in PRECONDITIONED for stage in run.stages)
+
+
 def needs_preconditioner(run: Run, projection: str, methods: Collection[str]) -> bool:
     """Whether rows are of preconditioned gradients: where a store is for SOURCE alone, of a run of
     an Adam-type optimizer."""
-    adaptive = {run.optimizers[stage.name] in PRECONDITIONED for stage in run.stages}
-    if set(methods) != {"source"} or adaptive == {False}:
+    if set(methods) != {"source"} or not adaptive(run):
         return False
-    if adaptive == {True, False}:
+    if not all(run.optimizers[stage.name] in PRECONDITIONED for stage in run.stages):
         raise InvalidInput(
             "the run had an Adam-type optimizer in some stages and SGD in others, which a store "
             "for SOURCE cannot hold: use whence.Source itself"

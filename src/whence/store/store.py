@@ -30,6 +30,7 @@ from whence.errors import (
     collect_warnings,
     collected_warnings,
     flag,
+    show_once,
     warn,
     whole,
 )
@@ -46,6 +47,7 @@ from whence.store.contents import StoreContents
 from whence.store.identity import (
     METHODS,
     SCHEMA,
+    adaptive,
     check_choices,
     check_data,
     check_same,
@@ -110,7 +112,7 @@ class GradientStore(StoreContents):
         fisher: str = "empirical",
         rows: str = "full",
         seed: int = 0,
-        methods: Sequence[str] = METHODS,
+        methods: Sequence[str] | str = METHODS,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int | None = None,
@@ -140,6 +142,7 @@ class GradientStore(StoreContents):
             device, dtype, batch_size, memory, progress, workers: as in `Method.attribute`.
         """
         run = only_run(study)
+        methods = [methods] if isinstance(methods, str) else methods
         check_choices(projection, fisher, rows, methods)
         folder = as_path(path)
         with (
@@ -167,8 +170,15 @@ class GradientStore(StoreContents):
             settings |= {"rounded": rounded} if rounded else {}
             settings |= {"rows": rows} if rows != "full" else {}
             known_methods = read(folder)["methods"] if (folder / "store.json").exists() else []
-            if needs_preconditioner(run, projection, {*known_methods, *methods}):
+            answered = {*known_methods, *methods}
+            if needs_preconditioner(run, projection, answered):
                 settings["preconditioned"] = True
+            elif {"source"} < answered and adaptive(run) and world.first:
+                show_once(
+                    "an Adam-type optimizer trained the run, and this store has plain gradients: "
+                    "SOURCE cannot answer from it, nor can influence without a number as damping. "
+                    "For SOURCE, build another store with methods=['source']"
+                )
             identity = identity_of(workspace)
             world.agree({"path": folder, "settings": settings, "methods": list(methods)})
             if (folder / "store.json").exists():
