@@ -9,7 +9,15 @@ from typing import Any
 from experiments.pages.markdown import listed, table
 from experiments.pages.tables import NOISY, counted, title, with_interval
 from experiments.tasks import TASKS
-from experiments.tasks.forms import BASELINES, BEST, INFLUENCE, PUBLISHED, default_of, read_results
+from experiments.tasks.forms import (
+    BASELINES,
+    BEST,
+    INFLUENCE,
+    PUBLISHED,
+    RULE,
+    default_of,
+    read_results,
+)
 
 Entry = Mapping[str, Any]  # one task under one protocol
 Row = Mapping[str, Any]
@@ -265,17 +273,23 @@ def _combined(results: Mapping[str, Sequence[Entry]]) -> str:
     name = "combined, 20 retrainings"
     better: list[str] = []
     worse: list[str] = []
+    former: list[str] = []
     for task, entries in results.items():
         entry = shown(entries)
         row, combined = ours(task, entry), entry["forms"].get(name)
         if row is not None and combined is not None:
+            if combined.get("rule") != RULE:
+                former.append(task)
             gain = combined["single"][0] - row["single"][0]
             (better if gain > 0 else worse).append(f"{title(task)} {gain:+.2f}")
     if not better and not worse:
         return ""
     text = f"Combining with 20 retrainings, one model: above {OURS} on {len(better)} of "
     text += counted(len(better) + len(worse), "task")
-    return text + f" ({', '.join([*better, *worse])})."
+    text += f" ({', '.join([*better, *worse])})."
+    if former:
+        text += f" The weights of {_titles(former)} are by an earlier rule of `combine`."
+    return text
 
 
 # --- the appendix -------------------------------------------------------------------------------

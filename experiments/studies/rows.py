@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.studies.sums import Sums
 from experiments.tasks import ALL
-from experiments.tasks.forms import BASELINES, FORMS, default_of
+from experiments.tasks.forms import BASELINES, FORMS, RULE, default_of
 from whence.evaluate import LDS, Truth, calibrate, calibration, combine, lds
 from whence.evaluate.calibrate import LEAST_SUBSETS
 from whence.scores import Scores
@@ -85,6 +85,7 @@ def _after(saved: Sums, count: int, truth: Truth, judged: Baseline) -> dict[str,
         )
         rows[name] = {
             "inputs": names,
+            "rule": RULE,
             "by_group": [result.value for result in by_group],
             "seconds": sum(saved.forms[one]["seconds"] for one in names),
             **_row(name, singles[0], means[0] if means else None, results, truth, judged, saved),

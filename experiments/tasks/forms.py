@@ -34,6 +34,7 @@ MEASURED = {"sides": "measured", "measured": "measured, bases too"}  # by bases
 CHOSEN_ON = ("digits", "digits_adamw", "fashion_mnist", "cifar10", "rte", "sst2")
 
 SCHEMA = 2  # of results/forms.json
+RULE = 2  # of `combine`: weights that are not negative; rows without this number have the former
 UNCOUPLED: Mapping[str, Any] = {"coupling": False, "query_at": "final"}
 
 

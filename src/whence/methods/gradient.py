@@ -134,7 +134,7 @@ class GradientMethod(Method):
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            vectors = self._count_whole_vectors(work, sets, each, handled)
+            vectors, blocks = self._count_whole_vectors(work, sets, each, handled)
         else:
             each["scores"] = factor_operations(work, low_rank)
             vectors = low_rank.numbers(tracked.blocks, sets)
@@ -160,9 +160,9 @@ class GradientMethod(Method):
 
     def _count_whole_vectors(
         self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]
-    ) -> int:
+    ) -> tuple[int, int]:
         """Add what scores take with whole query vectors. Returns how many of their numbers are in
-        memory."""
+        memory, and into how many blocks memory divides the queries."""
         tracked, count, size = work.tracked, work.asked, work.accumulator.itemsize
         at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
         blocks = -(-count // max(1, at_once))  # each has a pass over the examples
@@ -170,7 +170,8 @@ class GradientMethod(Method):
         handled["scores"] = blocks * handled.get("scores", 0.0)
         handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
         vector = cost.vector_numbers(tracked, self._factored)
-        return min((sets + 1) * count * vector, max(work.memory // 2 // size, 3 * vector))
+        most = max(work.memory // 2 // size, 3 * vector)
+        return min((sets + 1) * count * vector, most), blocks
 
     @staticmethod
     def _solving(work: Workload, sets: int, steps: int) -> float:

@@ -454,7 +454,7 @@ class FactoredReadout:
         """With a function of the queries' rows, (q, r, ...), in their place."""
 
         def rows(values: Tensor) -> Tensor:
-            return function(values.unflatten(0, (-1, self.rank))).flatten(0, 1)
+            return function(values.view(-1, self.rank, *values.shape[1:])).flatten(0, 1)
 
         c = rows(self.c) if isinstance(self.c, Tensor) else self.c
         return replace(self, a=rows(self.a), s=rows(self.s), c=c)
