@@ -1,4 +1,4 @@
-"""The most accurate scores from a run's checkpoints: SOURCE's averages, one matrix for all layers.
+"""SOURCE's averages, and one matrix for all layers: most accurate for models trained from scratch.
 
     values[q, m] = -(1/N) ∇f(q)ᵀ (D⁻¹ + H̄/δ)⁻¹ ḡ(m)                D = η̄K P̄
 
