@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -262,6 +264,13 @@ def waits(work: Callable[[], Any], rows: int) -> None:
         print(f"  {count:6}  {line}")
 
 
+def store(file: Path, row: dict[str, Any]) -> None:
+    """Add a row to results/profile_gpu.json."""
+    results = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    results["runs"].append(row)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -273,6 +282,8 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=4, help="of which the kernels see one part")
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--results", type=Path, help="add the wall times to this file")
+    parser.add_argument("--code", default="", help="what is measured, such as a commit")
     chosen = parser.parse_args()
     work, count, query = SIZES[chosen.workload]
     count = chosen.train or count // 2
@@ -312,6 +323,10 @@ def main() -> None:
         for stage, time_in in seconds.items():
             print(f"  {time_in:8.3f} s  {stage}")
         sys.stdout.flush()
+        if chosen.results is not None:
+            about = {key: getattr(chosen, key) for key in ("code", "workload", "precision")}
+            sizes = {"method": chosen.method, "train": count, "query": query, "device": name}
+            store(chosen.results, about | sizes | {"wall": wall, "stages": seconds})
     if "causes" in chosen.parts:
         watch = Stopwatch(device)
         watch.run(scored(count))

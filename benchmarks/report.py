@@ -113,6 +113,24 @@ def _gpu_source_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _profile_table(results: dict[str, Any]) -> list[str]:
+    stages = ("covariances", "eigendecomposition", "eigenvalues", "scores")
+    heads = ["workload (train × query)", "products", "method", "code", "in all", *stages, "outside"]
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---|---|" + "---:|" * 6]
+    for r in results["runs"]:
+        outside = r["wall"] - sum(r["stages"].values())
+        seconds = [r["wall"], *(r["stages"][stage] for stage in stages), outside]
+        row = (
+            f"{r['workload']} ({r['train']} × {r['query']})",
+            r["precision"],
+            r["method"],
+            r["code"],
+        )
+        lines.append(f"| {' | '.join([*row, *(f'{x:.2f}' for x in seconds)])} |")
+    devices = ", ".join(dict.fromkeys(r["device"] for r in results["runs"]))
+    return [*lines, "", f"{devices}. Each is one call after a warm-up."]
+
+
 def _retraining_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| recipe | trainings | at once | seconds in all | trainings per second "
@@ -195,6 +213,7 @@ SECTIONS = {
     "source": ("source_cost.json", _source_table),
     "gpu": ("on_gpu.json", _gpu_table),
     "gpu source": ("on_gpu.json", _gpu_source_table),
+    "gpu profile": ("profile_gpu.json", _profile_table),
     "retraining cpu": ("retraining_cpu.json", _retraining_table),
     "retraining cuda": ("retraining_cuda.json", _retraining_table),
     "trak": ("trak_cost.json", _trak_table),
