@@ -215,7 +215,8 @@ class Whitening:
 def _root(C: Tensor) -> Tensor:
     """R (n, k, k) with RᵀR = C."""
     values, vectors = torch.linalg.eigh(C.double())
-    return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)).mT.to(C)
+    root: Tensor = vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)
+    return root.mT.to(C)
 
 
 def _chunks(n: int, numbers: int, like: Tensor) -> list[slice]:
