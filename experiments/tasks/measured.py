@@ -7,15 +7,17 @@ Q̃_S and Q̃_A are the eigenbases of S̃ and Ã. With `bases="sides"` these com
 that EK-FAC has anyway, S and A, by the formulas of `closed_form`; then fitting M takes the passes
 of EK-FAC and no others.
 
-With D^½ ≈ Σ_k u_k w_kᵀ, G̃_n = Σ_{k,t} (u_k ∘ s_t)(w_k ∘ a_t)ᵀ: the gradient of a layer with more
-positions. Where it is cheaper, G_n is built and multiplied by D^½ instead. A looked-up row is
-multiplied by its row of D^½.
+G_n is built and multiplied by D^½. Where an example has one position in a layer, nothing is built:
+with D^½ ≈ Σ_k u_k w_kᵀ, G̃_n = Σ_k (u_k ∘ s)(w_k ∘ a)ᵀ is the gradient of a layer with k positions.
+A looked-up row is multiplied by its row of D^½.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ import whence
 from experiments.tasks.closed_form import terms
 from whence.engine.dynamics import Rates
 from whence.engine.workspace import Term, Workspace
-from whence.layers.capture import LayerFactors, ParameterBlock
+from whence.layers.capture import LayerFactors, Outputs, ParameterBlock
 from whence.layers.passes import Weights
 from whence.layers.rows import Rows
 from whence.operators import EKFAC, KINDS, Basis, Fitter, coupling, products
@@ -70,7 +72,7 @@ class Measured(whence.Source):
         whitening = {}
         for b in fitter.blocks:  # 0 in those that are not trained
             D = torch.as_tensor(applied.get(b.name, 0.0)).to(fitter._zero)
-            whitening[b.name] = Whitening.of(D.expand(b.shape).sqrt(), b.lookup)
+            whitening[b.name] = Whitening(D.expand(b.shape).sqrt())
         roots = {name: each.root for name, each in whitening.items()}
         settings = {
             **fitter.settings,
@@ -141,85 +143,73 @@ def _basis(block: ParameterBlock, S: Tensor, A: Tensor, fitter: Fitter) -> Basis
 
 @dataclass(frozen=True)
 class Whitening:
-    """D^½ of a block.
+    """Sums over G̃_n = D^½ ∘ G_n of a block, inputs with their bias coordinate.
 
     Attributes:
-        root: (o, width).
-        u, w: (k, o) and (k, width), of which it is nearly Σ_k u_k w_kᵀ.
+        root: D^½, (o, width).
     """
 
     root: Tensor
-    u: Tensor
-    w: Tensor
 
-    @classmethod
-    def of(cls, root: Tensor, lookup: bool) -> Whitening:
-        if lookup:  # rows are multiplied one by one
-            return cls(root, root[:0, 0], root[:0])
-        return cls(root, *terms(root))
+    @cached_property
+    def terms(self) -> tuple[Tensor, Tensor]:
+        """u (k, o) and w (k, width) with D^½ ≈ Σ_k u_k w_kᵀ."""
+        return terms(self.root)
 
-    def gradients(self, a: Tensor, s: Tensor) -> Tensor:
-        """G̃_n (n, o, width), of inputs with their bias coordinate."""
-        return torch.bmm(s.mT, a) * self.root.to(a.dtype)
+    def gradients(self, a: Tensor, s: Outputs) -> Tensor:
+        """G̃_n (n, o, width)."""
+        return products.build(a, s, None, False) * self.root.to(a.dtype)
 
-    def stretched(self, a: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs w_k ∘ a_t and output gradients u_k ∘ s_t, (n, k t, ...)."""
-        inputs, outputs = (
-            (side.unsqueeze(1) * term.to(side.dtype)[:, None, :]).flatten(1, 2)
-            for side, term in ((a, self.w), (s, self.u))
-        )
-        return inputs, outputs
+    def looked_up(self, a: Tensor, s: Rows) -> Tensor:
+        """Inputs that make G̃_n with the same `s`, which only looks up."""
+        return a * self.root.to(a.dtype)[s.ids]
 
-    def rows(self, a: Tensor, s: Rows) -> tuple[Tensor, Rows]:
-        """The same of a lookup; its dense positions stretched."""
-        looked_up, rest = s.split(a)
-        looked_up = looked_up * self.root.to(a.dtype)[s.ids]
-        if s.dense is None:
-            return looked_up, s
-        rest, dense = self.stretched(rest, s.dense)
-        return torch.cat([looked_up, rest], 1), replace(s, dense=dense)
+    def at_terms(self, a: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs w_k ∘ a and output gradients u_k ∘ s of one position, (n, k, ...)."""
+        u, w = self.terms
+        return a * w.to(a.dtype), s * u.to(s.dtype)
 
-    def add_squares(self, total: Tensor, a: Tensor, s: Tensor, basis: Basis | None) -> None:
+    def add_squares(self, total: Tensor, a: Tensor, s: Outputs, basis: Basis | None) -> None:
         """total (o, width) += Σ_n (Q_Sᵀ G̃_n Q_A)²."""
-        (n, t, width), o, k = a.shape, s.shape[2], len(self.u)
-        if t == 1 and basis is not None:
-            self._add_squares_of_pairs(total, a, s, basis)
-        elif k * t * (width**2 + o**2 + o * width) < o * width * (t + o + width):
-            products.add_squares(total, *self.stretched(a, s), basis, False)
-        else:
-            for rows in _chunks(n, o * width, a):
-                gradients = self.gradients(a[rows], s[rows])
-                if basis is not None:
-                    gradients = gradients @ basis.inputs
-                    if basis.outputs is not None:
-                        gradients = basis.outputs.mT @ gradients
-                total += gradients.square_().sum(0, dtype=total.dtype)
+        if isinstance(s, Rows) and s.dense is None:
+            products.add_squares(total, self.looked_up(a, s), s, basis, False)
+            return
+        if isinstance(s, Tensor) and a.shape[1] == 1 and basis is not None:
+            # Σ_{k,j} (s_k ∘ s_j)(a_k ∘ a_j)ᵀ, which builds no G̃
+            inputs, outputs = self.at_terms(a, s)
+            x = basis.rotate_outputs(outputs).to(total.dtype).unbind(1)
+            y = basis.rotate_inputs(inputs).to(total.dtype).unbind(1)
+            for k, j in combinations_with_replacement(range(len(x)), 2):
+                total.addmm_((x[k] * x[j]).mT, y[k] * y[j], alpha=1 if k == j else 2)
+            return
+        for rows in _chunks(len(a), total.numel(), a):
+            gradients = self.gradients(a[rows], s[rows])
+            if basis is not None:
+                gradients = gradients @ basis.inputs
+                if basis.outputs is not None:
+                    gradients = basis.outputs.mT @ gradients
+            total += gradients.square_().sum(0, dtype=total.dtype)
 
-    def _add_squares_of_pairs(self, total: Tensor, a: Tensor, s: Tensor, basis: Basis) -> None:
-        """The same for one position: Σ_{k,j} (s_k ∘ s_j)(a_k ∘ a_j)ᵀ, which builds no G̃."""
-        inputs, outputs = self.stretched(a, s)
-        x = basis.rotate_outputs(outputs).to(total.dtype).unbind(1)
-        y = basis.rotate_inputs(inputs).to(total.dtype).unbind(1)
-        for k in range(len(x)):
-            for j in range(k + 1):
-                weight = 1 if k == j else 2
-                total.addmm_((x[k] * x[j]).mT, y[k] * y[j], alpha=weight)
+    def add_grams(self, S: Tensor, A: Tensor, a: Tensor, s: Outputs) -> None:
+        """S (o, o) += Σ_n G̃_n G̃_nᵀ and A (width, width) += Σ_n G̃_nᵀ G̃_n; upper triangles.
 
-    def add_grams(self, S: Tensor, A: Tensor, a: Tensor, s: Tensor) -> None:
-        """S (o, o) += Σ_n G̃_n G̃_nᵀ and A (width, width) += Σ_n G̃_nᵀ G̃_n; upper triangles."""
-        (n, t, width), o, k = a.shape, s.shape[2], len(self.u)
-        if t == 1 and S.dim() > 1 and k * (o**2 + width**2) < o * width * (o + width):
-            inputs, outputs = self.stretched(a, s)
+        An S (o,) gets the diagonal only.
+        """
+        if isinstance(s, Rows) and s.dense is None:
+            products.add_whole_grams(S, A, self.looked_up(a, s), s, False)
+            return
+        if isinstance(s, Tensor) and a.shape[1] == 1 and S.dim() > 1:
+            inputs, outputs = self.at_terms(a, s)
             products.add_gram(S, (_root(inputs @ inputs.mT) @ outputs).flatten(0, 1))
             products.add_gram(A, (_root(outputs @ outputs.mT) @ inputs).flatten(0, 1))
             return
-        for rows in _chunks(n, 2 * o * width, a):
+        for rows in _chunks(len(a), self.root.numel(), a):
             gradients = self.gradients(a[rows], s[rows])
-            products.add_gram(A, gradients.reshape(-1, width))
+            products.add_gram(A, gradients.flatten(0, 1))
             if S.dim() == 1:
                 S += gradients.square().sum((0, 2), dtype=S.dtype)
             else:
-                products.add_gram(S, gradients.mT.reshape(-1, o))
+                products.add_gram(S, gradients.mT.reshape(-1, len(S)))
 
 
 def _root(C: Tensor) -> Tensor:
@@ -231,7 +221,7 @@ def _root(C: Tensor) -> Tensor:
 
 def _chunks(n: int, numbers: int, like: Tensor) -> list[slice]:
     """Examples in parts, each with a matrix of that many numbers."""
-    step = max(1, products.LARGE.get(like.device.type, products.LARGE["cuda"]) // numbers)
+    step = max(1, products.SMALL.get(like.device.type, products.SMALL["cuda"]) // numbers)
     return [slice(start, start + step) for start in range(0, n, step)]
 
 
@@ -260,12 +250,9 @@ class WhitenedGrams(Whitened):
         return {"A": (block.width, block.width), "S": S}
 
     def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
-        name, s = factors.block.name, factors.s
-        S, A, whitening = totals[f"{name}/S"], totals[f"{name}/A"], self.whitening[name]
-        if isinstance(s, Rows):
-            products.add_whole_grams(S, A, *whitening.rows(factors.a, s), False)
-        else:
-            whitening.add_grams(S, A, _inputs(factors), s)
+        name = factors.block.name
+        S, A = totals[f"{name}/S"], totals[f"{name}/A"]
+        self.whitening[name].add_grams(S, A, _inputs(factors), factors.s)
 
     def finish(self, totals: Tensors) -> Tensors:
         sides = {name: totals.pop(name) / self.examples for name in list(totals)}
@@ -282,14 +269,10 @@ class WhitenedMoments(Whitened):
         return {"eigenvalues": block.shape}
 
     def add_layer(self, totals: Tensors, factors: LayerFactors, first: bool) -> None:
-        name, s = factors.block.name, factors.s
-        total, whitening = totals[f"{name}/eigenvalues"], self.whitening[name]
+        name, a = factors.block.name, _inputs(factors)
         basis = self.bases[name]
-        basis = basis and basis.to(factors.a.device, factors.a.dtype)
-        if isinstance(s, Rows):
-            products.add_squares(total, *whitening.rows(factors.a, s), basis, False)
-        else:
-            whitening.add_squares(total, _inputs(factors), s, basis)
+        basis = basis and basis.to(a.device, a.dtype)
+        self.whitening[name].add_squares(totals[f"{name}/eigenvalues"], a, factors.s, basis)
 
     def finish(self, totals: Tensors) -> Tensors:
         return {n: totals.pop(n).clamp_min_(0.0) / self.examples for n in list(totals)}

@@ -196,16 +196,16 @@ def factors(n: int, t: int, o: int, width: int) -> tuple[Tensor, Tensor, Tensor,
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(("t", "o", "width"), [(1, 4, 6), (2, 12, 3), (9, 3, 4)])
 def test_squares_and_grams(t: int, o: int, width: int, rows: bool) -> None:
-    """One position by pairs, a few stretched, many built."""
+    """One position by terms of D^½, several built."""
     a, s, root, basis = factors(5, t, o, width)
     basis = Basis(None, basis.inputs) if rows else basis
     G = torch.einsum("nto,nti->noi", s, a) * root
     rotated = G @ basis.inputs if rows else basis.outputs.mT @ G @ basis.inputs  # type: ignore[union-attr]
     total = torch.zeros(o, width).double()
-    Whitening.of(root, False).add_squares(total, a, s, basis)
+    Whitening(root).add_squares(total, a, s, basis)
     torch.testing.assert_close(total, rotated.square().sum(0))
     S, A = torch.zeros(o, o).double(), torch.zeros(width, width).double()
-    Whitening.of(root, False).add_grams(S, A, a, s)
+    Whitening(root).add_grams(S, A, a, s)
     torch.testing.assert_close(products.mirror(S), torch.einsum("noi,npi->op", G, G))
     torch.testing.assert_close(products.mirror(A), torch.einsum("noi,noj->ij", G, G))
 
@@ -216,11 +216,17 @@ def test_looked_up_rows() -> None:
     ids = torch.randint(5, (4, 3), generator=torch.Generator().manual_seed(0))
     s[:, :3] = torch.nn.functional.one_hot(ids, 5)
     G = torch.einsum("nto,nti->noi", s, a) * root
-    inputs, outputs = Whitening.of(root, False).rows(a, Rows(ids, 5, dense=s[:, 3:]))
-    torch.testing.assert_close(outputs.outer(inputs), G)
-    inputs, outputs = Whitening.of(root, True).rows(a[:, :3], Rows(ids, 5))
-    first = torch.einsum("nto,nti->noi", s[:, :3], a[:, :3]) * root
-    torch.testing.assert_close(outputs.outer(inputs), first)
+    for rows, exact in (
+        (Rows(ids, 5, dense=s[:, 3:]), G),
+        (Rows(ids, 5), torch.einsum("nto,nti->noi", s[:, :3], a[:, :3]) * root),
+    ):
+        inputs, basis = a[:, : rows.shape[1]], Basis(None, factors(1, 1, 5, 3)[3].inputs)
+        total, S, A = (torch.zeros(shape).double() for shape in ((5, 3), (5,), (3, 3)))
+        Whitening(root).add_squares(total, inputs, rows, basis)
+        torch.testing.assert_close(total, (exact @ basis.inputs).square().sum(0))
+        Whitening(root).add_grams(S, A, inputs, rows)
+        torch.testing.assert_close(S, exact.square().sum((0, 2)))
+        torch.testing.assert_close(products.mirror(A), torch.einsum("noi,noj->ij", exact, exact))
 
 
 def test_refused() -> None:
