@@ -141,6 +141,11 @@ def text(folder: Path = RESULTS) -> str:
             DEFAULT_BY_STAGE,
             ("closed form", "Lanczos iterations"),
         ),
+        "measured": lambda: forms(
+            f"{DEFAULT_BY_STAGE}, measured",
+            DEFAULT_BY_STAGE,
+            ("measured", "Lanczos iterations"),
+        ),
         "mixture settings": lambda: mixture_settings(folder),
         "damping": lambda: pairs(
             by_setting(folder),
