@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from experiments.engine.rivals import RIVALS, rival_scores
 from experiments.engine.trainings import Trainings
@@ -42,6 +43,7 @@ from experiments.tasks.board import BOARD, ENTRIES, PROTOCOLS, Protocol, build_e
 from experiments.tasks.machine import machine, seconds
 from whence.evaluate import LDS, Benchmark, calibration, lds, metasmoothness
 from whence.evaluate.metasmoothness import ROUGH
+from whence.layers.choose import Chooser, matrices
 from whence.persist.files import write_json
 
 DIRECTIONS = 16
@@ -62,9 +64,12 @@ def measure(task: str, options: argparse.Namespace) -> list[Path]:
         missing = [p for p, saved in files.items() if not has(saved, name, repr(method))]
         if not missing:
             continue
-        several = any(not protocol.in_place for protocol in missing)
-        most = ENTRIES[name].most_runs or work.scale.runs
-        scores, cost = attributed(work, method, min(most, work.scale.runs) if several else 1)
+        several, layers = any(not protocol.in_place for protocol in missing), ENTRIES[name].layers
+        if layers is not None and not has_more_than_matrices(work.recipe.build(0)):
+            say(task, f"{name} does not apply: all layers are matrices")
+            continue
+        most = min(ENTRIES[name].most_runs or work.scale.runs, work.scale.runs)
+        scores, cost = attributed(work, method, most if several else 1, layers)
         if not scores:
             say(task, f"{name} does not apply: {cost}")
             continue
@@ -151,9 +156,21 @@ def trainings(task: str, options: argparse.Namespace) -> Trainings:
     )
 
 
-def attributed(work: Trainings, method: Any, runs: int) -> tuple[list[Any], Any]:
+def has_more_than_matrices(model: nn.Module) -> bool:
+    """Whether a model has parameters outside linear layers and convolutions."""
+    owners = {
+        name: module
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    }
+    return matrices(owners) != set(owners)
+
+
+def attributed(
+    work: Trainings, method: Any, runs: int, layers: Chooser | None
+) -> tuple[list[Any], Any]:
     """The scores of each run, and the seconds of one; or none, and why."""
-    studies = [work.study(k) for k in range(runs)]
+    studies = [work.study(k, layers=layers) for k in range(runs)]
     scores, start = [], seconds(work.device)
     options: dict[str, Any] = {"progress": False}
     if type(method).__name__ != "Random":

@@ -32,6 +32,7 @@ from experiments.tasks.recipes import (
     sgd,
     to_zero,
 )
+from whence.layers.choose import Chooser, everything
 from whence.retrain import SmoothAdamW
 
 SCHEMA = 1  # of results/leaderboard.json
@@ -284,12 +285,14 @@ class Entry:
         of: in one sentence, what it is.
         needs: of the run.
         most_runs: attribute at most this many runs, where one takes long.
+        layers: that it tracks (default: the task's, which are matrices).
     """
 
     make: Callable[[MethodSettings], Any]
     of: str
     needs: str = FINAL
     most_runs: int | None = None
+    layers: Chooser | None = None
 
 
 def named(name: str) -> Callable[[MethodSettings], Any]:
@@ -325,6 +328,17 @@ ENTRIES: Mapping[str, Entry] = {
     "Influence()": Entry(lambda s: whence.Influence(stage=s.stage), "our influence functions"),
     "Source()": Entry(lambda s: whence.Source(stage=s.stage), "our SOURCE", ALONG),
     "Best()": Entry(lambda s: whence.Best(stage=s.stage), "one equation for all layers", ALONG),
+    "Influence(), all layers": Entry(
+        lambda s: whence.Influence(stage=s.stage),
+        "the same with embeddings, norms and tied heads, as by default",
+        layers=everything,
+    ),
+    "Source(), all layers": Entry(
+        lambda s: whence.Source(stage=s.stage), "likewise", ALONG, layers=everything
+    ),
+    "Best(), all layers": Entry(
+        lambda s: whence.Best(stage=s.stage), "likewise", ALONG, layers=everything
+    ),
     "HYDRA": Entry(named("HYDRA"), "unrolling without the Hessian", BATCHES, most_runs=1),
     "Unrolled (MAGIC)": Entry(
         named("Unrolled"), "the exact derivative of the training", BATCHES, most_runs=1
