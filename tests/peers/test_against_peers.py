@@ -54,7 +54,7 @@ def factors_of(study: Any, fisher: str) -> dict[str, tuple[Tensor, Tensor, Tenso
     identity = study.identity(run, "train", passes.tracked)
     part = FitData(passes, study.data["train"], study.used(run, "train"), identity, lambda _: "")
     fitter = Fitter([part], study.store(run), batch_size=5, fisher=fisher)
-    covariances, fitted = fitter.covariances(run.final), EKFAC.fit(fitter, [run.final]).factors
+    covariances, fitted = fitter.covariances(run.final), fitter.fit(EKFAC, [run.final], False)
     actual = {}
     for site in passes.tracked.layers:
         A, S = covariances[f"{site.name}/A"], covariances[f"{site.name}/S"]
