@@ -62,7 +62,7 @@ class Neumann:
     def solve(self, v: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """w of each row of v (q, p), and how well it solves the equation."""
         shift = self.H.space.diagonal(self.λ, v)
-        precondition = self.H.preconditioning(self.λ, shift)
+        precondition = self.H.preconditioning(self.λ)
         matrices = self._minibatches()
         rate = 1 / largest(_damped(next(matrices), shift), precondition, v)
         w, half = torch.zeros_like(v), self.iterations / 2

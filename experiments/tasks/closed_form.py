@@ -1,36 +1,17 @@
-"""SOURCE for Adam-type optimizers without iterations: EK-FAC's two steps, taken for D^½ H D^½.
+"""SOURCE for Adam-type optimizers without iterations: M = D^½ H D^½ in closed form.
 
-H = Q Λ Qᵀ with Q = Q_S ⊗ Q_A has the sides S = Q_S diag(Λ1) Q_Sᵀ and A = Q_A diag(1ᵀΛ) Q_Aᵀ, its
-partial traces. With R = D^½ as a matrix (o, width),
-
-    S̃ = S ∘ (R diag(A) Rᵀ)      Ã = A ∘ (Rᵀ diag(S) R)
-    Λ̃ = diag(Q̃ᵀ D^½ H D^½ Q̃)
-
-Q̃_S and Q̃_A are the eigenbases of S̃ and Ã, up to a factor the sides of D^½ (S ⊗ A) D^½. Λ̃ is
-computed with R ≈ Σ_k u_k w_kᵀ, and then scaled to the true trace, Σ D ∘ diag(H):
-
-    Λ̃ = Σ_{k,j} (U_k ∘ U_j)ᵀ Λ (W_k ∘ W_j)      U_k = Q_Sᵀ diag(u_k) Q̃_S    W_k = Q_Aᵀ diag(w_k) Q̃_A
-
-Few terms are enough: Adam's second moments are close to one number per output times one per input.
-M = Q̃ Λ̃ Q̃ᵀ leaves out what D^½ H D^½ has off the diagonal in these bases, which `Source` keeps by
-its Lanczos iterations; functions of it cost what those of H do.
+It leaves out what M has off the diagonal in its eigenbases, which `Source` keeps by its Lanczos
+iterations. Functions of it cost what those of H do.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import whence
 from whence.engine.dynamics import Rates
 from whence.engine.workspace import Term, Workspace
-from whence.operators import EKFAC, Basis, EigenFactors, coupling
-from whence.operators.products import leading
-
-TERMS = 4  # of R ...
-EXACT = 16  # ... but all of them, if these are no more
+from whence.operators import coupling
 
 
 class ClosedForm(whence.Source):
@@ -39,58 +20,8 @@ class ClosedForm(whence.Source):
     def operator(
         self, workspace: Workspace, term: Term, rates: Rates, resident: int
     ) -> tuple[Any, Any, dict[str, float]]:
-        if rates.applied.scalar:  # SGD
-            return super().operator(workspace, term, rates, resident)
-        root = rates.applied.sqrt()
-        H: Any = self.curvature_of(workspace, term, rates, resident)
-        roots = {name: torch.as_tensor(R) for name, R in root.items()}
-        M = EKFAC({name: preconditioned(H.factors[name], R) for name, R in roots.items()})
+        D = rates.applied
+        H: Any = self.curvature_of(workspace, term, rates, resident if D.scalar else 2 * resident)
+        M = H.whitened_in_closed_form(D)
         c = coupling(M) if self.coupling else {}
-        return M.scaled(c) + rates.shift, root, c
-
-
-def preconditioned(block: EigenFactors, root: Tensor) -> EigenFactors:
-    """The factors of D^½ H D^½.
-
-    Args:
-        root: D^½, (o, width).
-    """
-    if block.basis is None:
-        return EigenFactors(block.eigenvalues * root.square(), None)
-    Λ, R, Q_S, Q_A = block.eigenvalues, root, block.basis.outputs, block.basis.inputs
-    S, A = _diagonal(Q_S, Λ.sum(1)), _diagonal(Q_A, Λ.sum(0))
-    basis = Basis(
-        None if Q_S is None else _eigenvectors(Q_S, Λ.sum(1), (R * A) @ R.mT),
-        _eigenvectors(Q_A, Λ.sum(0), (R.mT * S) @ R),
-    )
-    u, w = terms(R)
-    U = None if Q_S is None else [Q_S.mT @ (x[:, None] * basis.outputs) for x in u]
-    W = [Q_A.mT @ (x[:, None] * basis.inputs) for x in w]
-    values = torch.zeros_like(Λ)
-    for k in range(len(u)):
-        for j in range(k + 1):
-            left = (u[k] * u[j])[:, None] * Λ if U is None else (U[k] * U[j]).mT @ Λ
-            values.addmm_(left, W[k] * W[j], alpha=1 if k == j else 2)
-    values.clamp_min_(0.0)  # rounding errors can be below
-    trace = (block.parameter_diagonal() * R.square()).sum()
-    return EigenFactors(values * (trace / values.sum().clamp_min(torch.finfo(Λ.dtype).tiny)), basis)
-
-
-def terms(R: Tensor) -> tuple[Tensor, Tensor]:
-    """u (k, o) and w (k, width) with R ≈ Σ_k u_k w_kᵀ."""
-    most = min(R.shape)
-    (left,), (right,) = leading(R[None], most if most <= EXACT else TERMS)
-    return left, right
-
-
-def _diagonal(Q: Tensor | None, values: Tensor) -> Tensor:
-    """diag(Q diag(values) Qᵀ); Q None is the identity."""
-    return values if Q is None else Q.square() @ values
-
-
-def _eigenvectors(Q: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-    """Those of (Q diag(values) Qᵀ) ∘ weights, computed in float64."""
-    Q = Q.double()
-    matrix = (Q * values.double()) @ Q.mT * weights.double()
-    vectors: Tensor = torch.linalg.eigh(matrix)[1]
-    return vectors.contiguous().to(values)
+        return M.scaled(c) + rates.shift, D.sqrt(), c

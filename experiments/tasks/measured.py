@@ -4,8 +4,8 @@
     M = Q̃ Λ̃ Q̃ᵀ                 Λ̃ = mean_c (1/N) Σ_n (Q̃_Sᵀ G̃_n Q̃_A)²
 
 Q̃_S and Q̃_A are the eigenbases of S̃ and Ã. With `bases="sides"` these come from the covariances
-that EK-FAC has anyway, S and A, by the formulas of `closed_form`; then fitting M takes the passes
-of EK-FAC and no others.
+that EK-FAC has anyway, S and A, by the formulas of `whence.operators.closed_form`; then fitting M
+takes the passes of EK-FAC and no others.
 
 G_n is built and multiplied by D^½. Where an example has one position in a layer, nothing is built:
 with D^½ ≈ Σ_k u_k w_kᵀ, G̃_n = Σ_k (u_k ∘ s)(w_k ∘ a)ᵀ is the gradient of a layer with k positions.
@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 import whence
-from experiments.tasks.closed_form import terms
 from whence.engine.dynamics import Rates
 from whence.engine.workspace import Term, Workspace
 from whence.layers.capture import LayerFactors, Outputs, ParameterBlock
 from whence.layers.passes import Weights
 from whence.layers.rows import Rows
 from whence.operators import EKFAC, KINDS, Basis, Fitter, coupling, products
+from whence.operators.closed_form import terms
+from whence.operators.operator import named
 from whence.operators.statistics import LayerStatistic, Tensors
 from whence.persist.identity import tensors_sha256
 
@@ -106,7 +107,7 @@ class Measured(whence.Source):
                 b.name: _basis(b, sides.pop(f"{b.name}/S"), sides.pop(f"{b.name}/A"), fitter)
                 for b in fitter.blocks
             }
-        return mean(WhitenedMoments, bases) | fitter.as_tensors(bases)
+        return mean(WhitenedMoments, bases) | named(bases)
 
     def _sides(
         self,

@@ -40,6 +40,8 @@ ADAM = [
     forms.exact(2),
     whence.Source.published(2, curvature="diagonal"),
     whence.Influence.published("source"),
+    whence.Influence(solver="cg"),
+    whence.Best(),
 ]
 
 
@@ -186,11 +188,11 @@ def test_groups_are_filled_in_order() -> None:
 def test_one_block_at_a_time_is_there() -> None:
     brought: list[str] = []
 
-    def bring(name: str) -> Any:
+    def bring(name: str, tensors: Any) -> Any:
         brought.append(name)
         return name.upper()
 
-    away = OffloadedFactors(["a", "b"], bring)
+    away = OffloadedFactors({"a": {}, "b": {}}, bring)
     assert list(away) == ["a", "b"] and len(away) == 2 and "a" in away and "c" not in away
     assert brought == []
     assert (away["a"], away["a"], away["b"], away["a"]) == ("A", "A", "B", "A")

@@ -69,21 +69,8 @@ def conjugate_gradients(
     What is left of the error is the residual r = v - (H + λ) w, reported in the norm of the
     preconditioner M: √(rᵀM⁻¹r / vᵀM⁻¹v), about the error of w as scores see it.
     """
-    data, run = workspace.fit_data(workspace.study.stages), workspace.run
-    preconditioner: Any = None
-    if λ.scalar:
-        how = {"fisher": settings["fisher"] or "sampled", "seed": settings["seed"]}
-        approximation = KINDS[settings["curvature"] or "ekfac"].fit(workspace, [run.final], **how)
-        flat = FLAT * max(float(x.max()) for x in approximation.eigenvalues().values())
-        preconditioner = approximation + dict.fromkeys(λ, flat)
-    else:  # λP̄⁻¹, the optimizer's own preconditioner, serves here too
-        for name in ("curvature", "fisher"):
-            if settings[name] is not None:
-                raise InvalidInput(
-                    f"{name}={settings[name]!r} is of the EK-FAC preconditioner, but with "
-                    "damping='source' on a preconditioned optimizer λP̄⁻¹ takes its place: leave "
-                    f"{name} out, or give a number as damping"
-                )
+    data, final = workspace.fit_data(workspace.study.stages), [workspace.run.final]
+    how = {k: settings[k] for k in ("fisher", "seed")}
     H = _gauss_newton(
         workspace,
         data,
@@ -92,7 +79,8 @@ def conjugate_gradients(
         queries=solved_at_once(workspace),
         iterations=settings["iterations"],
         relative_residual=settings["tolerance"],
-        preconditioner=preconditioner,
+        preconditioner=KINDS[settings["curvature"]].fit(workspace, final, **how),
+        flat=FLAT,
     )
     return H.inverse(λ)
 
@@ -160,7 +148,7 @@ def _subsample(data: Sequence[FitData], count: int, seed: int) -> list[FitData]:
 
 
 def _fitting(settings: Mapping[str, Any]) -> dict[str, int]:
-    return KINDS[settings["curvature"] or "ekfac"].passes_over(1)
+    return KINDS[settings["curvature"]].passes_over(1)
 
 
 SOLVERS = {
@@ -178,8 +166,8 @@ SOLVERS = {
     "cg": Solver(
         {
             "damping": "source",
-            "curvature": None,
-            "fisher": None,
+            "curvature": "ekfac",
+            "fisher": "sampled",
             "seed": 0,
             "iterations": 100,
             "tolerance": 1e-2,
@@ -221,9 +209,8 @@ def check_settings(solver: str, given: dict[str, Any], settings: dict[str, Any])
         check_damping(damping, ", or 'source' for λ = 1/(η̄K)")
     if damping == 0 and solver in NEED_DAMPING:
         raise InvalidInput(f"damping=0 {NEED_DAMPING[solver]}")
-    if settings.get("curvature") is not None:
+    if "curvature" in settings:
         check_choice("curvature", settings["curvature"], KINDS)
-    if settings.get("fisher") is not None:
         check_choice("fisher", settings["fisher"], FISHERS)
     for name in ("rank", "iterations", "examples"):
         if settings.get(name) is not None:

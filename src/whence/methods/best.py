@@ -83,7 +83,9 @@ class Best(SegmentedMethod):
         self, workspace: Workspace, term: Term, rates: Rates, resident: int
     ) -> tuple[Any, Any, dict[str, float]]:
         """Coupled EK-FAC and the solver of the whole matrix, D^½, and c."""
-        H, D = self.curvature_of(workspace, term, rates, resident), rates.applied
+        D = rates.applied
+        # the preconditioner has factors of its own, where D differs within a layer
+        H = self.curvature_of(workspace, term, rates, resident if D.scalar else 2 * resident)
         M = H.whitened(workspace.diagonal(D))
         c = coupling(M)
         λ = BlockDiagonal({name: self.relative_damping / x for name, x in D.items()})

@@ -20,6 +20,7 @@ from torch import Tensor
 from whence.layers.passes import Weights
 from whence.operators.factored import Factored
 from whence.operators.fit import Fitter
+from whence.operators.operator import named
 
 
 class EKFAC(Factored):
@@ -35,7 +36,7 @@ class EKFAC(Factored):
         positions = {block.name: fitter.positions[block.name] for block in fitter.blocks}
         bases, _ = fitter.eigenbases(checkpoints, cls.whole_blocks(positions))
         moments = fitter.second_moments(cls.kind, checkpoints, bases, diagonal)
-        return moments | fitter.as_tensors(bases)
+        return moments | named(bases)
 
 
 class Shampoo(EKFAC):

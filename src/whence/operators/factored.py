@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from whence.layers.passes import Weights
+from whence.operators.closed_form import whitened_block
 from whence.operators.operator import (
     Basis,
     BlockDiagonal,
@@ -24,6 +25,7 @@ from whence.operators.operator import (
     Inverse,
     Operator,
     inverse,
+    named,
     rotate,
 )
 from whence.operators.trimmed import Trimmed
@@ -47,40 +49,59 @@ class EigenFactors:
     basis: Basis | None
     diagonal: Tensor | None = None
 
+    def named(self, block: str) -> dict[str, Tensor]:
+        """Its tensors, by the names they are stored under."""
+        return named({block: self.basis}) | {f"{block}/eigenvalues": self.eigenvalues}
+
     def parameter_diagonal(self) -> Tensor:
         """The diagonal (o, width) of Q Λ Qᵀ in the parameters' own coordinates."""
-        if self.basis is None:
-            return self.eigenvalues
-        values = self.eigenvalues
-        if self.basis.outputs is not None:
-            values = self.basis.outputs.square() @ values
-        return values @ self.basis.inputs.square().mT
+        return self.eigenvalues if self.basis is None else self.basis.diagonal(self.eigenvalues)
 
 
 class OffloadedFactors(Mapping[str, EigenFactors]):
-    """Factors that stay on the CPU: a block is brought to the device when it is asked for, and
-    leaves it with the next one."""
+    """Factors that stay elsewhere: a block is brought to the device when it is asked for, and
+    leaves it with the next one.
 
-    def __init__(self, names: Sequence[str], bring: Callable[[str], EigenFactors]) -> None:
-        self._names, self._bring = list(names), bring
+    Args:
+        parts: each block's tensors, by name: on the CPU, or at the rank that owns the block, where
+            all other ranks have no tensors.
+        bring: a block on the device, from its name and tensors. All ranks do it together.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, dict[str, Tensor]],
+        bring: Callable[[str, dict[str, Tensor]], EigenFactors],
+    ) -> None:
+        self._parts, self._bring = parts, bring
         self._last: tuple[str, EigenFactors] | None = None
 
     def __getitem__(self, name: str) -> EigenFactors:
         if self._last is None or self._last[0] != name:
-            if name not in self._names:
-                raise KeyError(name)
+            tensors = self._parts[name]
             self._last = None  # so that there are never two
-            self._last = (name, self._bring(name))
+            self._last = (name, self._bring(name, tensors))
         return self._last[1]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._parts
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._parts)
+
+    def mapped(
+        self, names: Sequence[str], function: Callable[[str, EigenFactors], EigenFactors]
+    ) -> OffloadedFactors:
+        """With a function of these blocks in their place, computed where a block is kept."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name in names:
+            block, kept = self[name], self._parts[name]
+            new = function(name, block).named(name) if kept else {}
+            parts[name] = {key: x.to(next(iter(kept.values())).device) for key, x in new.items()}
+        return OffloadedFactors(parts, self._bring)
 
 
 class Fits(Protocol):
@@ -266,6 +287,21 @@ class Factored(Operator[BlockVectors]):
             return self._elementwise({n: self.block_eigenvalues(n) * diagonal[n] for n in names})
         root = BlockDiagonal({name: diagonal[name] for name in names}).sqrt()
         return Whitened(self, root, {})
+
+    def whitened_in_closed_form(self, diagonal: BlockDiagonal) -> Self:
+        """D^½ H D^½ approximately: in eigenbases and with eigenvalues of its own."""
+        names = [name for name in self.names if name in diagonal]
+        if diagonal.scalar:  # exactly
+            return self.restricted(names).scaled({n: float(diagonal[n]) for n in names})
+
+        def whitened(name: str, block: EigenFactors) -> EigenFactors:
+            values = self.block_eigenvalues(name)
+            root = torch.as_tensor(diagonal[name]).to(values).sqrt().expand_as(values)
+            return EigenFactors(*whitened_block(values, block.basis, root))
+
+        if isinstance(self.factors, OffloadedFactors):
+            return self._like(self.factors.mapped(names, whitened))
+        return self._like({name: whitened(name, self.factors[name]) for name in names})
 
     def _like(
         self,

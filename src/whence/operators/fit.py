@@ -188,17 +188,6 @@ class Fitter:
                 mean[name] = mean[name] + share if name in mean else share
         return mean
 
-    @staticmethod
-    def as_tensors(bases: Mapping[str, Basis | None]) -> Tensors:
-        """Bases by the names they are cached under."""
-        tensors: Tensors = {}
-        for name, basis in bases.items():
-            if basis is not None:
-                tensors[f"{name}/inputs"] = basis.inputs
-            if basis is not None and basis.outputs is not None:
-                tensors[f"{name}/outputs"] = basis.outputs
-        return tensors
-
     # -- which rank has what ---------------------------------------------------------------------
 
     @cached_property
@@ -355,7 +344,7 @@ class Fitter:
         parts: dict[str, Tensors] = {name: {} for name in names}
         for name, value in factors.items():
             parts[name.rpartition("/")[0]][name] = value
-        return OffloadedFactors(names, lambda name: self._from_owner(name, parts[name]))
+        return OffloadedFactors(parts, self._from_owner)
 
     def _from_owner(self, name: str, factors: Tensors) -> EigenFactors:
         given = self.world.share(factors, self._owners[name], self.device)

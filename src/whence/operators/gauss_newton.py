@@ -71,7 +71,8 @@ class GaussNewton(Operator[BlockVectors]):
         memory: bytes that a product, and Krylov iterations, may use.
         tallies: where their number is noted.
         iterations, relative_residual: of conjugate gradients: the maximum, and where to stop.
-        preconditioner: of conjugate gradients: an approximation of H in closed form.
+        preconditioner: of conjugate gradients: an approximation H' of H in closed form.
+        flat: of the largest eigenvalue of λ^-½ H' λ^-½: the share that is added to all of them.
 
     Attributes:
         tolerance: the relative error of Krylov iterations, by precision.
@@ -91,12 +92,13 @@ class GaussNewton(Operator[BlockVectors]):
         iterations: int = 100,
         relative_residual: float = 0.01,
         preconditioner: Factored | None = None,
+        flat: float = 0.0,
     ) -> None:
         self.data, self.checkpoints, self.space = data, checkpoints, space
         self.batch_size, self.queries = batch_size, queries
         self.memory, self.tallies = memory, {} if tallies is None else tallies
         self.iterations, self.relative_residual = iterations, relative_residual
-        self.preconditioner = preconditioner
+        self.preconditioner, self.flat = preconditioner, flat
         self._products = 0
         self._check()
 
@@ -113,7 +115,7 @@ class GaussNewton(Operator[BlockVectors]):
 
         Args:
             stages: whose data it is of, pooled (default: all).
-            settings: iterations, relative_residual, preconditioner.
+            settings: iterations, relative_residual, preconditioner, flat.
         """
         data = workspace.fit_data(stages)
         return workspace.gauss_newton(data, checkpoints, workspace.blocks, **settings)
@@ -222,16 +224,16 @@ class GaussNewton(Operator[BlockVectors]):
     def inverse(self, damping: float | Mapping[str, Any]) -> Inverse[BlockVectors]:
         """By conjugate gradients, `queries` at a time, each until it has converged.
 
-        Preconditioned by (H' + λ)⁻¹ with the `preconditioner` H', else by λ⁻¹; where λ differs
-        within a block, H' gets its geometric mean there.
+        Preconditioned by λ^-½ (M' + 1)⁻¹ λ^-½ with M' ≈ λ^-½ H' λ^-½, in closed form, of the
+        `preconditioner` H'; by λ⁻¹ without one.
         """
         statistics: dict[str, Any] = {}
         damping = BlockDiagonal.over(self.space.blocks, damping)
+        precondition = self.preconditioning(damping)
 
         def solve(v: BlockVectors) -> BlockVectors:
             w = self.space.flatten({name: v.matrix(name) for name in v.values})
             shift = self.space.diagonal(damping, w)
-            precondition = self.preconditioning(damping, shift)
             steps, residuals = [], []
             for rows in cut(len(w), self.queries):
                 here = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -257,19 +259,22 @@ class GaussNewton(Operator[BlockVectors]):
 
         return Inverse(solve, statistics=statistics)
 
-    def preconditioning(
-        self, damping: Mapping[str, Any], shift: Tensor
-    ) -> Callable[[Tensor], Tensor]:
-        """(H' + λ)⁻¹ with the preconditioner H', or λ⁻¹ without one; `shift` is λ, (p,)."""
-        approximation = self.preconditioner
-        if approximation is None:
-            return shift.reciprocal().mul
-        names = list(self.space.blocks)
-        closed_form = approximation.restricted(names) + {n: _typical(damping[n]) for n in names}
+    def preconditioning(self, damping: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+        """An approximation of (H + λ)⁻¹, from rows (q, p) to rows."""
+        D = BlockDiagonal({name: 1 / damping[name] for name in self.space.blocks})
+        passes = self.data[0].passes
+        zero = torch.zeros((), device=passes.device, dtype=accumulator(passes.dtype))
+        applied = self.space.diagonal(D, zero)
+        if self.preconditioner is None:
+            return applied.mul
+        M, root = self.preconditioner.whitened_in_closed_form(D), applied.sqrt_()
+        most = max(float(x.max()) for x in M.eigenvalues().values()) if self.flat else 0.0
+        damped = M + (1.0 + self.flat * most)
 
         def precondition(x: Tensor) -> Tensor:
-            solved = closed_form.apply(torch.reciprocal, self.space.vectors(x))
-            return self.space.flatten({name: solved.matrix(name) for name in solved.values})
+            solved = damped.apply(torch.reciprocal, self.space.vectors(x * root), overwrite=True)
+            whole = {name: solved.matrix(name) for name in solved.values}
+            return self.space.flatten(whole).mul_(root)
 
         return precondition
 
@@ -425,11 +430,6 @@ class Linearised:
         gradients = _each(lambda g: torch.autograd.grad(self.outputs, self._edges, g, **_KEEP), y)
         for block, (a, s) in zip(self._blocks, self._positions(gradients), strict=True):
             yield block.name, a, s
-
-
-def _typical(damping: float | Tensor) -> float:
-    """One number for a block: the geometric mean."""
-    return damping.log().mean().exp().item() if isinstance(damping, Tensor) else damping
 
 
 _KEEP: Any = {"retain_graph": True, "materialize_grads": True}

@@ -10,6 +10,7 @@ from torch import Tensor
 from whence.layers.passes import Weights
 from whence.operators.factored import Factored
 from whence.operators.fit import Fitter
+from whence.operators.operator import named
 
 
 class KFAC(Factored):
@@ -24,7 +25,7 @@ class KFAC(Factored):
         cls, fitter: Fitter, checkpoints: Sequence[Weights], diagonal: bool
     ) -> dict[str, Tensor]:
         bases, eigenvalues = fitter.eigenbases(checkpoints)
-        factors = fitter.as_tensors(bases)
+        factors = named(bases)
         for name, (Λ_S, Λ_A) in eigenvalues.items():
             factors[f"{name}/eigenvalues"] = torch.outer(Λ_S.clamp_min(0), Λ_A.clamp_min(0))
         if diagonal:

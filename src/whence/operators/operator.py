@@ -60,6 +60,12 @@ class Basis:
             return self
         return Basis(self.outputs, F.pad(self.inputs, (0, missing)))
 
+    def diagonal(self, values: Tensor) -> Tensor:
+        """The diagonal (o, width) of Q Λ Qᵀ in the parameters' own coordinates."""
+        if self.outputs is not None:
+            values = self.outputs.square() @ values
+        return values @ self.inputs.square().mT
+
     def rotate_inputs(self, a: Tensor) -> Tensor:
         """[a, 1] Q_A: (n, t, i) -> (n, t, width), and what the basis is padded by."""
         n, t, i = a.shape
@@ -73,6 +79,17 @@ class Basis:
             return s
         n, t, o = s.shape
         return (s.reshape(n * t, o) @ self.outputs).view(n, t, o)
+
+
+def named(bases: Mapping[str, Basis | None]) -> dict[str, Tensor]:
+    """The matrices of these blocks' bases, by the names they are stored under."""
+    tensors: dict[str, Tensor] = {}
+    for name, basis in bases.items():
+        if basis is not None:
+            tensors[f"{name}/inputs"] = basis.inputs
+        if basis is not None and basis.outputs is not None:
+            tensors[f"{name}/outputs"] = basis.outputs
+    return tensors
 
 
 def padding(rows: Tensor) -> int:

@@ -22,6 +22,7 @@ from whence.engine.workspace import LOSS, MEASUREMENT, Workspace
 from whence.errors import DiskFull, NotFinite
 from whence.layers.passes import Signal
 from whence.operators import EKFAC, cost
+from whence.operators.operator import named
 from whence.operators.products import add_gram, mirror
 from whence.persist.files import Throttle, make_folder
 from whence.persist.identity import key_of
@@ -192,10 +193,9 @@ class Builder:
         fitter = workspace.fitter(store.study.stages, s["fisher"], s["seed"])
         checkpoints = {u.checkpoint.step: u.checkpoint for u in self._units}
         curvature = fitter.fit(EKFAC, list(checkpoints.values()), diagonal=False)
-        tensors: dict[str, Tensor] = {}
         entries = leading(curvature, workspace.trained_blocks(), s["dimension"])
+        tensors = named({name: x.basis for name, x in entries.items()})
         for name, x in entries.items():
-            tensors |= fitter.as_tensors({name: x.basis})
             tensors |= {f"{name}/rows": x.rows, f"{name}/columns": x.columns}
         store.factors.put(store.eigenbasis_key, tensors, {"what": "eigenbasis"})
         store.place_eigenbasis(workspace, tensors)

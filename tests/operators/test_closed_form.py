@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.tasks.closed_form import preconditioned
 from whence.operators import Basis, EigenFactors
+from whence.operators.closed_form import whitened_block
 
 OUTPUTS, WIDTH = 5, 7
 
 
 def orthogonal(n: int, generator: torch.Generator) -> Tensor:
     return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0]
+
+
+def whitened(block: EigenFactors, R: Tensor) -> EigenFactors:
+    return EigenFactors(*whitened_block(block.eigenvalues, block.basis, R))
 
 
 def matrix_of(block: EigenFactors) -> Tensor:
@@ -51,7 +55,7 @@ def test_the_written_out_matrix(kind: str) -> None:
     outputs = orthogonal(OUTPUTS, generator) if kind == "matrix" else None
     basis = None if kind == "diagonal" else Basis(outputs, orthogonal(WIDTH, generator))
     block = EigenFactors(eigenvalues, basis)
-    torch.testing.assert_close(matrix_of(preconditioned(block, R)), written_out(block, R))
+    torch.testing.assert_close(matrix_of(whitened(block, R)), written_out(block, R))
 
 
 def test_it_is_exact_for_a_product_of_two_sides() -> None:
@@ -62,7 +66,7 @@ def test_it_is_exact_for_a_product_of_two_sides() -> None:
     block = EigenFactors(torch.outer(*sides), basis)
     R = torch.outer(torch.rand(OUTPUTS).double() + 0.1, torch.rand(WIDTH).double() + 0.1)
     expected = R.flatten()[:, None] * matrix_of(block) * R.flatten()
-    torch.testing.assert_close(matrix_of(preconditioned(block, R)), expected)
+    torch.testing.assert_close(matrix_of(whitened(block, R)), expected)
 
 
 def test_few_terms_keep_the_trace() -> None:
@@ -71,4 +75,4 @@ def test_few_terms_keep_the_trace() -> None:
     basis = Basis(*(orthogonal(n, generator).float() for n in (40, 30)))
     block = EigenFactors(eigenvalues, basis)
     trace = (block.parameter_diagonal() * R.square()).sum()
-    torch.testing.assert_close(preconditioned(block, R).eigenvalues.sum(), trace)
+    torch.testing.assert_close(whitened(block, R).eigenvalues.sum(), trace)
