@@ -279,6 +279,14 @@ study = ranks.study(Path({runs!r}), cache={cache!r})
 query = ranks.QUERY
 """
 
+# The group's threads must have ended when Python does: one that needs the interpreter then aborts.
+ENDS = """
+import atexit, os, weakref
+import torch.distributed.nn
+group = weakref.ref(torch.distributed.group.WORLD)
+atexit.register(lambda: group() is None or os._exit(3))
+"""
+
 
 @pytest.mark.slow
 def test_srun(runs: Path, tmp_path: Path) -> None:
@@ -307,7 +315,7 @@ def test_srun(runs: Path, tmp_path: Path) -> None:
 def test_torchrun(runs: Path, tmp_path: Path) -> None:
     """The command line joins a group by itself; the first process alone answers."""
     file = tmp_path / "study.py"
-    file.write_text(STUDY.format(runs=str(runs), cache=str(tmp_path / "cache")))
+    file.write_text(STUDY.format(runs=str(runs), cache=str(tmp_path / "cache")) + ENDS)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--master-port=29617", "-m", "whence", "attribute", str(file), "--json"]
     command += ["--method", "influence", "--out", str(tmp_path / "scores")]
