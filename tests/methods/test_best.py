@@ -98,6 +98,17 @@ def test_few_iterations_come_close() -> None:
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
 
 
+def test_few_iterations_come_close_after_adam() -> None:
+    """The preconditioner knows D within a layer: its curvature is of D^½ H D^½, not of H."""
+    it = adaptive.pair("mlp", "adam")
+    exact = whence.Best(CONVERGED).attribute(it.study, it.query, **EXACT).values
+    errors = []
+    for curvature in ("ekfac", "identity"):
+        scores = whence.Best(3, curvature=curvature).attribute(it.study, it.query, **EXACT)
+        errors.append(abs(scores.values - exact).max() / abs(exact).max())
+    assert errors[0] < 0.1 * errors[1]
+
+
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 5}, {"memory": 2**20}])
 def test_batches_and_memory_change_nothing(options: dict[str, Any]) -> None:
     study, _, query = small("conv")
