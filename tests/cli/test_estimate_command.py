@@ -18,7 +18,19 @@ LLAMA = {
     "vocab_size": 500,
 }
 MODELS = """
+import torch
 from torch import nn
+
+MEAN = torch.ones(8)
+LARGEST = MEAN.max().item()
+
+class Centred(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 3)
+        self.register_buffer("mean", MEAN)
+
+    def forward(self, x):
+        return super().forward(x - self.mean)
 
 def small():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -65,6 +77,12 @@ def test_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out)["passes"] == {"covariances": 1, "eigenvalues": 1, "scores": 1}
     sheet = " --gpu mine --flops 1e14 --bandwidth 1e12 --memory 24GB"
     assert _run(line + sheet, capsys)[0] == 0
+
+
+def test_a_module_that_makes_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    """Real ones, as a study file does that trains when it is imported."""
+    code, _, err = _run("--model estimated_models:Centred --input 8 --examples 5", capsys)
+    assert code == 0, err
 
 
 @pytest.mark.parametrize(

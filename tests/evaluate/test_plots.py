@@ -21,17 +21,20 @@ from whence.evaluate import (
     Mislabeled,
     SubsetRemoval,
     calibration,
+    combine,
     mislabeled,
 )
 from whence.report import (
     Table,
     plot_calibration,
+    plot_combination,
     plot_lds,
     plot_lds_over_alpha,
     plot_mislabeled,
     plot_removal,
 )
 from whence.retrain import Truth
+from whence.scores import Scores
 from whence.table import estimate
 
 
@@ -78,6 +81,19 @@ def calibrated(queries: int, scale: float = 1.0) -> Any:
     return calibration(scale * values, truth)
 
 
+def combined() -> Scores:
+    random = np.random.default_rng(2)
+    masks, values = random.random((30, 20)) < 0.5, random.normal(size=(4, 20))
+    measured = (masks @ values.T)[:, None] + random.normal(size=(30, 3, 4))
+    about: Any = {"measurement": "margin", "unit": "logits", "higher_is_better": True}
+    truth = Truth(masks, measured, alpha=0.5, **about)
+    inputs = {
+        name: Scores(values + noise * random.normal(size=values.shape), method=name, **about)
+        for name, noise in (("Source", 1.0), ("in $5$", 1.5))
+    }
+    return combine(inputs, truth)
+
+
 ENSEMBLE = {"Source": lds_of(0.5, single=lds_of(0.4)), "TracIn": lds_of(0.2)}
 SERIES = {"Source": [lds_of(0.5, 0.5), lds_of(0.6, 0.1)], "TracIn": [lds_of(0.2, 0.5)]}
 PLOTS = {
@@ -87,6 +103,7 @@ PLOTS = {
     "mislabeled": lambda **more: plot_mislabeled(suspicious(), **more),
     "few": lambda **more: plot_calibration(calibrated(5), **more),
     "many": lambda **more: plot_calibration(calibrated(100), **more),
+    "combination": lambda **more: plot_combination(combined(), **more),
     "unitless": lambda **more: plot_calibration(calibrated(5, 1000.0), **more),
 }
 
@@ -146,6 +163,21 @@ def test_lines_go_through_the_results() -> None:
     result = calibrated(5)
     slope = plot_calibration(result).axes[0].lines[-1]
     np.testing.assert_allclose(slope.get_ydata(), result.slope * slope.get_xdata())
+
+
+def test_points_are_at_the_scores_of_what_was_weighed() -> None:
+    scores = combined()
+    about, axis = scores.diagnostics["combination"], plot_combination(scores).axes[0]
+    every = [*about["inputs"].values(), about["equal"], about["combined"]]
+    points = [line for line in axis.lines if line.get_marker() == "o"]
+    assert [line.get_xdata()[0] for line in points] == [one["lds"] for one in every]
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels[0] == f"Source (weight {about['weights']['Source']:.2g})"
+    assert labels[-1] == about["returned"] == "combination"
+    filled = [line.get_markerfacecolor() != "white" for line in points]
+    assert filled == [False, False, False, True]
+    with pytest.raises(ValueError, match=r"use evaluate\.combine"):
+        plot_combination(scores.with_values(scores.values, diagnostics={}))
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from whence.operators.projected import Projected, ProjectedVectors
+from whence.operators import Projected
+from whence.operators.projected import ProjectedVectors
 
 COLUMNS = {"joint": [slice(0, 5)], "by layer": [slice(0, 2), slice(2, 5)]}
 

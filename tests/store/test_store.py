@@ -670,6 +670,16 @@ def test_smaller_rows(it: Case, tmp_path: Path, form: str) -> None:
         GradientStore.build(it.study, tmp_path / "full", 40, rows=form, **BUILD)
 
 
+@pytest.mark.parametrize("form", FULL)
+@pytest.mark.parametrize("dimension", [12, 13, 14, 15])
+def test_smaller_rows_of_any_width(it: Case, tmp_path: Path, dimension: int, form: str) -> None:
+    """Also where a row does not begin at a multiple of the size of its scale."""
+    store = GradientStore.build(it.study, tmp_path / "s", dimension, rows=form, **BUILD)
+    rows = store.rows("train", it.study.runs[0].final)
+    assert torch.equal(rows[:1], rows[:][:1])
+    assert store.source(QUERY, **QUIET).values.shape == (3, 24)
+
+
 def test_smaller_rows_that_grow_are_those_of_one_build(it: Case, tmp_path: Path) -> None:
     first = TensorDataset(*TRAIN[:15])
     part = whence.Study(it.model, it.task, train=first, runs=it.history.run)

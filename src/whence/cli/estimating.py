@@ -184,9 +184,11 @@ def _built(name: str, tokens: int, shape: list[int] | None) -> tuple[nn.Module, 
 
 
 def _own(name: str) -> nn.Module:
+    import torch
     from torch import nn
 
-    make = imported("--model", name, call=False)
+    with torch.device("cpu"):  # a module may make tensors, or even train, when it is imported
+        make = imported("--model", name, call=False)
     model, problem = None, "it is a model already, with weights"
     if not isinstance(make, nn.Module):
         try:
@@ -198,7 +200,7 @@ def _own(name: str) -> nn.Module:
         raise CommandError(
             f"--model {name}: {problem}. Give a function that returns the model, without arguments"
         )
-    return model
+    return model.to("meta")  # with buffers that it takes from its module
 
 
 def _hugging_face(name: str) -> nn.Module:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from whence.evaluate.lds import LDS
     from whence.evaluate.mislabeled import Mislabeled
     from whence.evaluate.removal import SubsetRemoval
+    from whence.scores import Scores
 
 StrPath = str | os.PathLike[str]
 T = TypeVar("T")
@@ -34,6 +35,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", (0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 1)), "-")
 GREY = "#777777"
+JOINT = {"equal-weight sum": "equal", "combination": "combined"}  # in the diagnostics of `combine`
 MANY = 2000  # points above which a scatter becomes hexagons
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -205,6 +207,31 @@ def plot_calibration(
         axis.set_xlabel(f"predicted change of the {result.measurement}{unit}")
         axis.set_ylabel(f"real change of the {result.measurement}{unit}")
         _finish(fig, axis, title or result.method, beside=False)
+    return fig
+
+
+def plot_combination(
+    scores: Scores, *, title: str | None = None, path: StrPath | None = None
+) -> Figure:
+    """LDS with 95 % intervals of what `combine` weighed: each input with its weight, their
+    equal-weight sum, and the combination, cross-validated. What was returned is filled."""
+    about = scores.diagnostics.get("combination")
+    if about is None:
+        raise InvalidInput("scores have no combination in their diagnostics: use evaluate.combine")
+    weights, inputs = about["weights"], about["inputs"]
+    rows = {f"{name} (weight {weights[name]:.2g})": (name, lds) for name, lds in inputs.items()}
+    rows |= {name: (name, about[key]) for name, key in JOINT.items()}
+    with _figure((4.6, 1.2 + 0.3 * len(rows)), path) as (fig, axis):
+        for k, (name, lds) in enumerate(rows.values()):
+            error = np.abs(np.array(lds["interval"]) - lds["lds"])[:, None]
+            face = COLOURS[0] if name == about["returned"] else "white"
+            look: dict[str, Any] = _look(0) | {"linestyle": "none", "markerfacecolor": face}
+            axis.errorbar(lds["lds"], k, xerr=error, elinewidth=1, capsize=2.5, **look)
+        axis.set_yticks(range(len(rows)), list(_named(rows)))
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.set_xlabel(f"LDS (rank correlation) on {about['subsets']} subsets")
+        axis.set_ylabel("scores")
+        _finish(fig, axis, title)
     return fig
 
 

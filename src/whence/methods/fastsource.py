@@ -7,7 +7,6 @@ times the cost of influence functions rather than C times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from whence.layers.passes import Weights
 from whence.methods.source import Source
@@ -21,8 +20,17 @@ class FastSource(Source):
         return [MeanCheckpoint(segment.checkpoints)]
 
     @classmethod
-    def published(cls, *arguments: Any, **settings: Any) -> Source:
+    def published(
+        cls,
+        segments: int | str | Sequence[int] = 3,
+        curvature: str = "ekfac",
+        fisher: str = "sampled",
+        damping: float | None = None,
+        weight_decay: str = "ignore",
+        stage: str | None = None,
+        seed: int = 0,
+    ) -> Source:
         """The paper to the letter. The arguments are those of `Source.published`."""
         from whence.methods.published import PublishedFastSource
 
-        return PublishedFastSource(*arguments, **settings)
+        return PublishedFastSource(segments, curvature, fisher, damping, weight_decay, stage, seed)

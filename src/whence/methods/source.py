@@ -14,6 +14,7 @@ the last stage's checkpoints. The sign is that of f(with m) - f(without m).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from whence.engine.dynamics import Rates
@@ -74,7 +75,16 @@ class Source(SegmentedMethod):
                 workspace.ledger.note_survival(k, v.squared_norm() / size)
 
     @classmethod
-    def published(cls, *arguments: Any, **settings: Any) -> Source:
+    def published(
+        cls,
+        segments: int | str | Sequence[int] = 3,
+        curvature: str = "ekfac",
+        fisher: str = "sampled",
+        damping: float | None = None,
+        weight_decay: str = "ignore",
+        stage: str | None = None,
+        seed: int = 0,
+    ) -> Source:
         """The paper to the letter: final query gradient, no coupling, no floor, and for Adam-type
         optimizers the mixed form of appendix D.2.
 
@@ -85,4 +95,4 @@ class Source(SegmentedMethod):
         """
         from whence.methods.published import PublishedSource
 
-        return PublishedSource(*arguments, **settings)
+        return PublishedSource(segments, curvature, fisher, damping, weight_decay, stage, seed)

@@ -23,6 +23,7 @@ from whence.operators.operator import (
     significant,
     survival,
 )
+from whence.operators.projected import Projected
 from whence.operators.statistics import FitData
 from whence.operators.whitened import Whitened
 
@@ -51,6 +52,7 @@ __all__ = [
     "Inverse",
     "OffloadedFactors",
     "Operator",
+    "Projected",
     "Shampoo",
     "Whitened",
     "accumulator",

@@ -2,6 +2,7 @@
 
 from whence.evaluate.plots import (
     plot_calibration,
+    plot_combination,
     plot_lds,
     plot_lds_over_alpha,
     plot_mislabeled,
@@ -23,6 +24,7 @@ __all__ = [
     "card",
     "check_data",
     "plot_calibration",
+    "plot_combination",
     "plot_lds",
     "plot_lds_over_alpha",
     "plot_mislabeled",

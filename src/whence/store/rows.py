@@ -129,7 +129,7 @@ class StoredRows:
         if self.form == "full":
             return torch.from_numpy(stored), None
         d = stored.shape[1] - 4 // stored.itemsize
-        scales = np.ascontiguousarray(stored[:, d:]).view(np.float32)[:, 0]
+        scales = stored[:, d:].copy().view(np.float32)[:, 0]  # a single row may start anywhere
         return torch.from_numpy(stored[:, :d]), torch.from_numpy(scales)
 
 
