@@ -11,7 +11,9 @@ import pytest
 from tools.walk import Walk, follow, walks
 
 ROOT = Path(__file__).parents[1]
-MOST, MOST_FUNCTIONS = 34, 494  # lower them when a change lets you
+# Measured alone: after other tests, functions whose answers are cached do not run again. Lower them
+# when a change lets you.
+MOST, MOST_FUNCTIONS = 34, 496
 
 
 @pytest.fixture(scope="module")
