@@ -661,7 +661,7 @@ def processes_table() -> list[str]:
             f"| {factors / one['factors']:.0%} | {sent / 2**20:,.0f} MiB | {r['agreement']:.0e} |"
         )
     m = next(iter(results.values()))["machine"]
-    rounds = " and ".join(least_of(r["rounds"]) for r in results.values())
+    rounds = " and ".join(dict.fromkeys(least_of(r["rounds"]) for r in results.values()))
     dates = " and ".join(dict.fromkeys(r["machine"]["date"] for r in results.values()))
     lines += [
         "",

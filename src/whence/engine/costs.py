@@ -130,10 +130,10 @@ class Workload:
 
     @property
     def divided(self) -> bool:
-        """Whether ranks exchange what each batch adds to the factors, because no rank has room for
-        those of all layers."""
+        """Whether ranks exchange what each batch adds to the factors: no rank has room for those
+        of all layers, or there is no device that they could leave (`Fitter._division`)."""
         needed = sum(factor_bytes(b, True, self.accumulator) for b in self.tracked.blocks)
-        return self.ranks > 1 and self.room is not None and needed > self.room
+        return self.ranks > 1 and (self.room is None or needed > self.room)
 
 
 @dataclass(frozen=True)
