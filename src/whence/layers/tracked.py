@@ -521,6 +521,10 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations, self.numbers = 0, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # of PyTorch: skipping imports a compiler, for a second
+        return False
+
     def __torch_dispatch__(
         self,
         function: Any,
