@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +88,7 @@ class World:
         if world.size == 1:
             yield world
             return
+        _import_collectives()
         world._step("begin", None, patient=True)
         world._leave_word("")
         try:
@@ -446,6 +448,20 @@ def _key_values() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store  # not in all builds
 
     return _get_default_store()
+
+
+def _import_collectives() -> None:
+    """Import functions that would keep the default group for ever.
+
+    The group is a default argument of theirs if there is one when they are imported, as some
+    operations of PyTorch do. Its threads then outlive `destroy_process_group`, and may abort Python
+    while it exits.
+    """
+    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
+    try:
+        import_module("torch.distributed.nn.functional")
+    finally:
+        dist.GroupMember.WORLD = group
 
 
 def _short(text: str, most: int = 120) -> str:

@@ -281,8 +281,7 @@ query = ranks.QUERY
 
 # The group's threads must have ended when Python does: one that needs the interpreter then aborts.
 ENDS = """
-import atexit, os, weakref
-import torch.distributed.nn
+import atexit, os, torch, weakref
 group = weakref.ref(torch.distributed.group.WORLD)
 atexit.register(lambda: group() is None or os._exit(3))
 """

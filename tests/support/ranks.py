@@ -204,7 +204,7 @@ def start(
 ) -> list[subprocess.Popen[str]]:
     """Processes of one group, that run the same code with `rank`, `folder` and `ranks`."""
     known = {"PYTHONPATH": os.pathsep.join(sys.path), "WORLD_SIZE": str(size)}
-    program = PROLOGUE.format(folder=str(folder), size=size) + body
+    program = PROLOGUE.format(folder=str(folder), size=size) + body + EPILOGUE
     return [
         subprocess.Popen(
             [sys.executable, "-c", program],
@@ -246,6 +246,14 @@ dist.init_process_group(
     "gloo", init_method=f"file://{{folder}}/meeting", rank=rank, world_size={size},
     timeout=timedelta(seconds=60),
 )
+"""
+# The group's threads must end before Python does: one that needs the interpreter then aborts.
+EPILOGUE = """
+import weakref
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+if group() is not None:
+    sys.exit("something still refers to the process group")
 """
 
 

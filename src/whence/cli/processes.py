@@ -84,10 +84,6 @@ def joined(shared: bool, device: str | None) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    # Its functions have the default group as a default argument: imported once there is a group,
-    # they keep its threads alive for ever, and these may abort Python's exit.
-    import torch.distributed.nn.functional
-
     backend = "gloo"
     if device == "cuda" and torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
