@@ -17,6 +17,7 @@ from torch import nn
 import whence
 from experiments.tasks.closed_form import ClosedForm
 from experiments.tasks.experiment import Experiment
+from experiments.tasks.further import Longer, NoiseAware, Redrawn
 from experiments.tasks.measured import Measured
 from experiments.tasks.methods import MethodSettings, build_method
 from experiments.tasks.probed import Probed
@@ -28,6 +29,8 @@ BASELINES = (PUBLISHED, INFLUENCE)  # every form is compared with these
 DEFAULT = "coupled, query along the run, L = 1"  # Source(1)
 DEFAULT_BY_STAGE = "coupled, query along the run"  # Source(3); of several stages, one for each
 BEST = "best"  # Best()
+LONGER = {2.0: "response twice as long", 4.0: "response four times as long"}
+NOISE_AWARE, REDRAWN = "response of best", "eight runs, seven of them drawn"
 MEASURED = {"sides": "measured", "measured": "measured, bases too"}  # by bases
 # Defaults were chosen on these tasks: the number of segments on the last three, all else on the
 # first three.
@@ -88,6 +91,11 @@ def measured(segments: int | None, bases: str, settings: MethodSettings) -> Any:
     return Measured(segments or settings.segments, stage=settings.stage, bases=bases)
 
 
+def longer(length: float, settings: MethodSettings) -> Any:
+    """`Source` of one segment with a longer response."""
+    return Longer(1, stage=settings.stage, length=length)
+
+
 def adaptive(experiment: Experiment) -> bool:
     """Whether the optimizer has a number for every parameter."""
     return "AdamW" in experiment.setting
@@ -138,6 +146,16 @@ FORMS: Mapping[str, Form] = {
     DEFAULT: Form(source(1), one_stage, combined=True),
     "coupled by probes, query along the run, L = 1": Form(
         lambda s: Probed(1, stage=s.stage), one_stage
+    ),
+    **{
+        f"{DEFAULT}, {name}": Form(partial(longer, length), one_stage, over=DEFAULT)
+        for length, name in LONGER.items()
+    },
+    f"{DEFAULT}, {NOISE_AWARE}": Form(
+        lambda s: NoiseAware(1, stage=s.stage, relative_damping=3.0), one_stage, over=DEFAULT
+    ),
+    f"{DEFAULT}, {REDRAWN}": Form(
+        lambda s: Redrawn(whence.Source(1, stage=s.stage)), one_stage, over=DEFAULT
     ),
     **{
         f"{name}, closed form": Form(partial(closed, segments), adaptive, over=name)
