@@ -44,6 +44,7 @@ class Ledger:
 
     diagnostics: dict[str, Any] = field(default_factory=dict)
     tallies: dict[str, Any] = field(default_factory=dict)
+    _norms: dict[int, Tensor] = field(default_factory=dict)  # of some blocks, (2, q), by segment
 
     def restore(self, tallies: dict[str, Any], file: Path | None) -> None:
         """Continue with the tallies of an interrupted call, which were read from a file. Refuses
@@ -59,11 +60,23 @@ class Ledger:
                 for entry in tallies.get(name, {}).values():
                     check_types(entry, **keys)
 
-    def note_survival(self, segment: int, share: Tensor) -> None:
-        """Note how much of ‖v‖² survives a segment, the median over queries; once per segment."""
+    def note_survival(self, segment: int, after: Tensor, before: Tensor, more: bool) -> None:
+        """Note how much of ‖v‖² survives a segment, the median over queries; once per segment.
+
+        Args:
+            after, before: ‖v‖² of these queries, over some blocks.
+            more: whether those over other blocks follow.
+        """
         noted = self.tallies.setdefault("survival", {})
         if str(segment) in noted:
             return
+        sums = torch.stack([after, before])
+        if segment in self._norms:
+            sums += self._norms.pop(segment)
+        if more:
+            self._norms[segment] = sums
+            return
+        share = sums[0] / sums[1]
         median = noted[str(segment)] = float(share.nanmedian().nan_to_num(1.0))  # 0/0: flat query
         if median < FORGOTTEN:
             about = self.diagnostics["segments"][segment]

@@ -69,6 +69,7 @@ class GradientMethod(Method):
     accepts = frozenset({"query_weights", "query_rank", "by_layer", "examples"})
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
+    _joint = False  # whether the query vectors are of all layers together
 
     # -- what a method defines -------------------------------------------------------------------
 
@@ -130,7 +131,8 @@ class GradientMethod(Method):
             passes[kind] *= work.factor_groups
         size, low_rank = work.accumulator.itemsize, None
         if work.query_rank is not None:
-            low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
+            how = work.query_rank, sets, self._joint
+            low_rank = plan(tracked.blocks, size, work.memory, count, *how)
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
@@ -197,11 +199,14 @@ class GradientMethod(Method):
             counts = self.counted(self.workload(workspace, terms))
             announce(self, workspace, counts)
             show_progress(workspace, counts)
+        if self._joint:
+            workspace.check_room(self)
         workspace.in_step = self._factored  # plain gradients are not worth dealing
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
         signal, weights = self.training(workspace, prepared)
-        scoring = workspace.scoring(terms, vectors, writer, by, signal, weights, self._shared)
+        forms = self._shared, self._factored, self._joint
+        scoring = workspace.scoring(terms, vectors, writer, by, signal, weights, *forms)
         with workspace.clock("scores"):
             if workspace.query is None:
                 scoring.selves()
@@ -350,6 +355,10 @@ class SegmentedMethod(GradientMethod):
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
         self.weight_decay, self.coupling = weight_decay, flag("coupling", coupling)
         self.query_at, self.floor, self.seed = query_at, floor, whole("seed", seed)
+
+    @property
+    def _joint(self) -> bool:  # type: ignore[override]
+        return self.curvature == GAUSS_NEWTON
 
     def terms(self, workspace: Outline) -> list[Term]:
         spec = chosen_segments(workspace) if self.segments == AUTO else self.segments

@@ -93,6 +93,10 @@ class Influence(GradientMethod):
         self.solver = solver
         vars(self).update(settings, stage=stage)
 
+    @property
+    def _joint(self) -> bool:  # type: ignore[override]
+        return SOLVERS[self.solver].joint
+
     @classmethod
     def published(cls, *arguments: Any, **settings: Any) -> Influence:
         """The paper to the letter: plain EK-FAC influence functions, layers not coupled.

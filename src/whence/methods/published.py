@@ -10,7 +10,7 @@ Gauss-Newton matrix, diag(H̄), the inverse with the EK-FAC H̄:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,11 +161,11 @@ class Mixture:
 
     def eigenvalues(self) -> dict[str, Tensor]:
         """η̄K (P̄ (diag(H̄) + l₂) + d), by block."""
-        return self._exponent().eigenvalues()
+        return self._exponent(self.H.names).eigenvalues()
 
-    def _exponent(self) -> Operator[BlockVectors]:
-        """These exponents as a diagonal operator."""
-        names = [name for name in self.H.names if name in self.rates.applied]
+    def _exponent(self, blocks: Container[str]) -> Operator[BlockVectors]:
+        """The exponents of these blocks as a diagonal operator."""
+        names = [name for name in self.H.names if name in self.rates.applied and name in blocks]
         diagonals = {name: self.H.factors[name].diagonal for name in names}
         factors = {n: EigenFactors(x, None) for n, x in diagonals.items() if x is not None}
         return Diagonal(factors).whitened(self.rates.applied) + self.rates.shift
@@ -175,7 +175,7 @@ class Mixture:
     ) -> list[BlockVectors | None]:
         """(H̄ + λ)⁻¹ (I - E) v instead of F_r(M) v, and E v."""
         needed = [f and g for f, g in zip(functions, (decayed, survival), strict=True)]
-        lost, surviving = self._exponent().apply(needed, v)
+        lost, surviving = self._exponent(v.values).apply(needed, v)
         if lost is None:
             return [None, surviving]
         w = {name: self._inverse(name, lost.matrix(name)) for name in lost.values}

@@ -7,7 +7,7 @@ long work.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 
 import torch
@@ -178,7 +178,28 @@ def queries_at_once(numbers: int, size: int, memory: int, sets: int) -> int:
         numbers: in a vector.
         size: bytes of each.
     """
-    return int(memory // 2 // ((sets + 2) * numbers * size))
+    return numbers_at_once(size, memory, sets) // numbers
+
+
+def numbers_at_once(size: int, memory: int, sets: int) -> int:
+    """As many numbers of a vector fit into half the memory, in that many terms and on the way."""
+    return int(memory // 2 // ((sets + 2) * size))
+
+
+def in_groups(
+    blocks: Iterable[ParameterBlock], size: Callable[[ParameterBlock], int], room: int | None
+) -> list[list[ParameterBlock]]:
+    """Blocks in order, as many at a time as there is room for; at least one."""
+    groups: list[list[ParameterBlock]] = [[]]
+    left = room
+    for block in blocks:
+        needed = size(block)
+        if groups[-1] and left is not None and needed > left:
+            groups.append([])
+            left = room
+        groups[-1].append(block)
+        left = None if left is None else left - needed
+    return groups
 
 
 def factor_numbers(tracked: Tracked, bases: bool = True) -> int:
@@ -191,10 +212,13 @@ def vector_numbers(tracked: Tracked, factored: bool = False) -> int:
 
     `factored`: it is a plain gradient; with one position, s aᵀ.
     """
-    return sum(
-        b.o + b.width if factored and tracked.positions[b.name] == 1 and not b.lookup else b.size
-        for b in tracked.blocks
-    )
+    return sum(vector_size(tracked, block, factored) for block in tracked.blocks)
+
+
+def vector_size(tracked: Tracked, block: ParameterBlock, factored: bool = False) -> int:
+    """Numbers in one block of such a vector."""
+    rank_one = factored and tracked.positions[block.name] == 1 and not block.lookup
+    return block.o + block.width if rank_one else block.size
 
 
 def again(tracked: Tracked) -> float:
