@@ -125,15 +125,19 @@ class Energy:
     def lost(self) -> Tensor:
         """The share of each query's energy that is lost, (q,)."""
         parts = self.total, self.retained
-        total, retained = (torch.stack(list(part.values())).sum(0) for part in parts)
-        return (1 - retained / total.clamp_min(1e-300)).clamp_min(0)
+        return _lost(*(torch.stack(list(part.values())).sum(0) for part in parts))
 
     def by_layer(self) -> dict[str, float]:
-        """The share of all queries' energy that is lost in each block."""
+        """The share of a query's energy in each block that is lost, the mean over queries."""
         return {
-            name: max(0.0, 1 - float(self.retained[name].sum() / total.sum().clamp_min(1e-300)))
+            name: float(_lost(total, self.retained[name]).mean())
             for name, total in self.total.items()
         }
+
+
+def _lost(total: Tensor, retained: Tensor) -> Tensor:
+    """The share of each query's energy that is lost: nothing of none."""
+    return torch.where(total > 0, 1 - retained / total, 0.0).clamp_min(0)
 
 
 def low_rank(

@@ -232,6 +232,7 @@ class Scoring:
         for which, vectors, scale in self._vectors(queries, dealt):
             ready = self.readouts(vectors, scale, examples)
             yield from ((k, ready) for k in which)
+            del ready  # before the next ones are computed
 
     def readouts(self, vectors: Any, scale: float, examples: int) -> Any:
         """The vectors, times `scale`, ready to meet this many examples."""
