@@ -148,6 +148,7 @@ class Cost:
             fitted, and of query vectors.
         sides: of all matrices that are decomposed.
         low_rank: how queries are taken in factors; None for whole vectors.
+        query_passes: over the queries, one for each group of layers and checkpoint.
     """
 
     passes: Mapping[str, int]
@@ -157,6 +158,7 @@ class Cost:
     vector_numbers: int = 0
     sides: Sequence[int] = ()
     low_rank: Plan | None = None
+    query_passes: int = 1
 
 
 def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:

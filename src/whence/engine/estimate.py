@@ -109,6 +109,7 @@ class Estimate:
         network: bytes that each GPU receives.
         disk: bytes, by what they are for.
         passes: over the data, of each kind.
+        query_passes: over the queries.
         operations: of all GPUs.
         batch_size: examples per pass, of one GPU.
         fixes: changes of settings that would make it fit, alone or together.
@@ -121,6 +122,7 @@ class Estimate:
     network: float
     disk: Mapping[str, float]
     passes: Mapping[str, int]
+    query_passes: int
     operations: float
     batch_size: int
     fixes: tuple[str, ...] = ()
@@ -153,6 +155,7 @@ class Estimate:
             ("disk", byte_size(sum(self.disk.values())) + _parts(self.disk, byte_size)),
             ("operations", f"{self.operations:.2g}, in batches of {self.batch_size} per GPU"),
             ("passes over the data", f"{sum(self.passes.values())}" + _parts(self.passes, str)),
+            ("passes over the queries", f"{self.query_passes}"),
             ("limited by", self.limit),
             ("fits", "yes" if self.fits else f"no: a GPU has {byte_size(self.available)}"),
         ]
@@ -277,6 +280,7 @@ class _Plan:
             network,
             disk,
             counts.passes,
+            counts.query_passes,
             sum(counts.operations.values()),
             work.batch_size,
         )
@@ -304,7 +308,9 @@ class _Plan:
         received += size * work.terms * work.asked * vector
         if self.sharded:  # weights come forward and backward with every batch
             batches = sum(counts.passes.values()) * work.examples / self.gpus / work.batch_size
-            received += 2 * self.dtype.itemsize * tracked.parameters * max(1.0, batches)
+            sets = 1 if chosen is None else -(-work.asked // (chosen.whole * self.gpus))
+            every = max(1.0, batches) + sets * counts.query_passes
+            received += 2 * self.dtype.itemsize * tracked.parameters * every
         return received
 
     def changes(self) -> dict[str, dict[str, Any]]:

@@ -202,12 +202,11 @@ class Scoring:
                 yield which, vectors.mapped(gather) if dealt else vectors, scale
 
     def _groups(self, stage: str) -> list[list[str]]:
-        """The blocks that queries of a stage have gradients in: in groups, such that the vectors
-        of one query fit, unless they are of all layers together."""
-        tracked, memory = self.workspace.passes[stage].tracked, self.workspace.memory
-        size = partial(cost.vector_size, tracked, factored=self.factored)
-        room = cost.numbers_at_once(self.workspace.accumulator.itemsize, memory, 1)
-        groups = cost.in_groups(tracked.blocks, size, None if self.joint else room)
+        """The blocks in which queries of a stage have gradients, as they take turns."""
+        workspace = self.workspace
+        tracked, size = workspace.passes[stage].tracked, workspace.accumulator.itemsize
+        forms = self.factored, self.joint
+        groups = cost.vector_groups(tracked, size, workspace.memory, *forms)
         return [[block.name for block in group] for group in groups]
 
     @property

@@ -12,7 +12,7 @@ query gradient is carried by SOURCE's survival, exp(-M), with coupled EK-FAC.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ class WithInverse:
     by_layer: Any
     inverse: Inverse[Any]
 
-    def eigenvalues(self) -> dict[str, Any]:
-        values: dict[str, Any] = self.by_layer.eigenvalues()
+    def eigenvalues(self) -> Mapping[str, Any]:
+        values: Mapping[str, Any] = self.by_layer.eigenvalues()
         return values
 
 

@@ -97,6 +97,10 @@ class GradientMethod(Method):
         """How many passes of each kind over the training data, for the estimate."""
         return {"scores": work.scored}
 
+    def query_passes(self, work: Workload) -> int:
+        """At how many checkpoints queries have gradients, for the estimate."""
+        return 1
+
     def operations(self, work: Workload) -> dict[str, float]:
         """What a pass of each kind costs per example, for the estimate."""
         tracked, count = work.tracked, work.asked
@@ -136,18 +140,21 @@ class GradientMethod(Method):
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            vectors, blocks = self._count_whole_vectors(work, sets, each, handled)
+            vectors, blocks, groups = self._count_whole_vectors(work, sets, each, handled)
         else:
             each["scores"] = factor_operations(work, low_rank)
-            vectors = low_rank.numbers(tracked.blocks, sets)
+            vectors, groups = low_rank.numbers(tracked.blocks, sets), len(low_rank.groups)
             blocks = -(-count // low_rank.rows)
+        query_passes = groups * self.query_passes(work)
         examples = {k: work.examples if k in SCORED else work.trained for k in passes}
         operations = {k: examples[k] * passes[k] * each[k] for k in passes}
+        solved = work.queries or work.examples
+        operations["queries"] = query_passes * solved * tracked.operations
         sides: list[int] = []
         steps = 0
         if passes.get("covariances"):
             steps = USUAL_STEPS * sets if self.whitens(work) else 0
-            operations["queries"] = self._solving(work, sets, steps)
+            operations["queries"] += self._solving(work, sets, steps)
             sides = sets * [side for b in tracked.blocks for side in cost.sides(b)]
         if low_rank is None and all(t == 1 for t in tracked.positions.values()):
             # a term's checkpoints meet the queries together
@@ -158,30 +165,32 @@ class GradientMethod(Method):
         vector = cost.vector_numbers(tracked, self._factored)
         touched["queries"] = VECTOR_STEPS * (sets + steps) * count * float(vector)
         passes["scores"] *= blocks
-        return Cost(passes, operations, touched, fitted, vectors, sides, low_rank)
+        return Cost(passes, operations, touched, fitted, vectors, sides, low_rank, query_passes)
 
     def _count_whole_vectors(
         self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int]:
         """Add what scores take with whole query vectors. Returns how many of their numbers are in
-        memory, and into how many blocks memory divides the queries."""
+        memory, how many passes over the examples they take, and in how many groups layers take
+        turns."""
         tracked, count, size = work.tracked, work.asked, work.accumulator.itemsize
-        at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
-        blocks = -(-count // max(1, at_once))  # each has a pass over the examples
+        groups = cost.vector_groups(tracked, size, work.memory, self._factored, self._joint)
+        largest = max(sum(block.size for block in group) for group in groups)
+        at_once = cost.queries_at_once(largest, size, work.memory, 1)
+        blocks = -(-count // max(1, at_once)) * len(groups)  # each has a pass over the examples
         each["scores"] += (blocks - 1) * cost.again(tracked)
         handled["scores"] = blocks * handled.get("scores", 0.0)
         handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
         vector = cost.vector_numbers(tracked, self._factored)
-        most = max(work.memory // 2 // size, 3 * vector)
-        return min((sets + 1) * count * vector, most), blocks
+        most = max(work.memory // 2 // size, 3 * largest)
+        return min((sets + 1) * count * vector, most), blocks, len(groups)
 
     @staticmethod
     def _solving(work: Workload, sets: int, steps: int) -> float:
-        """Operations of the queries' gradients and rotations, and of this many Krylov steps."""
+        """Operations of the queries' rotations, and of this many Krylov steps."""
         tracked, solved = work.tracked, work.queries or work.examples
         rotated = cost.rotations(tracked, solved, work.examples, sets)
-        krylov = cost.krylov(tracked, solved, steps, work.trained)
-        return rotated + solved * tracked.operations + krylov
+        return rotated + cost.krylov(tracked, solved, steps, work.trained)
 
     # -- what all of them do ---------------------------------------------------------------------
 
@@ -417,6 +426,9 @@ class SegmentedMethod(GradientMethod):
         """∇f(q), the mean over the last stage's checkpoints, or at the final model."""
         points = workspace.run.query_points(self.query_at)
         return workspace.query_gradients(queries, points, bases)
+
+    def query_passes(self, work: Workload) -> int:
+        return work.fitted if self.query_at == "run" else 1
 
     def passes_needed(self, work: Workload) -> dict[str, int]:
         passes = {"products": USUAL_PRODUCTS * work.fitted}

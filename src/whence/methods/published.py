@@ -10,7 +10,7 @@ Gauss-Newton matrix, diag(H̄), the inverse with the EK-FAC H̄:
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from whence.operators import (
     significant,
     survival,
 )
-from whence.operators.operator import Function, rotate
+from whence.operators.operator import ByBlock, Function, rotate
 from whence.run import MeanCheckpoint, Segment
 
 DAMPING = 1e-8  # of the inverse
@@ -159,9 +159,10 @@ class Mixture:
     def bases(self) -> dict[str, None]:
         return {}
 
-    def eigenvalues(self) -> dict[str, Tensor]:
+    def eigenvalues(self) -> Mapping[str, Tensor]:
         """η̄K (P̄ (diag(H̄) + l₂) + d), by block."""
-        return self._exponent(self.H.names).eigenvalues()
+        names = [name for name in self.H.names if name in self.rates.applied]
+        return ByBlock(names, lambda name: self._exponent([name]).eigenvalues()[name])
 
     def _exponent(self, blocks: Container[str]) -> Operator[BlockVectors]:
         """The exponents of these blocks as a diagonal operator."""

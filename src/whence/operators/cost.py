@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -200,6 +200,20 @@ def in_groups(
         groups[-1].append(block)
         left = None if left is None else left - needed
     return groups
+
+
+def vector_groups(
+    tracked: Tracked, size: int, memory: int, factored: bool, joint: bool
+) -> list[list[ParameterBlock]]:
+    """The blocks that take turns: groups of which the vectors of one query fit.
+
+    Args:
+        size: bytes of a number.
+        factored: whether vectors are plain gradients.
+        joint: whether they are of all layers together, which then take no turns.
+    """
+    room = None if joint else numbers_at_once(size, memory, 1)
+    return in_groups(tracked.blocks, partial(vector_size, tracked, factored=factored), room)
 
 
 def factor_numbers(tracked: Tracked, bases: bool = True) -> int:
