@@ -364,10 +364,7 @@ class SegmentedMethod(GradientMethod):
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
         self.weight_decay, self.coupling = weight_decay, flag("coupling", coupling)
         self.query_at, self.floor, self.seed = query_at, floor, whole("seed", seed)
-
-    @property
-    def _joint(self) -> bool:  # type: ignore[override]
-        return self.curvature == GAUSS_NEWTON
+        self._joint = self._joint or curvature == GAUSS_NEWTON
 
     def terms(self, workspace: Outline) -> list[Term]:
         spec = chosen_segments(workspace) if self.segments == AUTO else self.segments

@@ -90,12 +90,8 @@ class Influence(GradientMethod):
         given = {name: value for name, value in asked.items() if value is not None}
         settings = self.defaults(solver) | given
         check_settings(solver, given, settings)
-        self.solver = solver
+        self.solver, self._joint = solver, SOLVERS[solver].joint
         vars(self).update(settings, stage=stage)
-
-    @property
-    def _joint(self) -> bool:  # type: ignore[override]
-        return SOLVERS[self.solver].joint
 
     @classmethod
     def published(cls, *arguments: Any, **settings: Any) -> Influence:

@@ -178,12 +178,7 @@ def queries_at_once(numbers: int, size: int, memory: int, sets: int) -> int:
         numbers: in a vector.
         size: bytes of each.
     """
-    return numbers_at_once(size, memory, sets) // numbers
-
-
-def numbers_at_once(size: int, memory: int, sets: int) -> int:
-    """As many numbers of a vector fit into half the memory, in that many terms and on the way."""
-    return int(memory // 2 // ((sets + 2) * size))
+    return int(memory // 2 // ((sets + 2) * numbers * size))
 
 
 def in_groups(
@@ -212,7 +207,7 @@ def vector_groups(
         factored: whether vectors are plain gradients.
         joint: whether they are of all layers together, which then take no turns.
     """
-    room = None if joint else numbers_at_once(size, memory, 1)
+    room = None if joint else queries_at_once(1, size, memory, 1)  # numbers of one query
     return in_groups(tracked.blocks, partial(vector_size, tracked, factored=factored), room)
 
 
