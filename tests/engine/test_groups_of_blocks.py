@@ -14,9 +14,11 @@ from support.memory import LiveBytes
 from torch.utils.data import Subset
 
 import whence
-from whence.engine.queries import Queries
+from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import plan
 from whence.engine.scoring import Scoring
+from whence.engine.workspace import ComputeOptions
+from whence.layers.passes import Passes
 
 TIGHT, ROOMY = {"memory": 2**20}, {"memory": 2**30}
 EXACT: dict[str, Any] = {"dtype": torch.float64, "progress": False, "batch_size": 4}
@@ -238,3 +240,25 @@ def test_groups_are_as_large_as_fit(runs: Path) -> None:
         assert chosen.numbers(blocks, 1) * 8 <= memory / 2
     least = plan(blocks, 8, 2**20, 5, 2, 1)
     assert least is not None and least.whole == 1
+
+
+@pytest.mark.parametrize("name", ["source", "influence", "tracin", "source of adamw"])
+def test_the_estimate_counts_the_passes_over_queries(name: str, runs: Path) -> None:
+    method, run = METHODS[name]
+    taken, backward = [0], Passes.backward_passes
+
+    def counting(self: Any, data: Any, blocks: Any, signal: Any, *rest: Any, **more: Any) -> Any:
+        taken[0] += sum(map(len, blocks)) * (signal.name == "measurement")
+        return backward(self, data, blocks, signal, *rest, **more)
+
+    queries = QuerySet.of(ranks.deep(runs, run), ranks.SEQUENCES, rank=3)
+    options = ComputeOptions(**EXACT, **TIGHT)
+    workspace = method.lay_out(
+        ranks.deep(runs, run), ranks.deep(runs, run).runs[0], queries, options
+    )
+    counts = method.counted(method.workload(workspace, method.terms(workspace)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Passes, "backward_passes", counting)
+        how = {"query_rank": 3, **EXACT, **TIGHT}
+        method.attribute(ranks.deep(runs, run), ranks.SEQUENCES, **how)
+    assert taken[0] == 3 * counts.query_passes

@@ -261,6 +261,7 @@ class _Plan:
             "batch": batch,
             "factors": work.accumulator.itemsize * counts.fitted_numbers,
             "query vectors": work.accumulator.itemsize * counts.vector_numbers,
+            "rates": work.accumulator.itemsize * counts.rate_numbers,
         }
         if self.sharded:
             memory["gathered layer"] = 2 * size * max(b.size for b in tracked.blocks)

@@ -123,6 +123,12 @@ class GradientMethod(Method):
         total = others * owned + (owned if work.divided else each)
         return total if work.room is None else min(total, work.room // work.accumulator.itemsize)
 
+    def rate_numbers(self, work: Workload) -> int:
+        """How many numbers of Adam's rates are in memory at once, for the estimate: D^½ of every
+        parameter, in M and beside it."""
+        sets = 1 if self._shared else work.terms
+        return 2 * sets * cost.vector_numbers(work.tracked) if self.whitens(work) else 0
+
     def whitens(self, work: Workload) -> bool:
         """Whether curvature is whitened by the optimizer's preconditioner, for the estimate."""
         return work.preconditioned
@@ -137,7 +143,7 @@ class GradientMethod(Method):
         if work.query_rank is not None:
             how = work.query_rank, sets, self._joint
             low_rank = plan(tracked.blocks, size, work.memory, count, *how)
-        fitted = self.fitted_numbers(work, passes)
+        fitted, rates = self.fitted_numbers(work, passes), self.rate_numbers(work)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
             vectors, blocks, groups = self._count_whole_vectors(work, sets, each, handled)
@@ -165,7 +171,8 @@ class GradientMethod(Method):
         vector = cost.vector_numbers(tracked, self._factored)
         touched["queries"] = VECTOR_STEPS * (sets + steps) * count * float(vector)
         passes["scores"] *= blocks
-        return Cost(passes, operations, touched, fitted, vectors, sides, low_rank, query_passes)
+        numbers = fitted, vectors, rates
+        return Cost(passes, operations, touched, *numbers, sides, low_rank, query_passes)
 
     def _count_whole_vectors(
         self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]

@@ -33,6 +33,7 @@ from whence.operators import (
     EigenFactors,
     Factored,
     Operator,
+    cost,
     decayed,
     inverse,
     significant,
@@ -94,6 +95,9 @@ class PublishedSource(Source):
 
     def whitens(self, work: Workload) -> bool:
         return False
+
+    def rate_numbers(self, work: Workload) -> int:
+        return work.terms * cost.vector_numbers(work.tracked) if work.preconditioned else 0
 
     def operator(
         self, workspace: Workspace, term: Term, rates: Rates, resident: int
