@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import ranks
+from support import models, ranks
 from support.comparing import close
 from support.memory import LiveBytes
+from torch import nn
 from torch.utils.data import Subset
 
 import whence
@@ -18,6 +19,7 @@ from whence.engine.queries import Queries, QuerySet
 from whence.engine.query_factors import plan
 from whence.engine.scoring import Scoring
 from whence.engine.workspace import ComputeOptions
+from whence.layers.capture import Tape
 from whence.layers.passes import Passes
 
 TIGHT, ROOMY = {"memory": 2**20}, {"memory": 2**30}
@@ -262,3 +264,53 @@ def test_the_estimate_counts_the_passes_over_queries(name: str, runs: Path) -> N
         how = {"query_rank": 3, **EXACT, **TIGHT}
         method.attribute(ranks.deep(runs, run), ranks.SEQUENCES, **how)
     assert taken[0] == 3 * counts.query_passes
+
+
+def test_layers_whose_turn_it_is_not_are_not_captured(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the first batch of a size was compared with its examples alone, in all layers."""
+    captured, init = [], Tape.__init__
+
+    def counting(self: Tape, model: Any, layers: Any, *rest: Any) -> None:
+        captured.append(len(layers))
+        init(self, model, layers, *rest)
+
+    given, query = ranks.deep(runs), Subset(ranks.SEQUENCES, [0])
+    given.passes(given.runs[0], device=torch.device("cpu"), dtype=torch.float64, quiet=True)
+    monkeypatch.setattr(Tape, "__init__", counting)
+    whence.Influence(curvature="diagonal").attribute(given, query, query_rank=3, **EXACT, **TIGHT)
+    some = [count for count in captured if count < ranks.DEPTH + 2]
+    assert sum(some) == ranks.DEPTH + 2 and len(some) > 1  # each layer of the query once
+
+
+class Half(whence.Classification):
+    """Losses of two models, and measurements of the first."""
+
+    def losses(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return super().losses(outputs[:, :3], batch) + super().losses(outputs[:, 3:], batch)
+
+    def measurements(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return super().measurements(outputs[:, :3], batch)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = models.mlp((4, 6, 3)), models.mlp((4, *[50] * 12, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.first(x), self.second(x)], 1)
+
+
+def test_a_measurement_need_not_depend_on_a_group(groups: list[int]) -> None:
+    data, query = models.vectors(8), models.vectors(3, seed=1)
+    run = models.train_run(model := Two(), Half(), data, [2], 0.1).run
+    study = whence.Study(model, Half(), data, run)
+    tight, roomy = (
+        whence.TracIn().attribute(study, query, query_rank=2, **EXACT, **memory).values
+        for memory in (TIGHT, ROOMY)
+    )
+    assert max(groups) > 1
+    close(tight, roomy, 1e-12)

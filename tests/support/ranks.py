@@ -332,9 +332,9 @@ def shares(runs: Path, folder: Path, rank: int) -> dict[str, int]:
     taken: Counter[str] = Counter()
     backward, placed = Passes.backward_passes, Fitter._placed
 
-    def counting(self: Any, data: Any, blocks: Any, signal: Any, label: Any = None) -> Any:
+    def counting(self: Any, data: Any, blocks: Any, signal: Any, *rest: Any, **more: Any) -> Any:
         taken[f"{data.name} {signal.name}"] += sum(map(len, blocks))
-        return backward(self, data, blocks, signal, label)
+        return backward(self, data, blocks, signal, *rest, **more)
 
     def weighing(self: Any, kind: Any, factors: Any) -> Any:
         taken["factors"] += sum(x.nbytes for x in factors.values())
@@ -353,7 +353,7 @@ def failing(runs: Path, folder: Path, rank: int) -> str:
     """The error of each rank if rank 1 fails; the next call succeeds."""
     backward, message = Passes.backward_passes, ""
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise whence.errors.InvalidInput("example 7 is bad")
 
     fresh = study(runs, cache=folder / "failing")

@@ -268,7 +268,8 @@ class Queries:
         """(rows, factors) of every batch of examples and block."""
         start, measurement, blocks = 0, Signal("measurement"), self.blocks_in(passes)
         passes.load(checkpoint)
-        for one in passes.backward_passes(self.data, self.batches(batch_size), measurement):
+        batches = self.batches(batch_size)
+        for one in passes.backward_passes(self.data, batches, measurement, needed=blocks):
             rows = slice(start, start + len(one.indices))
             for factors in one.factors():
                 if factors.block.name in blocks:

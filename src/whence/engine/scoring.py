@@ -254,7 +254,9 @@ class Scoring:
             if not readouts:  # the vectors reach none of these layers
                 continue
             term, total = self.terms[which], totals[which]
-            for here, name, a, s in self._gradients(term, chunk.stage, data, batches):
+            needed = list(readouts) if len(self._groups(chunk.stage)) > 1 else None
+            each = self._gradients(term, chunk.stage, data, batches, needed)
+            for here, name, a, s in each:
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
                 if self._parts.names:
@@ -300,9 +302,14 @@ class Scoring:
         return Parts.of(self.workspace, self.by)
 
     def _gradients(
-        self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
+        self,
+        term: Term,
+        stage: str,
+        data: Batches,
+        batches: list[NDArray[np.int64]],
+        needed: Collection[str] | None,
     ) -> Iterator[tuple[slice, str, Tensor, Outputs]]:
-        """(columns, layer, a, s) of all gradients of a term.
+        """(columns, layer, a, s) of a term's gradients, in these layers at least (None: all).
 
         Where examples are single positions, a term's checkpoints are given as positions of one
         gradient, so that their sum meets the queries once and not once for each.
@@ -315,7 +322,7 @@ class Scoring:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
                 start = 0
-                for one in passes.backward_passes(data, batches, self.signal):
+                for one in passes.backward_passes(data, batches, self.signal, needed=needed):
                     here = slice(start, start + len(one.indices))
                     for factors in one.factors():
                         yield here, factors.block.name, factors.a, factors.s
@@ -326,7 +333,8 @@ class Scoring:
             by_block: dict[str, list[LayerFactors]] = {}
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
-                for one in passes.backward_passes(data, [batch], self.signal):
+                one_batch = data, [batch], self.signal
+                for one in passes.backward_passes(*one_batch, needed=needed):
                     for factors in one.factors():
                         by_block.setdefault(factors.block.name, []).append(factors)
             here = slice(start, start + len(batch))
