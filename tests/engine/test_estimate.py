@@ -161,3 +161,13 @@ def test_rates_after_adam_are_counted() -> None:
             for name in ("sgd", "adamw")
         )
         assert (plain, adam) == (0, 4 * 2 * segments * parameters)
+
+
+def test_self_influence_asks_for_factors_again_and_again() -> None:
+    """Each rank solves its own examples, as many at a time as fit."""
+    settings: dict[str, Any] = {"width": 128, "queries": None, "gpus": 4, "examples": 4096}
+    roomy, tight = (
+        _of(whence.Influence(), gpu=Gpu(60, 400, 900, 3.0, memory=memory), **settings).network
+        for memory in (80, 0.2)
+    )
+    assert tight > 10 * roomy

@@ -149,6 +149,7 @@ class Cost:
         sides: of all matrices that are decomposed.
         low_rank: how queries are taken in factors; None for whole vectors.
         query_passes: over the queries, one for each group of layers and checkpoint.
+        together: queries whose whole vectors are taken together.
     """
 
     passes: Mapping[str, int]
@@ -159,7 +160,8 @@ class Cost:
     rate_numbers: int = 0
     sides: Sequence[int] = ()
     low_rank: Plan | None = None
-    query_passes: int = 1
+    query_passes: int = 0
+    together: int = 1
 
 
 def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:

@@ -293,6 +293,10 @@ class _Plan:
         tracked, size = self.tracked, work.accumulator.itemsize
         bases = cost.factor_numbers(tracked) - cost.vector_numbers(tracked)
         received, chosen = 0.0, counts.low_rank
+        # how often the ranks ask for all factors; in self-influence, each for its own examples
+        times, asked = 1, work.queries or work.examples
+        if chosen is not None or work.queries is None:
+            times = -(-asked // (counts.together * self.gpus))
         if counts.sides:  # sums to owners, bases to all, factors to where queries are
             share = 1 / self.gpus
             fitted = counts.passes["covariances"] + counts.passes.get("eigenvalues", 0)
@@ -302,15 +306,13 @@ class _Plan:
                 exchanges = max(1.0, work.trained / self.gpus / batch)
                 share = 1.0
             received += size * exchanges * (share * bases * fitted / 2 + bases * fitted / 2)
-            gathers = 1 if chosen is None else -(-work.asked // (chosen.whole * self.gpus))
-            received += size * cost.factor_numbers(tracked) * work.terms * gathers
+            received += size * cost.factor_numbers(tracked) * work.terms * times
         rank = None if chosen is None else chosen.rank
         vector = sum(cost.low_rank_numbers(block, rank) for block in tracked.blocks)
         received += size * work.terms * work.asked * vector
         if self.sharded:  # weights come forward and backward with every batch
             batches = sum(counts.passes.values()) * work.examples / self.gpus / work.batch_size
-            sets = 1 if chosen is None else -(-work.asked // (chosen.whole * self.gpus))
-            every = max(1.0, batches) + sets * counts.query_passes
+            every = max(1.0, batches) + times * counts.query_passes
             received += 2 * self.dtype.itemsize * tracked.parameters * every
         return received
 

@@ -146,11 +146,12 @@ class GradientMethod(Method):
         fitted, rates = self.fitted_numbers(work, passes), self.rate_numbers(work)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            vectors, blocks, groups = self._count_whole_vectors(work, sets, each, handled)
+            whole = self._count_whole_vectors(work, sets, each, handled)
+            vectors, blocks, groups, together = whole
         else:
             each["scores"] = factor_operations(work, low_rank)
             vectors, groups = low_rank.numbers(tracked.blocks, sets), len(low_rank.groups)
-            blocks = -(-count // low_rank.rows)
+            blocks, together = -(-count // low_rank.rows), low_rank.whole
         query_passes = groups * self.query_passes(work)
         examples = {k: work.examples if k in SCORED else work.trained for k in passes}
         operations = {k: examples[k] * passes[k] * each[k] for k in passes}
@@ -171,26 +172,26 @@ class GradientMethod(Method):
         vector = cost.vector_numbers(tracked, self._factored)
         touched["queries"] = VECTOR_STEPS * (sets + steps) * count * float(vector)
         passes["scores"] *= blocks
-        numbers = fitted, vectors, rates
-        return Cost(passes, operations, touched, *numbers, sides, low_rank, query_passes)
+        numbers, turns = (fitted, vectors, rates), (query_passes, together)
+        return Cost(passes, operations, touched, *numbers, sides, low_rank, *turns)
 
     def _count_whole_vectors(
         self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]
-    ) -> tuple[int, int, int]:
+    ) -> tuple[int, int, int, int]:
         """Add what scores take with whole query vectors. Returns how many of their numbers are in
-        memory, how many passes over the examples they take, and in how many groups layers take
-        turns."""
+        memory, how many passes over the examples they take, in how many groups layers take
+        turns, and how many queries are taken together."""
         tracked, count, size = work.tracked, work.asked, work.accumulator.itemsize
         groups = cost.vector_groups(tracked, size, work.memory, self._factored, self._joint)
         largest = max(sum(block.size for block in group) for group in groups)
-        at_once = cost.queries_at_once(largest, size, work.memory, 1)
-        blocks = -(-count // max(1, at_once)) * len(groups)  # each has a pass over the examples
+        at_once = max(1, cost.queries_at_once(largest, size, work.memory, 1))
+        blocks = -(-count // at_once) * len(groups)  # each has a pass over the examples
         each["scores"] += (blocks - 1) * cost.again(tracked)
         handled["scores"] = blocks * handled.get("scores", 0.0)
         handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
         vector = cost.vector_numbers(tracked, self._factored)
         most = max(work.memory // 2 // size, 3 * largest)
-        return min((sets + 1) * count * vector, most), blocks, len(groups)
+        return min((sets + 1) * count * vector, most), blocks, len(groups), at_once
 
     @staticmethod
     def _solving(work: Workload, sets: int, steps: int) -> float:
