@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Neumann:
     batch: int
     seed: int
 
-    def eigenvalues(self) -> dict[str, Tensor]:
+    def eigenvalues(self) -> Mapping[str, Tensor]:
         return {} if self.H.preconditioner is None else self.H.preconditioner.eigenvalues()
 
     def solve(self, v: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -117,6 +117,8 @@ class AstraSource(SegmentedMethod):
         batch: examples in a minibatch.
         segments, stage, query_at, seed: as in `Source`.
     """
+
+    _joint = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ layer by layer, with the gradients of the losses in C, and λ = 0.1 × the mean 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -71,9 +71,11 @@ class Sparse(Random):
                 total.index_add_(1, rows, flat * signs.to(total.dtype))
         return total
 
-    def lift(self, values: Tensor) -> dict[str, Tensor]:
+    def lift(self, values: Tensor, blocks: Collection[str] | None = None) -> dict[str, Tensor]:
         matrices = {}
         for block in self.blocks:
+            if blocks is not None and block.name not in blocks:
+                continue
             rows, signs = self._entries(block)
             flat = values[:, rows] * signs.to(values.dtype)
             matrices[block.name] = flat.view(-1, *block.shape)

@@ -122,3 +122,52 @@ def test_low_precision_and_faster_cards_take_less() -> None:
 def test_bad_input(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         _of(**settings)
+
+
+def test_layers_take_turns_where_one_vector_does_not_fit() -> None:
+    """The vectors then fit their share of the memory, for passes over the queries."""
+    roomy, tight = Gpu(60, 400, 900, 3.0, memory=80), Gpu(60, 400, 900, 3.0, memory=0.012)
+    for method, checkpoints in (
+        (whence.TracIn(), 6),
+        (whence.Source(), 6),
+        (whence.Influence(), 1),
+    ):
+        one, several = (_of(method, gpu=g, width=128, query_rank=2) for g in (roomy, tight))
+        assert one.query_passes == checkpoints
+        turns, rest = divmod(several.query_passes, checkpoints)
+        assert turns > 1 and not rest
+        assert several.memory["query vectors"] <= 0.6 * 0.012e9 / 2
+        assert several.seconds["queries"] > one.seconds["queries"]
+        whole = _of(method, gpu=tight, width=128, queries=None)  # self-influence
+        assert whole.passes["scores"] > _of(method, gpu=roomy, queries=None).passes["scores"]
+    joint = _of(whence.Source(curvature="gauss-newton"), gpu=tight, width=128, query_rank=2)
+    assert joint.memory["query vectors"] > 0.6 * 0.012e9 / 2
+    assert joint.query_passes == 6
+
+
+def test_rates_after_adam_are_counted() -> None:
+    """Two numbers for each parameter and segment."""
+    with torch.device("meta"):
+        model, batch = _gpt("meta")
+    rest = {"examples": 64, "queries": 5, "layers": "matrices"}
+    parameters = sum(
+        module.weight.numel() + (module.bias is not None) * module.out_features
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    )
+    for method, segments in ((whence.Source(segments=3), 3), (whence.Influence(), 1)):
+        plain, adam = (
+            estimate(model, TASK, batch, method, optimizer=name, **rest).memory["rates"]
+            for name in ("sgd", "adamw")
+        )
+        assert (plain, adam) == (0, 4 * 2 * segments * parameters)
+
+
+def test_self_influence_asks_for_factors_again_and_again() -> None:
+    """Each rank solves its own examples, as many at a time as fit."""
+    settings: dict[str, Any] = {"width": 128, "queries": None, "gpus": 4, "examples": 4096}
+    roomy, tight = (
+        _of(whence.Influence(), gpu=Gpu(60, 400, 900, 3.0, memory=memory), **settings).network
+        for memory in (80, 0.2)
+    )
+    assert tight > 10 * roomy

@@ -6,8 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from support import ranks
+from support.memory import LiveBytes
+from torch.utils._python_dispatch import _disable_current_modes
+
+import whence
+from whence.engine.queries import QuerySet
+from whence.engine.workspace import ComputeOptions
+from whence.operators.fit import Fitter
 
 PROCESS = """
 import json, sys, torch, whence
@@ -45,3 +55,43 @@ def test_memory_is_that_of_the_work(method: str, arguments: list[object]) -> Non
     estimate, peak = json.loads(answer)
     slack = 20 * 2**20  # of the process itself
     assert peak / 2 - slack < estimate < 2 * peak + slack, (estimate / 2**20, peak / 2**20)
+
+
+RATES: dict[str, Any] = {
+    "source": whence.Source(2),
+    "published source": whence.Source.published(2),
+    "influence": whence.Influence(),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("run", ranks.DEEP)
+def test_rates_after_adam_are_those_that_are_left(name: str, run: str, tmp_path: Path) -> None:
+    """Between fitting and scoring, besides the factors."""
+    ranks.record_deep(tmp_path)
+    method, left, fit = RATES[name], [], Fitter.fit
+    prepare = type(method).prepare
+
+    def hidden(*given: Any) -> Any:
+        with _disable_current_modes():
+            return fit(*given)
+
+    def weighed(*given: Any) -> Any:
+        with LiveBytes(8 * ranks.NARROW) as live:
+            prepared = prepare(*given)
+        left.append(live.alive)
+        return prepared
+
+    study, options = ranks.deep(tmp_path, run), {"dtype": torch.float64, "progress": False}
+    queries = QuerySet.of(study, ranks.SEQUENCES)
+    workspace = method.lay_out(study, study.runs[0], queries, ComputeOptions(**options))
+    counts = method.counted(method.workload(workspace, method.terms(workspace)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whence.engine.workspace.FACTOR_SHARE", {"cpu": 1e-9})
+        patch.setattr(Fitter, "fit", hidden)
+        patch.setattr(type(method), "prepare", weighed)
+        method.attribute(study, ranks.SEQUENCES, **options)
+    vector = 8 * sum(p.numel() for p in study.model.parameters())
+    held = left[0] / vector
+    expected = 8 * counts.rate_numbers / vector
+    assert held == pytest.approx(expected, abs=0.1) or (name == "influence" and held < expected)

@@ -313,9 +313,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     real = Passes.backward_passes
 
-    def sweeps(self: Passes, data: Any, blocks: Any, signal: Any, label: str | None = None) -> Any:
+    def sweeps(
+        self: Any, data: Any, blocks: Any, signal: Any, label: str | None = None, **more: Any
+    ) -> Any:
         counts[(label or "other").split(",")[0]] += 1
-        return real(self, data, blocks, signal, label)
+        return real(self, data, blocks, signal, label, **more)
 
     monkeypatch.setattr(Passes, "backward_passes", sweeps)
     return counts

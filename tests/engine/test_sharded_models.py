@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from support import ranks, sharded
 from support.comparing import close
 
 import whence
+from whence.engine.queries import Queries
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,28 @@ def test_weights_are_there_while_a_unit_runs(group: None, tmp_path: Path) -> Non
     np.testing.assert_array_equal(scores.values, expected.values)
     assert scores.provenance == expected.provenance
     assert sharded.fingerprint(model) == before
+
+
+@pytest.mark.parametrize("query", [sharded.QUERY, None], ids=["low rank", "self"])
+def test_layers_take_turns(
+    query: Any, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sharded model with little memory, and not of a whole one with much."""
+    model, by_group = sharded.train(tmp_path, sharded.shard(sharded.net(), 1), 0, 1), []
+
+    def noted(self: Queries, groups: Any) -> Any:
+        by_group.append(len(groups))
+        return divided(self, groups)
+
+    divided, values = Queries.by_group, []
+    monkeypatch.setattr(Queries, "by_group", noted)
+    for its, memory in ((model, 2**12), (sharded.net(), 2**30)):
+        monkeypatch.setattr("whence.engine.workspace.allowance", lambda *_, size=memory: size)
+        study = sharded.study(its, tmp_path, tmp_path / str(memory))
+        how: dict[str, Any] = {} if query is None else {"query_rank": 1}
+        values.append(whence.Source(2).attribute(study, query, **how, **sharded.EXACT).values)
+    close(*values, 1e-9)
+    assert by_group[0] > 1 == by_group[-1]
 
 
 def test_other_shards_are_refused_by_name(group: None, tmp_path: Path) -> None:

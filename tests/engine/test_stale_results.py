@@ -537,9 +537,9 @@ def test_factors_are_used_again_with_another_batch_size(
     signals = []
     real = Passes.backward_passes
 
-    def counted(self: Passes, data: Any, blocks: Any, signal: Any, *rest: Any) -> Any:
+    def counted(self: Any, data: Any, blocks: Any, signal: Any, *rest: Any, **more: Any) -> Any:
         signals.append(signal.name)
-        return real(self, data, blocks, signal, *rest)
+        return real(self, data, blocks, signal, *rest, **more)
 
     monkeypatch.setattr(Passes, "backward_passes", counted)
     method.attribute(study(recorded, tmp_path / "a"), QUERY, batch_size=11, **QUIET)

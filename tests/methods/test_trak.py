@@ -470,12 +470,12 @@ def test_projecting_resumes_where_it_stopped(
     study = whence.Study(it.model, it.task, train=TRAIN, runs=it.history.run.save(tmp_path / "b"))
     true, seen = Passes._batch, []
 
-    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any) -> Any:
+    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any, *rest: Any) -> Any:
         if len(indices) == 8 and signal.name == "measurement" and data.name == "train":
             seen.append(indices[0])
             if len(seen) == 5:  # after the probe, the fourth batch
                 raise Interrupted
-        return true(self, data, indices, batch, signal)
+        return true(self, data, indices, batch, signal, *rest)
 
     monkeypatch.setattr(Passes, "_batch", counted)
     with pytest.raises(Interrupted):

@@ -724,11 +724,11 @@ def test_killed_anywhere_it_resumes(
     whole = GradientStore.build(it.study, tmp_path / "whole", 12, **options)
     true, seen = Passes._batch, []
 
-    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any) -> Any:
+    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any, *rest: Any) -> Any:
         seen.append((self.step, signal.name, int(indices[0])))
         if len(seen) == at + 1:
             raise Interrupted
-        return true(self, data, indices, batch, signal)
+        return true(self, data, indices, batch, signal, *rest)
 
     monkeypatch.setattr(Passes, "_batch", counted)
     with pytest.raises(Interrupted):
@@ -761,10 +761,10 @@ def test_data_that_has_grown(
         GradientStore.open(tmp_path / "s", large)
     true, seen = Passes._batch, []
 
-    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any) -> Any:
+    def counted(self: Any, data: Any, indices: Any, batch: Any, signal: Any, *rest: Any) -> Any:
         if len(indices) > 8:  # more than the probe's
             seen.extend(indices.tolist())
-        return true(self, data, indices, batch, signal)
+        return true(self, data, indices, batch, signal, *rest)
 
     monkeypatch.setattr(Passes, "_batch", counted)
     store = GradientStore.build(large, tmp_path / "s", 12, projection, **options)

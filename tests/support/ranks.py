@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import whence
-from support import models
+from support import dense, models
 from support.memory import LiveBytes
 from whence.engine import query_factors
 from whence.layers.passes import Passes
@@ -67,9 +67,58 @@ def record(folder: Path) -> None:
                 optimizer.step()
     language = whence.LanguageModeling()
     models.train_run(gpt(), language, DOCUMENTS, [2, 4], 0.1).run.save(folder / "gpt")
+    record_deep(folder)
+
+
+NARROW, DEPTH, WORDS = 40, 14, 11  # of `Deep`
+DEEP = {"deep sgd": (torch.optim.SGD, 0.05), "deep adamw": (torch.optim.AdamW, 1e-3)}
+SEQUENCES = models.documents(3, 3, WORDS, seed=1)
+
+
+class Deep(nn.Module):
+    """A language model of many layers, so that a vector of one takes far less than one of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(WORDS, NARROW)
+        self.layers = nn.ModuleList(nn.Linear(NARROW, NARROW) for _ in range(DEPTH))
+        self.head = nn.Linear(NARROW, WORDS)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def record_deep(folder: Path) -> None:
+    """Runs of `Deep` with SGD and AdamW."""
+    data = models.documents(12, 3, WORDS)
+    task = whence.LanguageModeling()
+    for name, (kind, rate) in DEEP.items():
+        model = Deep().double()
+        optimizer: Any = kind(model.parameters(), lr=rate)
+        how = {"checkpoints": 3, "total_steps": 6}
+        with whence.Recorder(folder / name, model, optimizer, **how) as recorder:
+            for _ in range(6):
+                batch = dense.batch_of(data)
+                optimizer.zero_grad()
+                task.losses(task.outputs(model, batch), batch).mean().backward()
+                recorder.step(np.arange(12))
+                optimizer.step()
+
+
+def deep(folder: Path, name: str = "deep sgd", **changes: Any) -> whence.Study:
+    data, changes = models.documents(12, 3, WORDS), {"layers": "all", **changes}
+    task = whence.LanguageModeling()
+    return whence.Study(Deep().double(), task, data, folder / name, **changes)
 
 
 def study(folder: Path, name: str = "sgd", **changes: Any) -> whence.Study:
+    if name in DEEP:
+        return deep(folder, name, **changes)
     if name == "gpt":
         return whence.Study(gpt(), whence.LanguageModeling(), DOCUMENTS, folder / name, **changes)
     return whence.Study(net(), TASK, TRAIN, folder / name, **changes)
@@ -138,6 +187,17 @@ def room_for_few(runs: Path, own: Path) -> Any:
         return scored(whence.Source(segments=2), "gpt", PROMPTS)(runs, own)
 
 
+def in_turns(method: Any, run: str = "deep sgd", query: Any = SEQUENCES, **options: Any) -> Case:
+    """With memory for the query vectors of a few layers; factors at their owners."""
+
+    def case(runs: Path, own: Path) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("whence.engine.workspace.FACTOR_SHARE", {"cpu": 0.1})
+            return scored(method, run, query, memory=2**20, **options)(runs, own)
+
+    return case
+
+
 CASES: dict[str, Case] = {
     "source": scored(whence.Source(segments=2)),
     "source to a folder": scored(whence.Source(segments=2), out=True, by_segment=True),
@@ -154,6 +214,13 @@ CASES: dict[str, Case] = {
         whence.Source(segments=2), query_rank=1, memory=2**20
     ),
     "influence of low rank": scored(whence.Influence(), "gpt", PROMPTS, query_rank=2),
+    "source, layers in turns": in_turns(whence.Source(segments=2), query_rank=3),
+    "source of adamw, layers in turns": in_turns(
+        whence.Source(segments=2), "deep adamw", query_rank=3, query_weights=np.eye(2, 3) + 1
+    ),
+    "influence, layers in turns, whole vectors": in_turns(whence.Influence()),
+    "tracin, layers in turns": in_turns(whence.TracIn(), query_rank=3),
+    "self-influence, layers in turns": in_turns(whence.Source(segments=2), query=None),
     "source by layer": scored(whence.Source(segments=2), by_layer=True),
     "source, k-fac, exact": scored(whence.Source(curvature="kfac", fisher="exact")),
     "source, diagonal": scored(whence.Source(curvature="diagonal", fisher="empirical")),
@@ -273,9 +340,9 @@ def shares(runs: Path, folder: Path, rank: int) -> dict[str, int]:
     taken: Counter[str] = Counter()
     backward, placed = Passes.backward_passes, Fitter._placed
 
-    def counting(self: Any, data: Any, blocks: Any, signal: Any, label: Any = None) -> Any:
+    def counting(self: Any, data: Any, blocks: Any, signal: Any, *rest: Any, **more: Any) -> Any:
         taken[f"{data.name} {signal.name}"] += sum(map(len, blocks))
-        return backward(self, data, blocks, signal, label)
+        return backward(self, data, blocks, signal, *rest, **more)
 
     def weighing(self: Any, kind: Any, factors: Any) -> Any:
         taken["factors"] += sum(x.nbytes for x in factors.values())
@@ -294,7 +361,7 @@ def failing(runs: Path, folder: Path, rank: int) -> str:
     """The error of each rank if rank 1 fails; the next call succeeds."""
     backward, message = Passes.backward_passes, ""
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise whence.errors.InvalidInput("example 7 is bad")
 
     fresh = study(runs, cache=folder / "failing")

@@ -144,10 +144,12 @@ class Cost:
         passes: over the data, of each kind.
         operations: of all examples, by kind.
         touched: numbers that the passes handle, by kind.
-        fitted_numbers, vector_numbers: in memory at once besides the model and a batch: of what is
-            fitted, and of query vectors.
+        fitted_numbers, vector_numbers, rate_numbers: in memory at once besides the model and a
+            batch: of what is fitted, of query vectors, and of Adam's rates of all parameters.
         sides: of all matrices that are decomposed.
         low_rank: how queries are taken in factors; None for whole vectors.
+        query_passes: over the queries, one for each group of layers and checkpoint.
+        together: queries whose whole vectors are taken together.
     """
 
     passes: Mapping[str, int]
@@ -155,15 +157,18 @@ class Cost:
     touched: Mapping[str, float] = field(default_factory=dict)
     fitted_numbers: int = 0
     vector_numbers: int = 0
+    rate_numbers: int = 0
     sides: Sequence[int] = ()
     low_rank: Plan | None = None
+    query_passes: int = 0
+    together: int = 1
 
 
 def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:
     """What these counts take here: seconds, bytes, operations, and passes over the data."""
     seconds = Machine.here(workspace.device, workspace.dtype).seconds(counts)
     batch = min(workspace.batch_size, workspace.examples)
-    numbers = counts.fitted_numbers + counts.vector_numbers
+    numbers = counts.fitted_numbers + counts.vector_numbers + counts.rate_numbers
     size = workspace.accumulator.itemsize * numbers + workspace.dtype.itemsize * (
         workspace.tracked.parameters + batch * cost.per_example_numbers(workspace.tracked)
     )

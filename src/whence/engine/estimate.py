@@ -109,6 +109,7 @@ class Estimate:
         network: bytes that each GPU receives.
         disk: bytes, by what they are for.
         passes: over the data, of each kind.
+        query_passes: over the queries.
         operations: of all GPUs.
         batch_size: examples per pass, of one GPU.
         fixes: changes of settings that would make it fit, alone or together.
@@ -121,6 +122,7 @@ class Estimate:
     network: float
     disk: Mapping[str, float]
     passes: Mapping[str, int]
+    query_passes: int
     operations: float
     batch_size: int
     fixes: tuple[str, ...] = ()
@@ -153,6 +155,7 @@ class Estimate:
             ("disk", byte_size(sum(self.disk.values())) + _parts(self.disk, byte_size)),
             ("operations", f"{self.operations:.2g}, in batches of {self.batch_size} per GPU"),
             ("passes over the data", f"{sum(self.passes.values())}" + _parts(self.passes, str)),
+            ("passes over the queries", f"{self.query_passes}"),
             ("limited by", self.limit),
             ("fits", "yes" if self.fits else f"no: a GPU has {byte_size(self.available)}"),
         ]
@@ -258,6 +261,7 @@ class _Plan:
             "batch": batch,
             "factors": work.accumulator.itemsize * counts.fitted_numbers,
             "query vectors": work.accumulator.itemsize * counts.vector_numbers,
+            "rates": work.accumulator.itemsize * counts.rate_numbers,
         }
         if self.sharded:
             memory["gathered layer"] = 2 * size * max(b.size for b in tracked.blocks)
@@ -277,6 +281,7 @@ class _Plan:
             network,
             disk,
             counts.passes,
+            counts.query_passes,
             sum(counts.operations.values()),
             work.batch_size,
         )
@@ -288,6 +293,10 @@ class _Plan:
         tracked, size = self.tracked, work.accumulator.itemsize
         bases = cost.factor_numbers(tracked) - cost.vector_numbers(tracked)
         received, chosen = 0.0, counts.low_rank
+        # how often the ranks ask for all factors; in self-influence, each for its own examples
+        times, asked = 1, work.queries or work.examples
+        if chosen is not None or work.queries is None:
+            times = -(-asked // (counts.together * self.gpus))
         if counts.sides:  # sums to owners, bases to all, factors to where queries are
             share = 1 / self.gpus
             fitted = counts.passes["covariances"] + counts.passes.get("eigenvalues", 0)
@@ -297,14 +306,14 @@ class _Plan:
                 exchanges = max(1.0, work.trained / self.gpus / batch)
                 share = 1.0
             received += size * exchanges * (share * bases * fitted / 2 + bases * fitted / 2)
-            gathers = 1 if chosen is None else -(-work.asked // (chosen.whole * self.gpus))
-            received += size * cost.factor_numbers(tracked) * work.terms * gathers
+            received += size * cost.factor_numbers(tracked) * work.terms * times
         rank = None if chosen is None else chosen.rank
         vector = sum(cost.low_rank_numbers(block, rank) for block in tracked.blocks)
         received += size * work.terms * work.asked * vector
         if self.sharded:  # weights come forward and backward with every batch
             batches = sum(counts.passes.values()) * work.examples / self.gpus / work.batch_size
-            received += 2 * self.dtype.itemsize * tracked.parameters * max(1.0, batches)
+            every = max(1.0, batches) + times * counts.query_passes
+            received += 2 * self.dtype.itemsize * tracked.parameters * every
         return received
 
     def changes(self) -> dict[str, dict[str, Any]]:

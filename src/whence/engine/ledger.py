@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -23,6 +23,7 @@ FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came 
 LOSES = 0.05  # share of the energy of a query vector that factors may lose before a warning
 SENSITIVE = 0.3  # share of a score vector that may depend on the damping before a warning
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
+MOST_NUMBERS = 2**26  # that quantiles are taken of
 KINDS = {"magnitudes": list, "warnings": list, "query_rank": int}  # of tallies; others: dict
 NUMBER = (int, float)
 ENTRIES: dict[str, dict[str, Any]] = {  # what each set of queries notes
@@ -44,6 +45,7 @@ class Ledger:
 
     diagnostics: dict[str, Any] = field(default_factory=dict)
     tallies: dict[str, Any] = field(default_factory=dict)
+    _norms: dict[int, Tensor] = field(default_factory=dict)  # of some blocks, (2, q), by segment
 
     def restore(self, tallies: dict[str, Any], file: Path | None) -> None:
         """Continue with the tallies of an interrupted call, which were read from a file. Refuses
@@ -59,11 +61,23 @@ class Ledger:
                 for entry in tallies.get(name, {}).values():
                     check_types(entry, **keys)
 
-    def note_survival(self, segment: int, share: Tensor) -> None:
-        """Note how much of ‖v‖² survives a segment, the median over queries; once per segment."""
+    def note_survival(self, segment: int, after: Tensor, before: Tensor, more: bool) -> None:
+        """Note how much of ‖v‖² survives a segment, the median over queries; once per segment.
+
+        Args:
+            after, before: ‖v‖² of these queries, over some blocks.
+            more: whether those over other blocks follow.
+        """
         noted = self.tallies.setdefault("survival", {})
         if str(segment) in noted:
             return
+        sums = torch.stack([after, before])
+        if segment in self._norms:
+            sums += self._norms.pop(segment)
+        if more:
+            self._norms[segment] = sums
+            return
+        share = sums[0] / sums[1]
         median = noted[str(segment)] = float(share.nanmedian().nan_to_num(1.0))  # 0/0: flat query
         if median < FORGOTTEN:
             about = self.diagnostics["segments"][segment]
@@ -206,11 +220,10 @@ def segment_summary(
         "checkpoints": [c.step for c in segment.checkpoints],
     }
     times = list((durations or {}).values())
-    known = [part.flatten().cpu() for part in (exponents or {}).values()]
     if times:
         about["duration"] = {"least": min(times), "most": max(times)}
-    if known:
-        x = torch.cat(known).numpy()
+    if exponents:
+        x = _sample(exponents.values())
         places = np.round(np.array(QUANTILES) * (len(x) - 1)).astype(int)
         chosen = np.partition(x, places)[places]  # a sort would take longer
         about["duration_times_eigenvalue"] = {
@@ -219,3 +232,17 @@ def segment_summary(
     if coupling:
         about["coupling"] = coupling
     return about
+
+
+def _sample(parts: Iterable[Tensor]) -> NDArray[Any]:
+    """All numbers; of more than MOST_NUMBERS, every so many, and the extremes."""
+    chosen: list[NDArray[Any]] = []
+    extremes: list[float] = []
+    every = 1
+    for part in parts:
+        extremes += [float(part.min()), float(part.max())]
+        chosen.append(part.flatten()[::every].cpu().numpy())
+        while sum(map(len, chosen)) > MOST_NUMBERS:
+            chosen, every = [x[::2].copy() for x in chosen], 2 * every
+    ends = [] if every == 1 else [np.array([min(extremes), max(extremes)])]
+    return np.concatenate(chosen + ends)

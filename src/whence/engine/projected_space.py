@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ class Space(Protocol):
     def columns(self) -> Sequence[slice]: ...
     def gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors: ...
     def measurement_moments(self) -> list[Tensor]: ...
-    def lift(self, v: ProjectedVectors) -> Any: ...
+    def lift(self, v: ProjectedVectors, blocks: Collection[str] | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class ProjectedSpace:
         limits = workspace.batch_size, room
         return moments(data, run.final, MEASUREMENT, self.projection, cache, settings, *limits)
 
-    def lift(self, v: ProjectedVectors) -> BlockVectors:
-        """Pᵀv, over the parameters."""
+    def lift(self, v: ProjectedVectors, blocks: Collection[str] | None = None) -> BlockVectors:
+        """Pᵀv, over the parameters of these blocks (None: all)."""
         values: dict[str, Tensor] = {}
         for part, columns in zip(self.projection.parts, self.projection.columns, strict=True):
             assert isinstance(part, Random)
-            values |= part.lift(v.values[:, columns])
+            values |= part.lift(v.values[:, columns], blocks)
         return BlockVectors(values, dict.fromkeys(values))
 
 

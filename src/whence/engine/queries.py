@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whence.data import Batches, Contrast, cut
 from whence.errors import InvalidInput, check_count
-from whence.layers.capture import LayerFactors
+from whence.layers.capture import LayerFactors, ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import Basis, BlockVectors, accumulator
 from whence.operators.products import FactoredReadout, Readout, add_weighted, build
@@ -137,6 +137,8 @@ class Queries:
         indices: the examples, in the data.
         weights: (q, examples); None: every example is a query.
         first: the number of the first sum.
+        blocks: whose gradients are taken; None: all that are tracked.
+        more: whether the same queries follow with other blocks.
     """
 
     data: Batches
@@ -144,6 +146,8 @@ class Queries:
     indices: NDArray[np.int64]
     weights: Tensor | None = None
     first: int | None = None
+    blocks: Collection[str] | None = None
+    more: bool = False
 
     def __len__(self) -> int:
         return len(self.indices if self.weights is None else self.weights)
@@ -161,6 +165,16 @@ class Queries:
         first = None if self.first is None else self.first + int(rows[0])
         indices = self.indices[used.numpy()]
         return replace(self, indices=indices, weights=weights[:, used], first=first)
+
+    def by_group(self, groups: Sequence[Collection[str]]) -> Iterator[Queries]:
+        """These queries with one group of blocks after another."""
+        for k, blocks in enumerate(groups, 1):
+            yield replace(self, blocks=blocks, more=k < len(groups))
+
+    def blocks_in(self, passes: Passes) -> dict[str, ParameterBlock]:
+        """The blocks whose gradients are taken."""
+        every = passes.tracked.blocks
+        return {b.name: b for b in every if self.blocks is None or b.name in self.blocks}
 
     def batches(self, size: int) -> list[NDArray[np.int64]]:
         return [self.indices[b] for b in cut(len(self.indices), size)]
@@ -189,8 +203,8 @@ class Queries:
             return BlockVectors(sums, dict.fromkeys(sums), scales).written_in(bases)
         dtype = accumulator(passes.dtype)
         values = {
-            b.name: torch.empty(len(self), *b.shape, dtype=dtype, device=passes.device)
-            for b in passes.tracked.blocks
+            name: torch.empty(len(self), *block.shape, dtype=dtype, device=passes.device)
+            for name, block in self.blocks_in(passes).items()
         }
         for k, checkpoint in enumerate(checkpoints):
             for rows, factors in self._measured(passes, checkpoint, batch_size):
@@ -208,7 +222,7 @@ class Queries:
         self, passes: Passes, checkpoint: Weights, batch_size: int
     ) -> PlainGradients:
         """∇f(q, θ_c) as it is, factored where an example is one position."""
-        biases = {block.name: block.bias for block in passes.tracked.blocks}
+        biases = {name: block.bias for name, block in self.blocks_in(passes).items()}
         if self.weights is not None:
             sums = self._summed_gradients(passes, [checkpoint], batch_size).items()
             return PlainGradients(
@@ -240,7 +254,8 @@ class Queries:
         assert self.weights is not None
         dtype = accumulator(passes.dtype)
         weights = self.weights.to(passes.device, dtype)
-        sums = {b.name: weights.new_zeros(len(self), *b.shape) for b in passes.tracked.blocks}
+        blocks = self.blocks_in(passes)
+        sums = {name: weights.new_zeros(len(self), *b.shape) for name, b in blocks.items()}
         for checkpoint in checkpoints:
             for rows, factors in self._measured(passes, checkpoint, batch_size):
                 a, s = factors.a.to(dtype), factors.s.to(dtype)
@@ -250,11 +265,13 @@ class Queries:
     def _measured(
         self, passes: Passes, checkpoint: Weights, batch_size: int
     ) -> Iterator[tuple[slice, LayerFactors]]:
-        """(rows, factors) of every batch of examples and layer."""
-        start, measurement = 0, Signal("measurement")
+        """(rows, factors) of every batch of examples and block."""
+        start, measurement, blocks = 0, Signal("measurement"), self.blocks_in(passes)
         passes.load(checkpoint)
-        for one in passes.backward_passes(self.data, self.batches(batch_size), measurement):
+        batches = self.batches(batch_size)
+        for one in passes.backward_passes(self.data, batches, measurement, needed=blocks):
             rows = slice(start, start + len(one.indices))
             for factors in one.factors():
-                yield rows, factors
+                if factors.block.name in blocks:
+                    yield rows, factors
             start = rows.stop

@@ -2,12 +2,16 @@
 
 In each layer, a query's matrix W (o, width) is cut to its r leading singular vectors, after the
 curvature was applied to it. That takes r (o + width) numbers instead of o times width.
+
+On the way to its factors, a query has whole vectors. Where those of all layers do not fit into
+memory, layers take turns: the vectors of a group of blocks are built and cut, then those of the
+next. Each group takes a pass over the queries, and none over the data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from whence.engine.costs import Workload
 from whence.engine.queries import AUTO, PlainGradients, Readouts
-from whence.engine.workspace import Workspace
+from whence.engine.workspace import VECTORS, Workspace
 from whence.layers.capture import ParameterBlock
 from whence.operators import cost
 from whence.operators.operator import rotate
@@ -29,7 +33,6 @@ from whence.operators.products import (
 )
 
 RANKS = 16, 64  # the least and the largest that "auto" takes
-SETS_ON_THE_WAY = 3  # of whole vectors: a term's, and two on the way to the next
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,20 @@ class Plan:
         rank: of their factors.
         rows: queries whose factors fit into memory: they share a pass.
         whole: queries whose whole vectors do, on the way to factors; each rank takes as many.
+        groups: names of the blocks whose whole vectors are in memory together.
     """
 
     rank: int
     rows: int
     whole: int
+    groups: tuple[tuple[str, ...], ...]
 
-    def numbers(self, blocks: Iterable[ParameterBlock], sets: int) -> int:
+    def numbers(self, blocks: Collection[ParameterBlock], sets: int) -> int:
         """In memory at once: factors of all terms, and whole vectors on the way to them."""
-        return sum(
-            sets * self.rows * cost.low_rank_numbers(b, self.rank)
-            + SETS_ON_THE_WAY * self.whole * b.size
-            for b in blocks
-        )
+        sizes = {b.name: b.size for b in blocks}
+        largest = max(sum(sizes[name] for name in group) for group in self.groups)
+        factors = sum(cost.low_rank_numbers(b, self.rank) for b in blocks)
+        return sets * self.rows * factors + VECTORS * self.whole * largest
 
 
 def plan(
@@ -62,6 +66,7 @@ def plan(
     queries: int,
     rank: int | str,
     sets: int,
+    joint: bool = False,
 ) -> Plan | None:
     """How to take the queries in factors; None for whole vectors.
 
@@ -71,21 +76,26 @@ def plan(
         size: bytes of a number.
         rank: that is asked for, as in `attribute`.
         sets: of vectors that a pass needs, one for each term.
+        joint: whether vectors are of all layers together, which then take no turns.
     """
 
     def fitting(each: int, sets: int) -> int:
         return max(1, int(memory // 4 // (sets * each * size)))
 
     numbers = sum(block.size for block in blocks)
-    whole = fitting(numbers, SETS_ON_THE_WAY)
+    room = None if joint else memory // 4 // (VECTORS * size)
+    groups = cost.in_groups(blocks, lambda block: block.size, room)
+    names = tuple(tuple(block.name for block in group) for group in groups)
+    whole = fitting(max(sum(b.size for b in group) for group in groups), VECTORS)
 
     def of(rank: int) -> Plan:
         rows = fitting(sum(cost.low_rank_numbers(b, rank) for b in blocks), sets)
-        return Plan(rank, min(rows, queries), min(whole, queries))
+        return Plan(rank, min(rows, queries), min(whole, queries), names)
 
     if rank != AUTO:
         return of(int(rank))
-    if 2 * fitting(numbers, sets + 2) >= queries:  # as many as are taken without a rank
+    # as many as are taken without a rank
+    if len(groups) == 1 and 2 * fitting(numbers, sets + 2) >= queries:
         return None
     least, most = RANKS
     fits = (r for r in range(most, least - 1, -1) if of(r).rows == queries)
@@ -96,8 +106,13 @@ def plan(
 class Energy:
     """‖W‖² of each query in each block, and how much of it the factors have: (q,)."""
 
-    total: dict[str, Tensor]
-    retained: dict[str, Tensor]
+    total: dict[str, Tensor] = field(default_factory=dict)
+    retained: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, others: Energy) -> None:
+        """Add other blocks'."""
+        self.total.update(others.total)
+        self.retained.update(others.retained)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Energy:
         """With a function of every block's numbers in their place."""
@@ -110,15 +125,19 @@ class Energy:
     def lost(self) -> Tensor:
         """The share of each query's energy that is lost, (q,)."""
         parts = self.total, self.retained
-        total, retained = (torch.stack(list(part.values())).sum(0) for part in parts)
-        return (1 - retained / total.clamp_min(1e-300)).clamp_min(0)
+        return _lost(*(torch.stack(list(part.values())).sum(0) for part in parts))
 
     def by_layer(self) -> dict[str, float]:
-        """The share of all queries' energy that is lost in each block."""
+        """The share of a query's energy in each block that is lost, the mean over queries."""
         return {
-            name: max(0.0, 1 - float(self.retained[name].sum() / total.sum().clamp_min(1e-300)))
+            name: float(_lost(total, self.retained[name]).mean())
             for name, total in self.total.items()
         }
+
+
+def _lost(total: Tensor, retained: Tensor) -> Tensor:
+    """The share of each query's energy that is lost: nothing of none."""
+    return torch.where(total > 0, 1 - retained / total, 0.0).clamp_min(0)
 
 
 def low_rank(
@@ -126,7 +145,7 @@ def low_rank(
 ) -> tuple[Readouts, Energy]:
     """The vectors, times `scale`, cut to a rank where that takes less memory; what that loses."""
     ready: Readouts = {}
-    energy = Energy({}, {})
+    energy = Energy()
     for name, whole, basis, factor in _matrices(workspace, vectors):
         block, dtype = workspace.blocks[name], workspace.dtype
         if isinstance(whole, FactoredReadout):

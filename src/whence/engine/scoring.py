@@ -28,7 +28,7 @@ from torch import Tensor
 
 from whence.data import Batches, cut
 from whence.engine.queries import PlainGradients, Queries, QuerySet, Readouts
-from whence.engine.query_factors import Plan, joined_readouts, low_rank, plan
+from whence.engine.query_factors import Energy, Plan, joined_readouts, low_rank, plan
 from whence.engine.workspace import LOSS, Columns, Term, Workspace
 from whence.layers.capture import LayerFactors, Outputs, joined
 from whence.layers.heads import Head, heads
@@ -97,6 +97,8 @@ class Scoring:
     signal: Signal = LOSS
     weights: Mapping[str, Tensor] | None = None  # of the examples of each stage, (n,)
     shared: bool = False  # whether the vectors of all terms are the same
+    factored: bool = False  # whether they are plain gradients
+    joint: bool = False  # whether they are of all layers together
 
     def queries(self, query: QuerySet) -> None:
         """Every query against every example."""
@@ -157,9 +159,9 @@ class Scoring:
         account, workspace = self.writer.account, self.workspace
         known = workspace.world.of_first(account.get("query_rank"))
         rank = rank if known is None else known
-        blocks, size = workspace.blocks.values(), workspace.accumulator.itemsize
+        blocks, size = workspace.tracked.blocks, workspace.accumulator.itemsize
         terms = 1 if self.shared else len(self.terms)
-        chosen = plan(blocks, size, workspace.memory, len(query), rank, terms)
+        chosen = plan(blocks, size, workspace.memory, len(query), rank, terms, self.joint)
         if chosen is not None:
             account["query_rank"] = chosen.rank
         return chosen
@@ -170,25 +172,42 @@ class Scoring:
         """The vectors of these queries for each term, in factors."""
         world, parts = self.workspace.world, dict[tuple[int, ...], list[Readouts]]()
         for block in cut(len(rows), plan.whole * (world.size if self._dealt else 1)):
-            some = query.some(stage, rows[block])
-            for which, vectors, scale in self.vectors(self._share(some)):
-                ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
-                if self._dealt:  # only the factors travel
-                    gather = partial(world.regather, count=len(some))
-                    ready = {name: readout.mapped(gather) for name, readout in ready.items()}
-                    energy = energy.mapped(gather)
+            some, energies = query.some(stage, rows[block]), dict[tuple[int, ...], Energy]()
+            for part in self._share(some).by_group(plan.groups):
+                for which, vectors, scale in self.vectors(part):
+                    ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
+                    if self._dealt:  # only the factors travel
+                        gather = partial(world.regather, count=len(some))
+                        ready = {name: readout.mapped(gather) for name, readout in ready.items()}
+                        energy = energy.mapped(gather)
+                    if tuple(which) not in energies:
+                        energies[tuple(which)] = Energy()
+                        parts.setdefault(tuple(which), []).append({})
+                    energies[tuple(which)].add(energy)
+                    parts[tuple(which)][-1].update(ready)
+            for which, energy in energies.items():
                 label = f"{some.label}, term {which[0]}"
                 lost = energy.lost().cpu().numpy()
                 self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
-                parts.setdefault(tuple(which), []).append(ready)
         complete = [(which, joined_readouts(parts.pop(which))) for which in list(parts)]
         return [(k, ready) for which, ready in complete for k in which]
 
-    def _vectors(self, queries: Queries) -> Iterable[tuple[Sequence[int], Any, float]]:
-        """The vectors of these queries, of which each rank computes its share."""
+    def _vectors(self, queries: Queries, dealt: bool) -> Iterator[tuple[Sequence[int], Any, float]]:
+        """The vectors of these queries, one group of blocks after another."""
+        dealt = dealt and self._dealt
         gather = partial(self.workspace.world.regather, count=len(queries))
-        for which, vectors, scale in self.vectors(self._share(queries)):
-            yield which, vectors.mapped(gather) if self._dealt else vectors, scale
+        mine = self._share(queries) if dealt else queries
+        for part in mine.by_group(self._groups(queries.stage)):
+            for which, vectors, scale in self.vectors(part):
+                yield which, vectors.mapped(gather) if dealt else vectors, scale
+
+    def _groups(self, stage: str) -> list[list[str]]:
+        """The blocks in which queries of a stage have gradients, as they take turns."""
+        workspace = self.workspace
+        tracked, size = workspace.passes[stage].tracked, workspace.accumulator.itemsize
+        forms = self.factored, self.joint
+        groups = cost.vector_groups(tracked, size, workspace.memory, *forms)
+        return [[block.name for block in group] for group in groups]
 
     @property
     def _dealt(self) -> bool:
@@ -209,9 +228,10 @@ class Scoring:
         Args:
             dealt: whether each rank computes those of its share of the queries.
         """
-        for which, vectors, scale in (self._vectors if dealt else self.vectors)(queries):
+        for which, vectors, scale in self._vectors(queries, dealt):
             ready = self.readouts(vectors, scale, examples)
             yield from ((k, ready) for k in which)
+            del ready  # before the next ones are computed
 
     def readouts(self, vectors: Any, scale: float, examples: int) -> Any:
         """The vectors, times `scale`, ready to meet this many examples."""
@@ -231,8 +251,12 @@ class Scoring:
         data = self.workspace.scored_data(chunk.stage)
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
         for which, readouts in ready:
+            if not readouts:  # the vectors reach none of these layers
+                continue
             term, total = self.terms[which], totals[which]
-            for here, name, a, s in self._gradients(term, chunk.stage, data, batches):
+            needed = list(readouts) if len(self._groups(chunk.stage)) > 1 else None
+            each = self._gradients(term, chunk.stage, data, batches, needed)
+            for here, name, a, s in each:
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
                 if self._parts.names:
@@ -278,9 +302,14 @@ class Scoring:
         return Parts.of(self.workspace, self.by)
 
     def _gradients(
-        self, term: Term, stage: str, data: Batches, batches: list[NDArray[np.int64]]
+        self,
+        term: Term,
+        stage: str,
+        data: Batches,
+        batches: list[NDArray[np.int64]],
+        needed: Collection[str] | None,
     ) -> Iterator[tuple[slice, str, Tensor, Outputs]]:
-        """(columns, layer, a, s) of all gradients of a term.
+        """(columns, layer, a, s) of a term's gradients, in these layers at least (None: all).
 
         Where examples are single positions, a term's checkpoints are given as positions of one
         gradient, so that their sum meets the queries once and not once for each.
@@ -293,7 +322,7 @@ class Scoring:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
                 start = 0
-                for one in passes.backward_passes(data, batches, self.signal):
+                for one in passes.backward_passes(data, batches, self.signal, needed=needed):
                     here = slice(start, start + len(one.indices))
                     for factors in one.factors():
                         yield here, factors.block.name, factors.a, factors.s
@@ -304,7 +333,8 @@ class Scoring:
             by_block: dict[str, list[LayerFactors]] = {}
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
-                for one in passes.backward_passes(data, [batch], self.signal):
+                one_batch = data, [batch], self.signal
+                for one in passes.backward_passes(*one_batch, needed=needed):
                     for factors in one.factors():
                         by_block.setdefault(factors.block.name, []).append(factors)
             here = slice(start, start + len(batch))
@@ -342,8 +372,14 @@ class Scoring:
         return max(CHUNK, 4 * batch, min(EXAMPLES_PER_QUERY * queries, room)) // batch * batch
 
     def _at_once(self) -> int:
-        """How many queries' vectors fit: one term's, and two sets on the way to the next."""
-        return max(1, self._fitting(1))
+        """How many queries' vectors fit: one term's, and two sets on the way to the next, of one
+        group of blocks."""
+        workspace = self.workspace
+        sizes = {block.name: block.size for block in workspace.tracked.blocks}
+        groups = self._groups(workspace.study.stages[-1])
+        largest = max(sum(sizes[name] for name in group) for group in groups)
+        size, memory = workspace.accumulator.itemsize, workspace.memory
+        return max(1, cost.queries_at_once(largest, size, memory, 1))
 
     def _fits(self, queries: int) -> bool:
         """Whether the vectors of all terms fit, of that many queries."""

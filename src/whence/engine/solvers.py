@@ -38,11 +38,13 @@ class Solver:
         passes: passes of each kind over the training data, from the settings and the share of the
             examples that H is taken on.
         inverse: from the workspace, λ of the blocks that training moved, and the settings.
+        joint: whether H is of all layers together.
     """
 
     defaults: Mapping[str, Any]
     passes: Callable[[Mapping[str, Any], float], dict[str, int]]
     inverse: Callable[[Workspace, BlockDiagonal, Mapping[str, Any]], Inverse[Any]]
+    joint: bool = False
 
 
 def layer_by_layer(
@@ -177,11 +179,13 @@ SOLVERS = {
             _fitting(settings) | {"products": max(1, round((settings["iterations"] + 1) * share))}
         ),
         conjugate_gradients,
+        joint=True,
     ),
     "arnoldi": Solver(
         {"damping": 1e-8, "seed": 0, "rank": 100, "iterations": 200, "examples": None},
         lambda settings, share: {"steps": max(1, round(settings["iterations"] * share))},
         arnoldi,
+        joint=True,
     ),
     "datainf": Solver(
         {"damping": None},

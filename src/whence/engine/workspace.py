@@ -37,7 +37,7 @@ from whence.persist.cache import Tried, Version
 from whence.persist.identity import sha256_of
 from whence.run import Run, Segment
 from whence.study import Scope, Study, model_identity, task_identity
-from whence.table import listed
+from whence.table import byte_size, listed
 from whence.world import World
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with every
 FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 GAUSS_NEWTON = "gauss-newton"
+VECTORS = 3  # sets of whole query vectors: a term's, and two on the way to the next
 LOSS, MEASUREMENT = Signal("loss"), Signal("measurement")
 
 
@@ -488,6 +489,20 @@ class Workspace:
     def diagonal(self, values: Mapping[str, float | Tensor]) -> Any:
         """A diagonal matrix of the space, over the blocks that have a value."""
         return BlockDiagonal(values)
+
+    def check_room(self, method: object) -> None:
+        """Refuse a method whose query vectors are of all layers together, where these cannot take
+        turns and do not fit."""
+        parameters = cost.vector_numbers(self.tracked)
+        needed = VECTORS * parameters * self.accumulator.itemsize
+        if needed > self.memory:
+            raise InvalidInput(
+                f"{method!r} takes all layers together, and {VECTORS} vectors of {parameters:,} "
+                f"parameters need {byte_size(needed)}, where memory= allows "
+                f"{byte_size(self.memory)}: raise memory, track fewer layers with "
+                "Study(layers=...), or use a method that takes one layer after another, such as "
+                "Source()"
+            )
 
     def check_preconditioner(self, optimizer: str) -> None:
         """Refuse an optimizer whose preconditioner this space cannot represent."""

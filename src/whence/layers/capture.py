@@ -456,9 +456,12 @@ class Tape:
             keep: whether to keep the graph for another backward pass.
         """
         calls = [call for layer in self.layers for call in self.calls[layer.name]]
-        at_edges = torch.autograd.grad(
-            output, [call.edge for call in calls], gradient, retain_graph=keep, allow_unused=True
-        )
+        at_edges: Sequence[Tensor | None] = [None] * len(calls)
+        if output.requires_grad:  # it depends on some of these layers
+            edges = [call.edge for call in calls]
+            at_edges = torch.autograd.grad(
+                output, edges, gradient, retain_graph=keep, allow_unused=True
+            )
         gradients = dict(zip(map(id, calls), at_edges, strict=True))
         mask = None if mask is None or bool(mask.all()) else mask
         for layer in self.layers:

@@ -226,20 +226,36 @@ class Passes:
     # -- backward passes ---------------------------------------------------------------------------
 
     def backward_passes(
-        self, data: Batches, blocks: Sequence[np.ndarray], signal: Signal, label: str | None = None
+        self,
+        data: Batches,
+        blocks: Sequence[np.ndarray],
+        signal: Signal,
+        label: str | None = None,
+        needed: Collection[str] | None = None,
     ) -> Iterator[BackwardPass]:
-        """Every backward pass over these blocks of examples; a label shows a progress bar."""
+        """Every backward pass over these blocks of examples; a label shows a progress bar.
+
+        Args:
+            needed: the parameter blocks whose factors are (None: all); others may come too.
+        """
         batches = data.stream(blocks, self.device, self.dtype, self.workers)
         if label is not None and self.progress:
             batches = counted(batches, sum(map(len, blocks)), label)
         for indices, batch in batches:
-            yield from self._batch(data, indices, batch, signal)
+            yield from self._batch(data, indices, batch, signal, needed)
 
     def _batch(
-        self, data: Batches, indices: np.ndarray, batch: Any, signal: Signal
+        self,
+        data: Batches,
+        indices: np.ndarray,
+        batch: Any,
+        signal: Signal,
+        needed: Collection[str] | None = None,
     ) -> Iterator[BackwardPass]:
-        named = examples_of(data.name, indices)
-        tape = Tape(self.model, self.tracked.layers, len(indices), self.task.rows(batch))
+        named, layers = examples_of(data.name, indices), self.tracked.layers
+        if needed is not None and not self._compares(data, indices, signal):
+            layers = tuple(x for x in layers if any(b.name in needed for b in x.blocks))
+        tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), named, tape:
             outputs = self._outputs(batch)
             if self.sha256 in self.watched:
@@ -252,7 +268,8 @@ class Passes:
             else:
                 values = self._values(outputs, batch, indices, signal)
                 directions = [(values.sum(), None)]
-        alone = self._alone(data, indices, values, signal) if signal.name != "exact" else {}
+        compares = self._compares(data, indices, signal)
+        alone = self._alone(data, indices, values, signal) if compares else {}
         tape.check()
         seen = [output for output, _ in directions[:1]]
         seen += [call.x for calls in tape.calls.values() for call in calls]
@@ -266,16 +283,19 @@ class Passes:
                 checked = self._separate(checked, data, indices, alone)
             yield BackwardPass(indices, k == 1, last, checked)
 
+    def _compares(self, data: Batches, indices: np.ndarray, signal: Signal) -> bool:
+        """Whether some examples of this batch are to be compared with them alone."""
+        sizes = self._compared.setdefault((id(data), signal.name), set())
+        known = len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED
+        return signal.name != "exact" and not known
+
     def _alone(
         self, data: Batches, indices: np.ndarray, values: Tensor, signal: Signal
     ) -> dict[int, Tensor]:
         """Compare values of the first real batch of every size with those of some of its examples
         alone. Returns the sketches of these examples' gradients, by place in the batch."""
-        sizes = self._compared.setdefault((id(data), signal.name), set())
         values = values.detach()
-        if len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED:
-            return {}
-        sizes.add(len(indices))
+        self._compared[id(data), signal.name].add(len(indices))
         if not bool(values.isfinite().all()):
             return {}  # which is reported later, with the layer
         separation, drawn = self._separation(data), signal.name == "sampled"

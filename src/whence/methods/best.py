@@ -12,7 +12,7 @@ query gradient is carried by SOURCE's survival, exp(-M), with coupled EK-FAC.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ class WithInverse:
     by_layer: Any
     inverse: Inverse[Any]
 
-    def eigenvalues(self) -> dict[str, Any]:
-        values: dict[str, Any] = self.by_layer.eigenvalues()
+    def eigenvalues(self) -> Mapping[str, Any]:
+        values: Mapping[str, Any] = self.by_layer.eigenvalues()
         return values
 
 
@@ -58,6 +58,7 @@ class Best(SegmentedMethod):
     """
 
     _fixed = ("damping", "coupling", "weight_decay")
+    _joint = True
 
     def __init__(
         self,
@@ -106,7 +107,8 @@ class Best(SegmentedMethod):
         first = min(prepared)
         v = self.query_gradient(workspace, queries, {})
         for k in reversed(prepared):
-            segment, size = prepared[k], v.squared_norm() if k > first else None
+            segment = prepared[k]
+            before: Any = v.squared_norm() if k > first else None
             matrix: Any = segment.M  # a `WithInverse`
             if segment.scored:
                 w = matrix.inverse @ v
@@ -116,7 +118,7 @@ class Best(SegmentedMethod):
             if k > first:
                 survival = matrix.by_layer.apply(F_S, segment.root * v)
                 v = v.updated(survival / segment.root)
-                workspace.ledger.note_survival(k, v.squared_norm() / size)
+                workspace.ledger.note_survival(k, v.squared_norm(), before, queries.more)
 
     def passes_needed(self, work: Workload) -> dict[str, int]:
         return super().passes_needed(work) | {"products": (self.iterations + 1) * work.scored}

@@ -69,6 +69,7 @@ class GradientMethod(Method):
     accepts = frozenset({"query_weights", "query_rank", "by_layer", "examples"})
     _factored = False  # whether the query vectors are plain gradients
     _shared = False  # whether all terms have the same vectors
+    _joint = False  # whether the query vectors are of all layers together
 
     # -- what a method defines -------------------------------------------------------------------
 
@@ -96,6 +97,10 @@ class GradientMethod(Method):
         """How many passes of each kind over the training data, for the estimate."""
         return {"scores": work.scored}
 
+    def query_passes(self, work: Workload) -> int:
+        """At how many checkpoints queries have gradients, for the estimate."""
+        return 1
+
     def operations(self, work: Workload) -> dict[str, float]:
         """What a pass of each kind costs per example, for the estimate."""
         tracked, count = work.tracked, work.asked
@@ -118,6 +123,12 @@ class GradientMethod(Method):
         total = others * owned + (owned if work.divided else each)
         return total if work.room is None else min(total, work.room // work.accumulator.itemsize)
 
+    def rate_numbers(self, work: Workload) -> int:
+        """How many numbers of Adam's rates are in memory at once, for the estimate: D^½ of every
+        parameter, in M and beside it."""
+        sets = 1 if self._shared else work.terms
+        return 2 * sets * cost.vector_numbers(work.tracked) if self.whitens(work) else 0
+
     def whitens(self, work: Workload) -> bool:
         """Whether curvature is whitened by the optimizer's preconditioner, for the estimate."""
         return work.preconditioned
@@ -130,22 +141,27 @@ class GradientMethod(Method):
             passes[kind] *= work.factor_groups
         size, low_rank = work.accumulator.itemsize, None
         if work.query_rank is not None:
-            low_rank = plan(tracked.blocks, size, work.memory, count, work.query_rank, sets)
-        fitted = self.fitted_numbers(work, passes)
+            how = work.query_rank, sets, self._joint
+            low_rank = plan(tracked.blocks, size, work.memory, count, *how)
+        fitted, rates = self.fitted_numbers(work, passes), self.rate_numbers(work)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            vectors, blocks = self._count_whole_vectors(work, sets, each, handled)
+            whole = self._count_whole_vectors(work, sets, each, handled)
+            vectors, blocks, groups, together = whole
         else:
             each["scores"] = factor_operations(work, low_rank)
-            vectors = low_rank.numbers(tracked.blocks, sets)
-            blocks = -(-count // low_rank.rows)
+            vectors, groups = low_rank.numbers(tracked.blocks, sets), len(low_rank.groups)
+            blocks, together = -(-count // low_rank.rows), low_rank.whole
+        query_passes = groups * self.query_passes(work)
         examples = {k: work.examples if k in SCORED else work.trained for k in passes}
         operations = {k: examples[k] * passes[k] * each[k] for k in passes}
+        solved = work.queries or work.examples
+        operations["queries"] = query_passes * solved * tracked.operations
         sides: list[int] = []
         steps = 0
         if passes.get("covariances"):
             steps = USUAL_STEPS * sets if self.whitens(work) else 0
-            operations["queries"] = self._solving(work, sets, steps)
+            operations["queries"] += self._solving(work, sets, steps)
             sides = sets * [side for b in tracked.blocks for side in cost.sides(b)]
         if low_rank is None and all(t == 1 for t in tracked.positions.values()):
             # a term's checkpoints meet the queries together
@@ -156,30 +172,33 @@ class GradientMethod(Method):
         vector = cost.vector_numbers(tracked, self._factored)
         touched["queries"] = VECTOR_STEPS * (sets + steps) * count * float(vector)
         passes["scores"] *= blocks
-        return Cost(passes, operations, touched, fitted, vectors, sides, low_rank)
+        numbers, turns = (fitted, vectors, rates), (query_passes, together)
+        return Cost(passes, operations, touched, *numbers, sides, low_rank, *turns)
 
     def _count_whole_vectors(
         self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int, int]:
         """Add what scores take with whole query vectors. Returns how many of their numbers are in
-        memory, and into how many blocks memory divides the queries."""
+        memory, how many passes over the examples they take, in how many groups layers take
+        turns, and how many queries are taken together."""
         tracked, count, size = work.tracked, work.asked, work.accumulator.itemsize
-        at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
-        blocks = -(-count // max(1, at_once))  # each has a pass over the examples
+        groups = cost.vector_groups(tracked, size, work.memory, self._factored, self._joint)
+        largest = max(sum(block.size for block in group) for group in groups)
+        at_once = max(1, cost.queries_at_once(largest, size, work.memory, 1))
+        blocks = -(-count // at_once) * len(groups)  # each has a pass over the examples
         each["scores"] += (blocks - 1) * cost.again(tracked)
         handled["scores"] = blocks * handled.get("scores", 0.0)
         handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
         vector = cost.vector_numbers(tracked, self._factored)
-        most = max(work.memory // 2 // size, 3 * vector)
-        return min((sets + 1) * count * vector, most), blocks
+        most = max(work.memory // 2 // size, 3 * largest)
+        return min((sets + 1) * count * vector, most), blocks, len(groups), at_once
 
     @staticmethod
     def _solving(work: Workload, sets: int, steps: int) -> float:
-        """Operations of the queries' gradients and rotations, and of this many Krylov steps."""
+        """Operations of the queries' rotations, and of this many Krylov steps."""
         tracked, solved = work.tracked, work.queries or work.examples
         rotated = cost.rotations(tracked, solved, work.examples, sets)
-        krylov = cost.krylov(tracked, solved, steps, work.trained)
-        return rotated + solved * tracked.operations + krylov
+        return rotated + cost.krylov(tracked, solved, steps, work.trained)
 
     # -- what all of them do ---------------------------------------------------------------------
 
@@ -197,11 +216,14 @@ class GradientMethod(Method):
             counts = self.counted(self.workload(workspace, terms))
             announce(self, workspace, counts)
             show_progress(workspace, counts)
+        if self._joint:
+            workspace.check_room(self)
         workspace.in_step = self._factored  # plain gradients are not worth dealing
         prepared = self.prepare(workspace, terms)
         vectors = partial(self.vectors, workspace, prepared)
         signal, weights = self.training(workspace, prepared)
-        scoring = workspace.scoring(terms, vectors, writer, by, signal, weights, self._shared)
+        forms = self._shared, self._factored, self._joint
+        scoring = workspace.scoring(terms, vectors, writer, by, signal, weights, *forms)
         with workspace.clock("scores"):
             if workspace.query is None:
                 scoring.selves()
@@ -350,6 +372,7 @@ class SegmentedMethod(GradientMethod):
         self.curvature, self.fisher, self.stage, self.damping = curvature, fisher, stage, damping
         self.weight_decay, self.coupling = weight_decay, flag("coupling", coupling)
         self.query_at, self.floor, self.seed = query_at, floor, whole("seed", seed)
+        self._joint = self._joint or curvature == GAUSS_NEWTON
 
     def terms(self, workspace: Outline) -> list[Term]:
         spec = chosen_segments(workspace) if self.segments == AUTO else self.segments
@@ -408,6 +431,9 @@ class SegmentedMethod(GradientMethod):
         """∇f(q), the mean over the last stage's checkpoints, or at the final model."""
         points = workspace.run.query_points(self.query_at)
         return workspace.query_gradients(queries, points, bases)
+
+    def query_passes(self, work: Workload) -> int:
+        return work.fitted if self.query_at == "run" else 1
 
     def passes_needed(self, work: Workload) -> dict[str, int]:
         passes = {"products": USUAL_PRODUCTS * work.fitted}

@@ -31,7 +31,7 @@ class GradientCosine(GradientMethod):
     """
 
     accepts = GradientMethod.accepts - {"query_weights"}
-    _shared = True
+    _shared = _joint = True
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> dict[str, Tensor]:
         """1/‖∇L‖ of the examples that are scored, (n,) per stage; 0 where the gradient is 0."""

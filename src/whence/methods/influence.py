@@ -90,7 +90,7 @@ class Influence(GradientMethod):
         given = {name: value for name, value in asked.items() if value is not None}
         settings = self.defaults(solver) | given
         check_settings(solver, given, settings)
-        self.solver = solver
+        self.solver, self._joint = solver, SOLVERS[solver].joint
         vars(self).update(settings, stage=stage)
 
     @classmethod

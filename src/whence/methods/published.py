@@ -10,7 +10,7 @@ Gauss-Newton matrix, diag(H̄), the inverse with the EK-FAC H̄:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,13 @@ from whence.operators import (
     EigenFactors,
     Factored,
     Operator,
+    cost,
     decayed,
     inverse,
     significant,
     survival,
 )
-from whence.operators.operator import Function, rotate
+from whence.operators.operator import ByBlock, Function, rotate
 from whence.run import MeanCheckpoint, Segment
 
 DAMPING = 1e-8  # of the inverse
@@ -94,6 +95,9 @@ class PublishedSource(Source):
 
     def whitens(self, work: Workload) -> bool:
         return False
+
+    def rate_numbers(self, work: Workload) -> int:
+        return work.terms * cost.vector_numbers(work.tracked) if work.preconditioned else 0
 
     def operator(
         self, workspace: Workspace, term: Term, rates: Rates, resident: int
@@ -159,13 +163,14 @@ class Mixture:
     def bases(self) -> dict[str, None]:
         return {}
 
-    def eigenvalues(self) -> dict[str, Tensor]:
+    def eigenvalues(self) -> Mapping[str, Tensor]:
         """η̄K (P̄ (diag(H̄) + l₂) + d), by block."""
-        return self._exponent().eigenvalues()
-
-    def _exponent(self) -> Operator[BlockVectors]:
-        """These exponents as a diagonal operator."""
         names = [name for name in self.H.names if name in self.rates.applied]
+        return ByBlock(names, lambda name: self._exponent([name]).eigenvalues()[name])
+
+    def _exponent(self, blocks: Container[str]) -> Operator[BlockVectors]:
+        """The exponents of these blocks as a diagonal operator."""
+        names = [name for name in self.H.names if name in self.rates.applied and name in blocks]
         diagonals = {name: self.H.factors[name].diagonal for name in names}
         factors = {n: EigenFactors(x, None) for n, x in diagonals.items() if x is not None}
         return Diagonal(factors).whitened(self.rates.applied) + self.rates.shift
@@ -175,7 +180,7 @@ class Mixture:
     ) -> list[BlockVectors | None]:
         """(H̄ + λ)⁻¹ (I - E) v instead of F_r(M) v, and E v."""
         needed = [f and g for f, g in zip(functions, (decayed, survival), strict=True)]
-        lost, surviving = self._exponent().apply(needed, v)
+        lost, surviving = self._exponent(v.values).apply(needed, v)
         if lost is None:
             return [None, surviving]
         w = {name: self._inverse(name, lost.matrix(name)) for name in lost.values}

@@ -65,14 +65,15 @@ class Source(SegmentedMethod):
         first, last = min(prepared), max(prepared)
         v = self.query_gradient(workspace, queries, prepared[last].M.bases)
         for k in reversed(prepared):
-            segment, size = prepared[k], v.squared_norm() if k > first else None
+            segment = prepared[k]
+            before: Any = v.squared_norm() if k > first else None
             needed = (F_r if segment.scored else None, F_S if k > first else None)
             response, survival = segment.M.apply(needed, segment.root * v, overwrite=True)
             if response is not None:
                 yield [k], segment.root * response, -1.0 / segment.count
             if survival is not None:
                 v = v.updated(survival / segment.root)
-                workspace.ledger.note_survival(k, v.squared_norm() / size)
+                workspace.ledger.note_survival(k, v.squared_norm(), before, queries.more)
 
     @classmethod
     def published(

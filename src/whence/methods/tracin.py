@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from whence.engine.costs import Workload
 from whence.engine.queries import Queries
 from whence.engine.workspace import Outline, Term, Workspace
 from whence.methods.gradient import GradientMethod, Vectors
@@ -26,6 +27,9 @@ class TracIn(GradientMethod):
 
     def terms(self, workspace: Outline) -> list[Term]:
         return [Term(c.stage, [c]) for c in workspace.run.checkpoints]
+
+    def query_passes(self, work: Workload) -> int:
+        return work.scored
 
     def prepare(self, workspace: Workspace, terms: list[Term]) -> None:
         """Nothing is fitted."""

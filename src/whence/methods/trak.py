@@ -98,7 +98,7 @@ class Trak(GradientMethod):
         φ = space.gradients(queries, workspace.run.final).values.double()
         parts = zip(space.columns, prepared.factors, strict=True)
         solved = [torch.cholesky_solve(φ[:, columns].T, L).T for columns, L in parts]  # (ΦᵀΦ)⁻¹ φ
-        w = space.lift(ProjectedVectors(torch.cat(solved, 1)))
+        w = space.lift(ProjectedVectors(torch.cat(solved, 1)), queries.blocks)
         sign = -1.0 if prepared.weights is None else 1.0
         yield range(len(workspace.study.stages)), w, sign
 

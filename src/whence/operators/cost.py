@@ -7,8 +7,8 @@ long work.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Callable, Collection, Iterable
+from functools import cache, partial
 
 import torch
 
@@ -181,6 +181,36 @@ def queries_at_once(numbers: int, size: int, memory: int, sets: int) -> int:
     return int(memory // 2 // ((sets + 2) * numbers * size))
 
 
+def in_groups(
+    blocks: Iterable[ParameterBlock], size: Callable[[ParameterBlock], int], room: int | None
+) -> list[list[ParameterBlock]]:
+    """Blocks in order, as many at a time as there is room for; at least one."""
+    groups: list[list[ParameterBlock]] = [[]]
+    left = room
+    for block in blocks:
+        needed = size(block)
+        if groups[-1] and left is not None and needed > left:
+            groups.append([])
+            left = room
+        groups[-1].append(block)
+        left = None if left is None else left - needed
+    return groups
+
+
+def vector_groups(
+    tracked: Tracked, size: int, memory: int, factored: bool, joint: bool
+) -> list[list[ParameterBlock]]:
+    """The blocks that take turns: groups of which the vectors of one query fit.
+
+    Args:
+        size: bytes of a number.
+        factored: whether vectors are plain gradients.
+        joint: whether they are of all layers together, which then take no turns.
+    """
+    room = None if joint else queries_at_once(1, size, memory, 1)  # numbers of one query
+    return in_groups(tracked.blocks, partial(vector_size, tracked, factored=factored), room)
+
+
 def factor_numbers(tracked: Tracked, bases: bool = True) -> int:
     """Numbers in one segment's factors, with eigenbases or without."""
     return sum(basis_numbers(b) * bases + b.size for b in tracked.blocks)
@@ -191,10 +221,13 @@ def vector_numbers(tracked: Tracked, factored: bool = False) -> int:
 
     `factored`: it is a plain gradient; with one position, s aᵀ.
     """
-    return sum(
-        b.o + b.width if factored and tracked.positions[b.name] == 1 and not b.lookup else b.size
-        for b in tracked.blocks
-    )
+    return sum(vector_size(tracked, block, factored) for block in tracked.blocks)
+
+
+def vector_size(tracked: Tracked, block: ParameterBlock, factored: bool = False) -> int:
+    """Numbers in one block of such a vector."""
+    rank_one = factored and tracked.positions[block.name] == 1 and not block.lookup
+    return block.o + block.width if rank_one else block.size
 
 
 def again(tracked: Tracked) -> float:

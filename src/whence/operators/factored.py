@@ -21,6 +21,7 @@ from whence.operators.operator import (
     Basis,
     BlockDiagonal,
     BlockVectors,
+    ByBlock,
     Function,
     Inverse,
     Operator,
@@ -249,11 +250,11 @@ class Factored(Operator[BlockVectors]):
     def trace(self) -> dict[str, float]:
         return {name: float(self.block_eigenvalues(name).sum()) for name in self.names}
 
-    def diagonal(self) -> dict[str, Tensor]:
-        return {name: self.diagonal_of(name) for name in self.names}
+    def diagonal(self) -> Mapping[str, Tensor]:
+        return ByBlock(self.names, self.diagonal_of)
 
-    def eigenvalues(self) -> dict[str, Tensor]:
-        return {name: self.block_eigenvalues(name) for name in self.names}
+    def eigenvalues(self) -> Mapping[str, Tensor]:
+        return ByBlock(self.names, self.block_eigenvalues)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self.factors[name].eigenvalues.shape)

@@ -386,13 +386,4 @@ def grouped(
     blocks: Iterable[ParameterBlock], bases: bool, dtype: torch.dtype, room: int | None
 ) -> list[list[ParameterBlock]]:
     """Blocks in order, as many at a time as there is room for; at least one."""
-    groups: list[list[ParameterBlock]] = [[]]
-    left = room
-    for block in blocks:
-        size = factor_bytes(block, bases, dtype)
-        if groups[-1] and left is not None and size > left:
-            groups.append([])
-            left = room
-        groups[-1].append(block)
-        left = None if left is None else left - size
-    return groups
+    return cost.in_groups(blocks, lambda block: factor_bytes(block, bases, dtype), room)

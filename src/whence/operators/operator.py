@@ -21,7 +21,7 @@ answer by Krylov iterations (`whitened.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -215,6 +215,25 @@ class BlockVectors:
         return value if scale == 1.0 else value * scale
 
 
+class ByBlock(Mapping[str, Tensor]):
+    """A tensor for each block, computed when it is asked for: those of all blocks together may not
+    fit into memory."""
+
+    def __init__(self, names: Sequence[str], of: Callable[[str], Tensor]) -> None:
+        self._names, self._of = names, of
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._of(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class BlockSpace:
     """The parameters of some blocks as one vector of p numbers."""
 
@@ -324,14 +343,15 @@ class Operator(ABC, Generic[V]):
 
     def trace(self) -> dict[str, float]:
         """The trace of every block."""
-        return {name: float(values.sum()) for name, values in self.diagonal().items()}
+        diagonal = self.diagonal()
+        return {name: float(diagonal[name].sum()) for name in diagonal}
 
     @abstractmethod
-    def diagonal(self) -> dict[str, Tensor]:
+    def diagonal(self) -> Mapping[str, Tensor]:
         """The diagonal of every block, (o, width), in the parameters' own coordinates."""
 
     @abstractmethod
-    def eigenvalues(self) -> dict[str, Tensor]:
+    def eigenvalues(self) -> Mapping[str, Tensor]:
         """Eigenvalues of every block; its diagonal if they are unknown; empty if that would take
         passes over the data."""
 

@@ -26,7 +26,14 @@ from whence.operators.krylov import (
     leading_directions,
     matrix_functions,
 )
-from whence.operators.operator import BlockDiagonal, BlockVectors, Function, Inverse, Operator
+from whence.operators.operator import (
+    BlockDiagonal,
+    BlockVectors,
+    ByBlock,
+    Function,
+    Inverse,
+    Operator,
+)
 
 STEPS, CG_STEPS = 500, 2000  # at most
 CG_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -59,7 +66,7 @@ class Matrix(Protocol):
     def trimmed(self, errors: Mapping[str, float], share: float) -> Blockwise: ...
     def shape_of(self, name: str) -> Shape: ...
     def diagonal_of(self, name: str) -> Tensor | None: ...
-    def diagonal(self) -> dict[str, Tensor]: ...
+    def diagonal(self) -> Mapping[str, Tensor]: ...
 
 
 class Whitened(Operator[BlockVectors]):
@@ -278,18 +285,17 @@ class Whitened(Operator[BlockVectors]):
         curvature = self.H.diagonal_of(name)
         return shift if curvature is None else root.square() * curvature + shift
 
-    def diagonal(self) -> dict[str, Tensor]:
+    def diagonal(self) -> Mapping[str, Tensor]:
         every = self.H.diagonal()
-        return {n: x**2 * every[n] + self.shift.get(n, 0.0) for n, x in self.root.items()}
 
-    def eigenvalues(self) -> dict[str, Tensor]:
-        """The diagonal, where it is known."""
-        values = {}
-        for name in self.root:
-            curvature = self.H.diagonal_of(name)
-            if curvature is not None:
-                values[name] = self._diagonal(name, curvature.shape, curvature)[0]
-        return values
+        def of(name: str) -> Tensor:
+            return self.root[name] ** 2 * every[name] + self.shift.get(name, 0.0)
+
+        return ByBlock(list(self.root), of)
+
+    def eigenvalues(self) -> Mapping[str, Tensor]:
+        """The diagonal, unless it is of all layers together."""
+        return self.diagonal() if self.block_diagonal else {}
 
     def scaled(self, factors: Mapping[str, float]) -> Whitened:
         root = {name: value * factors.get(name, 1.0) ** 0.5 for name, value in self.root.items()}

@@ -10,7 +10,7 @@ which costs a CPU about as much as 16 multiplications.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -83,11 +83,14 @@ class Random:
                         total += some @ signs
         return total.div_(self.dimension**0.5)
 
-    def lift(self, values: Tensor) -> dict[str, Tensor]:
-        """Pᵀ v of every row of values (q, d), as matrices (q, o, width) of the blocks."""
+    def lift(self, values: Tensor, blocks: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Pᵀ v of every row of values (q, d), as matrices (q, o, width) of these blocks (None:
+        all)."""
         matrices = {}
         values = values.to(self.dtype) / self.dimension**0.5
         for block in self.blocks:
+            if blocks is not None and block.name not in blocks:
+                continue
             flat = values.new_empty(len(values), block.size, dtype=accumulator(self.dtype))
             for columns, signs in self._signs(block, range(block.size)):
                 flat[:, columns.start : columns.stop] = values @ signs.mT

@@ -8,7 +8,7 @@ gradient is ever built.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,10 +105,12 @@ class TwoSided(Random):
             small = small + inputs[:, block.i]
         return (s.to(self.dtype) @ outputs.mT).mT @ small
 
-    def lift(self, values: Tensor) -> dict[str, Tensor]:
+    def lift(self, values: Tensor, blocks: Collection[str] | None = None) -> dict[str, Tensor]:
         matrices = {}
         parts = torch.split(values.to(self.dtype), self.counts, 1)
         for block, (outputs, inputs), part in zip(self.blocks, self.sides, parts, strict=True):
+            if blocks is not None and block.name not in blocks:
+                continue
             small = part.reshape(len(values), len(outputs), len(inputs))
             matrices[block.name] = (outputs.mT @ small @ inputs).to(accumulator(self.dtype))
         return matrices

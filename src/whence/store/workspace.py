@@ -70,6 +70,9 @@ class StoreWorkspace(Workspace):
     def preconditioned(self) -> bool:
         return self.store.preconditioned
 
+    def check_room(self, method: object) -> None:
+        """Vectors are projected."""
+
     def check_preconditioner(self, optimizer: str) -> None:
         if not self.store.preconditioned:
             raise InvalidInput(
@@ -142,7 +145,7 @@ class StoredSpace:
         pooled = [store.measured(self.workspace, stage) for stage in stages]
         return [sum(parts[1:], parts[0]) for parts in zip(*pooled, strict=True)]
 
-    def lift(self, v: ProjectedVectors) -> ProjectedVectors:
+    def lift(self, v: ProjectedVectors, blocks: Any = None) -> ProjectedVectors:
         return v
 
 
@@ -240,3 +243,6 @@ class StoredScoring(Scoring):
 
     def _vector(self) -> int:
         return self.workspace.store.dimension
+
+    def _groups(self, stage: str) -> list[list[str]]:
+        return [[block.name for block in self.workspace.passes[stage].tracked.blocks]]
