@@ -81,8 +81,8 @@ class Study:
         candidates: Any = None,
     ) -> None:
         several = isinstance(runs, Sequence) and not isinstance(runs, (str, os.PathLike))
-        each: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
-        self.runs = [run if isinstance(run, Run) else Run.open(run) for run in each]
+        listed_runs: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
+        self.runs = [run if isinstance(run, Run) else Run.open(run) for run in listed_runs]
         if not self.runs:
             raise InvalidInput("runs is empty: give at least one Run")
         self.collate = collate
@@ -91,8 +91,8 @@ class Study:
         given = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
         self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device
         self.models = {k: unsharded(m) for k, m in given.items()}
-        for one in self.models.values():
-            for name, parameter in one.named_parameters():
+        for network in self.models.values():
+            for name, parameter in network.named_parameters():
                 if parameter.is_complex():
                     raise InvalidInput(
                         f"parameter {name} is {parameter.dtype}: whence differentiates by real "
@@ -247,8 +247,8 @@ class Study:
     def _without_target(self, stage: str, data: Batches, message: str) -> list[str]:
         """The message, if some of the examples that are checked have no loss."""
         task, checked = self.tasks[stage], candidates(data)
-        each = (task.ignored(batch) for batch in looked_at(data, checked))
-        count = sum(int(none.sum()) for none in each if none is not None)
+        ignored = (task.ignored(batch) for batch in looked_at(data, checked))
+        count = sum(int(none.sum()) for none in ignored if none is not None)
         known = {"count": count, "checked": len(checked), "target": IGNORED}
         return [message.format(**known)] if count else []
 
@@ -302,7 +302,7 @@ class Study:
         """
         choose = self.layers or layers
         copies: dict[int, WeightLoader] = {}
-        every: dict[tuple[int, int], Tracked] = {}
+        tracked_of: dict[tuple[int, int], Tracked] = {}
         passes: dict[str, Passes] = {}
         clock = Clock(device)
         for stage in reversed(self.stages):
@@ -320,7 +320,7 @@ class Study:
             loaded.load(checkpoints[-1])
             data = self.data[stage]
             several = place(data.take(range(min(PROBED, len(data)))), device, dtype)
-            if pair not in every:
+            if pair not in tracked_of:
                 rounded = bool(rounded_products(dtype, device))
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
@@ -331,12 +331,12 @@ class Study:
                     updates = Updates(evidence.trained, run.same_rates, unrecorded)
                 tracked = find(loaded.model, task, several, choose, updates)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
-                last = next(iter(every.values()), tracked)
-                every[pair] = tracked.shared_with(last) if scope == "query" else tracked
+                last = next(iter(tracked_of.values()), tracked)
+                tracked_of[pair] = tracked.shared_with(last) if scope == "query" else tracked
             passes[stage] = Passes(
                 loaded,
                 task,
-                every[pair],
+                tracked_of[pair],
                 clock,
                 dtype=dtype,
                 workers=workers,

@@ -76,13 +76,13 @@ def _attempt(ray: Any, call: Callable[[], Any]) -> Any:
         address = ray.get(ranks[0].address.remote())
         shared, folder = ray.put(call), os.getcwd()
         jobs = [
-            one.run.remote(shared, rank, size, address, kind, folder)
-            for rank, one in enumerate(ranks)
+            worker.run.remote(shared, rank, size, address, kind, folder)
+            for rank, worker in enumerate(ranks)
         ]
         return ray.get(_first_failure(ray, jobs) or jobs[0])
     finally:
-        for one in ranks:
-            ray.kill(one)
+        for worker in ranks:
+            ray.kill(worker)
         remove_placement_group(group)
 
 

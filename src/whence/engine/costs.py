@@ -208,10 +208,10 @@ def passes_cost(
         passes: how many of each kind.
         numbers: in memory at once, besides the model and a batch.
     """
-    each = cost.handled_numbers(tracked)
+    handled = cost.handled_numbers(tracked)
     return Cost(
         passes,
         {kind: examples * count * work[kind] for kind, count in passes.items()},
-        {kind: examples * count * each for kind, count in passes.items()},
+        {kind: examples * count * handled for kind, count in passes.items()},
         numbers,
     )

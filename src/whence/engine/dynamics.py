@@ -116,14 +116,14 @@ def block_decays(workspace: Workspace, segment: Segment) -> dict[str, float]:
     """Weight decay of every block."""
     decays: dict[str, float] = {}
     for layer in workspace.layers:
-        each = [segment.weight_decay(name) for name in layer.parameter_names()]
-        if len(set(each)) > 1:
+        coefficients = [segment.weight_decay(name) for name in layer.parameter_names()]
+        if len(set(coefficients)) > 1:
             warn(
-                f"layer {layer.name}: weight decay {each[0]} on the weight and {each[1]} on the "
-                "bias; the weight's is used for both",
+                f"layer {layer.name}: weight decay {coefficients[0]} on the weight and "
+                f"{coefficients[1]} on the bias; the weight's is used for both",
                 stacklevel=2,
             )
-        decays.update(dict.fromkeys((b.name for b in layer.blocks), each[0]))
+        decays.update(dict.fromkeys((b.name for b in layer.blocks), coefficients[0]))
     return decays
 
 
@@ -167,11 +167,11 @@ def run_preconditioner(workspace: Workspace) -> dict[str, Tensor]:
 def preconditioner_at(workspace: Workspace, checkpoint: Weights) -> dict[str, Tensor] | None:
     """1/(√v̂ + ε) at one checkpoint, per block (o, width); None for SGD, whose P is 1."""
     for segment in workspace.run.segments("stages"):
-        here = tuple(c for c in segment.checkpoints if c.sha256 == checkpoint.sha256)
-        if here:
+        matching = tuple(c for c in segment.checkpoints if c.sha256 == checkpoint.sha256)
+        if matching:
             if known_optimizer(workspace, segment) not in PRECONDITIONED:
                 return None
-            return preconditioner(workspace, replace(segment, checkpoints=here[:1]), floor=0.0)
+            return preconditioner(workspace, replace(segment, checkpoints=matching[:1]), floor=0.0)
     raise InvalidInput(f"the checkpoint at step {checkpoint.step} is not one of the run's")
 
 

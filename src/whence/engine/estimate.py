@@ -160,8 +160,8 @@ class Estimate:
             more = "no setting is enough: use GPUs with more memory, or a smaller model"
             rows.append(("to make it fit", " and ".join(self.fixes) or more))
         if self.faster:
-            each = (f"{name} ({duration(3600 * hours)})" for name, hours in self.faster.items())
-            rows.append(("faster", ", ".join(each)))
+            changes = (f"{name} ({duration(3600 * hours)})" for name, hours in self.faster.items())
+            rows.append(("faster", ", ".join(changes)))
         return Table(None, rows)
 
     def __str__(self) -> str:

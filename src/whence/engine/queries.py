@@ -253,8 +253,8 @@ class Queries:
         """(rows, factors) of every batch of examples and layer."""
         start, measurement = 0, Signal("measurement")
         passes.load(checkpoint)
-        for one in passes.backward_passes(self.data, self.batches(batch_size), measurement):
-            rows = slice(start, start + len(one.indices))
-            for factors in one.factors():
+        for backward in passes.backward_passes(self.data, self.batches(batch_size), measurement):
+            rows = slice(start, start + len(backward.indices))
+            for factors in backward.factors():
                 yield rows, factors
             start = rows.stop

@@ -73,8 +73,8 @@ def plan(
         sets: of vectors that a pass needs, one for each term.
     """
 
-    def fitting(each: int, sets: int) -> int:
-        return max(1, int(memory // 4 // (sets * each * size)))
+    def fitting(numbers: int, sets: int) -> int:
+        return max(1, int(memory // 4 // (sets * numbers * size)))
 
     numbers = sum(block.size for block in blocks)
     whole = fitting(numbers, SETS_ON_THE_WAY)
@@ -197,10 +197,10 @@ def operations(work: Workload, plan: Plan) -> float:
             inner += cost.inner(b, t, queries)
             continue
         ways = cost.inner_by_position, cost.inner_expanded
-        each = min(way(n, t, b.o, b.width, q, r) for way in ways) / n
+        per_example = min(way(n, t, b.o, b.width, q, r) for way in ways) / n
         if b.lookup:  # its outputs are looked up, position by position
-            each = cost.inner_by_position(n, t, 0, b.width, q, r) / n
-        inner += each * queries / q
+            per_example = cost.inner_by_position(n, t, 0, b.width, q, r) / n
+        inner += per_example * queries / q
         columns = min(r + OVERSAMPLED, b.o, b.width)
         cut += 2.0 * b.size * columns * (2 * SUBSPACE_ITERATIONS + 3) * queries
     return inner + cut / work.examples

@@ -256,7 +256,7 @@ def _check_methods(methods: Collection[str], random_floor: bool) -> None:
 
 
 def _ascending(k: Sequence[int], examples: int, batch_size: int) -> tuple[int, ...]:
-    ks = tuple(operator.index(one) for one in k)
+    ks = tuple(operator.index(number) for number in k)
     if not ks or ks[0] < 1 or any(a >= b for a, b in pairwise(ks)):
         raise InvalidInput(
             f"k={list(ks)}: give numbers of examples to remove, ascending, from 1 up"

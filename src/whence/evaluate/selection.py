@@ -155,18 +155,20 @@ def select(
     selected = np.zeros(count, dtype=bool)
     selected[_order(help_, duplicate_of)[:size]] = True
     named = seeds if isinstance(seeds, Sequence) else range(whole("seeds", seeds))
-    every = [whole("seeds", s) for s in named]
-    if not every:
+    all_seeds = [whole("seeds", s) for s in named]
+    if not all_seeds:
         raise InvalidInput(f"seeds={seeds!r}: train each kind at least once")
-    trainings = [Training(s) for s in every] + [Training(s, selected, about.name) for s in every]
-    for s in every:
+    trainings = [Training(s) for s in all_seeds] + [
+        Training(s, selected, about.name) for s in all_seeds
+    ]
+    for s in all_seeds:
         mask = np.zeros(count, dtype=bool)
         mask[random.permutation(count)[:size]] = True
         trainings.append(Training(s, mask, about.name))
     what = ["measurements"] + ["correct"] * hasattr(recipe.task, "correct")
     rows = measure(recipe, judging, trainings, out=out, what=what, **options)
     kinds = (ALL, SELECTED, RANDOM)
-    means = rows.reshape(len(kinds), len(every), len(what), -1).mean(3)  # (3, R, k)
+    means = rows.reshape(len(kinds), len(all_seeds), len(what), -1).mean(3)  # (3, R, k)
     means[np.isnan(means).any(2)] = np.nan  # diverged
     by_kind = [dict(zip(kinds, means[:, :, k], strict=True)) for k in range(len(what))]
     return Selection(

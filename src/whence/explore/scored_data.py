@@ -189,13 +189,13 @@ class ScoredData:
             keys[name] = (stage << 48) + scores.train_ids
             if scores.train_ids.min() < 0 or len(np.unique(keys[name])) < len(keys[name]):
                 raise InvalidInput(f"{name}: its train_ids are negative or not unique")
-        every = np.unique(np.concatenate(list(keys.values())))
-        self.ids: Ints = every & ((1 << 48) - 1)
-        self.stage_of: Ints = every >> 48
-        self.places = {name: np.searchsorted(every, columns) for name, columns in keys.items()}
+        all_keys = np.unique(np.concatenate(list(keys.values())))
+        self.ids: Ints = all_keys & ((1 << 48) - 1)
+        self.stage_of: Ints = all_keys >> 48
+        self.places = {name: np.searchsorted(all_keys, columns) for name, columns in keys.items()}
         self.columns: dict[str, Ints] = {}
         for name, places in self.places.items():
-            self.columns[name] = np.full(len(every), -1, np.int64)
+            self.columns[name] = np.full(len(all_keys), -1, np.int64)
             self.columns[name][places] = np.arange(len(places))
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ class ScoredData:
     @property
     def reading(self) -> dict[str, int] | None:
         """The progress of reading; None when it is done."""
-        every = [self._query_index, *self._indices.values()]
-        done, total = sum(len(i.labels) for i in every), sum(len(i.examples) for i in every)
+        indices = [self._query_index, *self._indices.values()]
+        done, total = sum(len(i.labels) for i in indices), sum(len(i.examples) for i in indices)
         return None if self.is_read else {"done": done, "of": total}
 
     def labels(self) -> list[str]:

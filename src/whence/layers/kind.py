@@ -181,7 +181,7 @@ def kind_of(module: nn.Module) -> Kind | None:
             return False
         if isinstance(kind.module, type):
             return kind.module in classes
-        return any(fnmatchcase(each.__name__, name) for each in classes for name in kind.module)
+        return any(fnmatchcase(base.__name__, name) for base in classes for name in kind.module)
 
     return next((kind for kind in KINDS if is_of(kind) and kind.claims(module)), None)
 

@@ -280,7 +280,7 @@ class Passes:
             return {}  # which is reported later, with the layer
         separation, drawn = self._separation(data), signal.name == "sampled"
         sketches: dict[int, Tensor] = {}
-        which = {0, int(values.argmin()), int(values.argmax()), len(indices) - 1}
+        checked = {0, int(values.argmin()), int(values.argmax()), len(indices) - 1}
 
         def redrawn(k: int) -> tuple[Tensor, Tensor]:
             seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
@@ -302,14 +302,14 @@ class Passes:
             values, sketches[index] = separation.gradients(self.tracked.layers, [index], value)
             return values[0]
 
-        some = np.linspace(0, len(indices) - 1, min(TOGETHER, len(indices) // 2)).astype(np.int64)
-        if len(some) > 2:  # in another batch: of those that change, one is looked at alone
-            with examples_of(data.name, indices[some]):
-                fewer = computed(indices[some], signal.seed)[0]
-            which |= set(some[separation.differ(fewer, values[some]).cpu().numpy()][:1].tolist())
+        few = np.linspace(0, len(indices) - 1, min(TOGETHER, len(indices) // 2)).astype(np.int64)
+        if len(few) > 2:  # in another batch: of those that change, one is looked at alone
+            with examples_of(data.name, indices[few]):
+                fewer = computed(indices[few], signal.seed)[0]
+            checked |= set(few[separation.differ(fewer, values[few]).cpu().numpy()][:1].tolist())
         again = redrawn if drawn else None
-        separation.compare(indices, values, sorted(which), alone, NAMES[signal.name], again)
-        return {k: sketches[int(indices[k])][0] for k in sorted(which) if not drawn}
+        separation.compare(indices, values, sorted(checked), alone, NAMES[signal.name], again)
+        return {k: sketches[int(indices[k])][0] for k in sorted(checked) if not drawn}
 
     def _separate(
         self,

@@ -44,8 +44,8 @@ Values = Callable[[Tensor, Any], Tensor]  # of a model's outputs (n, ...) and a 
 def pairs(data: Batches) -> list[Pair]:
     """Examples to compare alone and together: spread over the data, and extreme in size."""
     n, spread = len(data), candidates(data)
-    each = len(spread) if data.sliceable else 1
-    extents = [_extents(batch, each) for batch in looked_at(data, spread)]
+    size = len(spread) if data.sliceable else 1
+    extents = [_extents(batch, size) for batch in looked_at(data, spread)]
     numbers, sizes = (np.concatenate(part).tolist() for part in zip(*extents, strict=True))
     order = sorted(range(len(spread)), key=lambda k: (numbers[k], sizes[k]))
     by_size = sorted(range(len(spread)), key=lambda k: sizes[k])
@@ -106,7 +106,7 @@ class Separation:
         self,
         indices: Indices,
         together: Tensor,
-        which: Sequence[int],
+        places: Sequence[int],
         value: Callable[[int], Tensor],
         what: str = "loss",
         redrawn: Callable[[int], tuple[Tensor, Tensor]] | None = None,
@@ -118,7 +118,7 @@ class Separation:
                 the batch. Rounding may change a draw of one label among many, and so the value.
                 Then the difference is still small beside that of two draws.
         """
-        for k in which:
+        for k in places:
             a, b = self._alone(int(indices[k]), value), together[k]
             if bool(self.differ(a, b)):
                 if redrawn is not None:
@@ -194,12 +194,12 @@ class Separation:
         batch = self._batch(indices)
         tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), tape:
-            each = values(self.task.outputs(self.model, batch), batch)
-            total = each.sum()
+            of_examples = values(self.task.outputs(self.model, batch), batch)
+            total = of_examples.sum()
         tape.check()
         factors = tape.backward(total, None, self.task.mask(batch), keep=False)
         parts = [sketch(part, seed) for seed, (_, blocks) in enumerate(factors) for part in blocks]
-        return each.detach(), torch.cat(parts, 1)
+        return of_examples.detach(), torch.cat(parts, 1)
 
 
 def sketch(factors: LayerFactors, seed: int, rows: Tensor | None = None) -> Tensor:

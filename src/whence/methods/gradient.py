@@ -102,20 +102,20 @@ class GradientMethod(Method):
         kind = KINDS.get(getattr(self, "curvature", None) or "ekfac")
         whole = [] if kind is None else kind.whole_blocks(tracked.positions)
         columns = tracked.outputs if getattr(self, "fisher", None) == "exact" else 1
-        each = cost.pass_operations(tracked, count, self._factored, whole, columns)
+        operations = cost.pass_operations(tracked, count, self._factored, whole, columns)
         if work.queries is None:  # every example is a query that has to be solved
             solved = cost.pass_operations(tracked, work.examples, self._factored)
-            each |= {kind: solved[kind] for kind in ("sums", "products")}
-        return each
+            operations |= {kind: solved[kind] for kind in ("sums", "products")}
+        return operations
 
     def fitted_numbers(self, work: Workload, passes: Mapping[str, int]) -> int:
         """How many numbers of what is fitted are in memory at once, for the estimate: of the last
         segment while it is fitted, and of the others at their owners."""
         if not passes.get("eigenvalues") and not passes.get("covariances"):
             return 0
-        each = 2 * cost.factor_numbers(work.tracked, bool(passes.get("covariances")))
-        owned, others = -(-each // work.ranks), 0 if self._shared else work.terms - 1
-        total = others * owned + (owned if work.divided else each)
+        per_segment = 2 * cost.factor_numbers(work.tracked, bool(passes.get("covariances")))
+        owned, others = -(-per_segment // work.ranks), 0 if self._shared else work.terms - 1
+        total = others * owned + (owned if work.divided else per_segment)
         return total if work.room is None else min(total, work.room // work.accumulator.itemsize)
 
     def whitens(self, work: Workload) -> bool:
@@ -125,7 +125,7 @@ class GradientMethod(Method):
     def counted(self, work: Workload) -> Cost:
         """The counts of all its work."""
         tracked, count, sets = work.tracked, work.asked, 1 if self._shared else work.terms
-        passes, each = self.passes_needed(work), self.operations(work)
+        passes, per_example = self.passes_needed(work), self.operations(work)
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
             passes[kind] *= work.factor_groups
         size, low_rank = work.accumulator.itemsize, None
@@ -134,13 +134,13 @@ class GradientMethod(Method):
         fitted = self.fitted_numbers(work, passes)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            vectors, blocks = self._count_whole_vectors(work, sets, each, handled)
+            vectors, blocks = self._count_whole_vectors(work, sets, per_example, handled)
         else:
-            each["scores"] = factor_operations(work, low_rank)
+            per_example["scores"] = factor_operations(work, low_rank)
             vectors = low_rank.numbers(tracked.blocks, sets)
             blocks = -(-count // low_rank.rows)
         examples = {k: work.examples if k in SCORED else work.trained for k in passes}
-        operations = {k: examples[k] * passes[k] * each[k] for k in passes}
+        operations = {k: examples[k] * passes[k] * per_example[k] for k in passes}
         sides: list[int] = []
         steps = 0
         if passes.get("covariances"):
@@ -150,7 +150,9 @@ class GradientMethod(Method):
         if low_rank is None and all(t == 1 for t in tracked.positions.values()):
             # a term's checkpoints meet the queries together
             meet = work.scored - sets if not self._factored else 0
-            operations["scores"] -= work.examples * meet * (each["scores"] - tracked.operations)
+            operations["scores"] -= (
+                work.examples * meet * (per_example["scores"] - tracked.operations)
+            )
             handled["scores"] *= sets / max(1, work.scored)
         touched = {k: examples[k] * passes[k] * handled[k] for k in passes}
         vector = cost.vector_numbers(tracked, self._factored)
@@ -159,14 +161,14 @@ class GradientMethod(Method):
         return Cost(passes, operations, touched, fitted, vectors, sides, low_rank)
 
     def _count_whole_vectors(
-        self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]
+        self, work: Workload, sets: int, per_example: dict[str, float], handled: dict[str, float]
     ) -> tuple[int, int]:
         """Add what scores take with whole query vectors. Returns how many of their numbers are in
         memory, and into how many blocks memory divides the queries."""
         tracked, count, size = work.tracked, work.asked, work.accumulator.itemsize
         at_once = cost.queries_at_once(cost.vector_numbers(tracked), size, work.memory, 1)
         blocks = -(-count // max(1, at_once))  # each has a pass over the examples
-        each["scores"] += (blocks - 1) * cost.again(tracked)
+        per_example["scores"] += (blocks - 1) * cost.again(tracked)
         handled["scores"] = blocks * handled.get("scores", 0.0)
         handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
         vector = cost.vector_numbers(tracked, self._factored)
@@ -303,8 +305,8 @@ class GradientMethod(Method):
             rows = np.arange(len(workspace.query))
             queries = workspace.query.some(study.stages[-1], rows)
             ready: dict[int, Any] = {}
-            for which, w, scale in self.vectors(workspace, prepared, queries):
-                ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))
+            for term_numbers, w, scale in self.vectors(workspace, prepared, queries):
+                ready |= dict.fromkeys(term_numbers, readouts(workspace, w, scale, len(examples)))
             mine = score_tokens(workspace, terms, ready, stage, world.mine(examples))
             return shared_tokens(world, mine, examples)
 

@@ -45,7 +45,7 @@ class LESS(Similarity):
             for c in run.checkpoints
             if c.stage == stage
         }
-        return [(c, sum(each) / len(each)) for c, each in rates.items()]
+        return [(c, sum(by_layer) / len(by_layer)) for c, by_layer in rates.items()]
 
     def prepare(self, workspace: Workspace) -> ProjectedSpace:
         return ProjectedSpace.random(workspace, self.dimension, True, self.seed)

@@ -93,8 +93,8 @@ class TrackStar(Similarity):
                 "queries: use mixing=0"
             )
         if self.mixing and workspace.query is not None:
-            every = np.arange(len(workspace.query))
-            parts[True] = [workspace.query.some(workspace.study.stages[-1], every)]
+            all_rows = np.arange(len(workspace.query))
+            parts[True] = [workspace.query.some(workspace.study.stages[-1], all_rows)]
         R = torch.zeros(self.dimension, self.dimension, dtype=torch.float64)
         R = R.to(workspace.device)
         with workspace.clock("curvature"):

@@ -72,15 +72,15 @@ class RowMatrices:
         powers = torch.where(bounds > 0, bounds.log2().ceil(), least).maximum(least)
         answers = [torch.empty_like(right) for _ in functions]
         for power in sorted(set(powers.tolist())):
-            each = [series(f, 2.0**power, tolerance) for f in functions]
-            if any(c is None for c in each):
+            coefficients = [series(f, 2.0**power, tolerance) for f in functions]
+            if any(c is None for c in coefficients):
                 return None
             rows = (powers == power).nonzero()[:, 0].to(right.device)
             numbers = NUMBERS.get(right.device.type, NUMBERS["cuda"])
-            for some in rows.split(max(1, numbers // (len(right) * right.shape[2]))):
-                terms = self.polynomials(some, 2.0**power, right[:, some])
-                for answer, total in zip(answers, _sums(each, terms), strict=True):
-                    answer[:, some] = total
+            for group in rows.split(max(1, numbers // (len(right) * right.shape[2]))):
+                terms = self.polynomials(group, 2.0**power, right[:, group])
+                for answer, total in zip(answers, _sums(coefficients, terms), strict=True):
+                    answer[:, group] = total
         return answers
 
 

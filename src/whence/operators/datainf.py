@@ -76,5 +76,5 @@ class DataInf:
         """Every layer's training gradients, batch by batch."""
         for part in self.data:
             part.passes.load(self.checkpoint)
-            for one in part.backward_passes(Signal("loss"), self.batch_size, label):
-                yield from one.factors()
+            for backward in part.backward_passes(Signal("loss"), self.batch_size, label):
+                yield from backward.factors()

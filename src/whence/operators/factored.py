@@ -98,9 +98,9 @@ class OffloadedFactors(Mapping[str, EigenFactors]):
         """With a function of these blocks in their place, computed where a block is kept."""
         parts: dict[str, dict[str, Tensor]] = {}
         for name in names:
-            block, kept = self[name], self._parts[name]
-            new = function(name, block).named(name) if kept else {}
-            parts[name] = {key: x.to(next(iter(kept.values())).device) for key, x in new.items()}
+            block, tensors = self[name], self._parts[name]
+            new = function(name, block).named(name) if tensors else {}
+            parts[name] = {key: x.to(next(iter(tensors.values())).device) for key, x in new.items()}
         return OffloadedFactors(parts, self._bring)
 
 

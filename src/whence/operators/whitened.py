@@ -113,11 +113,11 @@ class Whitened(Operator[BlockVectors]):
             leading = self._leading(product, right, tolerance)
             along = right @ leading.vectors.mT  # (q, r)
             for rows in cut(len(right), self._rows(right)):
-                here = slice(int(rows[0]), int(rows[-1]) + 1)
-                solution = self._lanczos(leading, product, functions, right[here], tolerance)
+                block = slice(int(rows[0]), int(rows[-1]) + 1)
+                solution = self._lanczos(leading, product, functions, right[block], tolerance)
                 self._note(names, solution, tolerance)
-                answers[:, here] = solution.x
-                leading.add(answers[:, here], functions, along[here])
+                answers[:, block] = solution.x
+                leading.add(answers[:, block], functions, along[block])
         return list(answers)
 
     def _trimmed(self, names: Sequence[str], right: Tensor, tolerance: float) -> Blockwise:
@@ -168,12 +168,12 @@ class Whitened(Operator[BlockVectors]):
     ) -> list[Tensor] | None:
         """The same for a block whose rows have a matrix each; None for all others, and where a
         series would have too many terms."""
-        its = self.H.rows_of(name)
-        if its is None:
+        row_factors = self.H.rows_of(name)
+        if row_factors is None:
             return None
         root, shift = (_full(x.get(name, 0.0), shape, right)[0] for x in (self.root, self.shift))
         with products_as("highest"):
-            matrices = RowMatrices(its[0], its[1], root, shift)
+            matrices = RowMatrices(row_factors[0], row_factors[1], root, shift)
             answers = matrices.functions(functions, right.view(-1, *shape))
         return None if answers is None else [answer.flatten(1) for answer in answers]
 
@@ -279,8 +279,8 @@ class Whitened(Operator[BlockVectors]):
         return shift if curvature is None else root.square() * curvature + shift
 
     def diagonal(self) -> dict[str, Tensor]:
-        every = self.H.diagonal()
-        return {n: x**2 * every[n] + self.shift.get(n, 0.0) for n, x in self.root.items()}
+        diagonals = self.H.diagonal()
+        return {n: x**2 * diagonals[n] + self.shift.get(n, 0.0) for n, x in self.root.items()}
 
     def eigenvalues(self) -> dict[str, Tensor]:
         """The diagonal, where it is known."""

@@ -76,9 +76,9 @@ def _apart(layer: Callable[..., Tensor], x: Tensor, models: int, *stacks: Tensor
     """Apply the layer to one model after another, with its rows of x and of each stack."""
     if models == 1:  # avoids copying the rows
         return layer(x, *(None if s is None else s.squeeze(0) for s in stacks))
-    each = [[None] * models if s is None else s.unbind() for s in stacks]
+    by_stack = [[None] * models if s is None else s.unbind() for s in stacks]
     rows = _by_model(x, models).unbind()
-    return torch.cat([layer(*arguments) for arguments in zip(rows, *each, strict=True)])
+    return torch.cat([layer(*arguments) for arguments in zip(rows, *by_stack, strict=True)])
 
 
 def _autocast(x: Tensor | None) -> Tensor | None:

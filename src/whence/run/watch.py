@@ -145,13 +145,13 @@ class WeightWatch:
     def _check_gradients(self) -> None:
         """Warn of parameters that only some updates changed, because others had no gradient."""
         counts = {name: self._without[id(p)] for name, p in self._parameters.items()}
-        some = {name: count for name, count in counts.items() if 0 < count < self._updates}
-        if some and 0 in counts.values():  # else gradients are deleted before they can be seen
+        skipped = {name: count for name, count in counts.items() if 0 < count < self._updates}
+        if skipped and 0 in counts.values():  # else gradients are deleted before they can be seen
             self._warn(
                 "without",
                 f"parameters had no gradient in some of the {self._updates} updates of stage "
                 f"{self.stage!r}, which did not change them: "
-                + listed([f"{name} ({count})" for name, count in sorted(some.items())], 4)
+                + listed([f"{name} ({count})" for name, count in sorted(skipped.items())], 4)
                 + ". Scores count their learning rate in all updates. Set requires_grad to False "
                 "while a layer is not trained",
             )
@@ -220,11 +220,11 @@ class GradientWatch:
         changed = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > CHANGED}
         if changed and not _divided(list(ratios.values())):
             self.remove()
-            each = [f"{name} (norm × {ratio:.3g})" for name, ratio in changed.items()]
+            descriptions = [f"{name} (norm × {ratio:.3g})" for name, ratio in changed.items()]
             data.warn(
                 f"gradients were changed between the backward pass and update {updates + 1} "
-                f"(clipping, noise, a mask?): {listed(each, 4)}. Scores take the gradients of the "
-                "loss as they are. If you know the reason, say it in Recorder(notes=...)"
+                f"(clipping, noise, a mask?): {listed(descriptions, 4)}. Scores use the unchanged "
+                "gradients of the loss. If you know the reason, name it in Recorder(notes=...)"
             )
         if updates + 1 >= FIRST:
             self.remove()
@@ -283,10 +283,12 @@ def _measured(parameters: dict[str, nn.Parameter]) -> Measured:
     measured: Measured = {}
     with torch.no_grad():
         for (_, dtype), names in alike.items():
-            each: list[Tensor] = [parameters[name] for name in names]
+            tensors: list[Tensor] = [parameters[name] for name in names]
             wide = torch.promote_types(dtype, torch.float32)
-            norms = [x for order in (2, torch.inf) for x in torch._foreach_norm(each, order, wide)]
-            entries = [x.flatten()[:: _stride(x)] for x in each]
+            norms = [
+                x for order in (2, torch.inf) for x in torch._foreach_norm(tensors, order, wide)
+            ]
+            entries = [x.flatten()[:: _stride(x)] for x in tensors]
             measured[tuple(names)] = torch.cat([torch.stack(norms), *entries]).cpu()
     return measured
 
@@ -308,7 +310,7 @@ def _differing(before: Measured, after: Measured, parameters: dict[str, nn.Param
         norms, entries = close[: 2 * len(names)].view(2, -1), close[2 * len(names) :]
         counts = [-(-parameters[name].numel() // _stride(parameters[name])) for name in names]
         parts = zip(names, norms.T, torch.split(entries, counts), strict=True)
-        differing += [name for name, *each in parts if not all(bool(x.all()) for x in each)]
+        differing += [name for name, *equal in parts if not all(bool(x.all()) for x in equal)]
     return differing
 
 

@@ -54,8 +54,8 @@ def candidates(index: Any, vectors: NDArray[np.float32], k: int) -> NDArray[np.i
     return examples[examples >= 0]
 
 
-def _some(rows: Sequence[StoredRows], which: NDArray[np.int64]) -> NDArray[np.float32]:
-    parts = [matrix[which].float().numpy() for matrix in rows]
+def _some(rows: Sequence[StoredRows], indices: NDArray[np.int64]) -> NDArray[np.float32]:
+    parts = [matrix[indices].float().numpy() for matrix in rows]
     return np.ascontiguousarray(np.concatenate(parts, 1), dtype=np.float32)
 
 

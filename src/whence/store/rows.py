@@ -112,9 +112,9 @@ class StoredRows:
         step, self._start = rows.start - self._start, rows.start
         reading = self._reads.pop(rows.start, None)
         ahead = [slice(rows.start + k * step, rows.stop + k * step) for k in range(1, AHEAD + 1)]
-        for some in ahead if step > 0 else ():
-            if some.start < len(self.array) and some.start not in self._reads:
-                self._reads[some.start] = self._reader.submit(self._touch, some)
+        for block in ahead if step > 0 else ():
+            if block.start < len(self.array) and block.start not in self._reads:
+                self._reads[block.start] = self._reader.submit(self._touch, block)
         if reading is not None:
             reading.result()
 
@@ -155,21 +155,21 @@ class Rows:
         self.encoding = encoding
         self.path, self.partial, self.form = path, path.with_name(path.name + ".partial"), form
         shape, dtype = (int(form["shape"][0]), int(form["shape"][1])), np.dtype(form["dtype"])
-        old = finished(path, shape[1], dtype)
+        rows_before = finished(path, shape[1], dtype)
         self.start, self.checksums = 0, Checksums()
-        self.array = self._resumed(partial, old)
+        self.array = self._resumed(partial, rows_before)
         if self.array is None:
             self.array = create_array(self.partial, shape, dtype)
-            if old:
-                about = entry if entry is not None and entry["shape"][0] == old else {}
-                stored = StoredRows(path, {**form, **about, "shape": [old, shape[1]]})
-                self.array[:old] = stored.array
-                self.checksums.add(self.array[:old])
-            self.start = old
+            if rows_before:
+                about = entry if entry is not None and entry["shape"][0] == rows_before else {}
+                stored = StoredRows(path, {**form, **about, "shape": [rows_before, shape[1]]})
+                self.array[:rows_before] = stored.array
+                self.checksums.add(self.array[:rows_before])
+            self.start = rows_before
 
-    def _resumed(self, partial: Mapping[str, Any] | None, old: int) -> NDArray[Any] | None:
+    def _resumed(self, partial: Mapping[str, Any] | None, rows_before: int) -> NDArray[Any] | None:
         """The partial matrix, if its complete rows are as they were written."""
-        if partial is None or partial["rows"] <= old:
+        if partial is None or partial["rows"] <= rows_before:
             return None
         try:
             array = map_array(self.partial, "r+")
