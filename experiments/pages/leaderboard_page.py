@@ -105,7 +105,7 @@ def standing(tasks: Tasks) -> str:
             rows[name] += 1
     ahead = sorted((n for n in level if level[n]), key=lambda name: -level[name])
     counts = ", ".join(f"{name} on {level[name]} of {rows[name]}" for name in ahead)
-    return f"Each method is the best, or not certainly worse than it, on this many of its tasks: {counts}."
+    return f"Tasks on which each method is the best, or not certainly worse: {counts}."
 
 
 def _ceiling(entry: Mapping[str, Any]) -> float | None:

@@ -184,7 +184,7 @@ class Augmented:
         transform: example -> example. It may draw from torch, NumPy and `random`. None changes
             nothing.
         draws: rows of a set.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     def __init__(

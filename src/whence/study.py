@@ -401,7 +401,7 @@ class Study:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
         name = type(self.model).__name__
-        return one_line(f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))")
+        return one_line(f"Study({name}, {tasks}, examples {{{sizes}}}, runs: {len(self.runs)})")
 
     def _repr_html_(self) -> str:
         numbers = sum(p.numel() for p in self.model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import re
@@ -415,6 +416,19 @@ def test_init_reads_the_loss_and_the_epochs_of_a_loop(here: Path, loss: str, tas
     assert main(["init", "my_script.py"]) == 0
     lines = (here / "study.py").read_text().splitlines()
     assert f"task = whence.{task}" in lines and "    epochs=7," in lines
+
+
+@pytest.mark.parametrize("recorder", ["whence.Recorder", "RecorderCallback"])
+def test_init_uses_the_run_that_a_script_records(here: Path, recorder: str) -> None:
+    (here / "my_script.py").write_text(
+        f'recorder = {recorder}("runs/my \\"run", model, optimizer)\n'
+    )
+    assert main(["init", "my_script.py"]) == 0
+    text = (here / "study.py").read_text()
+    (study,) = (node for node in ast.parse(text).body if ast.unparse(node).startswith("study ="))
+    assert isinstance(study, ast.Assign) and isinstance(study.value, ast.Call)
+    (runs,) = (k.value for k in study.value.keywords if k.arg == "runs")
+    assert ast.literal_eval(runs) == 'runs/my "run'
 
 
 def test_a_file_that_init_left_incomplete_says_which_lines(

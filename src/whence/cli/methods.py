@@ -208,7 +208,7 @@ METHODS: dict[str, dict[str, Option]] = {
             None,
             "Field of an example that has its text. Default: token ids are the words.",
         ),
-        "k1": Option("float", 1.2, "How soon repetitions of a word stop to count."),
+        "k1": Option("float", 1.2, "How soon repetitions of a word stop counting."),
         "b": Option("float", 0.75, "How much longer examples are discounted, from 0 to 1."),
         "stage": STAGE,
     },

@@ -86,11 +86,11 @@ class Workload:
     """What the cost of an attribution depends on.
 
     Attributes:
-        examples: that are scored.
-        trained: that curvature is fitted on.
+        examples: number of scored examples.
+        trained: number of examples that curvature is fitted on.
         queries: None for self-influence, where every example is its own query.
         terms: sets of query vectors, such as segments.
-        scored, fitted: checkpoints at which examples are scored, and curvature is fitted.
+        scored, fitted: number of checkpoints at which examples are scored, and curvature is fitted.
         memory: bytes that a process may use.
         room: of these, for factors; None for as many as they need.
         ranks: processes that share the work.
@@ -144,8 +144,8 @@ class Cost:
         passes: over the data, of each kind.
         operations: of all examples, by kind.
         touched: numbers that the passes handle, by kind.
-        fitted_numbers, vector_numbers: in memory at once besides the model and a batch: of what is
-            fitted, and of query vectors.
+        fitted_numbers, vector_numbers: numbers in memory at once, besides the model and a batch: of
+            fitted factors, and of query vectors.
         sides: of all matrices that are decomposed.
         low_rank: how queries are taken in factors; None for whole vectors.
     """

@@ -91,10 +91,10 @@ def known_optimizer(workspace: Workspace, segment: Segment) -> str:
     optimizer = workspace.run.optimizers[segment.stage.name]
     if optimizer != "sgd" and optimizer not in PRECONDITIONED:
         raise InvalidInput(
-            f"the optimizer {optimizer!r} of stage {segment.stage.name!r} is not known: SGD, Adam, "
-            "AdamW and RMSprop are. For another with a diagonal preconditioner P, make the run "
+            f"the optimizer {optimizer!r} of stage {segment.stage.name!r} is not known: use SGD, "
+            "Adam, AdamW or RMSprop. For another with a diagonal preconditioner P, build the run "
             "with Run.from_checkpoints(..., optimizer='rmsprop', second_moments=[(1/P - epsilon)², "
-            "...]); Influence with a number as damping, and TracIn, do not need to know"
+            "...]). Influence with a number as damping, and TracIn, work with any optimizer"
         )
     if optimizer in PRECONDITIONED:
         workspace.check_preconditioner(optimizer)

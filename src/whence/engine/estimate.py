@@ -1,4 +1,4 @@
-"""What an attribution would take, before anything was trained: hours, memory, network, disk.
+"""What an attribution would take, before training: hours, memory, network, disk.
 
     from whence.engine.estimate import estimate
 

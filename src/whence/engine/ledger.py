@@ -37,7 +37,7 @@ class Ledger:
     """Diagnostics of one calculation.
 
     Attributes:
-        diagnostics: what is known before scores are computed.
+        diagnostics: facts that are known before scores are computed.
         tallies: plain values that are added up block by block. They are kept with the progress of
             the scores, so that a resumed call has the same.
     """

@@ -34,12 +34,13 @@ SETS_ON_THE_WAY = 3  # of whole vectors: a term's, and two on the way to the nex
 
 @dataclass(frozen=True)
 class Plan:
-    """How the queries are taken.
+    """How query vectors are compressed to factors.
 
     Attributes:
-        rank: of their factors.
-        rows: queries whose factors fit into memory: they share a pass.
-        whole: queries whose whole vectors do, on the way to factors; each rank takes as many.
+        rank: rank of the factors.
+        rows: number of queries whose factors fit into memory, and which share a pass.
+        whole: number of queries whose whole vectors fit, before they become factors; each rank
+            takes as many.
     """
 
     rank: int

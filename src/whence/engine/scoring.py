@@ -46,7 +46,7 @@ CHUNK = 1024  # examples
 EXAMPLES_PER_QUERY = 64
 
 #: the vectors of some queries: for the terms with these numbers, vectors and a number they are
-#: times, in any order. The giver does not keep what it gave.
+#: times, in any order. The receiver may reuse their memory.
 VectorsOf = Callable[[Queries], Iterable[tuple[Sequence[int], Any, float]]]
 
 

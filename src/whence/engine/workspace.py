@@ -199,7 +199,7 @@ class Workspace:
         """
         Args:
             examples: which of them (None: all), as indices, or by stage.
-            stage: whose examples are scored (None: all stages').
+            stage: whose examples are scored (None: all stages).
             scope, quiet, layers: as in `Study.passes`.
         """
         stages, world = scored_stages(study, stage), World.current()

@@ -120,7 +120,7 @@ def calibration(
         scores: Scores, a plain array (q, n), or a list of several runs', which are averaged.
         truth: measurements on known subsets.
         bootstrap: number of resamples of the subsets, for the interval of the slope.
-        seed: of the resamples.
+        seed: seed of the resamples.
         exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_bootstrap(bootstrap)

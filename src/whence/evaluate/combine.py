@@ -99,7 +99,7 @@ def combine(
     of the ``equal``-weight sum, and (cross-validated) of the ``combined`` scores. ``ahead`` is by
     how much the combination is better than the ``best`` of the others, on the same resamples.
 
-    If the truth cannot tell a slope, this function warns and returns the first input unchanged.
+    If the truth cannot determine a slope, this function warns and returns the first input as it is.
 
     Args:
         scores: Scores (q, n) of several methods, settings or runs, all of the same training data,
@@ -110,7 +110,7 @@ def combine(
         parts: also give the segments or layers of each input that has them (``by_segment``,
             ``by_layer``) a weight of their own.
         bootstrap: the number of resamples of the subsets for the intervals.
-        seed: of all resamples.
+        seed: seed of all resamples.
         exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_bootstrap(bootstrap)

@@ -192,7 +192,7 @@ def lds(
         truth: measurements on known subsets. If the scores are of several stages, the columns of
             the truth's stage count.
         bootstrap: number of resamples of the subsets, for the interval.
-        seed: of the resamples, and of the halvings for the ceiling.
+        seed: seed of the resamples, and of the halvings for the ceiling.
         exclude_diverged: leave out trainings that diverged (and subsets whose trainings all did)
             instead of raising an error.
     """

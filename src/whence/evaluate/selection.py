@@ -95,7 +95,10 @@ class Selection(Tabled):
         if self.accuracy is not None:
             heads.insert(2, "accuracy")
         seeds = len(self.measured[SELECTED])
-        note = f"{self.judging} queries that did not choose, {seeds} seeds; intervals of 95 %"
+        note = (
+            f"measured on {self.judging} queries not used for the choice, {seeds} seeds; "
+            "95 % intervals"
+        )
         return Table(heads, rows, title=f"Selected by {self.method}", note=note)
 
 
@@ -127,7 +130,7 @@ def select(
             Duplicates are dropped before any other example.
         seeds: number of trainings of each kind, or their seeds.
         stage: whose examples to choose from (default: the recipe's first).
-        seed: of the halves and of the random control.
+        seed: seed of the halves and of the random control.
         out: folder that keeps finished trainings. Repeat the same call to resume.
         options: `device`, `memory`, `executor`, `engine`, `progress`: as in `retrain.measure`.
     """

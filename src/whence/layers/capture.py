@@ -40,7 +40,7 @@ class ParameterBlock:
     i: int  # without the bias coordinate
     bias: bool
     parameter: str  # the weight's name in the model
-    rows: bool = False  # each row has a curvature of its own: outputs have no eigenbasis
+    rows: bool = False  # each row has its own curvature: outputs have no eigenbasis
     lookup: bool = False  # `s` is `Rows` and nothing else
     group: int = 0  # of the kind's blocks, the one that this is (a part of)
     row: int = 0  # where the part begins
@@ -70,17 +70,17 @@ class ParameterBlock:
         return self.o * self.width
 
     def inputs_in(self, parts: Sequence[Any]) -> Any:
-        """Its own of the inputs (n, t, i) of a kind's blocks."""
+        """This block's part of the inputs (n, t, i) of a kind's blocks."""
         part = parts[self.group]
         return part if self.rows else _narrowed(part, 2, self.column, self.i)
 
     def slopes_in(self, parts: Sequence[Tensor]) -> Tensor:
-        """Its own of the output gradients (n, t, o) of a kind's blocks."""
+        """This block's part of the output gradients (n, t, o) of a kind's blocks."""
         part = parts[self.group]
         return part if self.rows else _narrowed(part, 2, self.row, self.o)
 
     def matrix_in(self, parts: Sequence[Tensor]) -> Tensor:
-        """Its own of matrices (o, width), one for each of a kind's blocks."""
+        """This block's part of matrices (o, width), one for each of a kind's blocks."""
         rows = _narrowed(parts[self.group], 0, self.row, self.o)
         return _narrowed(rows, 1, self.column, self.width)
 
@@ -229,7 +229,7 @@ class _Call:
 
 
 class _Notes:
-    """Notes x and y of the weights of one module, whose forward a kind computes."""
+    """Records x and y of the weights of a module whose forward a kind computes."""
 
     def __init__(self, tape: Tape, host: nn.Module) -> None:
         self.tape, self.n, self.forward = tape, tape.n, host.forward
@@ -326,7 +326,7 @@ class Tape:
                 )
                 return None
             x = inputs[0].detach()
-            if layer.shared:  # from here on, each example has an output of its own
+            if layer.shared:  # from here on, each example has its own output
                 whole = layer.shared == "free" or x.dim() == 1
                 x, output = (_repeated(y, self.n, whole) for y in (x, output))
             self._note(layer, kind, module, self._unfolded(kind, x), output)

@@ -1,8 +1,8 @@
 """Any other module, computed with one copy of its parameters for each example.
 
 This is exact for every module whose forward `torch.vmap` can follow: weights with a parametrization
-(weight norm, spectral norm), layers with a forward of their own, scales of channels. Its price is
-a copy of the parameters per example, and a curvature that is diagonal.
+(weight norm, spectral norm), layers whose class overrides `forward`, scales of channels. It costs a
+copy of the parameters per example, and the curvature is diagonal.
 """
 
 from __future__ import annotations

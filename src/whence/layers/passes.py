@@ -401,7 +401,7 @@ class Passes:
         examples = listed(indices[bad.cpu().numpy()])
         return (
             f"checkpoint at step {self.step}: {what} is NaN or infinite for {data.name} example "
-            f"{examples}. Mend or leave out the example; if all are affected, the checkpoint "
+            f"{examples}. Correct or leave out the example; if all are affected, the checkpoint "
             "itself has diverged"
         )
 

@@ -1,4 +1,4 @@
-"""Whether examples see each other: a loss or a gradient that depends on the rest of the batch.
+"""Whether examples affect each other: a loss or a gradient that depends on the rest of the batch.
 
 Attribution needs examples that do not mix. Pooling over padding, a division by the batch's maximum,
 in-batch negatives, and batch norm without running statistics mix them. Examples spread over the

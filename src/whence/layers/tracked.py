@@ -104,7 +104,7 @@ class Updates:
             data, so they are not tracked. If they moved none, all are tracked, and the method
             reports the problem.
         same_rates: whether every update had one rate for these two. A bias with other rates than
-            its weight is a layer of its own.
+            its weight is a separate layer.
         unrecorded: those that changed although no recorded optimizer updates them.
     """
 
@@ -258,7 +258,7 @@ def _refusal(
     owners: Owners,
     chosen: Collection[str],
 ) -> str | None:
-    """Why a use cannot be captured."""
+    """Why the use of a weight cannot be captured."""
     kind, *attributes = parts[0]
     several = parts if kind.seen == "forward" else parts[:1]
     names = [name for _, *keys in several for name in keys]
@@ -354,12 +354,12 @@ def _rejected(
             with torch.enable_grad(), Tape(model, group, n, rows) as tape:
                 outputs = task.outputs(model, batch)
             if _differ(outputs, expected, tolerance):
-                reason = "its forward, computed step by step, gives other outputs"
+                reason = "its outputs differ if its forward is computed step by step"
             elif any(
                 _differ(slope, slopes[layer], tolerance)
                 for layer, slope in _slopes(outputs, group).items()
             ):
-                reason = "its forward, computed step by step, gives other gradients"
+                reason = "its gradients differ if its forward is computed step by step"
         except Exception as error:  # of the user's code
             why = str(error).partition("\n")[0]
             reason = f"all examples share it, and the model fails with one for each ({why})"
@@ -485,7 +485,7 @@ def _excluded(
             count = sum(sizes[name] for name in names)
             moved = [name for name in names if name in trained]
             given = [reasons[k] for k in moved if k in reasons]
-            unknown = f"{type(module).__name__} uses {listed(moved, LISTED)} in a way of its own"
+            unknown = f"{type(module).__name__} uses {listed(moved, LISTED)} in an unknown way"
             reason = next(iter(given), unknown) if moved else FROZEN
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))

@@ -29,9 +29,9 @@ class LESS(Similarity):
     """Where an example's update points, next to what the query needs, over the checkpoints.
 
     Args:
-        dimension: of the projection.
-        seed: of the projection.
-        stage: attribute to this stage's examples only (default: all stages').
+        dimension: number of coordinates of the projection.
+        seed: seed of the projection.
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     def __init__(self, dimension: int = 4096, seed: int = 0, stage: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""D^½ H D^½ of one block in closed form: EK-FAC's two steps once more.
+"""D^½ H D^½ of one block in closed form: EK-FAC's two steps, repeated.
 
 H = Q Λ Qᵀ with Q = Q_S ⊗ Q_A has the sides S = Q_S diag(Λ1) Q_Sᵀ and A = Q_A diag(1ᵀΛ) Q_Aᵀ, its
 partial traces. With R = D^½ as a matrix (o, width),

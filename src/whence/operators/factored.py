@@ -289,7 +289,7 @@ class Factored(Operator[BlockVectors]):
         return Whitened(self, root, {})
 
     def whitened_in_closed_form(self, diagonal: BlockDiagonal) -> Self:
-        """D^½ H D^½ approximately: in eigenbases and with eigenvalues of its own."""
+        """D^½ H D^½ approximately: in its own eigenbases, with its own eigenvalues."""
         names = [name for name in self.names if name in diagonal]
         if diagonal.scalar:  # exactly
             return self.restricted(names).scaled({n: float(diagonal[n]) for n in names})

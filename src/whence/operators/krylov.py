@@ -103,7 +103,7 @@ def matrix_functions(
 
 
 class _Expansion:
-    """Q f(T) e₁ of each function and row: the rows' Krylov spaces, each with a T of its own.
+    """Q f(T) e₁ of each function and row: the rows' Krylov spaces, each with its own T.
 
     Attributes:
         start: the first vector of each space, (q, p), of norm 1 or 0.

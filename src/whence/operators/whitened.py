@@ -3,7 +3,7 @@
 H and the diagonals share no eigenbasis, so there is no closed form: functions are computed by
 Lanczos iterations, inverses by conjugate gradients, each with a few dozen products with H. Blocks
 that H does not tie together are solved one after another; rows of a table, that it does not tie
-together either, by Chebyshev series of their own (`chebyshev.py`).
+together either, by one Chebyshev series each (`chebyshev.py`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ first to keep every √T-th point, then stretch by stretch, from the last to the
 first point, so that about 2√T points are in memory at a time; or more often, with fewer points. At
 each checkpoint of the run the replay records its deviation, and resumes from the recorded weights
 and optimizer state. A model with dropout or batch norm is replayed in training mode
-(`whence.replay.active`), if the run tells the seeds of its draws.
+(`whence.replay.active`), if the run has the seeds of its draws.
 """
 
 from __future__ import annotations
@@ -462,7 +462,7 @@ class Replay:
         if float((active - calm).norm()) > 1e-3 * float(calm.norm()):
             modes.draws = True
             modes.messages.append(
-                f"{type(model).__name__} puts out something else in training mode (dropout?)"
+                f"{type(model).__name__} has other outputs in training mode (dropout?)"
             )
         return modes
 

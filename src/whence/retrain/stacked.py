@@ -300,7 +300,7 @@ class StackedMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if self.bias_k is not None or self.add_zero_attn or query.dim() != 3:
-            raise InvalidInput("attention has a key of its own, or no batch")
+            raise InvalidInput("attention has a separate key, or no batch")
         weights: Sequence[Tensor] = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3, 1)

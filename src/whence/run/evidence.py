@@ -111,18 +111,18 @@ class Draws:
         return furthest > 2 + SURE * math.sqrt(variance)
 
     def warnings(self, stage: str) -> list[str]:
-        """What scores do not take into account."""
+        """Warnings of what scores do not take into account."""
         messages, n, never = [], len(self.counts), len(self.never)
         if self.left_out:
             messages.append(
                 f"stage {stage!r}: {never:,} of {n:,} examples are in none of the recorded batches"
-                f". Scores take the other {n - never:,} for the training set, and say of these "
-                "what adding them would have done. Pass Recorder(subset=...) to say so"
+                f". Scores treat the other {n - never:,} as the training set, and estimate what "
+                "adding these would have done. To confirm this, pass Recorder(subset=...)"
             )
         elif never > MANY * n and self.shuffled:
             messages.append(
                 f"stage {stage!r}: {never:,} of {n:,} examples are in none of the recorded batches"
-                ", which end before the first epoch does. Scores take them for training examples; "
+                ", which end before the first epoch does. Scores treat them as training examples; "
                 "if they were not, pass Recorder(subset=...)"
             )
         if self.unequal:
@@ -137,8 +137,8 @@ class Draws:
         if self.moved:
             messages.append(
                 f"stage {stage!r}: the first and the second half of the updates drew different "
-                "examples, more so than by chance: a curriculum? Scores take the data for the same "
-                "throughout a stage. Call recorder.stage(...) where the data changes"
+                "examples, more so than by chance: a curriculum? Scores assume that the data is "
+                "the same throughout a stage. Call recorder.stage(...) where it changes"
             )
         return messages
 

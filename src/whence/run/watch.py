@@ -174,7 +174,7 @@ class WeightWatch:
             sha256 = weights_sha256(self.model)
             same = [c.step for c in checkpoints if c.sha256 == sha256]
             if same:
-                where += f", and the model now those after update {same[-1]}"
+                where += f", and the model now has those after update {same[-1]}"
         self._warn(
             "final",
             f"weights changed after the last update, {updates}: {_some(changed)} (best weights "

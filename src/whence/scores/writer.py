@@ -62,8 +62,8 @@ class ScoreWriter:
 
     ``already`` is the finished Scores if an earlier call with the same key wrote them.
 
-    With several ranks in ``world``, each writes its own blocks, and records them in a file of its
-    own. Rank 0 opens and finishes the folder, which all must see. All return the same Scores.
+    With several ranks in ``world``, each writes its own blocks, and records them in its own
+    file. Rank 0 opens and finishes the folder, which all must see. All return the same Scores.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class Builder:
             raise NotFinite(
                 f"checkpoint at step {unit.checkpoint.step}: the projected gradient is NaN or "
                 f"infinite for {self.store.study.data[unit.stage].name} example {listed(bad)}. "
-                "Mend or leave out the example, or use float64"
+                "Correct or leave out the example, or use float64"
             )
 
     def _add_moments(self, unit: Unit, signal: Signal) -> None:

@@ -134,7 +134,7 @@ class GradientStore(StoreContents):
                 pass; "sampled" and "exact" are as in `Source`.
             rows: what gradients are stored in: "full" precision, "float16" (half the bytes) or
                 "int8" (a quarter), each row with a scale. Second moments are of what is stored.
-            seed: of the random signs, and of the pseudo-targets.
+            seed: seed of the random signs, and of the pseudo-targets.
             methods: the methods that the store can answer. "tracin" and "source" need all
                 checkpoints, "influence" and "trak" only the last; all but "tracin" need second
                 moments. SOURCE for Adam-type optimizers needs a store with methods=["source"],
@@ -329,7 +329,7 @@ class GradientStore(StoreContents):
         unknown = sorted(options.keys() - AnswerOptions.__annotations__.keys())
         if unknown:
             raise InvalidType(
-                f"{unknown[0]} is no option of a store, which has "
+                f"{unknown[0]} is not an option of a store, which takes "
                 f"{', '.join(AnswerOptions.__annotations__)}: for others attribute the study itself"
             )
         compute: dict[str, Any] = dict(options)
