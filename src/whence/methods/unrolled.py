@@ -54,9 +54,8 @@ class Unrolled(Unrolling):
         expected: credit every example at every update, by 1/N, not only where it was drawn.
         curvature_batch: with `expected`, the number of examples for the curvature of each update,
             drawn anew (default: 512, or all).
-        credit_every: with `expected`, the number of updates in an interval. An interval credits
-            every example at the weights in its middle, by a pass over the data (default: a 32nd of
-            the stage).
+        credit_every: with `expected`, updates per interval (default: a 32nd of the stage). A pass
+            over the data credits every example at the weights in the middle of each interval.
         stage: attribute to this stage's examples only (default: all stages).
         damping: added to the eigenvalues of the curvature.
         query_at: take the query gradient at the "final" model, or along the "run" (the mean over
