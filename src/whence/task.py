@@ -348,9 +348,9 @@ class Classification(Task):
             # √p to the last axis leaves c - 1 columns.
             p = self.logits(outputs).detach().softmax(1)
             root = p.sqrt()
-            every = root.diag_embed() - p.unsqueeze(2) * root.unsqueeze(1)
+            square = root.diag_embed() - p.unsqueeze(2) * root.unsqueeze(1)
             share = root[:, :-1] / (1 + root[:, -1:])
-            factor = every[..., :-1] - every[..., -1:] * share.unsqueeze(1)
+            factor = square[..., :-1] - square[..., -1:] * share.unsqueeze(1)
         return factor.masked_fill(self.ignored(batch).reshape(-1, 1, 1), 0.0)
 
 

@@ -94,10 +94,10 @@ class Standing(Tabled):
     def table(self) -> Table:
         """The new scores among the published ones, best first."""
         rows: list[tuple[float, list[object]]] = []
-        for name, one in self.published.items():
+        for name, method in self.published.items():
             seconds = self.seconds.get(name)
-            cells = [name, estimate(one.value, one.interval), self.differences[name]]
-            rows.append((one.value, [*cells, None if seconds is None else f"{seconds:.1f}"]))
+            cells = [name, estimate(method.value, method.interval), self.differences[name]]
+            rows.append((method.value, [*cells, None if seconds is None else f"{seconds:.1f}"]))
         mine = estimate(self.result.value, self.result.interval)
         rows.append((self.result.value, [f"→ {self.result.method}", mine, None, None]))
         rows.sort(key=lambda row: -row[0])
@@ -130,14 +130,14 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         subsets, _, queries = self.truth.measurements.shape
-        for name, one in self.published.items():
-            shape = one.predictions.shape
+        for name, method in self.published.items():
+            shape = method.predictions.shape
             if len(shape) != 3 or shape[1:] != (queries, subsets):
                 raise InvalidInput(
                     f"the predictions of {name} have shape {shape}: give (K, {queries}, {subsets}),"
                     " for the truth's queries and subsets"
                 )
-            if not np.isfinite(one.predictions).all():
+            if not np.isfinite(method.predictions).all():
                 raise InvalidInput(f"some predictions of {name} are not finite numbers")
 
     # -- judging ---------------------------------------------------------------------------------

@@ -91,10 +91,10 @@ class ScoredData:
         train = study.train if train is None and study is not None else train
         collate = None if study is None else study.collate
         self.unchecked: list[str] = []
-        for name, one in scores.items():
-            asked = None if one.is_self_influence else query
+        for name, scored in scores.items():
+            asked = None if scored.is_self_influence else query
             try:
-                notes = check_data(one, train, asked, collate=collate, contents=check)
+                notes = check_data(scored, train, asked, collate=collate, contents=check)
             except ValueError as error:
                 raise InvalidInput(f"{name}: {error}") from error
             self.unchecked += [f"{name}: {line}" for line in notes]
@@ -118,7 +118,7 @@ class ScoredData:
         self.lead: Floats | None = None  # (q,) of `predictions`, negative where they are wrong
         self._curves: tuple[list[int], Floats] | None = None  # updates, and (updates, q)
         self._worker = PredictionWorker(self._predict)
-        self._indices = {name: Index(one) for name, one in self.examples.by_stage.items()}
+        self._indices = {name: Index(examples) for name, examples in self.examples.by_stage.items()}
         self._query_index = Index(self.query)
         self.stop = threading.Event()  # stops reading
         self.is_read = False
@@ -432,7 +432,7 @@ class ScoredData:
     @property
     def train_unknown(self) -> bool:
         """Whether the training data was not given."""
-        return any(one.dataset is None for one in self.examples.by_stage.values())
+        return any(examples.dataset is None for examples in self.examples.by_stage.values())
 
     def query_class(self, row: int) -> str | None:
         """The label of a query, if it names a class."""

@@ -84,9 +84,11 @@ class RowMatrices:
         return answers
 
 
-def _sums(each: Sequence[list[float] | None], terms: Iterator[Tensor]) -> list[Tensor]:
+def _sums(
+    series_of_functions: Sequence[list[float] | None], terms: Iterator[Tensor]
+) -> list[Tensor]:
     """Σ_j c_j T_j of each series."""
-    coefficients = [c for c in each if c is not None]
+    coefficients = [c for c in series_of_functions if c is not None]
     first = next(terms)
     totals = [first * c[0] for c in coefficients]
     for j in range(1, max(map(len, coefficients))):

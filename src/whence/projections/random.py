@@ -115,11 +115,11 @@ class Random:
         words = torch.arange(-(-self.dimension // WORD), device=self.device)
         step = max(1, self._limit // (len(words) * WORD))
         for start in range(parameters.start, parameters.stop, step):
-            here = range(start, min(start + step, parameters.stop))
-            rows = torch.arange(here.start, here.stop, device=self.device).unsqueeze(1)
+            drawn = range(start, min(start + step, parameters.stop))
+            rows = torch.arange(drawn.start, drawn.stop, device=self.device).unsqueeze(1)
             hashes = keys(self.key, name, rows, words, device=self.device)
             signs = signs_of(hashes.view(torch.uint8).view(-1), self.dtype)
-            yield here, signs.view(len(here), -1)[:, : self.dimension]
+            yield drawn, signs.view(len(drawn), -1)[:, : self.dimension]
 
 
 def signs_of(octets: Tensor, dtype: torch.dtype) -> Tensor:
