@@ -73,7 +73,7 @@ def estimate(
             `module:function`, a function that returns a model. No weights are loaded.
         examples (N): Number of training examples, such as 1e6.
         tokens (N): Tokens per example. Default: 512.
-        input (SHAPE): Instead of tokens: the shape of an example, such as 3x32x32, of a classifier.
+        input (SHAPE): For a classifier without tokens: shape of an example, such as 3x32x32.
         queries (N): Number of queries.
         checkpoints: Number of checkpoints of the run.
         method (METHOD): Method to attribute with.

@@ -240,8 +240,8 @@ METHODS: dict[str, dict[str, Option]] = {
         "stage": replace(STAGE, help="Leave out examples of this stage. Default: the first."),
         "exclude_diverged": replace(
             EXCLUDE_DIVERGED,
-            help="Leave out pairs of trainings of which one diverged, instead of stopping with an "
-            "error.",
+            help="Leave out pairs of trainings if one of them diverged, instead of stopping with "
+            "an error.",
         ),
     },
     "Random": {"seed": replace(SEED, help="Seed of the draws."), "stage": STAGE},
