@@ -33,7 +33,7 @@ from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, same_weights, weights_sha256
-from whence.run.evidence import RARELY, Draws, clipped_at_most, distance_from_final
+from whence.run.evidence import RARE_CLIPPING, Draws, clipped_at_most, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Task
 from whence.world import World
@@ -200,7 +200,7 @@ class Study:
             notes = {name: f"{name}={value!r}" for name, value in run.notes.items()}
             clip = run.notes.get("clip_norm")
             share = clipped_at_most(run, clip) if isinstance(clip, int | float) and clip > 0 else 1
-            if share < RARELY:
+            if share < RARE_CLIPPING:
                 del notes["clip_norm"]  # a trainer's default that did next to nothing
             elif share < 1:
                 notes["clip_norm"] += f" (at most {share:.0%} of the updates before a checkpoint)"

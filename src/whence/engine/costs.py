@@ -33,7 +33,7 @@ ATTAINED = 0.85  # of the rate of one large product, by all products of a pass
 TOUCHED = {"cpu": 60.0, "cuda": 55.0}
 SIDE_SECONDS = 1e-5  # of an eigendecomposition on a GPU, for each row, besides its operations
 EIGEN_SHARE = 0.2  # of a GPU's float32 rate that float64 eigendecompositions attain
-WORTH_TELLING = 10  # seconds
+MIN_SHOWN_SECONDS = 10  # seconds
 SCORED = ("scores", "norms")  # kinds of passes over the examples that are scored
 
 
@@ -178,7 +178,7 @@ def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:
 def announce(what: object, workspace: Workspace, counts: Cost) -> None:
     """Note an estimate with the diagnostics, and show it if the work is long."""
     about = workspace.ledger.diagnostics["estimate"] = estimated(workspace, counts)
-    if about["seconds"] > WORTH_TELLING:
+    if about["seconds"] > MIN_SHOWN_SECONDS:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in about["passes"].items())
         queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
         tqdm.write(

@@ -28,7 +28,7 @@ from whence.operators.products import (
     squared_norms,
 )
 
-RANKS = 16, 64  # the least and the largest that "auto" takes
+AUTO_RANKS = 16, 64  # the least and the largest that "auto" takes
 SETS_ON_THE_WAY = 3  # of whole vectors: a term's, and two on the way to the next
 
 
@@ -88,7 +88,7 @@ def plan(
         return of(int(rank))
     if 2 * fitting(numbers, sets + 2) >= queries:  # as many as are taken without a rank
         return None
-    least, most = RANKS
+    least, most = AUTO_RANKS
     fits = (r for r in range(most, least - 1, -1) if of(r).rows == queries)
     return of(next(fits, least))
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from whence.engine.projected_space import Space
     from whence.engine.scoring import Scoring
 
-SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
+MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
 FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 GAUSS_NEWTON = "gauss-newton"
@@ -592,7 +592,7 @@ def allowance(memory: int | str | None, device: torch.device) -> int:
     """
     if memory is None:
         free, total = free_and_total(device)
-        return int(min(SHARE.get(device.type, 0.4) * total, 0.8 * free))
+        return int(min(MEMORY_SHARE.get(device.type, 0.4) * total, 0.8 * free))
     if isinstance(memory, str):
         units = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
         text = memory.upper().replace("IB", "B").replace(" ", "")

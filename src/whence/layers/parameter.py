@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from whence.errors import InvalidInput
 from whence.layers.kind import Kind, Seen
 
-MOST = 2**22  # numbers in a parameter, above which copies take too much memory
+MAX_COPIED_NUMBERS = 2**22  # numbers in a parameter, above which copies take too much memory
 
 
 class Bias(Kind):
@@ -51,7 +51,7 @@ class Direct(Kind):
     def refusal(self, module: nn.Module) -> str | None:
         parameter = module._parameters[self.attribute]
         assert parameter is not None
-        if parameter.numel() <= MOST:
+        if parameter.numel() <= MAX_COPIED_NUMBERS:
             return None
         return f"a copy of its {parameter.numel():,} numbers for each example takes too much memory"
 

@@ -28,9 +28,9 @@ from whence.world import World
 LOSSES, MEASUREMENTS, OUTPUTS = "losses", "measurements", "outputs"  # what is tried
 #: how far two computations of the same loss may differ, relative to the largest output
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
-ROUNDED = 2e-2  # with bfloat16 or TF32 products
-TOGETHER = 64  # examples of a real batch, at most, that are compared in a smaller one
-COMPARED = 3  # sizes of batches that are compared with examples alone, of each dataset and signal
+ROUNDED_TOLERANCE = 2e-2  # with bfloat16 or TF32 products
+COMPARED_EXAMPLES = 64  # examples of a real batch, at most, that are compared in a smaller one
+COMPARED_SIZES = 3  # sizes of batches that are compared with examples alone, per dataset and signal
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
 
 
@@ -179,7 +179,7 @@ class Passes:
     def tolerance(self) -> float:
         """How far two computations of the same loss may differ, relative to the outputs."""
         exact = not rounded_products(self.dtype, self.device)
-        return TOLERANCES.get(self.dtype, ROUNDED) if exact else ROUNDED
+        return TOLERANCES.get(self.dtype, ROUNDED_TOLERANCE) if exact else ROUNDED_TOLERANCE
 
     def knows(self, data: Batches, checkpoint: Weights, what: str) -> bool:
         """Whether these values have been tried."""
@@ -273,7 +273,7 @@ class Passes:
         alone. Returns the sketches of these examples' gradients, by place in the batch."""
         sizes = self._compared.setdefault((id(data), signal.name), set())
         values = values.detach()
-        if len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED:
+        if len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED_SIZES:
             return {}
         sizes.add(len(indices))
         if not bool(values.isfinite().all()):
@@ -302,7 +302,8 @@ class Passes:
             values, sketches[index] = separation.gradients(self.tracked.layers, [index], value)
             return values[0]
 
-        few = np.linspace(0, len(indices) - 1, min(TOGETHER, len(indices) // 2)).astype(np.int64)
+        count = min(COMPARED_EXAMPLES, len(indices) // 2)
+        few = np.linspace(0, len(indices) - 1, count).astype(np.int64)
         if len(few) > 2:  # in another batch: of those that change, one is looked at alone
             with examples_of(data.name, indices[few]):
                 fewer = computed(indices[few], signal.seed)[0]

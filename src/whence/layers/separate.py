@@ -26,10 +26,10 @@ from whence.task import Task
 
 CANDIDATES = 256  # examples among which the extreme ones are chosen
 REDRAWS = 8  # of a pseudo-loss, where rounding may have changed which label was drawn
-SKETCH = 4  # random directions in which a layer's output gradients are compared
+SKETCH_DIRECTIONS = 4  # random directions in which a layer's output gradients are compared
 LOSS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4}  # relative; else:
 GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-ROUNDED = 3e-2, 0.3  # loss and gradient in bfloat16, or with TF32 products
+ROUNDED_TOLERANCES = 3e-2, 0.3  # loss and gradient in bfloat16, or with TF32 products
 REASONS = (
     "attribution needs examples that do not mix (batch norm without running statistics? pooling "
     "over padding? division by the batch's maximum? in-batch negatives? a collate function that "
@@ -133,7 +133,11 @@ class Separation:
 
     def differ(self, a: Tensor, b: Tensor) -> Tensor:
         """Which values differ by more than rounding."""
-        tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
+        tolerance = (
+            ROUNDED_TOLERANCES[0]
+            if self.rounded
+            else LOSS_TOLERANCE.get(self.dtype, ROUNDED_TOLERANCES[0])
+        )
         return (a - b).abs() > tolerance * (1 + torch.maximum(a.abs(), b.abs()))
 
     def check_gradients(self, layers: Sequence[TrackedLayer], chosen: Sequence[Pair]) -> None:
@@ -153,8 +157,8 @@ class Separation:
         alone: Tensor,
     ) -> None:
         """Compare the sketch (d,) of one example's gradient in a batch with that of it alone."""
-        tolerance = GRADIENT_TOLERANCE.get(self.dtype, ROUNDED[1])
-        tolerance = ROUNDED[1] if self.rounded else tolerance
+        tolerance = GRADIENT_TOLERANCE.get(self.dtype, ROUNDED_TOLERANCES[1])
+        tolerance = ROUNDED_TOLERANCES[1] if self.rounded else tolerance
         difference, size = float((together - alone).norm()), float(alone.norm())
         if difference <= tolerance * size:
             return
@@ -203,9 +207,9 @@ class Separation:
 
 
 def sketch(factors: LayerFactors, seed: int, rows: Tensor | None = None) -> Tensor:
-    """What shows a change of a layer's output gradients: of some rows (all if None), in a few
-    random directions, their sum and their norm over positions, (rows, 2 SKETCH). Positions of
-    padding, which have no gradient, do not count, nor does the order."""
+    """A sketch that shows a change of a layer's output gradients: of some rows (all if None), in a
+    few random directions, their sum and their norm over positions, (rows, 2 SKETCH_DIRECTIONS).
+    Padding, which has no gradient, does not count, nor does the order of positions."""
     sides, s = [factors.slopes], factors.s
     if isinstance(s, Rows) and s.dense is not None:  # a table that is a matrix too
         sides = [s.split(factors.a)[0], s.dense]
@@ -220,7 +224,7 @@ def sketch(factors: LayerFactors, seed: int, rows: Tensor | None = None) -> Tens
 
 @lru_cache(1024)  # most layers are compared several times; every copy makes a GPU wait
 def _directions(width: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    random = torch.randn(width, SKETCH, generator=torch.Generator().manual_seed(seed))
+    random = torch.randn(width, SKETCH_DIRECTIONS, generator=torch.Generator().manual_seed(seed))
     return random.to(device, dtype)
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-11}  # of f, relative to its largest value
-MOST = 2**12  # terms; functions that take more are not computed here
-NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # in a group's vectors
+MAX_TERMS = 2**12  # terms; functions that take more are not computed here
+GROUP_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # in a group's vectors
 
 Function = Callable[[Tensor], Tensor]
 
@@ -76,7 +76,7 @@ class RowMatrices:
             if any(c is None for c in coefficients):
                 return None
             rows = (powers == power).nonzero()[:, 0].to(right.device)
-            numbers = NUMBERS.get(right.device.type, NUMBERS["cuda"])
+            numbers = GROUP_NUMBERS.get(right.device.type, GROUP_NUMBERS["cuda"])
             for group in rows.split(max(1, numbers // (len(right) * right.shape[2]))):
                 terms = self.polynomials(group, 2.0**power, right[:, group])
                 for answer, total in zip(answers, _sums(coefficients, terms), strict=True):
@@ -101,9 +101,9 @@ def _sums(
 
 def series(function: Function, bound: float, tolerance: float) -> list[float] | None:
     """Chebyshev coefficients of f on [0, bound], as many as the tolerance needs; None if these are
-    more than `MOST`. f must not vary faster than exp(-x)."""
+    more than `MAX_TERMS`. f must not vary faster than exp(-x)."""
     count = 16 * 2 ** max(0, math.ceil(math.log2(bound) / 2) - 2)  # points closer than 1 near 0
-    while count <= 2 * MOST:
+    while count <= 2 * MAX_TERMS:
         angles = torch.arange(count, dtype=torch.float64).add(0.5) * (math.pi / count)
         values = function(bound * (angles.cos() + 1) / 2)
         spectrum = torch.fft.rfft(torch.cat([values, values.flip(0)]))[:count]

@@ -23,10 +23,10 @@ from whence.run.format import RunData
 from whence.table import listed
 
 FIRST, EVERY = 4, 16  # updates whose weights are measured
-GRADIENTS = 8  # parameters whose gradients are measured, at the first updates
-ENTRIES = 64  # of a parameter that are compared, because a permutation has the same norm
+WATCHED_GRADIENTS = 8  # parameters whose gradients are measured, at the first updates
+COMPARED_ENTRIES = 64  # of a parameter that are compared, because a permutation has the same norm
 ROUNDING = 1e-6  # relative difference of norms that is no change
-CHANGED = 1e-4  # that of a gradient's norm
+GRADIENT_TOLERANCE = 1e-4  # that of a gradient's norm
 
 Measured = dict[tuple[str, ...], Tensor]
 
@@ -197,7 +197,7 @@ class GradientWatch:
     def __init__(self, model: nn.Module) -> None:
         self._norms: dict[str, Tensor] = {}
         trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
-        names = list(trained)[:: max(1, -(-len(trained) // GRADIENTS))]
+        names = list(trained)[:: max(1, -(-len(trained) // WATCHED_GRADIENTS))]
         self._parameters = {name: trained[name] for name in names}
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
@@ -217,7 +217,9 @@ class GradientWatch:
         }
         self._norms.clear()  # below: gradients that are 0 were set to 0, before step(closure)
         ratios = {name: now / before for name, (now, before) in norms.items() if now and before}
-        changed = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > CHANGED}
+        changed = {
+            name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > GRADIENT_TOLERANCE
+        }
         if changed and not _divided(list(ratios.values())):
             self.remove()
             descriptions = [f"{name} (norm × {ratio:.3g})" for name, ratio in changed.items()]
@@ -261,7 +263,7 @@ def _norm(gradient: Tensor) -> Tensor:
 def _divided(ratios: Sequence[float]) -> bool:
     """Whether all are one over the same whole number."""
     number = round(1 / ratios[0]) if 0 < ratios[0] < math.inf else 0
-    return all(abs(ratio * number - 1) <= CHANGED for ratio in ratios)
+    return all(abs(ratio * number - 1) <= GRADIENT_TOLERANCE for ratio in ratios)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -295,7 +297,7 @@ def _measured(parameters: dict[str, nn.Parameter]) -> Measured:
 
 def _stride(parameter: Tensor) -> int:
     """Between the entries that are compared."""
-    return max(1, parameter.numel() // ENTRIES)
+    return max(1, parameter.numel() // COMPARED_ENTRIES)
 
 
 def _differing(before: Measured, after: Measured, parameters: dict[str, nn.Parameter]) -> list[str]:

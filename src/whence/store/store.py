@@ -57,7 +57,7 @@ from whence.store.identity import (
     only_run,
     read,
 )
-from whence.store.rows import ERRORS
+from whence.store.rows import MAX_ERROR
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
 from whence.table import one_line
@@ -393,7 +393,7 @@ class GradientStore(StoreContents):
         )
         stored = self.rows(unit.stage, unit.checkpoint)[:1][0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
-        rounding = max(8 * torch.finfo(workspace.dtype).eps, ERRORS[self.form])
+        rounding = max(8 * torch.finfo(workspace.dtype).eps, MAX_ERROR[self.form])
         if not off < max(ROW_TOLERANCE, rounding):
             raise InvalidInput(
                 f"the store in {self.path} does not belong to this study: example 0 of {data.name} "
